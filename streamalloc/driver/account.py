@@ -88,7 +88,7 @@ class Account:
                     break
             else:
                 if handle not in self._uncounted:
-                    self.interrupted.subtract([kind for kind in ENDERS[name] if self.interrupted[kind] > 0][:1])
+                    self.interrupted -= Counter([kind for kind in ENDERS[name] if self.interrupted[kind] > 0][:1])
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name == "cuMemMap":

@@ -42,10 +42,15 @@ class Wrapper(_Interface):
         def function(*args: Any, **named: Any) -> tuple[Any, ...]:
             if not named:
                 return self._observe(name, target, args)
-            # Observers get positional values; the driver gets the keywords.
-            places = parameters(name)
-            values = [named[one] for one in places[len(args) :] if one in named] or named.values()
-            return self._observe(name, lambda *_: target(*args, **named), (*args, *values))
+            # Observers get positional values, and may change them; the driver gets the keywords.
+            keys = [one for one in parameters(name)[len(args) :] if one in named] or [*named]
+
+            def by_keywords(*values: Any) -> tuple[Any, ...]:
+                changed = named | dict(zip(keys, values[len(args) :], strict=True))
+                answer: tuple[Any, ...] = target(*values[: len(args)], **changed)
+                return answer
+
+            return self._observe(name, by_keywords, (*args, *(named[one] for one in keys)))
 
         function.__name__ = name
         setattr(self, name, function)

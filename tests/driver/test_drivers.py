@@ -73,16 +73,6 @@ class TestEveryDriver:
         assert [one.name for one in simulated] == [one.name for one in theirs]
         assert [one.default is one.empty for one in simulated] == [one.default is one.empty for one in theirs]
 
-    @pytest.mark.parametrize("name", [name for name in DRIVERS if not name.startswith("the bindings")])
-    def test_offers_the_bindings_own_types(self, name: str) -> None:
-        driver = DRIVERS[name]()
-        for one in ("CUresult", "CUmemPoolProps", "CUmemLocation", "CUstream", "CUdeviceptr", "cuuint64_t"):
-            assert getattr(driver, one) is getattr(cuda, one)
-
-    def test_answers_a_tuple_that_starts_with_a_result(self, machine: Any) -> None:
-        for answer in (machine.cuInit(0), machine.cuDeviceGetCount(), machine.cuDeviceGet(10**6)):
-            assert isinstance(answer, tuple) and isinstance(answer[0], cuda.CUresult)
-
     def test_what_is_not_modelled_says_so(self) -> None:
         with pytest.raises(NotImplementedError, match="not modelled: cuTexObjectCreate"):
             sd.simulated().cuTexObjectCreate(None, None, None)  # type: ignore[attr-defined]

@@ -85,11 +85,9 @@ EVENTS, POSTS = 256, 768
 """Entries of a board for events, and for posts."""
 COVERS = 4
 """Recordings that a post names at most."""
-_ENTRY = np.dtype(
-    [("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("events", "u4", COVERS), ("numbers", "u8", COVERS)]
-)
+_ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("covers", "u8", (COVERS, 2))])
 """Name; recordings of an event, or number of recordings that a post names; offsets of the part of the memory (0, 0 for
-all); indices of the events, with their numbers of recordings.
+all); index of an event and its number of recordings, for each recording that a post names.
 """
 
 
@@ -114,15 +112,23 @@ class Entry:
 
 
 class Board:
-    """The announcements of this process."""
+    """The announcements of this process. Its file is made by the first :meth:`is_open`."""
 
     def __init__(self) -> None:
-        path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._entries: Any = np.asarray(np.memmap(path, _ENTRY, "w+", shape=EVENTS + POSTS))
+        self._entries: Any = None
         self._free = list(reversed(range(EVENTS)))
         self._posts = 0
-        self.close: Callable[[], object] = weakref.finalize(self, _unlink, path, os.getpid())
+        self.close: Callable[[], object] = bool
         """Removes the board."""
+
+    def is_open(self) -> bool:
+        """Whether other processes can read the board; False if the directory is not writable."""
+        if self._entries is None:
+            with contextlib.suppress(OSError):
+                path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
+                self._entries = np.asarray(np.memmap(path, _ENTRY, "w+", shape=EVENTS + POSTS))
+                self.close = weakref.finalize(self, _unlink, path, os.getpid())
+        return self._entries is not None
 
     def add_event(self) -> int | None:
         """Return the index of a new event; None if the board is full."""
@@ -159,9 +165,8 @@ class Board:
             self._posts += 1
         entry = self._entries[index]
         entry["name"] = b""
-        entry["number"], entry["part"] = len(covers[:COVERS]), part
-        for at, (event, number) in enumerate(covers[:COVERS]):
-            entry["events"][at], entry["numbers"][at] = event, number
+        entry["number"], entry["part"] = min(len(covers), COVERS), part
+        entry["covers"][: len(covers)] = np.reshape(covers[:COVERS], (-1, 2))
         # Write the name last, because readers look for it.
         entry["name"] = digest(name)
         return index
@@ -210,13 +215,11 @@ def _look() -> None:
         if name in _boards:
             there.add(name)
             continue
-        process, path = int(name.partition("-")[0]), Path(folder, name)
-        if process == os.getpid():
-            continue
         with contextlib.suppress(OSError, ValueError):
+            process, path = int(name.partition("-")[0]), Path(folder, name)
             if not alive(process):
                 path.unlink()
-            elif path.stat().st_size == (EVENTS + POSTS) * _ENTRY.itemsize:
+            elif process != os.getpid() and path.stat().st_size == (EVENTS + POSTS) * _ENTRY.itemsize:
                 _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(name)
     for gone in _boards.keys() - there:
@@ -254,10 +257,9 @@ def post_of(name: bytes) -> Announced | None:
 
 def _read(found: Entry) -> Announced:
     board, at = found.board, found.board[found.at]
-    pairs = list(zip(at["events"].tolist(), at["numbers"].tolist(), strict=True))[: int(at["number"])]
     covers = [
         (Entry(board, event % EVENTS, bytes(board["name"][event % EVENTS]), found.process), number)
-        for event, number in pairs
+        for event, number in at["covers"][: int(at["number"])].tolist()
     ]
     low, high = at["part"].tolist()
     return Announced(found, tuple(covers), (low, high))

@@ -31,8 +31,8 @@ class Node:
     nested: bool = False
     """Whether it is in a child graph, under another handle."""
     enabled: bool = True
-    step: Callable[[Any], object] = lambda handle: None
-    """Called with the stream handle of a launch."""
+    step: Callable[[Stream], object] = lambda stream: None
+    """Called with the stream of a launch."""
     calls: Any = None
     """Host function that the step calls."""
 
@@ -161,7 +161,7 @@ class Capture:
         self._inside.timeline.submit(inside, lambda stream: None)
         return inside.clock.copy()
 
-    def step(self, step: Callable[[Any], object], calls: object = None) -> Node:
+    def step(self, step: Callable[[Stream], object], calls: object = None) -> Node:
         """Add an operation that orders streams at each launch. ``calls``: its host function."""
         node = Node("step", step=step, calls=calls)
         self.graph.nodes.append(node)
@@ -180,22 +180,20 @@ class Capture:
             self._done[handle] = self._streams[stream].clock.copy()
 
 
+@dataclass(eq=False, slots=True)
 class Event:
     """An event, and its latest recording."""
 
-    __slots__ = ("captured", "elsewhere", "foreign", "index", "mark", "name", "shared")
-
-    def __init__(self, shared: bool = False, foreign: bool = False) -> None:
-        self.mark: Obstacle | None = None
-        """End of the recorded work; None if no recording was seen."""
-        self.captured: tuple[Capture, Clock] | None = None
-        self.shared: bool = shared
-        """Whether the event is an interprocess event."""
-        self.elsewhere: bool = False
-        """Whether another process has it, and may record it."""
-        self.foreign: bool = foreign
-        """Whether another library has it, and may record it."""
-        self.index: int | None = None
-        """Entry on the board of this process."""
-        self.name: bytes = b""
-        """Export data; the event's name on boards of other processes."""
+    shared: bool = False
+    """Whether the event is an interprocess event."""
+    foreign: bool = False
+    """Whether another library has it, and may record it."""
+    mark: Obstacle | None = None
+    """End of the recorded work; None if no recording was seen."""
+    captured: tuple[Capture, Clock] | None = None
+    elsewhere: bool = False
+    """Whether another process has it, and may record it."""
+    index: int | None = None
+    """Entry on the board of this process."""
+    name: bytes = b""
+    """Export data; the event's name on boards of other processes."""

@@ -93,11 +93,13 @@ class Stream(Actor):
 
     is_host = False
 
-    __slots__ = ("clock", "context", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy")
+    __slots__ = ("clock", "context", "handle", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy")
 
-    def __init__(self, number: int, name: str, context: object) -> None:
+    def __init__(self, number: int, name: str, context: object, handle: int) -> None:
         super().__init__(number, name)
         self.context: object = context
+        self.handle: int = handle
+        """The driver's handle; 1 and 2 for default streams, 0 for auxiliary streams."""
         self.clock: Clock = Clock()
         self.seen_host: int = -1
         """Version of the host clock that it has merged."""
@@ -152,9 +154,9 @@ class Timeline:
         """Add a host thread, or an actor for the work of another process."""
         return Actor(self._number(), name)
 
-    def stream(self, name: str, context: object = None, legacy: Stream | None = None) -> Stream:
+    def stream(self, name: str, context: object = None, legacy: Stream | None = None, handle: int = 0) -> Stream:
         """Add a stream. ``legacy``: its legacy stream, if the two synchronise."""
-        made = Stream(self._number(), name, context)
+        made = Stream(self._number(), name, context, handle)
         self._streams[made] = None
         made.legacy = legacy
         if legacy is not None:
@@ -174,13 +176,22 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether the operation ``time`` of actor ``number`` always precedes later operations with this clock."""
+        """Whether an operation (``time`` of actor ``number``) precedes each operation that has this clock."""
         # A stream is gone once the host has waited for all its work, so later work comes after it.
         return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
 
     def is_known(self, number: int, time: int) -> bool:
         """Whether the host has waited for an operation, as far as was seen."""
         return self.host.after(number, time) or number in self._gone
+
+    def may_be_known(self, number: int, time: int) -> bool:
+        """Whether the host has waited for an operation, or may have done so unseen."""
+        return self.certain(self.host, number, time)
+
+    def may_be_seen(self, mark: Obstacle) -> bool:
+        """Whether the host has waited for a mark of :meth:`record`, or may have done so unseen."""
+        clock, source = mark.clock, mark.source
+        return clock is not None and source is not None and self.may_be_known(source.number, clock.known[source.number])
 
     def order(self, clock: Clock, number: int, time: int) -> int:
         """The order of an operation before the owner of a clock, as a constant of this module."""

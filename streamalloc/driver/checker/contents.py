@@ -15,6 +15,7 @@ import ctypes
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,11 +155,7 @@ class QueuedSources:
         if all(write for _, write in viewed) or not self._has_all_writes(stream):
             return
         written = [piece[0].bytes for piece, write in viewed if write]
-        mark = self._timeline.record(stream)
-
-        def known() -> bool:
-            return mark.clock is not None and self._is_known(stream, mark.clock.known.get(stream.number, 0))
-
+        known = partial(self._timeline.may_be_seen, self._timeline.record(stream))
         for piece, write in viewed:
             if not write and piece[0].bytes not in written:
                 self._watch(piece, stream, what, stack, known)
@@ -176,28 +173,20 @@ class QueuedSources:
             range_.viewed = True
             for memory, start, end in range_.physical(low, high):
                 for read in memory.reads(start, end):
-                    actor, time = read.actor, read.time
-                    if isinstance(actor, Stream) and self._has_all_writes(actor) and not self._is_known(actor, time):
-
-                        def known(actor: Stream = actor, time: int = time) -> bool:
-                            return self._is_known(actor, time)
-
-                        self._watch(piece, actor, read.what, read.stack, known)
+                    known = partial(self._timeline.may_be_known, read.actor.number, read.time)
+                    if isinstance(read.actor, Stream) and self._has_all_writes(read.actor) and not known():
+                        self._watch(piece, read.actor, read.what, read.stack, known)
 
     def _has_all_writes(self, stream: Stream) -> bool:
         """Whether the checker sees all waits for a stream and all device writes."""
         return self._foreign.is_ours(stream) and not self._unseen_kernels()
-
-    def _is_known(self, stream: Stream, time: int) -> bool:
-        return self._timeline.certain(self._timeline.host, stream.number, time)
 
     def _watch(self, piece: Piece, stream: Stream, what: str, stack: Stack, known: Callable[[], bool]) -> None:
         range_, low, high = piece
         of_host = range_.kind in HOST_KINDS or (range_.kind == "allocation" and range_.grants is not None)
         if not of_host or range_.held_write or range_.bytes.shared or range_.ended or high - low > _LARGEST:
             return
-        host = self._timeline.host
-        if all(self._timeline.certain(host, one.actor.number, one.time) for one in range_.written(low, high)):
+        if all(self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)):
             self._sources.append(_Source(piece, stream, what, stack, known, _checksum(piece)))
 
     def forget(self, ranges: Iterable[Range]) -> None:

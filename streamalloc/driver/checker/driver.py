@@ -12,16 +12,18 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.poison import Poison
-from streamalloc.driver.checker.reports import Hazard, here
+from streamalloc.driver.checker.reports import Hazard, Stack, here
 from streamalloc.driver.checker.rules.all_calls import RULES
 from streamalloc.driver.checker.state import HostCall, State
-from streamalloc.driver.checker.uses import Finish, nothing
+from streamalloc.driver.checker.uses import Finish, Touch, nothing
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest, from_server
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 else:
     _Interface = object
 
+T = TypeVar("T")
 On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")
 _MOST_HAZARDS = 1000
@@ -92,51 +95,45 @@ class Checked(Wrapper):
 
     def __getattr__(self, name: str) -> Any:
         function = super().__getattr__(name)
-        if name in _QUEUES_HOST_FUNCTION:
-            function = self._watched_host_function(function, *_QUEUES_HOST_FUNCTION[name])
-        elif name in _NODE_OF_HOST_FUNCTION:
-            function = self._watched_host_node(function, _NODE_OF_HOST_FUNCTION[name])
-        elif name == "multimem_launch":
-            return self._watched_multimem(function)
-        else:
-            return function
-        setattr(self, name, function)
-        return function
+        return self._watched_multimem(function) if name == "multimem_launch" else function
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name in _QUEUES_HOST_FUNCTION:
+            return self._queue_host_function(name, function, args)
+        if name in _NODE_OF_HOST_FUNCTION:
+            return self._add_host_node(name, function, args)
+        return self._record(name, function, args)
+
+    def _record(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         rule = RULES.get(name)
         if rule is None and name not in COUNTED:
             return _keeps_convention(name, function(*args))
         if self._inside():
             answer = _keeps_convention(name, function(*args))
-            self._postponed.append(lambda: self._late(name, args, answer))
+            self._postponed.append(partial(self._late, name, args, answer))
             return answer
         finish: Finish | None = None
         if name in ENDERS or (rule is not None and rule.before is not None):
-            finish = self._alone(self._before, name, args)
+            finish, fresh = self._judge(self._before, name, args)
+            self._deliver(fresh, partial(finish or nothing, _INVALID))
             if finish is None:
-                self._deliver()
                 return _INVALID
-            if self._found:
-                self._deliver(lambda: self._alone(finish, _INVALID))
         poison = self._poison
         if poison is not None:
             poison.fill(name, args)
         answer = ()
         try:
             answer = _keeps_convention(name, function(*args))
-            self._alone(self._after, name, args, answer, finish)
+            fresh = self._judge(self._after, name, args, answer, finish)[1]
         except BaseException as error:
             if not isinstance(error, _REFUSED) and name in MAKERS and not (answer and answer[0]):
                 # A signal handler raised after the driver's call, before the record was complete.
                 self._alone(self._state.account.interrupted.update, (MAKERS[name],))
             if finish is not None and not answer:
                 # The bindings refused the arguments, so the driver was not called.
-                self._alone(finish, _INVALID)
-                self._collect()
+                self._judge(finish, _INVALID)
             raise
-        if self._found:
-            self._deliver()
+        self._deliver(fresh)
         if poison is not None and not answer[0]:
             poison.fill(name, args, answer)
         return answer
@@ -145,7 +142,7 @@ class Checked(Wrapper):
         """Whether a finaliser runs now while its own thread records."""
         return self._observing == threading.get_ident()
 
-    def _alone(self, step: Callable[..., Any], *args: Any) -> Any:
+    def _alone(self, step: Callable[..., T], *args: Any) -> T:
         """Call a function under the lock. Also record the calls of finalisers that ran meanwhile.
 
         A call of a finaliser that ran at the end of the previous record is recorded first, because it came before this
@@ -176,6 +173,10 @@ class Checked(Wrapper):
         finally:
             self._lock.acquire()
             self._observing = threading.get_ident()
+
+    def _judge(self, step: Callable[..., T], *args: Any) -> tuple[T, list[Hazard]]:
+        """Call a function under the lock. Returns its result and the new hazards, which no other thread can take."""
+        return self._alone(lambda: (step(*args), self._move_found()))
 
     def _before(self, name: str, args: tuple[Any, ...]) -> Finish | None:
         """Apply a rule before its call. Returns a function for the answer, or None if the call must not be made."""
@@ -233,12 +234,8 @@ class Checked(Wrapper):
 
     # -- hazards ---------------------------------------------------------------------------------------------
 
-    def _collect(self) -> list[Hazard]:
-        """Move the hazards of the state to :attr:`hazards`. Returns the new ones."""
-        with self._lock:
-            return self._move_found()
-
     def _move_found(self) -> list[Hazard]:
+        """Move the hazards of the state to :attr:`hazards`. Returns the new ones."""
         fresh = []
         while self._found:
             hazard = self._found.pop(0)
@@ -249,20 +246,15 @@ class Checked(Wrapper):
                 fresh.append(hazard)
         return fresh
 
-    def _deliver(self, undo: Callable[[], object] | None = None) -> None:
+    def _deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
         """Show, warn about or raise new hazards. ``undo`` is called before a raise."""
-        if not self._found:
-            return
-        fresh, show = self._collect(), self.show
-        if show is not None:
-            for hazard in fresh:
-                show(hazard)
-        if self._on == "warn":
-            for hazard in fresh:
-                warnings.warn(str(hazard), RuntimeWarning, 4)
-        elif self._on == "raise" and fresh:
-            if undo is not None:
-                self._alone(undo)
+        for hazard in fresh:
+            if self.show is not None:
+                self.show(hazard)
+            if self._on == "warn":
+                warnings.warn(str(hazard), RuntimeWarning, 5)
+        if self._on == "raise" and fresh:
+            self._alone(undo)
             raise DriverMisuseError(str(fresh[0]), fresh[0])
 
     @staticmethod
@@ -329,17 +321,20 @@ class Checked(Wrapper):
         self._notified(False, self._open, address, nbytes, stream, name, word)
 
     def _notified(self, delivers: bool, step: Callable[..., None], *args: Any) -> None:
-        if not self._inside():
+        if self._inside():
+            self._postponed.append(partial(step, *args))
+            return
+        if delivers:
+            self._deliver(self._judge(step, *args)[1])
+        else:
             self._alone(step, *args)
-            if delivers:
-                self._deliver()
 
     def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
         self._state.look()
         if stream is None:
             self._state.use_on_host(address, nbytes, write, seen=True)
         else:
-            self._state.use_on_device(stream, address, nbytes, write)
+            self._state.use_on_device(self._state.stream(stream), address, nbytes, write)
             if self._state.interprocess.uses:
                 self._state.interprocess.settle()
 
@@ -368,13 +363,11 @@ class Checked(Wrapper):
 
         A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
         """
-        live: dict[str, list[int]] = self._alone(self._state.account.outstanding)
-        return live
+        return self._alone(self._state.account.outstanding)
 
     def leaks(self) -> list[Hazard]:
         """One hazard per place in the program that allocated memory which is not freed."""
-        leaks: list[Hazard] = self._alone(self._state.leaks)
-        return leaks
+        return self._alone(self._state.leaks)
 
     def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
         """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""
@@ -394,7 +387,7 @@ class Checked(Wrapper):
             sleep(0.002)
         self._alone(self._state.close)
         self._found += self.leaks()
-        self._collect()
+        self._alone(self._move_found)
         return self.hazards
 
     # -- functions with host functions or kernels as arguments -----------------------------------------------
@@ -420,52 +413,56 @@ class Checked(Wrapper):
         self._host_functions[pointer] = ours
         return pointer
 
-    def _watched_host_function(self, launch: Function, kind: Any, pointers: str) -> Function:
-        def function(stream: Any, fn: Any, data: Any, *rest: Any) -> tuple[Any, ...]:
-            call = self._alone(self._state.host_function, stream)
-            pointer = self._stand_in(kind, int(fn), call)
-            answer = launch(stream, getattr(cuda, pointers)(pointer), data, *rest)
-            if call.node is not None:
-                self._alone(self._state.name, stream, call.node)
-            if answer[0]:
-                self._host_functions.pop(pointer, None)
-                self._alone(call.refused)
-            return answer
+    def _queue_host_function(self, name: str, launch: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        kind, pointers = _QUEUES_HOST_FUNCTION[name]
+        stream, theirs, *rest = args
+        number = int(theirs)
+        call = self._alone(lambda: self._state.host_function(self._state.stream(stream)))
+        pointer = self._stand_in(kind, number, call)
+        try:
+            answer = self._record(name, launch, (stream, getattr(cuda, pointers)(pointer), *rest))
+        except _REFUSED:
+            # The pointer stays: if a signal handler raised this, the driver may call the function.
+            self._alone(call.refused)
+            raise
+        if call.node is not None:
+            self._alone(lambda: self._state.name(self._state.stream(stream), call.node))
+        if answer[0]:
+            self._host_functions.pop(pointer, None)
+            self._alone(call.refused)
+        return answer
 
-        return function
-
-    def _watched_host_node(self, call: Function, at: int) -> Function:
-        def function(*args: Any) -> tuple[Any, ...]:
-            params = args[at]
-            if hasattr(params, "type"):
-                params = params.host if "HOST" in getattr(params.type, "name", "") else None
-            theirs = int(getattr(params, "fn", None) or 0)
-            if not theirs:
-                return call(*args)
-            made = HostCall(self._state, stays=True)
-            pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
-            self._state.host_calls[pointer] = made
-            params.fn = cuda.CUhostFn(pointer)
-            try:
-                return call(*args)
-            finally:
-                params.fn = cuda.CUhostFn(theirs)
-
-        return function
+    def _add_host_node(self, name: str, call: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        params = args[_NODE_OF_HOST_FUNCTION[name]]
+        if hasattr(params, "type"):
+            params = params.host if "HOST" in getattr(params.type, "name", "") else None
+        theirs = int(getattr(params, "fn", None) or 0)
+        if not theirs:
+            return self._record(name, call, args)
+        made = HostCall(self._state, stays=True)
+        pointer = self._stand_in(_HOST_FUNCTION, theirs, made)
+        self._state.host_calls[pointer] = made
+        params.fn = cuda.CUhostFn(pointer)
+        try:
+            return self._record(name, call, args)
+        finally:
+            params.fn = cuda.CUhostFn(theirs)
 
     def _watched_multimem(self, launch: Any) -> Any:
         def function(stream: Any, kernel: Callable[[Any], None]) -> tuple[Any, ...]:
-            watched: dict[bool, list[tuple[int, int, bool]]] = {False: [], True: []}
+            watched: dict[bool, list[Touch]] = {False: [], True: []}
             answer: tuple[Any, ...] = launch(stream, lambda there: kernel(_WatchedLaunch(there, watched)))
             if not answer[0]:
-                stack = here()
-                for atomic, touched in watched.items():
-                    if touched:
-                        self._alone(self._state.act, stream, "multimem_launch", touched, stack, atomic, True)
-                self._deliver()
+                self._deliver(self._judge(self._queue_multimem, stream, watched, here())[1])
             return answer
 
         return function
+
+    def _queue_multimem(self, handle: Any, watched: dict[bool, list[Touch]], stack: Stack) -> None:
+        state = self._state
+        for atomic, touched in watched.items():
+            node = Node("use", "multimem_launch", stack, state.pieces(touched), kernel=True)
+            state.queue_use(state.stream(handle), node, atomic)
 
 
 class _Asked:
@@ -489,7 +486,7 @@ class _Asked:
 class _WatchedLaunch:
     """Argument of a simulated multimem kernel. It records the memory that the kernel uses."""
 
-    def __init__(self, there: Any, watched: dict[bool, list[tuple[int, int, bool]]]) -> None:
+    def __init__(self, there: Any, watched: dict[bool, list[Touch]]) -> None:
         self._there = there
         self._watched = watched
         """Uses by whether they are atomic."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,30 +26,25 @@ _MOST_ACTORS = 4096
 """Number of actors from which those without a board entry are removed."""
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 def _named(name: bytes, write: bool) -> bytes:
     """The name of posts about writes of memory, or else about reads."""
     return name if write else name + b"reads"
 
 
+@dataclass(eq=False, slots=True)
 class _Use:
     """A use of a part of shared memory, with the event recordings after it."""
 
-    __slots__ = ("covers", "high", "low", "number", "post", "time", "write")
-
-    def __init__(self, low: int, high: int, actor: Actor, write: bool) -> None:
-        self.low = low
-        self.high = high
-        self.write = write
-        self.number = actor.number
-        self.time = actor.time
-        self.covers: list[tuple[int, int]] = []
-        """Board index and recording number of each event."""
-        self.post: int | None = None
-        """Board index of its post."""
+    low: int
+    high: int
+    write: bool
+    number: int
+    """Number of its actor."""
+    time: int
+    covers: list[tuple[int, int]] = field(default_factory=list)
+    """Board index and recording number of each event."""
+    post: int | None = None
+    """Board index of its post."""
 
     def replaces(self, other: _Use) -> bool:
         """Whether an operation that is ordered after this use is also ordered after the other one."""
@@ -72,7 +67,9 @@ class Interprocess:
         self._events = events
         self._judge = judge
         self.exports: dict[bytes, Range] = {}
-        self.exported: dict[Range, bytes] = {}
+        """Exported memory by its export data."""
+        self.names: dict[Range, bytes] = {}
+        """Export data of exported and imported memory."""
         self.entries: dict[Range, Path] = {}
         """File of each open import, see :func:`announcements.open_import`."""
         self.leaving: dict[Range, tuple[Path, Stream]] = {}
@@ -81,11 +78,9 @@ class Interprocess:
         """Uses that others may have to wait for, by range."""
         self._unposted: list[tuple[Range, _Use]] = []
         """Uses that the present call has queued."""
-        self.imported: dict[Range, bytes] = {}
-        """Export data of each import."""
         self.events: dict[bytes, Event] = {}
-        self.board: Board | None = None
-        """Announcements to other processes; created for the first one."""
+        self.board: Board = Board()
+        """Announcements to other processes."""
         self.posted: dict[int, tuple[bytes, Callable[[], bool]]] = {}
         """Name and completion test of incomplete exports, by board index."""
         self._settled = 0
@@ -113,8 +108,7 @@ class Interprocess:
         """Remove everything that is visible to other processes."""
         for range_ in (*self.entries, *self.leaving):
             self.import_ended(range_)
-        if self.board is not None:
-            self.board.close()
+        self.board.close()
 
     def frees(self, range_: Range, what: str, stack: Stack, stream: Stream | None = None) -> Callable[[], None]:
         """Begin a free of memory that may be exported or imported. Without a stream the host frees.
@@ -130,15 +124,13 @@ class Interprocess:
         if range_ in self.uses:
             self._keep(range_, [])
             del self.uses[range_]
-        self.imported.pop(range_, None)
-        exported = self.exported.pop(range_, None)
-        if exported is None:
-            return _nothing
-        self.exports.pop(exported, None)
-        return lambda: self._check_importers(range_, exported, what, stack)
+        name = self.names.pop(range_, b"")
+        if self.exports.pop(name, None) is not range_:
+            return lambda: None
+        return lambda: self._check_importers(range_, name, what, stack)
 
-    def _check_importers(self, range_: Range, exported: bytes, what: str, stack: Stack) -> None:
-        importers = announcements.importers(exported)
+    def _check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
+        importers = announcements.importers(name)
         if importers:
             what = f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import."
             remedy = "free it after every importer has freed its pointer and notified this process."
@@ -166,40 +158,35 @@ class Interprocess:
             if len(known) == len(indices):
                 self._post(name, known, lambda: self._missing(piece, self._timeline.host) is None)
 
-    def _board(self) -> Board | None:
-        if self.board is None:
-            with contextlib.suppress(OSError):
-                self.board = Board()
-        return self.board
-
     def recorded(self, event: Event) -> int:
         """Announce a recording of an event; its number."""
-        return 0 if event.index is None or self.board is None else self.board.record(event.index)
+        return 0 if event.index is None else self.board.record(event.index)
 
     def index(self, event: Event) -> int | None:
         """The board index of an event's recordings; None if the board is full or missing."""
-        board = self._board()
-        if event.index is None and board is not None:
-            event.index = board.add_event()
+        if event.index is None and self.board.is_open():
+            event.index = self.board.add_event()
             if event.index is not None and event.mark is not None:
-                number = board.record(event.index)
+                number = self.board.record(event.index)
                 if event.mark.clock is not None:
                     self.covers(event, event.mark.clock, number)
         return event.index
 
     def destroyed(self, event: Event) -> None:
-        """Remove an event from the board."""
-        if event.index is not None and self.board is not None:
+        """Remove an event without handles."""
+        if event in self._events.values():
+            return
+        self.events.pop(event.name, None)
+        if event.index is not None:
             self.board.drop_event(event.index)
             event.index = None
 
     def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
-        board = self._board()
-        if board is None:
+        if not self.board.is_open():
             return
         for index in [index for index, (known, _) in self.posted.items() if known == name]:
             self._remove_post(index)
-        index = board.post(name, [(one, board.number(one)) for one in covers])
+        index = self.board.post(name, [(one, self.board.number(one)) for one in covers])
         self.posted.pop(index, None)
         self.posted[index] = (name, done)
         if len(self.posted) > _MOST_POSTS:
@@ -207,8 +194,7 @@ class Interprocess:
 
     def _remove_post(self, index: int) -> None:
         del self.posted[index]
-        if self.board is not None:
-            self.board.remove_post(index)
+        self.board.remove_post(index)
 
     # -- uses after the export and the import ------------------------------------------------------------------
 
@@ -221,7 +207,7 @@ class Interprocess:
         range_, low, high = piece
         if actor in self._timeline.foreign:
             return  # its library may have recorded an event
-        made = _Use(low - range_.base, high - range_.base, actor, write)
+        made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
         kept = [one for one in self.uses[range_] if not made.replaces(one)]
         self._keep(range_, [*kept[-_MOST_POSTS + 1 :], made])
         self._unposted.append((range_, made))
@@ -229,15 +215,15 @@ class Interprocess:
     def _keep(self, range_: Range, kept: list[_Use]) -> None:
         """Remove the posts of a range's uses, except those of ``kept``."""
         for one in self.uses[range_]:
-            if one not in kept and one.post is not None and self.board is not None:
+            if one not in kept and one.post is not None:
                 self.board.remove_post(one.post)
         self.uses[range_] = kept
 
     def _announce(self, range_: Range, one: _Use) -> None:
-        board, name = self._board(), self.exported.get(range_) or self.imported.get(range_)
-        if board is not None and name is not None:
+        name = self.names.get(range_)
+        if name is not None and self.board.is_open():
             latest, part = one.covers[-announcements.COVERS :], (one.low, one.high)
-            one.post = board.post(_named(name, one.write), latest, part, one.post)
+            one.post = self.board.post(_named(name, one.write), latest, part, one.post)
 
     def covers(self, event: Event, clock: Clock, number: int) -> None:
         """Announce that a recording of an event comes after earlier uses."""
@@ -263,7 +249,7 @@ class Interprocess:
 
     def refresh(self, range_: Range, write: bool) -> None:
         """Before a use of shared memory, read the other processes' announcements about it."""
-        name = self.imported.get(range_) or self.exported.get(range_)
+        name = self.names.get(range_)
         if name is None:
             return
         found = []
@@ -290,7 +276,7 @@ class Interprocess:
             self._settled = self._timeline.version
             for index in [index for index, (_, done) in self.posted.items() if done()]:
                 self._remove_post(index)
-            self._drop_uses(partial(self._timeline.certain, self._timeline.host))
+            self._drop_uses(self._timeline.may_be_known)
         unposted, self._unposted = self._unposted, []
         for range_, one in unposted:
             if one in self.uses.get(range_, ()) and one.post is None:
@@ -306,7 +292,7 @@ class Interprocess:
         found = announcements.post_of(name)
         if found is not None and found.covers:
             range_.awaited = (self._contents(range_.base, range_.end, found),)
-        self.imported[range_] = name
+        self.names[range_] = name
 
     # -- announcements of the facade -------------------------------------------------------------------------
 
@@ -341,12 +327,7 @@ class Interprocess:
             mark = self.announced[name] = self._timeline.record(stream)
             if len(self.announced) > _MOST_ANNOUNCEMENTS:
                 del self.announced[next(iter(self.announced))]
-
-            def done() -> bool:
-                known = 0 if mark.clock is None else mark.clock.known.get(stream.number, 0)
-                return known > 0 and self._timeline.certain(host, stream.number, known)
-
-            self._post(name, [], done)
+            self._post(name, [], partial(self._timeline.may_be_seen, mark))
 
         def share(stream: Stream) -> None:
             for piece in pieces:

@@ -153,9 +153,8 @@ class Judge:
 
     def _forget(self, uses: dict[int, Access]) -> None:
         """Remove uses that the host has waited for, because all later work comes after them."""
-        host = self.timeline.host
         for number, use in tuple(uses.items()):
-            if self.timeline.order(host, number, use.time) == CERTAIN:
+            if self.timeline.may_be_known(number, use.time):
                 del uses[number]
 
     def _race(self, range_: Range, before: Access, access: Access, ordered: int) -> None:

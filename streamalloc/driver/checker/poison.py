@@ -46,10 +46,9 @@ class Poison:
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
         # The fill is ordered by the stream of the allocation or free.
-        found = self._state.streams.get(number_of(stream))
-        if found is None or found not in self._state.captures:
-            context: Any = None if found is None else found.context
-            self._under(context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
+        found = self._state.stream(stream)
+        if found not in self._state.captures:
+            self._under(found.context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
 
     # -- at once ---------------------------------------------------------------------------------------------
 
@@ -116,11 +115,8 @@ _BEFORE: dict[str, _Step] = {
     "cuMemFreeHost": Poison._host_ends,
 }
 _AFTER: dict[str, _Step] = {
-    "cuMemAllocAsync": Poison._allocated,
-    "cuMemAllocFromPoolAsync": Poison._allocated,
-    "cuMemAlloc": Poison._made,
-    "cuMemAllocPitch": Poison._made,
-    "cuMemHostAlloc": Poison._host_made,
-    "cuMemAllocHost": Poison._host_made,
+    **dict.fromkeys(("cuMemAllocAsync", "cuMemAllocFromPoolAsync"), Poison._allocated),
+    **dict.fromkeys(("cuMemAlloc", "cuMemAllocPitch"), Poison._made),
+    **dict.fromkeys(("cuMemHostAlloc", "cuMemAllocHost"), Poison._host_made),
     "cuMemSetAccess": Poison._granted,
 }

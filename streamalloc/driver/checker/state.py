@@ -4,41 +4,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from streamalloc.driver.account import Account
 from streamalloc.driver.checker.capture import Capture, Event, Graph, Node
 from streamalloc.driver.checker.clocks import Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
-from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
+from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range
 from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
 from streamalloc.driver.checker.streams import Streams, number_of
 from streamalloc.driver.checker.uses import Finish, Uses, nothing
+from streamalloc.driver.errors import size_text
 
 
+@dataclass(eq=False, slots=True)
 class HostCall:
     """A host function in a stream, called once or at each launch of a graph."""
 
-    __slots__ = ("_queued", "_running", "_streams", "cancelled", "node", "stays")
+    _streams: Streams
+    stays: bool
+    """Whether a graph contains it, so that it may be called again."""
+    node: Node | None = None
+    """Node of a capture."""
+    cancelled: bool = False
+    _queued: deque[tuple[Stream, Obstacle, Obstacle]] = field(default_factory=deque)
+    """Queued calls: stream, end of the preceding work, and end of the call."""
+    _running: list[Obstacle] = field(default_factory=list)
 
-    def __init__(self, streams: Streams, stays: bool) -> None:
-        self._streams = streams
-        self._queued: deque[tuple[Stream, Obstacle, Obstacle]] = deque()
-        """Queued calls: stream, end of the preceding work, and end of the call."""
-        self._running: list[Obstacle] = []
-        self.node: Node | None = None
-        """Node of a capture."""
-        self.stays: bool = stays
-        """Whether a graph contains it, so that it may be called again."""
-        self.cancelled: bool = False
-
-    def queue(self, handle: Any) -> None:
+    def queue(self, stream: Stream) -> None:
         """Queue a call in a stream."""
         if self.cancelled:
             return
-        timeline, stream = self._streams.timeline, self._streams.stream(handle)
+        timeline = self._streams.timeline
         before, ended = timeline.record(stream), Obstacle()
         timeline.wait(stream, ended)
         self._queued.append((stream, before, ended))
@@ -95,22 +94,31 @@ class Array(Range):
     """Bytes of an element."""
 
 
+@dataclass(eq=False)
 class Physical:
     """Physical memory, or a multicast object, with its mappings."""
 
-    kind: str = "physical memory"
-    base: int = 0
-
-    def __init__(self, size: int, stack: Stack, device: int | None, multicast: bool = False) -> None:
-        self.bytes: Bytes = Bytes()
-        self.size = size
-        self.stack = stack
-        self.device = device
-        self.bindings: list[Binding] | None = [] if multicast else None
-        self.mappings: list[Range] = []
+    size: int
+    stack: Stack
+    device: int | None = None
+    bytes: Bytes = field(default_factory=Bytes)
+    bindings: list[Binding] | None = None
+    """Bound bytes of a multicast object; None for other memory."""
+    mappings: list[Range] = field(default_factory=list)
+    kind: ClassVar[str] = "physical memory"
+    base: ClassVar[int] = 0
 
     def __str__(self) -> str:
         return f"{self.kind} of {size_text(self.size)}"
+
+
+@dataclass(eq=False)
+class Executable:
+    """An executable graph."""
+
+    nodes: list[Node]
+    launched: Obstacle | None = None
+    """End of the latest launch."""
 
 
 class State(Uses):
@@ -119,9 +127,7 @@ class State(Uses):
     def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
         super().__init__(driver, found)
         self.graphs: dict[int, Graph] = {}
-        self.executables: dict[int, list[Node]] = {}
-        self.launched: dict[int, Obstacle] = {}
-        """End of the latest launch of each executable graph."""
+        self.executables: dict[int, Executable] = {}
         self.host_calls: dict[int, HostCall] = {}
         """Host functions by the pointer passed to the driver."""
         self.account: Account = Account()
@@ -146,12 +152,12 @@ class State(Uses):
 
     # -- graphs and their launches -----------------------------------------------------------------------------
 
-    def host_function(self, handle: Any) -> HostCall:
+    def host_function(self, stream: Stream) -> HostCall:
         """Queue a call of a host function in a stream. If the stream is captured, each launch calls it."""
-        capture = self.capture_of(self.stream(handle))
+        capture = self.capture_of(stream)
         made = HostCall(self, stays=capture is not None)
         if capture is None:
-            made.queue(handle)
+            made.queue(stream)
         else:
             made.node = capture.step(made.queue, made)
         return made
@@ -160,20 +166,21 @@ class State(Uses):
         """The graph of a handle."""
         return self.graphs.setdefault(number_of(handle), Graph())
 
-    def launch(self, executable: int, handle: Any, stack: Stack) -> None:
+    def executable(self, handle: Any) -> Executable:
+        """The executable graph of a handle."""
+        return self.executables.setdefault(number_of(handle), Executable([]))
+
+    def launch(self, executable: Executable, stream: Stream, stack: Stack) -> None:
         """Queue a launch of a graph. It runs after earlier launches of the same graph."""
-        stream = self.stream(handle)
-        nodes = self.executables.get(executable, [])
-        capture = self.capture_of(stream)
+        nodes, capture = executable.nodes, self.capture_of(stream)
         if capture is not None:
             copies = [replace(node, handle=0) for node in nodes]
             for node in copies:
                 capture.add(stream, node)
-            self.name(handle, *copies)
+            self.name(stream, *copies)
             return
-        before = self.launched.get(executable)
-        if before is not None:
-            self.timeline.wait(stream, before)
+        if executable.launched is not None:
+            self.timeline.wait(stream, executable.launched)
         used = [one for node in nodes if node.enabled for one in node.pieces]
         self._prepare(used)
         together: list[Node] = []
@@ -181,7 +188,7 @@ class State(Uses):
             if node.kind == "step":
                 self._run(stream, together, stack)
                 together = []
-                node.step(handle)
+                node.step(stream)
                 continue
             together.append(node)
             if node.kind == "allocate":
@@ -201,7 +208,7 @@ class State(Uses):
                 if node.enabled:
                     reads = [one for one in node.pieces if not one[1]]
                     self.sources.add(stream, reads + written, node.what, Launched(node.stack, stack))
-        self.launched[executable] = self.timeline.record(stream)
+        executable.launched = self.timeline.record(stream)
 
     def _run(self, stream: Stream, nodes: list[Node], stack: Stack) -> None:
         def run(stream: Stream) -> None:
@@ -237,12 +244,11 @@ class State(Uses):
             found = self.events[number] = Event(foreign=True)
         return found
 
-    def record(self, event: Event, handle: Any, external: bool = False) -> None:
+    def record(self, event: Event, stream: Stream, external: bool = False) -> None:
         """Record an event in a stream. ``external``: if it is captured, record at each launch."""
-        stream = self.stream(handle)
         capture = self.capture_of(stream)
         if capture is not None and external:
-            self.name(handle, capture.step(lambda handle: self.record(event, handle)))
+            self.name(stream, capture.step(lambda stream: self.record(event, stream)))
         elif capture is not None:
             event.mark, event.captured = None, (capture, capture.record(stream))
         else:
@@ -271,7 +277,7 @@ class State(Uses):
                 self.captures[stream] = of
         elif capture is not None:
             if external:
-                self.name(stream, capture.step(lambda handle: self.wait(self.stream(handle), event)))
+                self.name(stream, capture.step(lambda stream: self.wait(stream, event)))
         else:
             if event.mark is not None:
                 self.timeline.wait(stream, event.mark)
@@ -281,9 +287,8 @@ class State(Uses):
 
     # -- memory ------------------------------------------------------------------------------------------------
 
-    def allocate(self, address: int, size: int, handle: Any, grants: dict[int, int] | None, stack: Stack) -> Range:
+    def allocate(self, address: int, size: int, stream: Stream, grants: dict[int, int] | None, stack: Stack) -> None:
         """Queue an allocation in a stream."""
-        stream = self.stream(handle)
         made = Range(address, size, "allocation", stack=stack, grants=grants, pending=True)
         made.born = Moment(stream, "allocation", stack)
         self.addresses.add(made)
@@ -292,22 +297,20 @@ class State(Uses):
             node = Node("allocate", stack=stack, range=made)
             capture.add(stream, node)
             made.born = Moment(stream, "allocation at a launch of its graph", stack)
-            self.name(handle, node)
+            self.name(stream, node)
         else:
             self.timeline.submit(stream, lambda stream: self.judge.allocate(made, stream))
-            self.foreign.did(stream, number_of(handle))
-        return made
+            self.foreign.did(stream)
 
-    def free(self, address: int, handle: Any, what: str, stack: Stack) -> Finish:
+    def free(self, address: int, stream: Stream, what: str, stack: Stack) -> Finish:
         """Before a free call, queue the free in a stream. Call the result with the driver's answer."""
         found = self.addresses.find(address)
-        stream = self.stream(handle)
         if found is None or found.base != address:
             self.timeline.submit(stream, lambda stream: None)
             return nothing
         capture = self.capture_of(stream)
         if capture is not None:
-            return self._captured_free(capture, stream, handle, Node("free", what, stack, range=found))
+            return self._captured_free(capture, stream, Node("free", what, stack, range=found))
         self.sources.check()
         self.sources.forget((found,))
         check_importers = self.interprocess.frees(found, what, stack, stream)
@@ -323,12 +326,12 @@ class State(Uses):
                 refused.append(True)
                 found.ended = None
             else:
-                self.foreign.did(stream, number_of(handle))
+                self.foreign.did(stream)
 
         self.timeline.submit(stream, free)
         return finish
 
-    def _captured_free(self, capture: Capture, stream: Stream, handle: Any, node: Node) -> Finish:
+    def _captured_free(self, capture: Capture, stream: Stream, node: Node) -> Finish:
         take_back = capture.add(stream, node)
 
         def finish(answer: Any) -> None:
@@ -336,7 +339,7 @@ class State(Uses):
                 capture.graph.nodes.remove(node)
                 take_back()
             else:
-                self.name(handle, node)
+                self.name(stream, node)
 
         return finish
 
@@ -389,12 +392,11 @@ class State(Uses):
 
     # -- values in memory --------------------------------------------------------------------------------------
 
-    def write_value(self, handle: Any, address: int, value: int, bits: int) -> None:
+    def write_value(self, stream: Stream, address: int, value: int, bits: int) -> None:
         """Queue a write of a value in a stream (``cuStreamWriteValue32``)."""
-        stream = self.stream(handle)
         capture = self.capture_of(stream)
         if capture is not None:
-            self.name(handle, capture.step(lambda handle: self.write_value(handle, address, value, bits)))
+            self.name(stream, capture.step(lambda stream: self.write_value(stream, address, value, bits)))
         else:
             # The host may poll the value.
             self.sources.clear()
@@ -409,9 +411,8 @@ class State(Uses):
         found = self.addresses.find(address)
         return found is None or found.bytes.shared
 
-    def announces(self, handle: Any, address: int) -> None:
+    def announces(self, stream: Stream, address: int) -> None:
         """Record that other processes may see a value before the writing call returns."""
-        stream = self.stream(handle)
         self.interprocess.notifies(stream)
         if stream.obstacle is None and self._is_shared(address):
             self.interprocess.release(self.timeline.before_next(stream))
@@ -428,12 +429,11 @@ class State(Uses):
 
         self.timeline.submit(stream, use)
 
-    def wait_value(self, handle: Any, address: int, value: int, flag: int, bits: int) -> None:
+    def wait_value(self, stream: Stream, address: int, value: int, flag: int, bits: int) -> None:
         """Queue a wait for a value in a stream (``cuStreamWaitValue32``)."""
-        stream = self.stream(handle)
         capture = self.capture_of(stream)
         if capture is not None:
-            self.name(handle, capture.step(lambda handle: self.wait_value(handle, address, value, flag, bits)))
+            self.name(stream, capture.step(lambda stream: self.wait_value(stream, address, value, flag, bits)))
         else:
             self._use_word(stream, f"cuStreamWaitValue{bits}", address, bits // 8)
             held = stream.obstacle

@@ -23,6 +23,8 @@ from streamalloc.driver.processes import mapped_ranges
 
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_LEGACY, _PER_THREAD = 1, 2
+"""Handles of the default streams."""
 _MOST_EVENTS = 64
 """Most operations per stream that are followed."""
 
@@ -66,14 +68,14 @@ class ForeignStreams:
         """Record that a stream was destroyed."""
         self._reachable.pop(stream, None)
 
-    def did(self, stream: Stream, handle: int) -> None:
-        """Record an event after the latest operation of a stream. Handles 0 to 2 are default streams."""
+    def did(self, stream: Stream) -> None:
+        """Record an event after the latest operation of a stream."""
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
         # Read first: the event is recorded without the lock, and another thread may queue more work.
         time = stream.time
         # An event on a default stream could invalidate other threads' captures.
-        event = None if handle <= 2 else self._record(handle)
+        event = None if stream.handle <= _PER_THREAD else self._record(stream.handle)
         if event is None or len(self.pending.get(stream, ())) >= _MOST_EVENTS:
             self._end(stream, time)
             self._destroy_events()
@@ -130,7 +132,6 @@ class ForeignStreams:
             driver.cuCtxPopCurrent()
 
 
-_LEGACY, _PER_THREAD = 1, 2
 MEMORY_TYPE: Any = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
@@ -218,7 +219,6 @@ class Streams:
         found: _Thread | None = getattr(self._here, "thread", None)
         if found is None:
             found = self._here.thread = _Thread(self.timeline.thread(""))
-            weakref.finalize(found, self._over.append, found.streams).atexit = False
             weakref.finalize(found, self.timeline.ended_threads.append, found.actor.number).atexit = False
         return found
 
@@ -267,8 +267,10 @@ class Streams:
                         self._per_thread.remove(one)
                         self.retire(one)
             legacy = self.legacy(context)
+            if not mine:
+                weakref.finalize(thread, self._over.append, mine).atexit = False
             name = f"the per-thread default stream of {thread.name}"
-            found = mine[context] = self.timeline.stream(name, context, legacy)
+            found = mine[context] = self.timeline.stream(name, context, legacy, _PER_THREAD)
             self._per_thread.append(found)
             self.foreign.can_use(found)
             self.devices[found] = self.devices[legacy]
@@ -279,7 +281,7 @@ class Streams:
         if context not in self._legacy:
             device = self.ask("cuCtxGetDevice")
             if context not in self._legacy:  # another thread may have added it during the query
-                found = self.timeline.stream("the legacy default stream", context)
+                found = self.timeline.stream("the legacy default stream", context, handle=_LEGACY)
                 self.devices[found] = device
                 self.foreign.can_use(found)
                 self._legacy[context] = found
@@ -292,8 +294,7 @@ class Streams:
         where = self.context() if context is None else context
         legacy = self.legacy(where)
         name = f"stream {handle:#x} ({'of another library' if made_at is None else 'created at ' + place_of(made_at)})"
-        made = self.timeline.stream(name, where, legacy if blocking else None)
-        self.streams[handle] = made
+        made = self.streams[handle] = self.timeline.stream(name, where, legacy if blocking else None, handle)
         self.devices[made] = self.devices[legacy]
         if made_at is None:
             self.foreign.uses(made)
@@ -316,13 +317,11 @@ class Streams:
         self.devices.pop(stream, None)
         self.timeline.retire(stream)
 
-    def name(self, handle: Any, *nodes: Node) -> None:
+    def name(self, stream: Stream, *nodes: Node) -> None:
         """Query the graph node that a call has added to the capture of a stream."""
-        stream = handle if isinstance(handle, Stream) else self.stream(handle)
         capture = self.captures.get(stream)
         if capture is None:
             return
-        number = next((one for one, it in self.streams.items() if it is stream), 0) if handle is stream else handle
-        answer = self.answer("cuStreamGetCaptureInfo", number)
+        answer = self.answer("cuStreamGetCaptureInfo", stream.handle)
         there = answer[3] if len(answer) > 4 else None
         capture.name(stream, int(there[0]) if there and int(answer[-1]) == 1 else 0, nodes)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from streamalloc.driver.checker.capture import Event, Node
-from streamalloc.driver.checker.clocks import CERTAIN, Actor, Clock, Obstacle, Stream
+from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
 from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
@@ -88,10 +88,13 @@ class Uses(Streams):
                 goals.append((mark, one.clock.copy()))
 
         def synchronised() -> None:
+            # Observed at once: the clocks of a later goal would add ended streams and threads again.
+            seen = Clock()
             for mark, clock in goals:
                 if mark is not None:
                     self.timeline.force_mark(mark)
-                self.timeline.host_observes(clock if mark is None or mark.clock is None else mark.clock)
+                seen.learn(clock if mark is None or mark.clock is None else mark.clock)
+            self.timeline.host_observes(seen)
 
         return synchronised
 
@@ -119,29 +122,22 @@ class Uses(Streams):
 
     def _prepare(self, pieces: Pieces) -> None:
         """Before a use, update the other processes' announcements about the memory."""
-        if self.interprocess.uses or self.interprocess.imported:
+        if self.interprocess.uses:
             written = {piece[0] for piece, write in pieces if write}
             for range_ in {piece[0] for piece, _ in pieces}:
                 self.interprocess.refresh(range_, range_ in written)
         self.sources.forget(piece[0] for piece, write in pieces if write)
 
-    def act(
-        self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack, atomic: bool = False, kernel: bool = False
-    ) -> Stream:
+    def act(self, stream: Stream, what: str, touched: Iterable[Touch], stack: Stack) -> None:
         """Queue reads and writes in a stream."""
-        stream = self.stream(handle)
         if what.startswith("cuLaunch"):
             self.check_extent(f"{what} on {stream.name}", touched, stack, stream not in self.captures)
-        self._queue_use(stream, handle, Node("use", what, stack, self.pieces(touched), kernel=kernel), atomic)
-        return stream
+        self.queue_use(stream, Node("use", what, stack, self.pieces(touched)))
 
-    def use_on_device(self, handle: Any, address: int, nbytes: int, write: bool) -> None:
+    def use_on_device(self, stream: Stream, address: int, nbytes: int, write: bool) -> None:
         """Queue a kernel that the program reports. Checks the access rights of its device."""
-        stream, stack = self.stream(handle), here()
-        touched = [(address, nbytes, write)]
-        self._queue_use(
-            stream, handle, Node("use", KERNEL, stack, self._pieces(touched), kernel=True), checks_rights=True
-        )
+        stack, touched = here(), [(address, nbytes, write)]
+        self.queue_use(stream, Node("use", KERNEL, stack, self._pieces(touched), kernel=True), checks_rights=True)
         self.check_extent(f"{KERNEL} on {stream.name}", touched, stack, stream not in self.captures)
 
     def check_extent(self, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
@@ -168,9 +164,8 @@ class Uses(Streams):
         for range_, _, _ in self.addresses.pieces(address, nbytes):
             range_.released = here() if released else None
 
-    def _queue_use(
-        self, stream: Stream, handle: Any, node: Node, atomic: bool = False, checks_rights: bool = False
-    ) -> None:
+    def queue_use(self, stream: Stream, node: Node, atomic: bool = False, checks_rights: bool = False) -> None:
+        """Queue a use, or add it to the capture of its stream. ``atomic``: it does not race with other atomic uses."""
         pieces, what, stack, kernel = node.pieces, node.what, node.stack, node.kernel
         self._prepare(pieces)
         self.types.forget(pieces)
@@ -178,7 +173,7 @@ class Uses(Streams):
         if capture is not None:
             capture.add(stream, node)
             if not checks_rights:
-                self.name(handle, node)
+                self.name(stream, node)
             return
         for (range_, _, _), write in pieces:
             if write and range_.released is not None:
@@ -194,7 +189,7 @@ class Uses(Streams):
                 if not self.values.may_be_over(stream):
                     # A synchronous free before the stream continues would be a hazard.
                     range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
-        self.foreign.did(stream, number_of(handle))
+        self.foreign.did(stream)
 
     def touch(
         self,
@@ -239,7 +234,7 @@ class Uses(Streams):
             for use in range_.last.values():
                 if not isinstance(use.actor, Stream) or self.devices.get(use.actor) not in lost:
                     continue
-                if self.timeline.order(self.timeline.host, use.actor.number, use.time) != CERTAIN:
+                if not self.timeline.may_be_known(use.actor.number, use.time):
                     rights = f"the access of device {self.devices[use.actor]} to {range_}"
                     found = f"{what} revokes {rights}, but nothing orders it after {use}."
                     remedy = missing_order(use, self.thread())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -19,6 +20,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.driver import selection
 from streamalloc.driver.account import MAKERS
 from streamalloc.driver.account import Account as AllocationAccount
 from streamalloc.driver.bindings import cuda
@@ -112,6 +114,35 @@ class TestModes:
             memory.free()
             assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
 
+    def test_no_other_thread_takes_the_hazard_of_a_free(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        driver: Any = sd.checked(traced, on="raise")
+
+        class Lock:
+            """A lock behind whose release another thread makes a call."""
+
+            def __enter__(self) -> None:
+                self.lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                self.lock.release()
+                if threading.current_thread() is threading.main_thread():
+                    with ThreadPoolExecutor(1) as pool:
+                        pool.submit(driver.cuStreamSynchronize, cuda.CUstream(raw)).exception(SECONDS)
+
+            def __init__(self) -> None:
+                self.lock = driver._lock
+                self.acquire, self.release = self.lock.acquire, self.lock.release
+
+        with Bench(driver) as bench:
+            memory, raw = bench.new(bench.a), bench.c._raw
+            driver._lock = Lock()
+            with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
+                memory.free(bench.b)
+            driver._lock = driver._lock.lock
+            assert names(traced, "cuMemFreeAsync") == []
+            memory.free()
+
     def test_a_second_free_is_answered_where_it_does_not_raise(self, machine: Any) -> None:
         traced = sd.traced(machine)
         driver = sd.checked(traced)
@@ -149,7 +180,7 @@ class TestModes:
             inner.error = None
             assert inner.made[-1] == address
             assert driver.cuMemFreeAsync(address, stream)[0] == cuda.CUresult.CUDA_SUCCESS
-            assert driver.hazards == []
+            assert driver.hazards == [] and bool(driver._state.account.interrupted) is (lost == "range")
             answer = driver.cuMemFreeAsync(address, stream)
             assert answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
             if lost != "range":  # its account was complete: one more free is accepted
@@ -231,6 +262,44 @@ class TestModes:
             assert again.address == address
             again.free()
         assert driver.hazards == []
+
+    def test_a_finaliser_notifies_in_the_middle_of_a_record(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            driver._observing = threading.get_ident()
+            driver.deferred(memory.address)
+            driver._observing = 0
+            assert driver.leaks() == []
+            bench.done(memory)
+
+    def test_a_host_function_that_the_bindings_refuse(self, machine: Any) -> None:
+        """Its stream does not wait for it."""
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.b)
+            for function, data in ((cuda.CUhostFn(1), "no pointer"), (object(), 0)):
+                with pytest.raises(TypeError):
+                    bench.raw("cuLaunchHostFunc", cuda.CUstream(bench.a.handle), function, data)
+            bench.write(memory, bench.a)
+            assert [one.kind for one in driver.hazards] == ["use before allocation"]
+            bench.done(memory)
+
+    def test_ended_streams_threads_and_events_are_forgotten(self, machine: Any) -> None:
+        driver: Any = sd.checked(machine)
+        state = driver._state
+        with Bench(driver) as bench:
+            for _ in range(80):
+                with bench.device.create_stream():
+                    event = bench.raw("cuEventCreate", 6)
+                    bench.raw("cuIpcGetEventHandle", event)
+                    bench.raw("cuEventDestroy", event)
+                    other = threading.Thread(target=bench.device.synchronize)
+                    other.start()
+                    other.join()
+                bench.raw("cuMemFree", bench.raw("cuMemAlloc", SIZE))
+        assert len(state.timeline.host.known) < 60
+        assert len(state._over) == len(state.interprocess.events) == 0
 
     def test_two_threads_use_a_context_for_the_first_time(self, machine: Any) -> None:
         """The driver is asked without the checker's lock: one thread is asked while the other one goes on."""
@@ -338,18 +407,6 @@ class TestWords:
                 bench.raw("cuMemsetD8", address, 1, SIZE)
             assert names(traced, "cuMemsetD8") == []
             assert {"this call", "freed", "allocated"} == set(caught.value.hazard.stacks)  # type: ignore[union-attr]
-
-
-def test_what_the_library_has_put_off_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
-    """Dropped objects end at the next point of work, and none may come before the end."""
-    program = """
-import streamalloc as sa
-from streamalloc import vmm
-device = sa.Device(0)
-growable = vmm.GrowableBuffer(device, 8 << 20, 2 << 20)
-del growable
-"""
-    assert python(program, STREAMALLOC_CHECK="1").stderr == ""
 
 
 @pytest.mark.parametrize("freed", [True, False])
@@ -481,6 +538,17 @@ def test_poison_of_other_memory(machine: Any) -> None:
     assert not driver.hazards
 
 
+def test_poison_is_no_part_of_a_graph(machine: Any) -> None:
+    traced = sd.traced(machine)
+    driver: Any = sd.checked(traced, poison=True)
+    stream = cuda.CUstream(2)  # the default stream of this thread
+    with sa.Device(0, driver=driver).current():
+        driver.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        driver.cuMemFreeAsync(driver.cuMemAllocAsync(SIZE, stream)[1], stream)
+        driver.cuGraphDestroy(driver.cuStreamEndCapture(stream)[1])
+    assert names(traced, "cuMemsetD8Async") == []
+
+
 @pytest.mark.simulated_only("plain memory that was freed is not there")
 def test_poison_of_plain_memory_that_was_freed(machine: Any) -> None:
     class Watching:
@@ -515,44 +583,46 @@ def test_poison_of_what_was_freed(machine: Any) -> None:
 
 _PROGRAM = """
 import streamalloc as sa
+from streamalloc import vmm
 device = sa.Device(0)
 pool = sa.MemoryPool(device)
 one, two = device.create_stream(), device.create_stream()
 memory = pool.allocate(64, one)
 memory.fill(1, two)
 device.synchronize()
-{end}
+garbage = [pool.allocate(128, one)]
+garbage.append(garbage)
+growable = vmm.GrowableBuffer(device, 8 << 20, 2 << 20)
+del garbage, growable
 print(type(device.driver).__name__, type(sa.driver.default()).__name__)
 """
 
 
-@pytest.mark.parametrize(("value", "name"), [("1", "Checked"), ("report", "Checked"), ("0", ""), (None, "")])
+def test_a_process_reports_to_its_end(python: Callable[..., CompletedProcess[str]]) -> None:
+    """Memory in garbage, and memory whose release was put off, is no leak."""
+    done = python(_PROGRAM, STREAMALLOC_CHECK="1")
+    assert done.returncode == 0 and done.stdout.split() == ["Checked", "Checked"]
+    assert "use before allocation: cuMemsetD8Async" in done.stderr
+    assert done.stderr.count("leak: ") == done.stderr.count("leak: allocation of 64 bytes") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", "report"), ("report", "report"), ("raise", "raise"), ("0", ""), ("", "")]
+)
 def test_the_environment_asks_for_it(
-    python: Callable[..., CompletedProcess[str]], value: str | None, name: str
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, on: str
 ) -> None:
-    done = python(_PROGRAM.format(end="memory.free()"), STREAMALLOC_CHECK=value)
-    assert done.returncode == 0 and (done.stdout.split() == [name, name] or not name)
-    assert ("use before allocation: cuMemsetD8Async" in done.stderr) is bool(name)
-    assert "leak" not in done.stderr
-
-
-def test_leaks_are_printed_at_the_end(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="1")
-    assert "leak: allocation of 64 bytes" in done.stderr and "memory = pool.allocate" not in done.stdout
-
-
-def test_memory_in_garbage_is_no_leak(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(
-        _PROGRAM.format(end="garbage = [memory]; garbage.append(garbage); del garbage, memory"), STREAMALLOC_CHECK="1"
-    )
-    assert done.returncode == 0 and "leak" not in done.stderr
-
-
-def test_the_environment_may_have_it_raise(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="raise")
-    assert done.returncode == 1 and "DriverMisuseError: use before allocation" in done.stderr
-    done = python(_PROGRAM.format(end=""), STREAMALLOC_CHECK="yes")
-    assert done.returncode == 1 and "STREAMALLOC_CHECK='yes'" in done.stderr
+    monkeypatch.setattr(selection, "_CHECK", value)
+    driver: Any = selection.as_asked(machine)
+    assert getattr(driver, "_on", "") == on and selection.as_asked(driver) is driver
+    if on:
+        raises: Any = pytest.raises(sd.DriverMisuseError) if on == "raise" else contextlib.nullcontext()
+        with Bench(driver) as bench, raises:
+            race(bench)
+        assert "race: " in capsys.readouterr().err
+    monkeypatch.setattr(selection, "_CHECK", "yes")
+    with pytest.raises(ValueError, match="STREAMALLOC_CHECK='yes'"):
+        selection.as_asked(sd.simulated())
 
 
 class _Stub:

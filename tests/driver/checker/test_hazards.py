@@ -13,8 +13,9 @@ from hypothesis import strategies as some
 
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.checker.clocks import CERTAIN, Clock, Timeline
-from streamalloc.driver.checker.ranges import Access, Addresses, Bytes, Moment, Range, size_text
+from streamalloc.driver.checker.clocks import CERTAIN, Timeline
+from streamalloc.driver.checker.ranges import Access, Addresses, Bytes, Moment, Range
+from streamalloc.driver.errors import size_text
 
 LENGTH = 12
 USES = some.lists(
@@ -91,7 +92,8 @@ def test_many_readers_leave_nothing_that_the_host_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(1, "1 byte"), (1000, "1000 bytes"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")]
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (1, "1 byte"), (1000, "1,000 bytes"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")],
 )
 def test_sizes(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
@@ -125,15 +127,15 @@ class Calls:
     """Two streams, memory at 1 MiB and at 2 MiB, and what is found."""
 
     def __init__(self) -> None:
-        self._yes = Yes()
-        self.driver: Any = sd.checked(self._yes)
+        self.yes = Yes()
+        self.driver: Any = sd.checked(self.yes)
         self.a = self.make(cuda.CUstream(0x10), "cuStreamCreate", 1)
         self.b = self.make(cuda.CUstream(0x20), "cuStreamCreate", 1)
         for address in (1 << 20, 2 << 20):
             self.make(cuda.CUdeviceptr(address), "cuMemAlloc", 1 << 20)
 
     def make(self, thing: Any, name: str, *args: Any) -> Any:
-        self._yes.makes.append(thing)
+        self.yes.makes.append(thing)
         return getattr(self.driver, name)(*args)[1]
 
     def use(self, offset: int, nbytes: int = 1, write: bool = True, of: int = 1) -> None:
@@ -219,10 +221,6 @@ def test_memory_of_a_graph_that_was_built_by_hand() -> None:
     assert calls.kinds() == []
     calls.use(0, of=5)
     assert calls.kinds()[0] == "use before allocation"
-
-
-def test_clocks_of_words_keep_what_is_common() -> None:
-    assert Clock({1: 2}).common(Clock({2: 3})).known == {1: 0}
 
 
 def test_an_event_of_another_library_may_have_been_recorded() -> None:
@@ -347,6 +345,48 @@ def test_what_was_made_may_be_ended(name: str) -> None:
         made = calls.make(kind(0x31), name, graph, *([] if name == "cuGraphClone" else [None]))
         ended = (calls.driver.cuGraphDestroy if name == "cuGraphClone" else calls.driver.cuGraphExecDestroy)(made)
     assert ended == (OK,) and calls.kinds() == []
+
+
+def test_another_thread_gets_a_handle_during_its_end() -> None:
+    calls = Calls()
+    place = SimpleNamespace(id=1, type=cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
+    properties = SimpleNamespace(allocType=None, location=place)
+    node = SimpleNamespace(dst=1 << 20, pitch=64, elementSize=1, width=64, height=1)
+
+    def graph() -> Any:
+        made = calls.make(cuda.CUgraph(0x30), "cuGraphCreate", 0)
+        calls.make(cuda.CUgraphNode(1), "cuGraphAddMemsetNode", made, [], 0, node, None)
+        return made
+
+    def launchable() -> Any:
+        return calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", source, 0)
+
+    def pool() -> Any:
+        return calls.make(cuda.CUmemoryPool(0x50), "cuMemPoolCreate", properties)
+
+    def reserved() -> Any:
+        return calls.make(cuda.CUdeviceptr(16 << 20), "cuMemAddressReserve", 64, 0, 0, 0)
+
+    def end(name: str, make: Callable[[], Any], made: Any, *args: Any) -> Any:
+        def answer(*_: Any) -> Any:
+            make()
+            return (OK,)
+
+        setattr(calls.yes, name, answer)
+        getattr(calls.driver, name)(made, *args)
+        return made
+
+    source = graph()
+    end("cuGraphDestroy", graph, source)
+    calls.driver.cuGraphLaunch(end("cuGraphExecDestroy", launchable, launchable()), calls.a)
+    calls.use(0)
+    assert calls.kinds() == ["race"]
+    ours = end("cuMemPoolDestroy", pool, pool())
+    memory = calls.make(cuda.CUdeviceptr(8 << 20), "cuMemAllocFromPoolAsync", 64, ours, calls.a)
+    end("cuMemAddressFree", reserved, reserved(), 64)
+    calls.driver.used(memory, 64, calls.a, True)
+    calls.driver.used(16 << 20, 64, calls.a, True)
+    assert calls.kinds() == ["race", *2 * ["access without a grant"]]
 
 
 @pytest.mark.parametrize("launched", [False, True])

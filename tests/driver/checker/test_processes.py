@@ -47,6 +47,21 @@ def kinds(bench: Bench) -> list[str]:
     return [one.kind for one in bench.driver.hazards]
 
 
+def shared_pool(bench: Bench) -> Any:
+    return bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+
+
+def exported(bench: Bench, pool: sa.MemoryPool, buffer: sa.Buffer) -> tuple[int, bytes]:
+    """A descriptor of a pool, which the test's end closes, and the export data of its memory."""
+    fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0)
+    bench._stack.callback(os.close, fd)
+    return fd, opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
+
+
+def event_handle(bench: Bench, event: sa.Event) -> bytes:
+    return opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(event.handle)))
+
+
 def _import(there: There, data: bytes) -> None:
     driver: Any = sd.checked(there.driver)
     with there.device.current():
@@ -68,17 +83,12 @@ class Shared:
     """A buffer that another process has open."""
 
     def __init__(self, bench: Bench, partner: Partner) -> None:
-        self.pool = bench.keep(
-            sa.MemoryPool(bench.device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR, release_threshold=KEEP)
-        )
+        self.pool = shared_pool(bench)
         self.buffer = self.pool.allocate(SIZE, bench.a)
         self.buffer.fill(1)
         bench.a.synchronize()
-        fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(self.pool.handle), _KIND, 0)
-        self.data = opaque_bytes(bench.raw("cuMemPoolExportPointer", self.buffer.address))
-        partner.begin(_import, self.data, fds=[fd])
-        partner.result()
-        os.close(fd)
+        fd, self.data = exported(bench, self.pool, self.buffer)
+        partner.run(_import, self.data, fds=[fd])
 
 
 def test_the_exporter_frees_first(bench: Bench, partner: Partner) -> None:
@@ -142,9 +152,7 @@ def test_an_importer_that_was_killed_has_nothing(bench: Bench, on_cuda: bool) ->
 @pytest.mark.parametrize("wrong", [False, True])
 def test_sharing_announces_what_is_ready(bench: Bench, partner: Partner, wrong: bool) -> None:
     """The library tells importers by a word when memory is ready: in the order of the stream that it is given."""
-    pool = bench.keep(
-        sa.MemoryPool(bench.device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR, release_threshold=KEEP)
-    )
+    pool = shared_pool(bench)
     buffer = pool.allocate(SIZE, bench.a)
     bench.a.synchronize()
     bench.write(buffer, bench.a)
@@ -160,9 +168,7 @@ def _answers(there: There) -> None:
 
 def test_a_process_may_say_that_it_has_seen_what_it_was_told(bench: Bench, partner: Partner) -> None:
     """It waits for the word that says that memory is ready, and answers. The host knows then; no call shows that."""
-    pool = bench.keep(
-        sa.MemoryPool(bench.device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR, release_threshold=KEEP)
-    )
+    pool = shared_pool(bench)
     buffer, other = pool.allocate(SIZE, bench.a), pool.allocate(SIZE, bench.a)
     bench.a.synchronize()
     gate = bench.word()
@@ -198,7 +204,7 @@ def _let_go(there: There) -> list[str]:
 
 def test_the_free_waits_for_importers_that_have_closed(bench: Bench, partner: Partner) -> None:
     """The facade's free waits, in stream order, until the importer's own free has run."""
-    pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+    pool = shared_pool(bench)
     buffer = pool.allocate(SIZE, bench.a)
     shared = ipc.share(buffer)
     partner.run(_open_checked, bytes(shared), fds=shared.fds)
@@ -269,54 +275,6 @@ def test_memory_whose_free_waits_for_importers_is_no_leak(machine: Any, end: str
 # -- what an importer does not wait for --------------------------------------------------------------------------
 
 
-def _uses_raw(there: There, data: bytes, events: list[bytes], wait: int | None) -> list[str]:
-    """Import memory and events, wait for one of these, and use the memory."""
-    driver: Any = sd.checked(there.driver)
-    with there.device.current():
-        stream = driver.cuStreamCreate(1)[1]
-        pool = driver.cuMemPoolImportFromShareableHandle(there.came[0].fileno(), _KIND, 0)[1]
-        address = driver.cuMemPoolImportPointer(pool, opaque_struct("CUmemPoolPtrExportData", data))[1]
-        opened = [driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", one))[1] for one in events]
-        if wait is not None:
-            driver.cuStreamWaitEvent(stream, opened[wait], 0)
-        driver.cuMemsetD8Async(address, 1, SIZE, stream)
-        driver.cuMemFreeAsync(address, stream)
-        driver.cuStreamSynchronize(stream)
-        for one in opened:
-            driver.cuEventDestroy(one)
-        driver.cuMemPoolDestroy(pool)
-        driver.cuStreamDestroy(stream)
-    return [one.kind for one in driver.hazards]
-
-
-@pytest.mark.parametrize(
-    ("wait", "synchronised", "expected"),
-    [(None, False, ["race"]), (0, False, ["race"]), (1, False, []), (None, True, [])],
-    ids=["for nothing", "for an event of before", "for the event", "for nothing, as the exporter has"],
-)
-def test_an_importer_waits_for_the_exporter_s_event(
-    bench: Bench, partner: Partner, wait: int | None, synchronised: bool, expected: list[str]
-) -> None:
-    pool = bench.keep(
-        sa.MemoryPool(bench.device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR, release_threshold=KEEP)
-    )
-    buffer = pool.allocate(SIZE, bench.a)
-    bench.a.synchronize()
-    before, after = (bench.event(interprocess=True) for _ in range(2))
-    bench.a.record(before)
-    bench.write(buffer, bench.a)
-    bench.a.record(after)
-    fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0)
-    data = opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
-    events = [opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(one.handle))) for one in (before, after)]
-    if synchronised:
-        bench.a.synchronize()
-    assert partner.run(_uses_raw, data, events, wait, fds=[fd]) == expected
-    os.close(fd)
-    bench.done(buffer)
-    assert kinds(bench) == []
-
-
 def _begins_steps(there: There, data: bytes, event: bytes) -> None:
     """Import memory and an event, once for all steps."""
     driver: Any = sd.checked(there.driver)
@@ -347,19 +305,40 @@ def _ends_steps(there: There) -> None:
         driver.cuStreamDestroy(stream)
 
 
+@pytest.mark.parametrize(
+    ("wait", "synchronised", "expected"),
+    [(None, False, ["race"]), (0, False, ["race"]), (1, False, []), (None, True, [])],
+    ids=["for nothing", "for an event of before", "for the event", "for nothing, as the exporter has"],
+)
+def test_an_importer_waits_for_the_exporter_s_event(
+    bench: Bench, partner: Partner, wait: int | None, synchronised: bool, expected: list[str]
+) -> None:
+    pool = shared_pool(bench)
+    buffer = pool.allocate(SIZE, bench.a)
+    bench.a.synchronize()
+    before, after = (bench.event(interprocess=True) for _ in range(2))
+    bench.a.record(before)
+    bench.write(buffer, bench.a)
+    bench.a.record(after)
+    fd, data = exported(bench, pool, buffer)
+    events = [event_handle(bench, one) for one in (before, after)]
+    if synchronised:
+        bench.a.synchronize()
+    partner.run(_begins_steps, data, events[wait or 0], fds=[fd])
+    assert partner.run(_step, 0, SIZE, wait is not None) == expected
+    partner.run(_ends_steps)
+    bench.done(buffer)
+    assert kinds(bench) == []
+
+
 def test_handles_once_and_an_event_a_step(bench: Bench, partner: Partner) -> None:
     """A step that does not wait for its own recording is found; one for other bytes need not wait, as the host has."""
-    pool = bench.keep(
-        sa.MemoryPool(bench.device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR, release_threshold=KEEP)
-    )
+    pool = shared_pool(bench)
     buffer = pool.allocate(SIZE, bench.a)
     bench.a.synchronize()
     event = bench.event(interprocess=True)
-    fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0)
-    data = opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
-    handle = opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(event.handle)))
-    partner.run(_begins_steps, data, handle, fds=[fd])
-    os.close(fd)
+    fd, data = exported(bench, pool, buffer)
+    partner.run(_begins_steps, data, event_handle(bench, event), fds=[fd])
     half = SIZE // 2
 
     def write() -> None:
@@ -414,7 +393,7 @@ def test_an_importer_uses_memory_after_the_stream_that_opened_it(
 ) -> None:
     memory: Any
     if kind == "buffer":
-        pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+        pool = shared_pool(bench)
         memory = pool.allocate(SIZE, bench.a)
     else:
         memory = bench.keep(vmm.GrowableBuffer(bench.device, capacity=2 * PAGE, handle_types=_POSIX))
@@ -433,6 +412,7 @@ def test_an_importer_uses_memory_after_the_stream_that_opened_it(
 def test_another_event_has_the_same_name() -> None:
     """As a real driver gives handles of events again: the numbers of a place on the board go on."""
     board = announcements.Board()
+    assert board.is_open()
     first = board.add_event()
     assert first is not None
     board.name_event(first, b"name")
@@ -504,21 +484,17 @@ class _Turns:
 
     def __init__(self, bench: Bench, partner: Partner) -> None:
         self.bench = bench
-        self.pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+        self.pool = shared_pool(bench)
         self.buffer = self.pool.allocate(SIZE, bench.a)
         bench.a.synchronize()
         self.written, self.read = (bench.event(interprocess=True) for _ in range(2))
-        pool = cuda.CUmemoryPool(self.pool.handle)
-        fds = [bench.raw("cuMemPoolExportToShareableHandle", pool, _KIND, 0), os.memfd_create("")]
-        os.ftruncate(fds[1], mmap.PAGESIZE)
+        self.fd, self.data = exported(bench, self.pool, self.buffer)
+        word = bench.keep(ipc.Fd(os.memfd_create("")))
+        os.ftruncate(word.fileno(), mmap.PAGESIZE)
         with bench.device.current():
-            self.word = _Word(bench.driver, fds[1])
-        self.data = opaque_bytes(bench.raw("cuMemPoolExportPointer", self.buffer.address))
-        handles = (bench.raw("cuIpcGetEventHandle", cuda.CUevent(one.handle)) for one in (self.written, self.read))
-        self.events = [opaque_bytes(one) for one in handles]
-        partner.run(_begins_turns, self.data, self.events, fds=fds)
-        self.fd = bench.keep(ipc.Fd(fds[0]))
-        os.close(fds[1])
+            self.word = _Word(bench.driver, word.fileno())
+        self.events = [event_handle(bench, one) for one in (self.written, self.read)]
+        partner.run(_begins_turns, self.data, self.events, fds=[self.fd, word.fileno()])
         bench.write(self.buffer, bench.a)
         bench.a.record(self.written)
 
@@ -556,7 +532,7 @@ def test_a_third_process_waits_for_the_second(bench: Bench, partner: Partner, on
     turns = _Turns(bench, partner)
     assert partner.run(_turn, "event") == []
     with Partner(on_cuda) as third:
-        third.run(_begins_steps, turns.data, turns.events[1], fds=[turns.fd.fileno()])
+        third.run(_begins_steps, turns.data, turns.events[1], fds=[turns.fd])
         assert third.run(_step, 0, SIZE, True) == []
         third.run(_ends_steps)
     turns.end(partner)
@@ -564,14 +540,11 @@ def test_a_third_process_waits_for_the_second(bench: Bench, partner: Partner, on
 
 
 def test_an_event_that_was_recorded_before_the_work(bench: Bench, partner: Partner) -> None:
-    pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+    pool = shared_pool(bench)
     buffer, event = pool.allocate(SIZE, bench.a), bench.event(interprocess=True)
     bench.a.synchronize()
-    fd = bench.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(pool.handle), _KIND, 0)
-    data = opaque_bytes(bench.raw("cuMemPoolExportPointer", buffer.address))
-    handle = opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(event.handle)))
-    partner.run(_begins_steps, data, handle, fds=[fd])
-    os.close(fd)
+    fd, data = exported(bench, pool, buffer)
+    partner.run(_begins_steps, data, event_handle(bench, event), fds=[fd])
     bench.a.record(event)
     bench.write(buffer, bench.a)
     assert partner.run(_step, 0, SIZE, True) == ["race"]
@@ -603,7 +576,7 @@ def _closes_steps(there: There) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_steps_of_memory_that_the_facade_has_shared(bench: Bench, partner: Partner, waits: bool) -> None:
     """Its word says that the first contents are there, and no more."""
-    pool = bench.keep(sa.MemoryPool(bench.device, handle_types=_POSIX, release_threshold=KEEP))
+    pool = shared_pool(bench)
     buffer, event = pool.allocate(SIZE, bench.a), bench.event(interprocess=True)
     buffer.fill(1)
     shared = ipc.share(buffer)

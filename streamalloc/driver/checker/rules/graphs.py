@@ -13,9 +13,9 @@ from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.order import batch_of_values
-from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, ends, rules
 from streamalloc.driver.checker.rules.work import plane, rows
-from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.state import Executable, State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import KERNEL, Finish, Touch
 
@@ -70,10 +70,6 @@ def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> N
     state.graphs[int(answer[1])] = Graph([replace(one, handle=in_clone(one.handle)) for one in nodes])
 
 
-def _ends_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.graphs.pop(number_of(args[0]), None)
-
-
 def _adds(
     at: int, make: Callable[[State, Any], list[Node]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
@@ -122,15 +118,15 @@ def _kernel_node(state: State, params: Any) -> list[Node]:
 
 
 def _record_node(state: State, event: Any) -> list[Node]:
-    return [Node("step", step=lambda handle: state.record(state.event(event), handle))]
+    return [Node("step", step=lambda stream: state.record(state.event(event), stream))]
 
 
 def _wait_node(state: State, event: Any) -> list[Node]:
-    return [Node("step", step=lambda handle: state.wait(state.stream(handle), state.event(event)))]
+    return [Node("step", step=lambda stream: state.wait(stream, state.event(event)))]
 
 
 def _value_node(state: State, params: Any) -> list[Node]:
-    return [Node("step", step=lambda handle: batch_of_values(state, handle, params.paramArray))]
+    return [Node("step", step=lambda stream: batch_of_values(state, stream, params.paramArray))]
 
 
 def _child(state: State, handle: Any) -> list[Node]:
@@ -206,9 +202,9 @@ def _sets(make: Callable[[State, Any], list[Node]], state: State, name: str, arg
     for node in made:
         node.what, node.stack, node.handle = name, here(), handle
     if executable:
-        number = number_of(args[0])
-        nodes = _replaced(state, state.executables.get(number, []), handle, made)
-        state.executables[number] = _without_kernels(state, nodes) if kernel else nodes
+        changed = state.executable(args[0])
+        nodes = _replaced(state, changed.nodes, handle, made)
+        changed.nodes = _without_kernels(state, nodes) if kernel else nodes
         return
     having = [one for one in state.graphs.values() if any(node.handle == handle for node in one.nodes)]
     for graph in having or state.graphs.values():
@@ -249,11 +245,11 @@ def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
 
 
 def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    number, handle, enabled = number_of(args[0]), number_of(args[1]), bool(int(args[2]))
-    nodes = state.executables.get(number, [])
+    executable, handle, enabled = state.executable(args[0]), number_of(args[1]), bool(int(args[2]))
+    nodes = executable.nodes
     if _place_of(state, nodes, handle) is None:
         nodes = _known(nodes)
-    state.executables[number] = [replace(one, enabled=enabled) if one.handle == handle else one for one in nodes]
+    executable.nodes = [replace(one, enabled=enabled) if one.handle == handle else one for one in nodes]
 
 
 # -- launches ------------------------------------------------------------------------------------------------
@@ -262,34 +258,29 @@ def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
 def _instantiates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     graph = state.graph(args[0])
     graph.judge(state.found)
-    state.executables[int(answer[1])] = list(graph.nodes)
-
-
-def _ends_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.executables.pop(number_of(args[0]), None)
-    state.launched.pop(number_of(args[0]), None)
+    state.executables[int(answer[1])] = Executable(list(graph.nodes))
 
 
 def _updates_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    number, nodes = number_of(args[0]), state.graph(args[1]).nodes
-    old = state.executables.get(number, [])
+    executable, nodes = state.executable(args[0]), state.graph(args[1]).nodes
+    old = executable.nodes
     if len(old) == len(nodes):
         # The nodes keep the handles of the graph that was instantiated.
         pairs = zip(nodes, old, strict=True)
         nodes = [replace(one, handle=was.handle, enabled=was.enabled) for one, was in pairs]
-    state.executables[number] = list(nodes)
+    executable.nodes = list(nodes)
 
 
 def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
-    executable, stack = number_of(args[0]), here()
-    calls = [node.calls for node in state.executables.get(executable, ()) if node.calls is not None]
+    executable, stack = state.executable(args[0]), here()
+    calls = [node.calls for node in executable.nodes if node.calls is not None]
     if calls:
         # Host functions of the graph may begin before the call returns.
-        state.launch(executable, args[1], stack)
+        state.launch(executable, state.stream(args[1]), stack)
 
     def finish(answer: Answer) -> None:
         if not answer[0] and not calls:
-            state.launch(executable, args[1], stack)
+            state.launch(executable, state.stream(args[1]), stack)
         for call in calls if answer[0] else ():
             call.skip()
 
@@ -306,7 +297,6 @@ RULES = rules(
         "cuStreamUpdateCaptureDependencies cuStreamUpdateCaptureDependencies_v2": _reorders_capture,
         "cuGraphCreate": _makes_graph,
         "cuGraphClone": _clones_graph,
-        "cuGraphDestroy": _ends_graph,
         **{f"cuGraphAdd{kind.call}Node": partial(_adds, 3, kind.make) for kind in _KINDS},
         "cuGraphAddEmptyNode": partial(_adds, 0, lambda state, graph: [Node("use")]),
         "cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3": partial(_adds, -1, _node),
@@ -315,11 +305,12 @@ RULES = rules(
         "cuGraphDestroyNode": _ends_node,
         "cuGraphInstantiate cuGraphInstantiateWithParams": _instantiates,
         "cuGraphExecUpdate": _updates_executable,
-        "cuGraphExecDestroy": _ends_executable,
         "cuGraphNodeSetEnabled": _enables,
         **{f"cuGraph{name} cuGraphExec{name}": partial(_sets, make) for name, make in _SETTERS.items()},
     },
     before={
+        "cuGraphDestroy": ends(attrgetter("graphs")),
+        "cuGraphExecDestroy": ends(attrgetter("executables")),
         "cuStreamEndCapture": _ends_capture,
         "cuGraphLaunch": _launches,
         "cuGraphAddMemsetNode": partial(_checks, _filled),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.ranges import Binding, Range
 from streamalloc.driver.checker.reports import here
-from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, rules
+from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, ends, rules
 from streamalloc.driver.checker.state import OPENED, Array, Physical, State
 from streamalloc.driver.checker.streams import number_of, rights_of_process
 from streamalloc.driver.checker.uses import Finish, nothing
@@ -25,16 +26,17 @@ _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     if not int(answer[1]):
         return
+    stream = state.stream(args[-1])
     if "FromPool" in name:
         pool = int(args[1])
     else:
-        device = state.devices.get(state.stream(args[-1]))
+        device = state.devices.get(stream)
         pool = state.current_pools.get(-1 if device is None else device, 0)
-    state.allocate(int(answer[1]), int(args[0]), args[-1], state.pools.get(pool), here())
+    state.allocate(int(answer[1]), int(args[0]), stream, state.pools.get(pool), here())
 
 
 def _frees(state: State, name: str, args: Arguments) -> Finish:
-    return state.free(number_of(args[0]), args[1], name, here())
+    return state.free(number_of(args[0]), state.stream(args[1]), name, here())
 
 
 # -- at once -------------------------------------------------------------------------------------------------
@@ -133,10 +135,10 @@ def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> Non
     state.pools[int(answer[1])] = None if managed else grants
 
 
-def _ends_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    grants = state.pools.pop(number_of(args[0]), None)
-    if grants is not None:
-        state.addresses.vacate(lambda one: one.grants is grants)
+def _ends_pool(state: State, grants: dict[int, int]) -> None:
+    state.addresses.vacate(lambda one: one.grants is grants)
+    # The current pools of devices are among the known ones; the driver makes another one current.
+    state.current_pools = {device: pool for device, pool in state.current_pools.items() if pool in state.pools}
 
 
 def _finds_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -182,10 +184,18 @@ def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
     state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=here()))
 
 
-def _ends_reservation(state: State, name: str, args: Arguments, answer: Answer) -> None:
+def _ends_reservation(state: State, name: str, args: Arguments) -> Finish:
     start, size = number_of(args[0]), int(args[1])
+    found = state.reserved.find(start)
     state.reserved.remove(start)
-    state.addresses.vacate(lambda one: start <= one.base < start + size)
+
+    def finish(answer: Answer) -> None:
+        if not answer[0]:
+            state.addresses.vacate(lambda one: start <= one.base < start + size)
+        elif found is not None and found.base == start:
+            state.reserved.add(found)
+
+    return finish
 
 
 def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -209,15 +219,14 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
             state.physical[int(answer[1])] = memory
             return
     # The handle was released, but the mapping keeps the memory.
-    memory = Physical(found.size, found.stack, None)
-    memory.bytes, memory.bindings = found.bytes, found.bindings
+    memory = Physical(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
     state.physical[int(answer[1])] = memory
 
 
 def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
     memory = state.physical.get(number_of(args[3]))
     if memory is None:
-        memory = state.physical[number_of(args[3])] = Physical(int(args[1]), (), None)
+        memory = state.physical[number_of(args[3])] = Physical(int(args[1]), ())
     state.map(number_of(args[0]), int(args[1]), int(args[2]), memory, here())
 
 
@@ -243,7 +252,7 @@ def _grants(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.physical[int(answer[1])] = Physical(int(args[0].size), here(), None, multicast=True)
+    state.physical[int(answer[1])] = Physical(int(args[0].size), here(), bindings=[])
 
 
 def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -300,11 +309,9 @@ RULES = rules(
         "cuMipmappedArrayCreate": _makes_mipmapped,
         "cuMipmappedArrayGetLevel": _finds_level,
         "cuMemPoolCreate": _makes_pool,
-        "cuMemPoolDestroy": _ends_pool,
         "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
         "cuDeviceSetMemPool cuMemSetMemPool": _sets_pool,
         "cuMemAddressReserve": _reserves,
-        "cuMemAddressFree": _ends_reservation,
         "cuMemCreate": _creates,
         "cuMemRelease": _releases,
         "cuMemRetainAllocationHandle": _retains,
@@ -315,8 +322,10 @@ RULES = rules(
     before={
         "cuMemFreeAsync": _frees,
         "cuMemFree cuMemFreeHost cuMemHostUnregister": frees_at_once,
+        "cuMemPoolDestroy": ends(attrgetter("pools"), _ends_pool),
         "cuMemPoolSetAccess": _grants_pool,
         "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
+        "cuMemAddressFree": _ends_reservation,
         "cuMemUnmap": _unmaps,
         "cuMemSetAccess": _grants,
         "cuMulticastUnbind": _unbinds,

@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.capture import Event
+from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.reports import from_package, here
-from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, rules
+from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, ends, rules
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, nothing
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
-
-
-T = TypeVar("T")
-
-
-def _ends(table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object]) -> Before:
-    """A call that destroys the owner of its first argument. During the call others may already get the handle."""
-
-    def rule(state: State, name: str, args: Arguments) -> Finish:
-        number, live = number_of(args[0]), table(state)
-        one = live.pop(number, None)
-
-        def finish(answer: Answer) -> None:
-            if one is None:
-                return
-            if answer[0]:
-                live[number] = one
-            else:
-                ended(state, one)
-
-        return finish
-
-    return rule
 
 
 # -- streams -------------------------------------------------------------------------------------------------
@@ -47,13 +26,16 @@ def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> N
     state.add_stream(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=here(1))
 
 
-def _synchronises(state: State, name: str, args: Arguments) -> Finish:
-    if "Stream" in name:
-        streams = [state.stream(args[0])]
-    else:
-        streams = state.all_streams(number_of(args[0]) if args else state.context())
-    synchronised = state.synchronising(streams)
-    return lambda answer: None if answer[0] else synchronised()
+def _synchronises(streams: Callable[[State, Arguments], list[Stream]]) -> Before:
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        synchronised = state.synchronising(streams(state, args))
+        return lambda answer: None if answer[0] else synchronised()
+
+    return rule
+
+
+def _streams_of_context(state: State, args: Arguments) -> list[Stream]:
+    return state.all_streams(number_of(args[0]) if args else state.context())
 
 
 def _queries(state: State, name: str, args: Arguments) -> Finish:
@@ -87,7 +69,7 @@ def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
     external = name.endswith("WithFlags") and int(args[2]) & _EXTERNAL
-    state.record(state.event(args[0]), args[1], bool(external))
+    state.record(state.event(args[0]), state.stream(args[1]), bool(external))
 
 
 def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -150,7 +132,7 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
 def _names_value(state: State, name: str, args: Arguments) -> Finish:
     """Before a call, check the memory of its value. Other processes may see a written value during the call."""
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
-        state.announces(args[0], number_of(args[1]))
+        state.announces(state.stream(args[0]), number_of(args[1]))
     found = state.addresses.find(number_of(args[1]))
     if found is None or found.ended is None:
         return nothing
@@ -158,19 +140,19 @@ def _names_value(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    bits = int(name[-2:])
+    stream, bits = state.stream(args[0]), int(name[-2:])
     if "Write" in name:
-        state.write_value(args[0], number_of(args[1]), number_of(args[2]), bits)
+        state.write_value(stream, number_of(args[1]), number_of(args[2]), bits)
     else:
-        state.wait_value(args[0], number_of(args[1]), number_of(args[2]), int(args[3]), bits)
+        state.wait_value(stream, number_of(args[1]), number_of(args[2]), int(args[3]), bits)
 
 
 def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """``cuStreamBatchMemOp``."""
-    batch_of_values(state, args[0], args[2])
+    batch_of_values(state, state.stream(args[0]), args[2])
 
 
-def batch_of_values(state: State, stream: Any, operations: Any) -> None:
+def batch_of_values(state: State, stream: Stream, operations: Any) -> None:
     """Queue writes of values and waits for values (``CUstreamBatchMemOpParams``)."""
     for one in operations or ():
         kind = getattr(one.operation, "name", "")
@@ -236,10 +218,11 @@ RULES = rules(
     },
     before={
         _VALUES: _names_value,
-        "cuStreamDestroy": _ends(lambda state: state.streams, lambda state, stream: state.retire(stream)),
-        "cuStreamSynchronize cuCtxSynchronize cuCtxSynchronize_v2": _synchronises,
+        "cuStreamDestroy": ends(attrgetter("streams"), State.retire),
+        "cuStreamSynchronize": _synchronises(lambda state, args: [state.stream(args[0])]),
+        "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises(_streams_of_context),
         "cuStreamQuery": _queries,
-        "cuEventDestroy": _ends(lambda state: state.events, lambda state, event: state.interprocess.destroyed(event)),
+        "cuEventDestroy": ends(attrgetter("events"), lambda state, event: state.interprocess.destroyed(event)),
         "cuEventSynchronize cuEventQuery cuEventElapsedTime": _happened,
         "cuCtxDestroy": _ends_context(lambda state, args: number_of(args[0])),
         "cuDevicePrimaryCtxReset": _ends_context(_primary),

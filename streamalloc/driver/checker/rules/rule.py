@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish
 
 Arguments: TypeAlias = "tuple[Any, ...]"
@@ -17,6 +18,9 @@ Before: TypeAlias = Callable[[State, str, Arguments], Finish]
 
 For example frees: after the call another thread may already get the memory.
 """
+
+
+T = TypeVar("T")
 
 
 class Rule(NamedTuple):
@@ -35,3 +39,25 @@ def rules(*, before: dict[str, Before], after: dict[str, After]) -> dict[str, Ru
         for name in names.split():
             made[name] = Rule(made.get(name, Rule()).before, done)
     return made
+
+
+def ends(
+    table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda state, one: None
+) -> Before:
+    """A call that destroys the owner of its first argument. During the call others may already get the handle."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        number, live = number_of(args[0]), table(state)
+        one = live.pop(number, None)
+
+        def finish(answer: Answer) -> None:
+            if one is None:
+                return
+            if answer[0]:
+                live[number] = one
+            else:
+                ended(state, one)
+
+        return finish
+
+    return rule

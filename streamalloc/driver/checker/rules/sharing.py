@@ -26,9 +26,7 @@ def _exports_pointer(state: State, name: str, args: Arguments, answer: Answer) -
     if found is None:
         return
     data = opaque_bytes(answer[1])
-    if name == "cuMemPoolExportPointer":
-        state.interprocess.exports[data] = found
-    state.interprocess.exported[found] = data
+    state.interprocess.exports[data], state.interprocess.names[found] = found, data
     state.interprocess.follow(found)
     _export(state, found, data)
 
@@ -92,9 +90,9 @@ def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> 
 def _names_event(state: State, event: Event, data: bytes) -> None:
     """Announce the recordings of an event under its export data, on this process's board."""
     event.elsewhere, event.name = True, data
-    index, board = state.interprocess.index(event), state.interprocess.board
-    if index is not None and board is not None:
-        board.name_event(index, data)
+    index = state.interprocess.index(event)
+    if index is not None:
+        state.interprocess.board.name_event(index, data)
 
 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -124,7 +122,7 @@ def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
     if memory is None:
-        memory = Physical(0, here(), None)
+        memory = Physical(0, here())
         memory.bytes.shared = True
         if file is not None:
             state.files.note(file, memory)

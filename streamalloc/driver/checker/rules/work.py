@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,8 @@ class _Work:
     """Index of the stream argument; None for synchronous calls, on the legacy stream."""
     touched: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
     """Reads and writes in stream order, as far as they are known."""
+    sides: Callable[[Arguments], tuple[Any, ...]] = lambda args: ()
+    """Target and source of a copy, or target of a fill; None for arrays. The host may wait for the work."""
     then: Callable[[State, Stream, Arguments], object] = lambda state, stream, args: None
     """Called after the work is queued."""
     taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
@@ -41,16 +43,36 @@ class _Work:
         """Queue the work after the call has succeeded."""
         for address, nbytes, write in self.taken(state, args):
             state.use_on_host(number_of(address), nbytes, write, name)
-        self.then(state, state.act(self._stream(args), name, self.touched(state, args), here()), args)
+        stream = state.stream(self._stream(args))
+        state.act(stream, name, self.touched(state, args), here())
+        self.then(state, stream, args)
+        if stream not in state.captures and self._host_waits(state, args):
+            state.host_waited_for(stream)
 
     def _stream(self, args: Arguments) -> Any:
         """The handle of the stream, also from a launch configuration."""
         given = 0 if self.stream_at is None else args[self.stream_at]
         return getattr(given, "hStream", given)
 
+    def _host_waits(self, state: State, args: Arguments) -> bool:
+        """Whether the host waits for the work: for copies to pageable memory, for synchronous copies with a side in
+        host memory, and for synchronous fills of host or managed memory.
+        """
+        sides = self.sides(args)
+        if self.stream_at is not None:
+            return len(sides) == 2 and sides[0] is not None and state.is_pageable(number_of(sides[0]))
+        there = [number_of(one) for one in sides if one is not None]
+        if len(sides) == 2:
+            return any(state.is_pageable(one) or state.is_of_host(one) for one in there)
+        return any(state.is_of_host(one) or state.is_managed(one) for one in there)
+
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         """Before the call, check for freed memory."""
         return state.stale(self._stream(args), name, (*self.touched(state, args), *self.named(state, args)), here())
+
+
+def _target(args: Arguments) -> tuple[Any]:
+    return (args[0],)
 
 
 def _fills(stream_at: int | None, width: int) -> _Work:
@@ -58,49 +80,30 @@ def _fills(stream_at: int | None, width: int) -> _Work:
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
         address, nbytes = number_of(args[0]), int(args[2]) * width
-        _waits_for_fill(state, stream, stream_at, address)
         if 4 <= nbytes <= 64 and not state.captures:
             value = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
             for at in range(address, address + nbytes - 3, 4):
                 state.values.write(stream, at, value)
 
-    return _Work(stream_at, lambda state, args: ((args[0], int(args[2]) * width, True),), then)
-
-
-def _waits_for_fill(state: State, stream: Stream, stream_at: int | None, address: int) -> None:
-    """Record that the host waits for a synchronous fill of host or managed memory."""
-    if stream_at is None and (state.is_of_host(address) or state.is_managed(address)):
-        state.host_waited_for(stream)
+    return _Work(stream_at, lambda state, args: ((args[0], int(args[2]) * width, True),), _target, then)
 
 
 def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Work:
-    """A copy. The host waits for synchronous copies with host memory, and for all copies to pageable memory."""
+    """A copy."""
 
     def touched(state: State, args: Arguments) -> list[Touch]:
         size, source, target = int(args[size_at]), args[source_at], args[0]
         found = [(source, size, False), (target, size, True)]
         return found[1:] if number_of(source) == number_of(target) else found
 
+    def sides(args: Arguments) -> tuple[Any, ...]:
+        return (args[0], args[source_at]) if int(args[size_at]) else ()
+
     def then(state: State, stream: Stream, args: Arguments) -> None:
-        if int(args[size_at]):
-            if stream not in state.captures and not state.unseen_writes():
-                state.types.copied(args[0], args[source_at], int(args[size_at]), "a copy")
-            _waits_for_copy(state, stream, stream_at, args[0], args[source_at])
+        if int(args[size_at]) and stream not in state.captures and not state.unseen_writes():
+            state.types.copied(args[0], args[source_at], int(args[size_at]), "a copy")
 
-    return _Work(stream_at, touched, then)
-
-
-def _waits_for_copy(state: State, stream: Stream, stream_at: int | None, target: Any, source: Any = None) -> None:
-    """Record that the host waits for a copy: if it writes pageable memory, or is synchronous and has a side in host
-    memory.
-
-    None: an array.
-    """
-    sides = (target,) if stream_at is not None else (target, source)
-    for one in (number_of(it) for it in sides if it is not None and stream not in state.captures):
-        if state.is_pageable(one) or (stream_at is None and state.is_of_host(one)):
-            state.host_waited_for(stream)
-            return
+    return _Work(stream_at, touched, sides, then)
 
 
 def rows(start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
@@ -184,11 +187,10 @@ def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, arr
             )
         ]
 
-    def then(state: State, stream: Stream, args: Arguments) -> None:
-        sides = (None if array_to else args[target], None if array_from else args[source])
-        _waits_for_copy(state, stream, stream_at, *sides)
+    def sides_of(args: Arguments) -> tuple[Any, Any]:
+        return None if array_to else args[target], None if array_from else args[source]
 
-    return _Work(stream_at, touched, then)
+    return _Work(stream_at, touched, sides_of)
 
 
 def _order(one: Any) -> int:
@@ -239,10 +241,7 @@ def _fills_rows(stream_at: int | None, width: int) -> _Work:
     def touched(state: State, args: Arguments) -> list[Touch]:
         return rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
 
-    def then(state: State, stream: Stream, args: Arguments) -> None:
-        _waits_for_fill(state, stream, stream_at, number_of(args[0]))
-
-    return _Work(stream_at, touched, then)
+    return _Work(stream_at, touched, _target)
 
 
 def _side(copy: Any, side: str) -> Any:
@@ -254,10 +253,10 @@ def _side(copy: Any, side: str) -> Any:
 def _copies_plane(stream_at: int | None) -> _Work:
     """A copy of a plane or box."""
 
-    def then(state: State, stream: Stream, args: Arguments) -> None:
-        _waits_for_copy(state, stream, stream_at, _side(args[0], "dst"), _side(args[0], "src"))
+    def sides(args: Arguments) -> tuple[Any, Any]:
+        return _side(args[0], "dst"), _side(args[0], "src")
 
-    return _Work(stream_at, lambda state, args: plane(state, args[0]), then)
+    return _Work(stream_at, lambda state, args: plane(state, args[0]), sides)
 
 
 def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0) -> _Work:
@@ -284,7 +283,7 @@ _WORK = {
     "cuMemcpyPeerAsync": _copies(5, size_at=4, source_at=2),
     **{f"cuMemcpy{kind}": _copies_plane(None) for kind in ("2D", "2DUnaligned", "3D", "3DPeer")},
     **{f"cuMemcpy{kind}Async": _copies_plane(1) for kind in ("2D", "3D", "3DPeer")},
-    "cuMemcpyWithAttributesAsync": _Work(-1, partial(_one, False), _copies(-1).then, partial(_one, True)),
+    "cuMemcpyWithAttributesAsync": replace(_copies(-1), touched=partial(_one, False), taken=partial(_one, True)),
     "cuMemcpyBatchAsync": _Work(-1, partial(_batch, False), taken=partial(_batch, True)),
     "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
     "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),

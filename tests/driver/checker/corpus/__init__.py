@@ -9,12 +9,11 @@ from tests.driver.checker.corpus import (
     nodes,
     order,
     pools,
-    sanitizer,
     sharing,
 )
 from tests.driver.checker.corpus.bench import CASES, PAGE, SIZE, Bench, Case
 
-AREAS = (pools, order, copies, contexts, graphs, nodes, mappings, freed, sharing, sanitizer)
+AREAS = (pools, order, copies, contexts, graphs, nodes, mappings, freed, sharing)
 
 __all__ = ["AREAS", "CASES", "KINDS", "PAGE", "SIZE", "Bench", "Case"]
 KINDS = {

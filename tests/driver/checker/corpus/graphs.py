@@ -28,51 +28,6 @@ def a_branch_of_a_capture_is_not_joined_in_time(b: Bench, right: bool) -> None:
     graph.close()
 
 
-@hazard("race")
-def a_launch_is_not_ordered_with_other_work(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
-    with b.a.capture() as graph:
-        x.fill(1)
-    b.write(x, b.b)
-    if right:
-        b.c.wait(b.b)
-    graph.launch(b.c)
-    b.done(x)
-    graph.close()
-
-
-@hazard("race")
-def two_launches_of_two_graphs(b: Bench, right: bool) -> None:
-    """Launches of the same graph come one after the other, whatever their streams."""
-    x = b.new(b.a)
-    b.a.synchronize()
-    graphs = []
-    for _ in range(2):
-        with b.a.capture() as graph:
-            x.fill(1)
-        graphs.append(graph)
-    graphs[0].launch(b.b)
-    graphs[0 if right else 1].launch(b.c)
-    b.done(x)
-    for graph in graphs:
-        graph.close()
-
-
-@hazard("free racing a use")
-def freed_while_a_graph_runs(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
-    with b.a.capture() as graph:
-        x.fill(1)
-    graph.launch(b.c)
-    if right:
-        b.a.wait(b.c)
-    x.free()
-    b.done()
-    graph.close()
-
-
 @hazard("use after free")
 def a_graph_is_launched_after_its_memory_is_freed(b: Bench, right: bool) -> None:
     x = b.new(b.a)
@@ -112,35 +67,6 @@ def memory_of_a_graph_is_used_elsewhere(b: Bench, right: bool) -> None:
     b.a.wait(b.b)
     x.free(b.a)
     b.done()
-    graph.close()
-
-
-@hazard("race")
-def the_input_of_a_graph_is_written_before_its_launch(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    b.a.synchronize()
-    with b.a.capture() as graph:
-        y.copy_from(x, b.a)
-    x.fill(3, b.c)
-    if right:
-        b.order(b.c, b.b)
-    graph.launch(b.b)
-    b.done(x, y)
-    graph.close()
-
-
-@hazard("race")
-def an_event_of_before_does_not_hold_for_the_launch(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
-    with b.a.capture() as graph:
-        x.fill(1, b.a)
-    graph.launch(b.a)
-    event = b.a.record(b.event())
-    graph.launch(b.a)
-    b.b.wait(b.a.record(event) if right else event)
-    b.read(x, b.b)
-    b.done(x)
     graph.close()
 
 

@@ -68,16 +68,6 @@ def unmapped_while_a_stream_writes(b: Bench, right: bool) -> None:
 
 
 @hazard("unmap while in use")
-def unmapped_after_another_stream_was_synchronised(b: Bench, right: bool) -> None:
-    memory = Mapped(b)
-    b.at(memory.at[0], b.a, write=False)
-    if right:
-        b.order(b.a, b.b)
-    b.b.synchronize()
-    memory.unmap(memory.at[0])
-
-
-@hazard("unmap while in use")
 def the_other_mapping_was_unmapped(b: Bench, right: bool) -> None:
     memory = Mapped(b, count=2)
     b.at(memory.at[0], b.a)
@@ -110,13 +100,6 @@ def two_mappings_of_the_same_bytes(b: Bench, right: bool) -> None:
     if right:
         b.order(b.a, b.b)
     b.at(memory.at[1], b.b)
-
-
-@hazard("race")
-def two_mappings_overlap_by_a_byte(b: Bench, right: bool) -> None:
-    memory = Mapped(b, count=2)
-    b.at(memory.at[0], b.a, nbytes=100)
-    b.at(memory.at[1] + (100 if right else 99), b.b, nbytes=100)
 
 
 @hazard("race")
@@ -200,20 +183,6 @@ def a_handle_released_twice(b: Bench, right: bool) -> None:
     memory.release()
     if not right:
         memory.release()
-
-
-@hazard("unmap while in use")
-def a_growable_buffer_shrinks_too_early(b: Bench, right: bool) -> None:
-    addresses = b.keep(vmm.AddressRange(2 * PAGE, driver=b.driver))
-    memories = [b.keep(vmm.PhysicalMemory(b.device, PAGE)) for _ in range(2)]
-    for number, memory in enumerate(memories):
-        addresses.map(memory, number * PAGE, access=b.device)
-    b.at(addresses.address + PAGE + 100, b.a, nbytes=16)
-    if right:
-        b.a.synchronize()
-    b.raw("cuMemUnmap", addresses.address + PAGE, PAGE)
-    b.device.synchronize()
-    b.raw("cuMemMap", addresses.address + PAGE, PAGE, 0, cuda.CUmemGenericAllocationHandle(memories[1].handle), 0)
 
 
 @hazard("release while in use", simulated="the real driver waits there, which nobody has promised")
@@ -351,16 +320,6 @@ def a_group_sleeps_after_the_wrong_stream(b: Bench, right: bool) -> None:
     b.write(x, b.b)
     group.sleep(stream=b.a, after=b.b if right else b.a)
     group.wake(stream=b.a)
-
-
-@hazard("use after free")
-def used_behind_the_new_end(b: Bench, right: bool) -> None:
-    x = b.keep(vmm.GrowableBuffer(b.device, 2 * PAGE, 2 * PAGE, chunk=PAGE, stream=b.a))
-    x.resize(PAGE)
-    if right:
-        x.resize(2 * PAGE)
-    b.at(x.address + PAGE, b.a)
-    b.device.synchronize()
 
 
 @hazard("leak")

@@ -153,17 +153,6 @@ def a_node_frees_what_another_uses(b: Bench, right: bool) -> None:
 
 
 @hazard("race")
-def a_launch_of_nodes_and_other_work(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
-    graph = Graph(b)
-    graph.fill(x.address)
-    b.write(x, b.b)
-    graph.launch(b.b if right else b.c)
-    b.done(x)
-
-
-@hazard("race")
 def a_graph_within_a_graph(b: Bench, right: bool) -> None:
     x = b.new(b.a)
     b.a.synchronize()
@@ -208,44 +197,6 @@ def an_event_that_a_node_records(b: Bench, right: bool) -> None:
 
 
 # -- planes ----------------------------------------------------------------------------------------------------
-
-
-def _plane(source: int, target: int, width: int, height: int = 64, pitch: int = 64) -> Any:
-    copy = cuda.CUDA_MEMCPY2D()
-    copy.srcMemoryType = copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    copy.srcDevice, copy.dstDevice = cuda.CUdeviceptr(source), cuda.CUdeviceptr(target)
-    copy.srcPitch = copy.dstPitch = pitch
-    copy.WidthInBytes, copy.Height = width, height
-    return copy
-
-
-@hazard("race")
-def two_halves_of_a_plane_that_overlap(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    b.a.synchronize()
-    b.raw("cuMemcpy2DAsync", _plane(y.address, x.address, 32 if right else 33), cuda.CUstream(b.a.handle))
-    b.raw("cuMemcpy2DAsync", _plane(y.address + 32, x.address + 32, 32), cuda.CUstream(b.b.handle))
-    b.done(x, y)
-
-
-@hazard("race")
-def the_last_row_of_a_plane(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
-    b.raw("cuMemsetD2D8Async", x.address, 64, 1, 16, 64, cuda.CUstream(b.a.handle))
-    x[63 * 64 + (16 if right else 15) :].fill(2, b.b)
-    b.done(x)
-
-
-@hazard("free racing a use")
-def a_plane_is_freed_while_it_is_copied(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.b)
-    b.order(b.a, b.b)
-    b.raw("cuMemcpy2DAsync", _plane(x.address, y.address, 16), cuda.CUstream(b.b.handle))
-    if right:
-        b.order(b.b, b.a)
-    x.free(b.a)
-    b.done(y)
 
 
 @hazard("race")

@@ -15,34 +15,12 @@ from tests.driver.checker.corpus.bench import PAGE, SIZE, Bench, hazard
 
 
 @hazard("race")
-def two_streams_write(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.order(b.a, b.b)
-    x.fill(1, b.a)
-    if right:
-        b.order(b.a, b.b)
-    x.fill(2, b.b)
-    b.done(x)
-
-
-@hazard("race")
 def parts_that_overlap_by_a_byte(b: Bench, right: bool) -> None:
     x = b.new(b.a)
     b.order(b.a, b.b)
     b.write(x[:2048], b.a)
     b.write(x[2048 if right else 2047 :], b.b)
     b.done(x)
-
-
-@hazard("race")
-def copied_while_it_is_written(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    b.order(b.a, b.b)
-    x.fill(7, b.a)
-    if right:
-        b.b.wait(b.a)
-    y.copy_from(x, b.b)
-    b.done(x, y)
 
 
 @hazard("race", simulated="the real driver may make a blocking copy here")
@@ -66,28 +44,6 @@ def read_back_before_it_is_there(b: Bench, right: bool) -> None:
         b.a.record(b.event()).synchronize()
     b.driver.used(address, 64, None, False)
     b.done(x)
-
-
-@hazard("race")
-def the_legacy_stream_and_a_non_blocking_one(b: Bench, right: bool) -> None:
-    s = b.stream(blocking=right)
-    x = b.new(b.a)
-    b.a.synchronize()
-    b.write(x, s)
-    b.write(x, b.device.default_stream)
-    b.done(x)
-
-
-@hazard("race")
-def two_blocking_streams_without_the_legacy_one_between(b: Bench, right: bool) -> None:
-    one, two = b.stream(blocking=True), b.stream(blocking=True)
-    x, y = b.new(b.a), b.new(b.a)
-    b.a.synchronize()
-    b.write(x, one)
-    if right:
-        b.write(y, b.device.default_stream)
-    b.write(x, two)
-    b.done(x, y)
 
 
 def _in_thread(run: Callable[[], object]) -> None:
@@ -128,13 +84,30 @@ def work_of_another_thread(b: Bench, right: bool) -> None:
 
 
 @hazard("race")
-def the_context_was_not_waited_for(b: Bench, right: bool) -> None:
+def another_event_has_the_handle_of_a_deleted_one(b: Bench, right: bool) -> None:
     x = b.new(b.a)
     b.a.synchronize()
+    b.read(x, b.a)
+    event = sa.Event(b.device)
+    b.a.record(event)
+    if not right:
+        event.close()
+        event = sa.Event(b.device)  # which may have the same handle
+    b.b.wait(event)
     b.write(x, b.b)
+    b.done(x)
+    event.close()
+
+
+@hazard("race")
+def a_new_stream_knows_what_the_host_knows(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    b.a.synchronize()
+    b.write(x, b.a)
+    early = b.stream()
     if right:
-        b.device.synchronize()
-    b.write(x, b.c)
+        b.a.synchronize()
+    b.write(x, early)
     b.done(x)
 
 
@@ -180,20 +153,6 @@ def _plain_word(b: Bench) -> int:
 
 
 @hazard("race")
-def a_word_is_written_before_the_work(b: Bench, right: bool) -> None:
-    word, x = _plain_word(b), b.new(b.a)
-    b.a.synchronize()
-    if right:
-        b.write(x, b.a)
-    b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, 1, 0)
-    if not right:
-        b.write(x, b.a)
-    b.raw("cuStreamWaitValue32", cuda.CUstream(b.b.handle), word, 1, 0)
-    b.write(x, b.b)
-    b.done(x)
-
-
-@hazard("race")
 def who_waits_for_a_word_was_queued_first(b: Bench, right: bool) -> None:
     word, x = _plain_word(b), b.new(b.a)
     b.a.synchronize()
@@ -219,49 +178,7 @@ def an_earlier_value_satisfies_the_wait(b: Bench, right: bool) -> None:
     b.done(x)
 
 
-@hazard("race")
-def a_gate_that_the_host_opens_orders_nothing(b: Bench, right: bool) -> None:
-    word, x = b.word(), b.new(b.a)
-    b.a.synchronize()
-    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a.handle), word, 1, 0)
-    b.write(x, b.a)
-    if right:
-        b.order(b.a, b.b)
-    b.write(x, b.b)
-    ctypes.c_uint32.from_address(word).value = 1
-    b.done(x)
-
-
-@hazard("race")
-def the_host_opens_a_gate_when_it_knows(b: Bench, right: bool) -> None:
-    word, x = b.word(), b.new(b.a)
-    b.a.synchronize()
-    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a.handle), word, 1, 0)
-    b.write(x, b.a)
-    b.write(x, b.b)
-    if right:
-        b.b.synchronize()
-    ctypes.c_uint32.from_address(word).value = 1
-    b.done(x)
-
-
 # -- more streams, threads and devices -------------------------------------------------------------------------
-
-
-@hazard("race")
-def a_slot_of_a_ring_is_filled_too_early(b: Bench, right: bool) -> None:
-    x = b.new(b.a, 4 * 256)
-    b.a.synchronize()
-    read: list[sa.Event] = []
-    for turn in range(6):
-        slot = x[turn % 4 * 256 : (turn % 4 + 1) * 256]
-        if turn >= 4 and right:
-            b.a.wait(read[turn - 4])
-        slot.fill(turn, b.a)
-        b.order(b.a, b.b)
-        b.read(slot, b.b)
-        read.append(b.b.record(b.event()))
-    b.done(x)
 
 
 @hazard("race")
@@ -279,17 +196,6 @@ def an_event_was_recorded_between_two_uses(b: Bench, right: bool) -> None:
     stop.synchronize()
     stop.elapsed_since(start)
     b.driver.used(pinned, 64, None, True)
-    b.done(x)
-
-
-@hazard("race")
-def a_marker_in_the_legacy_stream_orders_blocking_streams_only(b: Bench, right: bool) -> None:
-    one, other = b.stream(blocking=right), b.stream(blocking=True)
-    x = b.new(b.a)
-    b.a.synchronize()
-    x.fill(1, one)
-    b.device.default_stream.record(b.event())
-    x.fill(2, other)
     b.done(x)
 
 

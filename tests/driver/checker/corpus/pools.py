@@ -23,99 +23,12 @@ def used_on_another_stream_at_once(b: Bench, right: bool) -> None:
 
 
 @hazard("use before allocation")
-def filled_on_another_stream_at_once(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    if right:
-        b.b.wait(b.a)
-    x.fill(1, b.b)
-    b.done(x)
-
-
-@hazard("use before allocation")
-def the_event_is_older_than_the_allocation(b: Bench, right: bool) -> None:
-    event = b.event()
-    b.a.record(event)
-    x = b.new(b.a)
-    if right:
-        b.a.record(event)
-    b.b.wait(event)
-    b.write(x, b.b)
-    b.done(x)
-
-
-@hazard("use before allocation")
-def an_event_that_was_never_recorded(b: Bench, right: bool) -> None:
-    event = b.event()
-    x = b.new(b.a)
-    if right:
-        b.a.record(event)
-    b.b.wait(event)
-    b.read(x, b.b)
-    b.done(x)
-
-
-@hazard("use before allocation")
-def recorded_again_elsewhere_before_the_wait(b: Bench, right: bool) -> None:
-    event = b.event()
-    x = b.new(b.a)
-    b.a.record(event)
-    if not right:
-        b.c.record(event)
-    b.b.wait(event)
-    b.write(x, b.b)
-    b.done(x)
-
-
-@hazard("use before allocation")
-def waited_in_the_wrong_direction(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.order(*((b.a, b.b) if right else (b.b, b.a)))
-    b.write(x, b.b)
-    b.done(x)
-
-
-@hazard("use before allocation")
-def the_middle_of_a_chain_is_missing(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    if right:
-        b.order(b.a, b.b)
-    b.order(b.b, b.c)
-    b.read(x, b.c)
-    b.done(x)
-
-
-@hazard("use before allocation")
-def the_legacy_stream_does_not_wait_for_non_blocking_ones(b: Bench, right: bool) -> None:
-    s = b.stream(blocking=right)
-    x = b.new(s)
-    b.write(x, b.device.default_stream)
-    b.done(x)
-
-
-@hazard("use before allocation")
-def a_query_that_was_not_asked(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    while right and not b.a.query():
-        pass
-    b.write(x, b.b)
-    b.done(x)
-
-
-@hazard("use before allocation")
 def an_event_query_of_another_event(b: Bench, right: bool) -> None:
     before = b.a.record(b.event())
     x = b.new(b.a)
     after = b.a.record(b.event())
     while not (after if right else before).query():
         pass
-    b.write(x, b.b)
-    b.done(x)
-
-
-@hazard("use before allocation")
-def another_stream_was_synchronised(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    (b.a if right else b.b).synchronize()
     b.write(x, b.b)
     b.done(x)
 
@@ -152,69 +65,12 @@ def freed_while_another_stream_reads(b: Bench, right: bool) -> None:
 
 
 @hazard("free racing a use")
-def freed_on_a_third_stream(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.order(b.a, b.b)
-    b.order(b.a, b.c)
-    b.write(x, b.b)
-    if right:
-        b.order(b.b, b.c)
-    x.free(b.c)
-
-
-@hazard("free racing a use")
-def one_of_many_readers_was_forgotten(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    readers = [b.stream() for _ in range(6)]
-    for reader in readers:
-        reader.wait(b.a)
-        b.read(x, reader)
-    for reader in readers if right else readers[:-1]:
-        b.a.wait(reader)
-    x.free()
-
-
-@hazard("free racing a use")
-def the_wait_came_before_the_last_use(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.order(b.a, b.b)
-    b.read(x, b.b)
-    if not right:
-        b.a.wait(b.b)
-    b.read(x, b.b)
-    if right:
-        b.a.wait(b.b)
-    x.free()
-
-
-@hazard("free racing a use")
 def freed_at_once_while_in_use(b: Bench, right: bool) -> None:
     address = int(b.raw("cuMemAllocFromPoolAsync", SIZE, cuda.CUmemoryPool(b.pool.handle), cuda.CUstream(b.a.handle)))
     b.at(address, b.a)
     if right:
         b.a.synchronize()
     b.raw("cuMemFree", address)
-
-
-@hazard("free racing a use")
-def a_copy_still_reads(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.b)
-    b.order(b.a, b.b)
-    x.copy_to(y, b.b)
-    if right:
-        b.a.wait(b.b)
-    x.free()
-    b.done(y)
-
-
-@hazard("free racing a use")
-def a_view_is_still_used(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.order(b.a, b.b)
-    b.read(x[128:256], b.b)
-    if right:
-        b.a.wait(b.b)
-    x.free()
 
 
 @hazard("free racing a use")
@@ -397,17 +253,6 @@ def a_stale_pointer_into_two_blocks_that_were_joined(b: Bench, right: bool) -> N
     if not right:
         b.at(at, b.b, nbytes=64)
     b.done(z)
-
-
-@hazard("use after free")
-def one_of_many_pointers_of_a_kernel_is_stale(b: Bench, right: bool) -> None:
-    buffers = [b.new(b.a) for _ in range(4)]
-    pointers = [one.address for one in buffers]
-    if not right:
-        buffers[2].free(b.a)
-    for at in pointers:
-        b.at(at, b.a)
-    b.done(*buffers)
 
 
 # -- ends of blocks and streams --------------------------------------------------------------------------------
