@@ -29,7 +29,7 @@ from streamalloc.core.internal import Device, Fd
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
-from streamalloc.ipc.store.errors import StoreBusyError, StoreError, kind_of
+from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError
 from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
 from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
 from streamalloc.ipc.store.protocol import Kind, pack, socket_path, unpack
@@ -223,7 +223,8 @@ class StoreServer(Closes):
             client.answer = pack(Kind.DONE, _ANSWERS[kind](self, client, **fields))
         except (StoreError, ProtocolError, OSError) as error:
             client.sends = ()
-            client.answer = pack(Kind.REFUSED, {"error": kind_of(error), "text": str(error)[:8000]})
+            about = {"error": NAMES.get(type(error), "refused"), "text": str(error)[:8000]}
+            client.answer = pack(Kind.REFUSED, about)
         except Exception:
             # A fault of this server must not end the other clients' connections.
             traceback.print_exc()

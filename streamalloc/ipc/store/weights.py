@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from secrets import token_bytes
 from typing import Any
@@ -125,21 +125,11 @@ class OpenEpoch:
     """Announcement of the contents; None if they are there."""
 
     @classmethod
-    def open(
-        cls,
-        connection: Connection,
-        key: str,
-        session: Session,
-        expected: Layout | str | None,
-        meanwhile: Callable[[], object] = int,
-    ) -> OpenEpoch:
-        """Open the last commit of a key, and import its memory. The epoch owns the connection.
-
-        ``meanwhile`` is called between the request and the answer.
-        """
+    def open(cls, connection: Connection, key: str, session: Session, expected: Layout | str | None) -> OpenEpoch:
+        """Open the last commit of a key, and import its memory. The epoch owns the connection."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(connection.close))
-            answer, received = connection.ask(Kind.OPEN, meanwhile=meanwhile, key=key)
+            answer, received = connection.ask(Kind.OPEN, key=key)
             undo.callback(close_all, received)
             manifest = parse(read_file(received[0]))
             if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
