@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from queue import Full
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from streamalloc import ipc, vmm
 from streamalloc.ipc import multiprocess
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
-from tests.processes import SECONDS, eventually, finished
+from tests.processes import SECONDS, eventually
 from tests.support import MiB, filled, holds, read, shows
 
 SIZE = MiB
@@ -505,11 +503,6 @@ class TestFreedAfterPut:
             with fill(3) as other:
                 assert workers.submit(_value_in_a_worker, other).result(SECONDS) == [3]
 
-    def test_a_program_that_never_names_ipc(self, on_cuda: bool, tmp_path: Path) -> None:
-        (tmp_path / "program.py").write_text(_PROGRAM)
-        done = finished([sys.executable, "-W", "error", tmp_path / "program.py"], on_cuda)
-        assert (done.returncode, done.stdout) == (0, "[7]\n"), done.stderr
-
     def test_shared_twice(
         self,
         run: Callable[..., Any],
@@ -563,35 +556,6 @@ class LateError(Exception):
 def _value_in_a_worker(buffer: Any) -> list[int]:
     with buffer:
         return sorted(set(read(buffer).tolist()))
-
-
-_PROGRAM = """
-import multiprocessing
-import numpy as np
-import streamalloc as sa
-
-def consume(queue, answers):
-    buffer = queue.get(timeout=20)
-    stream = sa.Device(0).create_stream()
-    found = np.zeros(buffer.nbytes, np.uint8)
-    buffer.copy_to(found, stream)
-    stream.synchronize()
-    answers.put(sorted(set(found.tolist())))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    queue, answers = context.Queue(), context.Queue()
-    process = context.Process(target=consume, args=(queue, answers))
-    process.start()
-    device = sa.Device(0)
-    stream = device.create_stream()
-    with sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR) as pool:
-        with pool.allocate(4096, stream) as buffer:
-            buffer.fill(7)
-            queue.put(buffer)
-        print(answers.get(timeout=20))
-        process.join()
-"""
 
 
 class TestPoolOfWorkers:

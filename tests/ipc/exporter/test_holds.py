@@ -379,12 +379,16 @@ class TestProcesses:
             "    try: refused(buffer)\n"
             "    except TypeError as error: assert 'cannot be copied or pickled' in str(error)\n"
             "    else: raise AssertionError(refused)\n"
-            "queue = multiprocessing.get_context('spawn').SimpleQueue()\n"
-            "queue.put({'it': [buffer]})\n"
-            "assert len(queue._reader.recv_bytes()) > 200\n"
-            "try: queue.put(stream)\n"
-            "except TypeError as error: assert 'cannot be copied or pickled' in str(error)\n"
-            "else: raise AssertionError\n"
+            "context = multiprocessing.get_context('spawn')\n"
+            "for queue in context.SimpleQueue(), context.Queue():\n"
+            "    other = pool.allocate(4096, stream)\n"
+            "    queue.put({'it': [other]})\n"
+            "    other.free()\n"  # put has pickled it, not the queue's thread
+            "    data = queue._reader.recv_bytes()\n"
+            "    assert len(data) > 200 and b'ClosedError' not in data\n"
+            "    try: queue.put(stream)\n"
+            "    except TypeError as error: assert 'cannot be copied or pickled' in str(error)\n"
+            "    else: raise AssertionError\n"
         )
         environment = {**os.environ, "STREAMALLOC_DRIVER": "simulated"}
         done = subprocess.run(
