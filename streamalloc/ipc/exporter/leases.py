@@ -81,8 +81,8 @@ class Hold:
         self.lost = self._mark = None
 
 
-def hung_up(end: Fd | Channel) -> bool:
-    """Whether no process has the other end of a pipe or a connection open."""
+def hung_up(end: Fd | Channel | int) -> bool:
+    """Whether no process has the other end of a pipe or a connection open; ``end`` may be a number."""
     poll = select.poll()
     poll.register(end, 0)
     return bool(poll.poll(0))

@@ -194,7 +194,7 @@ class Holdings:
             if self.held(device) <= wanted:
                 return
             self.evicted += 1
-            self._lose(epoch.entry, "it was evicted, to make room for other keys")
+            self.lost[epoch.entry.key] = epoch.entry.number, "it was evicted, to make room for other keys"
             self._drop(epoch.entry)
 
     def prepare(self, epoch: Epoch, address: int, chunks: list[int], manifest: Fd, handles: list[Fd]) -> None:
@@ -263,9 +263,6 @@ class Holdings:
         if not entry.epochs and entry.next is None and self.entries.get(entry.key) is entry:
             del self.entries[entry.key]
 
-    def _lose(self, entry: Entry, reason: str) -> None:
-        self.lost[entry.key] = entry.number, reason
-
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def end(self, holder: Holder) -> None:
@@ -311,7 +308,7 @@ class Holdings:
             entry.current, entry.before = entry.before, None
             entry.retire(epoch)
             if entry.current is None:
-                self._lose(entry, "its writer died before the contents were there")
+                self.lost[entry.key] = entry.number, "its writer died before the contents were there"
             self._forget(entry)
             self._write_journal()
 

@@ -124,7 +124,7 @@ class StoreServer(Closes):
             self._clients: dict[int, _Client] = {}
             self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._selector.register(self._wake[0], selectors.EVENT_READ, self._stop)
+            self._selector.register(self._wake[0], selectors.EVENT_READ)
             undo.pop_all()
         # Each chunk of each epoch is an open file.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,16 +154,17 @@ class StoreServer(Closes):
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called by a signal handler or another thread, then close."""
-        with contextlib.suppress(_Stopped):
-            awaited = False
-            while True:
-                late = [client for client in self._clients.values() if client.answer is not None]
-                events = self._selector.select(_PAUSE if awaited or late else None)
-                for key, _ in events:
-                    key.data()
-                for client in late:
-                    self._send(client)
-                awaited = self._holdings.settle() if awaited or events else False
+        awaited = False
+        while True:
+            late = [client for client in self._clients.values() if client.answer is not None]
+            ready = {key.fileobj: key.data for key, _ in self._selector.select(_PAUSE if awaited or late else None)}
+            if self._wake[0] in ready:
+                break
+            for act in ready.values():
+                act()
+            for client in late:
+                self._send(client)
+            awaited = self._holdings.settle() if awaited or ready else False
         self._shut()
 
     def stop(self) -> None:
@@ -192,9 +193,6 @@ class StoreServer(Closes):
         self._lock.close()
 
     # -- the loop --------------------------------------------------------------------------------------------------
-
-    def _stop(self) -> None:
-        raise _Stopped
 
     def _accept(self) -> None:
         try:
@@ -347,15 +345,9 @@ class StoreServer(Closes):
         client.sends = client.epoch.handles[start : start + PACKET_HANDLES]
         return {}
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_selector"):
-            return "<StoreServer that could not be made>"
+    def _text(self) -> str:
         state = "closed" if self.closed else f"{len(self._holdings.entries)} keys, {size_text(self._holdings.held())}"
-        return f"<StoreServer {self.name!r}, {state}>"
-
-
-class _Stopped(Exception):
-    """Ends the loop."""
+        return f" {self.name!r}, {state}"
 
 
 _ANSWERS: dict[Kind, Callable[..., dict[str, Any]]] = {
