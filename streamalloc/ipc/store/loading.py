@@ -37,7 +37,6 @@ class _File(NamedTuple):
     """One file: its tensors, with offsets from the start of the file, and its metadata."""
 
     path: Path
-    nbytes: int
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
@@ -90,7 +89,7 @@ def _read(path: Path) -> _File:
             spans = sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors.values())
             if [*(begin for begin, _ in spans), size] != [8 + length, *(end for _, end in spans)]:
                 raise ValueError(f"its tensors do not fill the {size - 8 - length} bytes after its header exactly")
-            return _File(path, size, tensors, {str(name): str(value) for name, value in metadata.items()})
+            return _File(path, tensors, {str(name): str(value) for name, value in metadata.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from None
 
@@ -105,10 +104,8 @@ def _tensor(start: int, dtype: str, shape: list[int], data_offsets: list[int]) -
 
 def _copied(file: _File, writer: WeightsWriter) -> Iterator[int]:
     """Copy the tensors of a file, in file order. Yields the bytes of each step."""
-    if not file.tensors:
-        return
     with open(file.path, "rb") as opened:
-        source = np.frombuffer(mmap.mmap(opened.fileno(), file.nbytes, prot=mmap.PROT_READ), np.uint8)
+        source = np.frombuffer(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].offset):
         view = writer.allocate(name, tensor.shape, tensor.dtype).bytes
         for start in range(0, tensor.nbytes, _STEP):
