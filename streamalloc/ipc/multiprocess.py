@@ -24,7 +24,6 @@ import functools
 import itertools
 import os
 import pickle
-import select
 import stat
 import sys
 import traceback
@@ -44,6 +43,7 @@ from streamalloc.core.resource import Unique
 from streamalloc.core.session import session_of
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.exporter.exports import exports_of
+from streamalloc.ipc.exporter.leases import hung_up
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.importer.open import Imported
 from streamalloc.ipc.importer.open import open as open_shared
@@ -245,17 +245,9 @@ def _has_no_readers(pipe: Fd) -> bool:
     except OSError as error:
         return error.errno == errno.ENXIO
     with end:
-        return _polled(end.fileno(), select.POLLERR)
+        return hung_up(end)
 
 
 def _is_cut_off(reference: weakref.ref[Connection]) -> bool:
     connection = reference()
-    if connection is None or connection.closed:
-        return False
-    return _polled(connection.fileno(), select.POLLHUP)
-
-
-def _polled(number: int, event: int) -> bool:
-    poll = select.poll()
-    poll.register(number, 0)
-    return any(found & event for _, found in poll.poll(0))
+    return connection is not None and not connection.closed and hung_up(connection.fileno())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -137,9 +136,3 @@ def test_through_multiprocessing(cache: sa.CachingAllocator, stream: sa.Stream, 
     process.join()
     buffer.free()
     assert eventually(lambda: cache.statistics().used == 0)
-
-
-def test_no_pickles_of_other_kinds(buffer: sa.Buffer) -> None:
-    with pytest.raises(TypeError, match="cannot be copied or pickled"):
-        pickle.dumps(buffer)
-    buffer.free()

@@ -15,8 +15,8 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ipc, vmm
-from tests.ipc.support import POSIX, hold, make_growable, make_pool, shared_pool
+from streamalloc import ipc
+from tests.ipc.support import hold, make_pool, shared_pool
 from tests.ipc.test_samples import PlainBuffer
 from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB
@@ -137,25 +137,9 @@ def _make_buffer(there: There) -> None:
     there.keep("it", there.kept["pool"].allocate(MiB, there.stream)).fill(1)
 
 
-def _make_growable(there: There) -> None:
-    make_growable(there, "it", 1, 3 * MiB)
-
-
-def _make_event(there: There) -> None:
-    there.stream.record(there.keep("it", there.device.create_event(interprocess=True)))
-
-
-def _make_memory(there: There) -> None:
-    there.keep("it", vmm.PhysicalMemory(there.device, 2 * MiB, handle_types=POSIX))
-
-
 def _make_plain(there: There) -> None:
     there.keep("it", PlainBuffer(there.device, there.stream)).fill(1)
     there.stream.synchronize()
-
-
-def _keep_pool(there: There) -> None:
-    there.keep("it", there.kept["pool"])
 
 
 def _unused(there: There) -> bool:
@@ -168,32 +152,19 @@ def _unused(there: There) -> bool:
     return eventually(lambda: pool.statistics().used == 0)
 
 
-OPENS = {
-    "buffer": _make_buffer,
-    "growable": _make_growable,
-    "event": _make_event,
-    "memory": _make_memory,
-    "plain memory": _make_plain,
-    "pool": _keep_pool,
-}
-
-
-@pytest.mark.parametrize("kind", OPENS)
-def test_opening_and_closing(machine: Any, owner: Partner, kind: str) -> None:
+def test_opening_and_closing_plain_memory(machine: Any, owner: Partner) -> None:
+    """The other kinds are in test_sweeps.py."""
     sent: list[tuple[bytes, tuple[ipc.Fd, ...]]] = []
 
     def prepare(driver: Any) -> Any:
-        owner.run(OPENS[kind])
+        owner.run(_make_plain)
         sent.append(owner.shared("it"))
         return sa.Device(0, driver=driver).create_stream()
 
     def attempt(driver: Any, stream: sa.Stream) -> None:
         data, fds = sent[-1]
-        opened = ipc.open(data, _again(fds), stream=stream, driver=driver)
-        if isinstance(opened, sa.Memory):
+        with ipc.open(data, _again(fds), stream=stream, driver=driver) as opened:
             opened.fill(2)
-        if hasattr(opened, "close"):
-            opened.close()
         stream.synchronize()
 
     sweep(machine, prepare, attempt, lambda: bool(owner.run(_unused)))
@@ -272,37 +243,6 @@ class Shares:
         self.stream.synchronize()
         self.pool.close()
         self.stream.close()
-
-
-def _share_buffer(shares: Shares) -> Any:
-    with shares.pool.allocate(MiB, shares.stream) as buffer:
-        buffer.fill(3)
-        ipc.share(buffer)
-        return None
-
-
-def _share_growable(shares: Shares) -> Any:
-    with vmm.GrowableBuffer(shares.device, 8 * MiB, MiB, handle_types=POSIX, stream=shares.stream) as buffer:
-        ipc.share(buffer)
-        buffer.grow(2 * MiB)
-        ipc.share(buffer)
-
-
-def _share_event(shares: Shares) -> Any:
-    with shares.device.create_event(interprocess=True) as event:
-        ipc.share(event)
-
-
-def _share_pool(shares: Shares) -> Any:
-    ipc.share(shares.pool)
-
-
-SHARES = {"buffer": _share_buffer, "growable": _share_growable, "event": _share_event, "pool": _share_pool}
-
-
-@pytest.mark.parametrize("kind", SHARES)
-def test_sharing_and_freeing(machine: Any, kind: str) -> None:
-    sweep(machine, Shares, lambda _, shares: SHARES[kind](shares))
 
 
 def test_sharing_what_somebody_opens(machine: Any, partner: Partner) -> None:

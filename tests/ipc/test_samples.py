@@ -314,18 +314,6 @@ class TestCudaCore:
             assert (data[: NBYTES // 2] == pattern(NBYTES // 2, 10)).all()
             assert (data[NBYTES // 2 :] == pattern(NBYTES // 2, 11)).all()
 
-    def test_events_latch_what_was_recorded(self, partner: Partner, device: sa.Device, stream: sa.Stream) -> None:
-        """An event is recorded in turns by two processes; each sees when the other's recording is done."""
-        with device.create_event(interprocess=True) as event:
-            partner.give(event, "event")
-            for _ in range(3):
-                stream.record(event)
-                event.synchronize()
-                assert partner.run(_done, "event")
-                partner.run(_record, "event")
-                event.synchronize()
-                assert event.query()
-
     def test_two_imports_of_one_buffer(self, partner: Partner, device: sa.Device, stream: sa.Stream) -> None:
         """cuda.core unmaps both when one is closed."""
         with shared_pool(device) as pool, pool.allocate(NBYTES, stream) as buffer:
@@ -344,11 +332,3 @@ def _write_half(_: None, connection: Any, buffer: Any, half: int) -> None:
         part.copy_from(pattern(part.nbytes, 10 + half))
         buffer.stream.synchronize()
     connection.send(half)
-
-
-def _done(there: There, name: str) -> bool:
-    return bool(there.kept[name].query())
-
-
-def _record(there: There, name: str) -> None:
-    there.stream.record(there.kept[name])

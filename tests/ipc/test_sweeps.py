@@ -132,7 +132,10 @@ SHARED_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "to_bytes": lambda world, one: (one.to_bytes(), None)[1],
 }
 MAKERS: dict[str, Callable[[Sharing], Any]] = {
-    **{f"open {name}": functools.partial(Sharing.open, name=name) for name in ("more", "growable", "memory", "event")},
+    **{
+        f"open {name}": functools.partial(Sharing.open, name=name)
+        for name in ("more", "growable", "memory", "event", "pool")
+    },
     "free what is shared": lambda world: world.shared.free(still_imported="ignore"),
     "open again": lambda world: world.open("buffer"),
     **{

@@ -134,10 +134,8 @@ class Exports:
         """Return the lease of a buffer. From now on the lease frees the buffer."""
         buffer = past_caches(buffer)
         with self.leases.lock:
-            lease = shared_state(buffer)
-            if lease is None:
-                lease = self.leases.add(buffer, pointer, self.pool(cast("MemoryPool", pool_of(buffer))))
-            return cast("Lease", lease)
+            pool = cast("MemoryPool", pool_of(buffer))
+            return cast("Lease", shared_state(buffer) or self.leases.add(buffer, pointer, self.pool(pool)))
 
     def lease_at(self, address: int, hold: Hold) -> Lease:
         """Return the lease of another library's allocation, and add a hold that keeps the lease valid."""

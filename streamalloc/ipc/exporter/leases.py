@@ -52,13 +52,14 @@ class Hold:
     """Keeps an allocation while one of its descriptors is in transit.
 
     It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. ``lost`` returns True if
-    the carrier can no longer deliver the descriptor. Finalisers may call :meth:`end`.
+    the carrier can no longer deliver the descriptor; setting it moves the hold to another carrier. Finalisers may call
+    :meth:`end`.
     """
 
-    __slots__ = ("__weakref__", "_lost", "_mark", "_over")
+    __slots__ = ("__weakref__", "_mark", "_over", "lost")
 
     def __init__(self, lost: Callable[[], bool] | None = None) -> None:
-        self._lost = lost
+        self.lost: Callable[[], bool] | None = lost
         self._mark: Mark | None = None
         self._over = False
 
@@ -68,24 +69,20 @@ class Hold:
             self._mark = block.new_mark("hold")
         return self._mark.number
 
-    def carry(self, lost: Callable[[], bool]) -> None:
-        """Move the hold to another carrier."""
-        self._lost = lost
-
     def over(self) -> bool:
         """Whether the hold has ended."""
-        if not self._over and ((self._mark is not None and self._mark.over()) or (self._lost and self._lost())):
+        if not self._over and ((self._mark is not None and self._mark.over()) or (self.lost and self.lost())):
             self.end()
         return self._over
 
     def end(self) -> None:
         """End the hold; idempotent."""
         self._over = True
-        self._lost = self._mark = None
+        self.lost = self._mark = None
 
 
-def hung_up(end: Fd | Channel) -> bool:
-    """Whether no process has the other end of a pipe or a connection open."""
+def hung_up(end: Fd | Channel | int) -> bool:
+    """Whether no process has the other end of a pipe or a connection open; ``end`` may be a number."""
     poll = select.poll()
     poll.register(end, 0)
     return bool(poll.poll(0))

@@ -149,7 +149,7 @@ class Shared(Unique, Shown):
         if self._lease is None or not (self.held or described.flags & Flags.LEASED):
             return self._data
         hold = self._hold if self._hold is not None and self.held else leases.Hold()
-        hold.carry(lost)
+        hold.lost = lost
         self._lease.hold(hold)
         self._hold = None
         return wire.with_hold(self._data, hold.mark(self._lease.block))
@@ -539,20 +539,18 @@ def _notify_listener(lease: leases.Lease, ready: int, address: int, nbytes: int,
 
 
 def _share_pool(pool: MemoryPool, options: _Options) -> Shared:
-    exports = exports_for(session_of(pool))
-    found = exports.pool(pool)
-    draft = _Draft(options, exports, found.device, None)
+    found = exports_for(session_of(pool)).pool(pool)
+    draft = _Draft(options, found.exports, found.device, None)
     draft.use_pool(found)
     return draft.shared(Mechanism.POOL)
 
 
 def _share_event(event: Event, options: _Options) -> Shared:
-    session = session_of(event)
-    exports = exports_for(session)
+    exports = exports_for(session_of(event))
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
-        raw = session.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
+        raw = exports.session.call("cuIpcGetEventHandle", cuda.CUevent(event.handle))
     return _Draft(options, exports, event.device, None).shared(Mechanism.EVENT, payload=opaque_bytes(raw))
 
 
@@ -561,9 +559,9 @@ def _refuse_foreign(thing: object, options: _Options) -> Shared:
 
 
 def _share_physical(memory: PhysicalMemory, options: _Options) -> Shared:
-    session = session_of(memory)
-    ordered = None if options.stream is None else as_stream(options.stream, session)
-    return _share_chunks(memory, session, [memory], ordered, options, size=memory.nbytes, origin=NOWHERE)
+    exports = exports_for(session_of(memory))
+    ordered = None if options.stream is None else as_stream(options.stream, exports.session)
+    return _share_chunks(memory, exports, [memory], ordered, options, size=memory.nbytes, origin=NOWHERE)
 
 
 def _share_range(
@@ -575,16 +573,15 @@ def _share_range(
         begin += thing.offset
     else:
         check_usable(thing)
-    session = session_of(thing)
+    exports = exports_for(session_of(thing))
     if size is None:
         size = thing.nbytes
         if isinstance(thing, GrowableBuffer):
             # From the range's first byte on, so that importers recognise chunks that they have mapped already.
-            exports = exports_for(session)
             fields = {"origin": exports.id(thing), "flags": Flags.GROWABLE, "base_size": thing.capacity}
     if not size:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
-    ordered = _ordered(thing.stream if options.stream is None else options.stream, session)
+    ordered = _ordered(thing.stream if options.stream is None else options.stream, exports.session)
     mapped = covering(thing.range, begin, begin + size)
     if len(mapped) > MOST_CHUNKS:
         raise ValueError(
@@ -593,12 +590,12 @@ def _share_range(
         )
     fields |= {"offset": begin - mapped[0].offset, "size": size, "memory": (thing.range.address + begin, size)}
     at = [thing.range.address + chunk.offset for chunk in mapped]
-    return _share_chunks(thing, session, [chunk.memory for chunk in mapped], ordered, options, at, **fields)
+    return _share_chunks(thing, exports, [chunk.memory for chunk in mapped], ordered, options, at, **fields)
 
 
 def _share_chunks(
     thing: object,
-    session: Session,
+    exports: Exports,
     memories: Sequence[Any],
     stream: Stream | None,
     options: _Options,
@@ -606,7 +603,6 @@ def _share_chunks(
     **fields: Any,
 ) -> Shared:
     """Share chunks of physical memory in address order; ``addresses``: their addresses in this process."""
-    exports = exports_for(session)
     for memory in memories:
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
@@ -621,7 +617,7 @@ def _share_chunks(
         fields["payload"] = exports.relay(draft.lease.block, draft.device)
         if options.hold:
             # File descriptors keep memory that is closed here; fabric handles do not.
-            draft.kept = [PhysicalMemory.at(address, driver=session.driver) for address in addresses]
+            draft.kept = [PhysicalMemory.at(address, driver=exports.session.driver) for address in addresses]
             if fields["origin"] != NOWHERE:
                 fields["flags"] = fields.get("flags", 0) | Flags.LEASED
     fields |= {"handle_type": int(kind), "chunks": tuple(chunk for chunk, _ in chunks)}
@@ -695,7 +691,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
             return _Draft(options, exports, device, ordered).shared(Mechanism.LEGACY, **fields)
         memory = PhysicalMemory.at(base, driver=driver)
         _check_mapped_array(thing, options, memory, span.address - base + span.nbytes)
-        return _share_chunks(thing, session, [memory], ordered, options, **fields)
+        return _share_chunks(thing, exports, [memory], ordered, options, **fields)
 
 
 def _stream_of(thing: Any, device: Device) -> Stream:

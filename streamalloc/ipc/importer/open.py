@@ -133,7 +133,7 @@ class Importer(Imports):
         self.pools: dict[bytes, PoolHandle] = {}
         """Imported pools by id."""
         self.sources: dict[bytes, PoolSource] = {}
-        """Sources by descriptor head, after the first open."""
+        """Sources by descriptor head, after the first open: later descriptors with the head need not be decoded."""
         self.ranges: weakref.WeakValueDictionary[bytes, ImportedRange] = weakref.WeakValueDictionary()
         self._devices: dict[bytes, Device] = {}
 
@@ -243,36 +243,26 @@ class Importer(Imports):
             pool.marks.add((block, described.pool_mark))
         return block
 
-    def keep(self, source: PoolSource) -> None:
-        """Use this source for later descriptors with the same head, which then need not be decoded again."""
-        if source.leased and source.head.plain and source.head.driver_version == self.version:
-            self.sources[source.head.data] = source
-
     def _release_ended(self) -> None:
         """Release the control blocks and pools of exporters that have ended, and closed pools."""
-        if not (self.handles or self.blocks):
-            return
         with self.lock:
-            self._release_unused()
-
-    def _release_unused(self) -> None:
-        sources = [held.source for held in self.allocations.values()]
-        used: set[object] = {source.block for source in sources}
-        used |= {source.handle for source in sources if isinstance(source, PoolSource)}
-        for number, pool in list(self.handles.items()):
-            if pool not in used and not pool.users and pool.ended():
-                # No descriptor finds the pool from here on.
-                for name in [name for name, known in self.pools.items() if known is pool]:
-                    del self.pools[name]
-                for data in [data for data, source in self.sources.items() if source.handle is pool]:
-                    del self.sources[data]
-                self.deferred.submit(pool)
-                del self.handles[number]
-        for name, block in list(self.blocks.items()):
-            if block not in used and not block.exporter_alive() and block.idle():
-                del self.blocks[name]
-                close = block.close if block.relay is None else block.relay.close
-                self.deferred.submit(OnceIdle(self.session, close))
+            sources = [held.source for held in self.allocations.values()]
+            used: set[object] = {source.block for source in sources}
+            used |= {source.handle for source in sources if isinstance(source, PoolSource)}
+            for number, pool in list(self.handles.items()):
+                if pool not in used and not pool.users and pool.ended():
+                    # No descriptor finds the pool from here on.
+                    for name in [name for name, known in self.pools.items() if known is pool]:
+                        del self.pools[name]
+                    for data in [data for data, source in self.sources.items() if source.handle is pool]:
+                        del self.sources[data]
+                    self.deferred.submit(pool)
+                    del self.handles[number]
+            for name, block in list(self.blocks.items()):
+                if block not in used and not block.exporter_alive() and block.idle():
+                    del self.blocks[name]
+                    close = block.close if block.relay is None else block.relay.close
+                    self.deferred.submit(OnceIdle(self.session, close))
 
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
         """Import physical memory. Each import has a separate handle."""
@@ -517,7 +507,8 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
             # The handle that came with the message may belong to another pool.
             importer.pools.pop(described.origin, None)
         raise
-    importer.keep(source)
+    if source.leased and source.head.plain and source.head.driver_version == importer.version:
+        importer.sources[source.head.data] = source
     return opened
 
 

@@ -51,8 +51,5 @@ class LayoutChangedError(StoreError, ValueError):
 KINDS: dict[str, type[StoreError]]
 KINDS = {"refused": StoreError, "key": StoreKeyError, "busy": StoreBusyError, "full": StoreFullError}
 """Classes by the names that answers of the server have."""
-
-
-def kind_of(error: BaseException) -> str:
-    """Return the name of an error's class in answers."""
-    return next((name for name, kind in KINDS.items() if kind is type(error)), "refused")
+NAMES: dict[type[BaseException], str] = {kind: name for name, kind in KINDS.items()}
+"""The reverse; errors of other classes have the name ``"refused"``."""

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamalloc.core.errors import size_text
@@ -34,42 +35,36 @@ class Holder:
         """Epoch that it writes, has written, or reads."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Epoch:
     """The memory of one commit, complete or in progress."""
 
-    __slots__ = (
-        "address", "chunks", "count", "created", "device", "entry", "handles", "layout", "manifest", "nbytes",
-        "number", "readers", "ready", "replace", "used", "writer",
-    )  # fmt: skip
-
-    manifest: Fd
+    entry: Entry
+    device: str
+    """UUID of the device, 32 hexadecimal digits."""
+    replace: bool
+    writer: Holder | None
+    """The writing process. After the commit: the one whose copies are pending."""
+    number: int = 0
+    """From 1; 0 before the commit."""
+    nbytes: int = 0
+    handles: list[Fd] = field(default_factory=list)
+    """Descriptors of the chunks; empty before it is prepared."""
+    ready: tuple[ReadyWord, Fd, str] | None = None
+    """Announcement of the contents, control block, and its text in the commit; None once they are there."""
+    readers: dict[Holder, None] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
+    used: float = field(default_factory=time.time)
+    manifest: Fd = field(init=False)
     """Set, like the following fields, once the epoch is prepared."""
-    address: int
+    address: int = field(init=False)
     """Address of the range in the writer."""
-    chunks: list[int]
+    chunks: list[int] = field(init=False)
     """Sizes of the chunks of physical memory in bytes, in the order of addresses."""
-    layout: str
+    layout: str = field(init=False)
     """Hash of the layout."""
-    count: int
+    count: int = field(init=False)
     """Number of tensors."""
-
-    def __init__(self, entry: Entry, device: str, replace: bool, writer: Holder) -> None:
-        self.entry: Entry = entry
-        self.device: str = device
-        """UUID of the device, 32 hexadecimal digits."""
-        self.replace: bool = replace
-        self.writer: Holder | None = writer
-        """The writing process. After the commit: the one whose copies are pending."""
-        self.number: int = 0
-        """From 1; 0 before the commit."""
-        self.nbytes: int = 0
-        self.handles: list[Fd] = []
-        """Descriptors of the chunks; empty before it is prepared."""
-        self.ready: tuple[ReadyWord, Fd, str] | None = None
-        """Announcement of the contents, control block, and its text in the commit; None once they are there."""
-        self.readers: dict[Holder, None] = {}
-        self.created: float = time.time()
-        self.used: float = self.created
 
     def close(self) -> None:
         """Close the descriptors. The driver frees the memory once no process maps it."""
@@ -84,23 +79,21 @@ class Epoch:
         self.ready = self.writer = None
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Entry:
     """A key: its last commit, older commits that still have readers, and the epoch being written."""
 
-    __slots__ = ("before", "current", "key", "next", "number", "older", "place")
-
-    def __init__(self, key: str, place: int, number: int) -> None:
-        self.key: str = key
-        self.place: int = place
-        """Index of the address proposed to writers."""
-        self.number: int = number
-        """Number of the last epoch."""
-        self.current: Epoch | None = None
-        self.before: Epoch | None = None
-        """The previous commit, valid again if the writer dies before the contents of :attr:`current` are there."""
-        self.older: list[Epoch] = []
-        """Replaced or removed epochs that have readers."""
-        self.next: Epoch | None = None
+    key: str
+    place: int
+    """Index of the address proposed to writers."""
+    number: int
+    """Number of the last epoch."""
+    current: Epoch | None = None
+    before: Epoch | None = None
+    """The previous commit, valid again if the writer dies before the contents of :attr:`current` are there."""
+    older: list[Epoch] = field(default_factory=list)
+    """Replaced or removed epochs that have readers."""
+    next: Epoch | None = None
 
     @property
     def epochs(self) -> list[Epoch]:
@@ -194,7 +187,7 @@ class Holdings:
             if self.held(device) <= wanted:
                 return
             self.evicted += 1
-            self._lose(epoch.entry, "it was evicted, to make room for other keys")
+            self.lost[epoch.entry.key] = epoch.entry.number, "it was evicted, to make room for other keys"
             self._drop(epoch.entry)
 
     def prepare(self, epoch: Epoch, address: int, chunks: list[int], manifest: Fd, handles: list[Fd]) -> None:
@@ -263,9 +256,6 @@ class Holdings:
         if not entry.epochs and entry.next is None and self.entries.get(entry.key) is entry:
             del self.entries[entry.key]
 
-    def _lose(self, entry: Entry, reason: str) -> None:
-        self.lost[entry.key] = entry.number, reason
-
     # -- ends ------------------------------------------------------------------------------------------------------
 
     def end(self, holder: Holder) -> None:
@@ -311,7 +301,7 @@ class Holdings:
             entry.current, entry.before = entry.before, None
             entry.retire(epoch)
             if entry.current is None:
-                self._lose(entry, "its writer died before the contents were there")
+                self.lost[entry.key] = entry.number, "its writer died before the contents were there"
             self._forget(entry)
             self._write_journal()
 

@@ -37,7 +37,6 @@ class _File(NamedTuple):
     """One file: its tensors, with offsets from the start of the file, and its metadata."""
 
     path: Path
-    nbytes: int
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
@@ -86,27 +85,27 @@ def _read(path: Path) -> _File:
         try:
             header = json.loads(file.read(length))
             metadata = header.pop("__metadata__", None) or {}
-            tensors = {name: _tensor(8 + length, size, **about) for name, about in header.items()}
-            return _File(path, size, tensors, {str(name): str(value) for name, value in metadata.items()})
+            tensors = {name: _tensor(8 + length, **about) for name, about in header.items()}
+            spans = sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors.values())
+            if [*(begin for begin, _ in spans), size] != [8 + length, *(end for _, end in spans)]:
+                raise ValueError(f"its tensors do not fill the {size - 8 - length} bytes after its header exactly")
+            return _File(path, tensors, {str(name): str(value) for name, value in metadata.items()})
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from None
 
 
-def _tensor(start: int, size: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
+def _tensor(start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
     begin, end = map(operator.index, data_offsets)
     tensor = Tensor(_DTYPES[dtype], tuple(map(operator.index, shape)), None, start + begin)
-    if min(tensor.shape, default=0) < 0 or not 0 <= begin <= end <= size - start or tensor.nbytes != end - begin:
-        where = f"bytes {begin} to {end}"
-        raise ValueError(f"{size - start} bytes follow its header, which has a tensor {tensor} at {where}")
+    if min(tensor.shape, default=0) < 0 or tensor.nbytes != end - begin:
+        raise ValueError(f"its header has a tensor {tensor} at bytes {begin} to {end}")
     return tensor
 
 
 def _copied(file: _File, writer: WeightsWriter) -> Iterator[int]:
     """Copy the tensors of a file, in file order. Yields the bytes of each step."""
-    if not file.tensors:
-        return
     with open(file.path, "rb") as opened:
-        source = np.frombuffer(mmap.mmap(opened.fileno(), file.nbytes, prot=mmap.PROT_READ), np.uint8)
+        source = np.frombuffer(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].offset):
         view = writer.allocate(name, tensor.shape, tensor.dtype).bytes
         for start in range(0, tensor.nbytes, _STEP):

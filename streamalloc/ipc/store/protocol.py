@@ -232,12 +232,8 @@ class Connection(Closes):
             self._process == os.getpid() and not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
         )
 
-    def ask(
-        self, kind: Kind, handles: Sequence[Fd] = (), meanwhile: Callable[[], object] = int, **fields: Any
-    ) -> tuple[dict[str, Any], tuple[Fd, ...]]:
+    def ask(self, kind: Kind, handles: Sequence[Fd] = (), **fields: Any) -> tuple[dict[str, Any], tuple[Fd, ...]]:
         """Send a request. Returns the fields and the descriptors of the answer; the caller closes the descriptors.
-
-        ``meanwhile`` is called between the request and the answer.
 
         Raises
         ------
@@ -255,7 +251,6 @@ class Connection(Closes):
                 )
             try:
                 self._channel.send(pack(kind, fields), handles, timeout=_SECONDS)
-                meanwhile()
                 data, received = self._channel.receive(timeout=_SECONDS)
             except PeerGoneError:
                 self.close()

@@ -29,7 +29,7 @@ from streamalloc.core.internal import Device, Fd
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
-from streamalloc.ipc.store.errors import StoreBusyError, StoreError, kind_of
+from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError
 from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
 from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
 from streamalloc.ipc.store.protocol import Kind, pack, socket_path, unpack
@@ -124,7 +124,7 @@ class StoreServer(Closes):
             self._clients: dict[int, _Client] = {}
             self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._selector.register(self._wake[0], selectors.EVENT_READ, self._stop)
+            self._selector.register(self._wake[0], selectors.EVENT_READ)
             undo.pop_all()
         # Each chunk of each epoch is an open file.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,16 +154,17 @@ class StoreServer(Closes):
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called by a signal handler or another thread, then close."""
-        with contextlib.suppress(_Stopped):
-            awaited = False
-            while True:
-                late = [client for client in self._clients.values() if client.answer is not None]
-                events = self._selector.select(_PAUSE if awaited or late else None)
-                for key, _ in events:
-                    key.data()
-                for client in late:
-                    self._send(client)
-                awaited = self._holdings.settle() if awaited or events else False
+        awaited = False
+        while True:
+            late = [client for client in self._clients.values() if client.answer is not None]
+            ready = {key.fileobj: key.data for key, _ in self._selector.select(_PAUSE if awaited or late else None)}
+            if self._wake[0] in ready:
+                break
+            for act in ready.values():
+                act()
+            for client in late:
+                self._send(client)
+            awaited = self._holdings.settle() if awaited or ready else False
         self._shut()
 
     def stop(self) -> None:
@@ -193,9 +194,6 @@ class StoreServer(Closes):
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
-        raise _Stopped
-
     def _accept(self) -> None:
         try:
             channel = self._listener.accept(timeout=0)
@@ -223,7 +221,8 @@ class StoreServer(Closes):
             client.answer = pack(Kind.DONE, _ANSWERS[kind](self, client, **fields))
         except (StoreError, ProtocolError, OSError) as error:
             client.sends = ()
-            client.answer = pack(Kind.REFUSED, {"error": kind_of(error), "text": str(error)[:8000]})
+            about = {"error": NAMES.get(type(error), "refused"), "text": str(error)[:8000]}
+            client.answer = pack(Kind.REFUSED, about)
         except Exception:
             # A fault of this server must not end the other clients' connections.
             traceback.print_exc()
@@ -346,15 +345,9 @@ class StoreServer(Closes):
         client.sends = client.epoch.handles[start : start + PACKET_HANDLES]
         return {}
 
-    def __repr__(self) -> str:
-        if not hasattr(self, "_selector"):
-            return "<StoreServer that could not be made>"
+    def _text(self) -> str:
         state = "closed" if self.closed else f"{len(self._holdings.entries)} keys, {size_text(self._holdings.held())}"
-        return f"<StoreServer {self.name!r}, {state}>"
-
-
-class _Stopped(Exception):
-    """Ends the loop."""
+        return f" {self.name!r}, {state}"
 
 
 _ANSWERS: dict[Kind, Callable[..., dict[str, Any]]] = {

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.internal import Device, StreamLike, session_for
+from streamalloc.core.internal import Device, StreamLike
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.core.session import Session
+from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.loading import load
@@ -176,9 +176,7 @@ class Store(Closes):
         StoreError
             The store takes no memory of this device.
         """
-        writer, session = self._device(device), self._session(device)
-        home = Device(0, driver=session.driver) if writer is None else writer
-        key = checked_key(key)
+        home, key = self._device(device), checked_key(key)
         options = replace, metadata, stream, group, capacity, handle_types
         return WeightsWriter(self._take(), key, home, *options)
 
@@ -216,12 +214,14 @@ class Store(Closes):
         LayoutChangedError
             The layout differs from the expected one; the message lists the changes.
         """
-        reader, session = self._device(device), self._session(device)
-        key = checked_key(key)
+        home, key = self._device(device), checked_key(key)
         if not isinstance(layout, (Layout, str, type(None))):
             raise TypeError(f"layout must be a Layout or its hash, not {layout!r}")
-        opened = OpenEpoch.open(self._take(), key, session, layout, self._prepare)
-        return Weights.open(opened, reader, at, stream)
+        opened = OpenEpoch.open(self._take(), key, session_of(home), layout)
+        # Connect in advance: the server accepts the connection before the next call needs it.
+        with contextlib.suppress(StoreError, OSError):
+            self._keep(Connection(self.name))
+        return Weights.open(opened, None if device is None else home, at, stream)
 
     def load(
         self,
@@ -254,11 +254,8 @@ class Store(Closes):
         """
         return load(self.write, files, key, device, replace, progress)
 
-    def _session(self, device: Device | int | None) -> Session:
-        return session_for(device, self._driver if not isinstance(device, Device) else None)
-
-    def _device(self, device: Device | int | None) -> Device | None:
-        return device if device is None or isinstance(device, Device) else Device(device, driver=self._driver)
+    def _device(self, device: Device | int | None) -> Device:
+        return device if isinstance(device, Device) else Device(0 if device is None else device, driver=self._driver)
 
     # -- the store -------------------------------------------------------------------------------------------------
 
@@ -296,11 +293,6 @@ class Store(Closes):
         answer, _ = connection.ask(kind, **fields)
         self._keep(connection)
         return answer
-
-    def _prepare(self) -> None:
-        """Connect in advance: the server accepts the connection before the next call needs it."""
-        with contextlib.suppress(StoreError, OSError):
-            self._keep(Connection(self.name))
 
     def _keep(self, connection: Connection) -> None:
         self._spare.append(connection)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from secrets import token_bytes
 from typing import Any
 
 from streamalloc.core.allocation_properties import MemAllocationProp
-from streamalloc.core.errors import AddressSpaceError, ClosedError, size_text, undoing
+from streamalloc.core.errors import AddressSpaceError, size_text, undoing
 from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, session_of, work
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.resource import Closes, close_all
@@ -125,21 +125,11 @@ class OpenEpoch:
     """Announcement of the contents; None if they are there."""
 
     @classmethod
-    def open(
-        cls,
-        connection: Connection,
-        key: str,
-        session: Session,
-        expected: Layout | str | None,
-        meanwhile: Callable[[], object] = int,
-    ) -> OpenEpoch:
-        """Open the last commit of a key, and import its memory. The epoch owns the connection.
-
-        ``meanwhile`` is called between the request and the answer.
-        """
+    def open(cls, connection: Connection, key: str, session: Session, expected: Layout | str | None) -> OpenEpoch:
+        """Open the last commit of a key, and import its memory. The epoch owns the connection."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(connection.close))
-            answer, received = connection.ask(Kind.OPEN, meanwhile=meanwhile, key=key)
+            answer, received = connection.ask(Kind.OPEN, key=key)
             undo.callback(close_all, received)
             manifest = parse(read_file(received[0]))
             if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
@@ -368,17 +358,11 @@ class Weights(Tensors, Closes):
             self.range.close()
         self._epoch.close()
 
-    def _check_open(self) -> None:
-        if self.range.closed:
-            raise ClosedError(f"{self!r} was closed")
-
-    def __repr__(self) -> str:
-        if "range" not in vars(self):
-            return f"<{type(self).__name__} that could not be opened>"
+    def _text(self) -> str:
         where = "closed" if self.closed else f"at {self.range.address:#x}{'' if self.attached else ', detached'}"
         gone = "" if self.closed or self.server_alive else ", whose server has ended"
         size = f"{len(self)} tensors, {size_text(self.nbytes)}"
-        return f"<{type(self).__name__} {self.key!r}, epoch {self.epoch}, {size}, {where}{gone}>"
+        return f" {self.key!r}, epoch {self.epoch}, {size}, {where}{gone}"
 
 
 def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> LayoutChangedError:

@@ -21,7 +21,6 @@ from streamalloc.core.internal import (
     Deferred,
     Device,
     Event,
-    Fd,
     Stream,
     StreamLike,
     TypedView,
@@ -220,20 +219,16 @@ class WeightsWriter(Tensors, Unique, Leaves):
             if not all(event.query() for event in events):
                 self._pending = self._announced(events)
         with contextlib.ExitStack() as undo:
-            sent: list[Fd] = []
-            undo.callback(close_all, sent)
-            sent.append(sealed_file(self._manifest().to_bytes()))
-            sent += [memory.export() for memory in self._chunks]  # type: ignore[misc]
+            manifest = undo.enter_context(sealed_file(self._manifest().to_bytes()))
+            handles = [undo.enter_context(memory.export()) for memory in self._chunks]  # type: ignore[arg-type]
             ready = ""
-            files: list[Fd] = []
             if self._pending is not None:
                 lease, value, _ = self._pending
                 ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
-                files = [lease.block.fd]
+                handles.insert(0, lease.block.fd)
             chunks = [memory.nbytes for memory in self._chunks]
-            handles = [sent[0], *files, *sent[1:]]
             about: dict[str, Any] = {"address": self.range.address, "chunks": chunks, "ready": ready}
-            answer, _ = self._connection.ask(Kind.COMMIT, handles, **about, prepare=prepare, keep=keep)
+            answer, _ = self._connection.ask(Kind.COMMIT, [manifest, *handles], **about, prepare=prepare, keep=keep)
         self.epoch = answer.get("epoch", 0)
         return answer
 
@@ -330,11 +325,9 @@ class WeightsWriter(Tensors, Unique, Leaves):
                 self._release()
             raise
 
-    def __repr__(self) -> str:
-        if "range" not in vars(self):
-            return f"<{type(self).__name__} that could not be made>"
+    def _text(self) -> str:
         state = f"epoch {self.epoch}" if self.epoch else "aborted" if self.closed else "not committed"
-        return f"<{type(self).__name__} {self.key!r}, {len(self)} tensors, {size_text(self.nbytes)}, {state}>"
+        return f" {self.key!r}, {len(self)} tensors, {size_text(self.nbytes)}, {state}"
 
 
 class _Ending(Deferred):

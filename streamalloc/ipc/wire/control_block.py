@@ -54,7 +54,7 @@ from streamalloc.core.internal import (
     sees_all_work,
     stream_call,
 )
-from streamalloc.core.session import Session
+from streamalloc.core.session import GLOBAL, RELAXED, Session
 from streamalloc.driver.internal import cuda
 
 SLOTS = 1024
@@ -82,8 +82,6 @@ for _name in (*EXPORTER_WORDS, *_IMPORTER_WORDS):
     _BYTES += SLOTS * _step
 _REGISTER_PORTABLE_AND_MAPPED = 3
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
-_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _ANNOUNCEMENT = struct.Struct("<III")
 # struct flock: type, whence, start, length, process.
@@ -394,10 +392,10 @@ class ControlBlock:
 
     def _idle(self, handle: Any) -> bool:
         """Whether a stream is idle. Queries in relaxed mode, which keeps captures of other streams valid."""
-        session, mode = self.session, _GLOBAL
+        session, mode = self.session, GLOBAL
         exchange = session.cuThreadExchangeStreamCaptureMode
         try:
-            failed, before = exchange(_RELAXED)
+            failed, before = exchange(RELAXED)
             if not failed:
                 mode = before
                 result = session.cuStreamQuery(handle)[0]

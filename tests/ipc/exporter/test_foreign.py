@@ -174,13 +174,6 @@ class TestPlainMemory:
         assert opened.shows(1)
         opened.close()
 
-    def test_many_at_once(self, plain: Plain, partner: Partner) -> None:
-        arrays = [plain(BLOCK, seed) for seed in range(5)]
-        opened = [partner.give(array) for array in arrays]
-        assert all(one.shows(seed) for seed, one in enumerate(opened))
-        for one in opened:
-            one.close()
-
     def test_without_weak_references(self, plain: Plain, partner: Partner) -> None:
         for _ in range(2):
             opened = partner.give(Slotted(plain(BLOCK, 6)))
@@ -224,17 +217,6 @@ class TestOrder:
         gate.open()
         assert partner.run(idle)
 
-    def test_after_the_stream_that_is_named(
-        self, plain: Plain, partner: Partner, stream: sa.Stream, device: sa.Device, gate: Gate
-    ) -> None:
-        array = plain(BLOCK)
-        device.synchronize()
-        gate.hold(stream)
-        partner.give(array, stream=stream)
-        assert partner.run(busy)
-        gate.open()
-        assert partner.run(idle)
-
     @pytest.mark.parametrize("number", [1, 2], ids=["legacy", "per thread"])
     def test_default_streams(self, plain: Plain, partner: Partner, number: int) -> None:
         opened = partner.give(Array(plain(BLOCK).address, BLOCK, number))
@@ -258,20 +240,6 @@ class TestPoolMemory:
             opened.close()
             assert partner.run(idle)
             assert isinstance(buffer, sa.Buffer)  # no lease: its library frees it without asking
-
-    def test_of_a_pool_that_is_current(
-        self, pool: sa.MemoryPool, stream: sa.Stream, raw: Any, partner: Partner
-    ) -> None:
-        with pool.make_current():
-            result, address = raw.cuMemAllocAsync(MiB, raw.CUstream(stream.handle))
-            assert result == 0
-        assert raw.cuMemsetD8Async(address, 3, MiB, raw.CUstream(stream.handle))[0] == 0
-        opened = partner.give(Array(int(address), MiB, stream.handle), "it")
-        assert partner.run(holds_there, "it", 3)
-        opened.close()
-        assert partner.run(idle)
-        assert raw.cuMemFreeAsync(address, raw.CUstream(stream.handle))[0] == 0
-        stream.synchronize()
 
     def test_of_a_pool_of_other_code(self, raw: Any, stream: sa.Stream, partner: Partner) -> None:
         """One after the other, as their handles may be the same number."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 import time
@@ -87,48 +86,6 @@ class TestFreeWhileItIsOpen:
         small.close()
         shared.close()
 
-    def test_in_a_second_process_too(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
-    ) -> None:
-        first, second = partner.give(buffer), another().give(buffer)
-        buffer.free()
-        first.close()
-        assert pool.statistics().used == SIZE
-        assert second.shows(1)
-        second.close()
-        assert used(pool, 0)
-
-    def test_opened_twice_in_one_process(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        first, second = partner.give(buffer), partner.give(buffer[10:20])
-        buffer.free()
-        second.close()
-        assert pool.statistics().used == SIZE and first.shows(1)
-        first.close()
-        assert used(pool, 0)
-
-    def test_once_more_after_it_was_closed(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        for seed in range(3):
-            filled(buffer, seed)
-            opened = partner.give(buffer)
-            assert opened.shows(seed)
-            opened.close()
-        partner.give(buffer, "last")
-        buffer.free()
-        assert pool.statistics().used == SIZE
-        partner.kept("last").close()
-        assert used(pool, 0)
-
-    def test_closed_without_reading(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        partner.give(buffer).close()
-        buffer.free()
-        assert used(pool, 0)
-
-    def test_dropped_by_the_importer(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        opened = partner.give(buffer)
-        buffer.free()
-        opened.drop()
-        assert used(pool, 0)
-
     def test_dropped_by_the_importer_in_a_cycle(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         opened = partner.give(buffer)
         partner.run(_in_a_cycle, opened.name)
@@ -178,14 +135,6 @@ class TestFreeWhileItIsOpen:
             later = ipc.share(other)
             stream.synchronize()
             partner.open(later).close()
-        assert used(pool, 0)
-
-    def test_left_by_a_with_block(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        with pool.allocate(SIZE, stream) as buffer:
-            filled(buffer, 1)
-            opened = partner.give(buffer)
-        assert buffer.freed and opened.shows(1)
-        opened.close()
         assert used(pool, 0)
 
     @pytest.mark.parametrize("freed_before", [True, False])
@@ -350,26 +299,6 @@ class TestPolicies:
         buffer.close()
         opened.close()
 
-    def test_on_the_way(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        """A descriptor that is held keeps the memory until it was opened, and its import closed."""
-        shared = ipc.share(buffer, hold=True)
-        with pytest.raises(sa.StillImportedError):
-            buffer.free(still_imported="raise")
-        buffer.free()
-        assert pool.statistics().used == SIZE
-        opened = partner.open(shared)
-        assert opened.shows(1) and pool.statistics().used == SIZE
-        opened.close()
-        assert used(pool, 0)
-
-    def test_several_on_the_way(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        held = [ipc.share(buffer, hold=True) for _ in range(3)]
-        buffer.free()
-        for shared in held:
-            assert pool.statistics().used == SIZE
-            partner.open(shared).close()
-        assert used(pool, 0)
-
     def test_on_the_way_and_opened_twice(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         """Against the rule; it must not keep the memory for ever."""
         shared = ipc.share(buffer, hold=True)
@@ -400,35 +329,28 @@ def _copy_holds(there: There, copy: str, value: int) -> bool:
     return holds(there.kept[copy], value)
 
 
-class TestWorkOfImporters:
-    """They have closed the memory, and their streams are still at it."""
-
-    def test_the_free_returns_and_the_memory_waits(
-        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
-    ) -> None:
-        buffer = pool.allocate(SIZE, stream)
-        buffer.fill(7)
-        partner.give(buffer, "it")
-        partner.run(idle)
-        partner.run(hold)
-        partner.run(_copy_of, "it", "copy", "stream")
-        partner.kept("it").close()
-        address = buffer.address
-        buffer.free()
-        other = pool.allocate(SIZE, stream)
+def waits(pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, *copies: str) -> bool:
+    """Whether the memory's next user waits until the importer's stream is released, and the copies are right."""
+    with pool.allocate(SIZE, stream) as other:
         other.fill(9)
-        assert other.address == address
         assert pending(stream)
         partner.run(release)
         assert executed(stream) and holds(other, 9)
-        assert partner.run(_copy_holds, "copy", 7)
-        other.free()
+        return all(partner.run(_copy_holds, copy, 7) for copy in copies)
 
-    def test_not_reused_on_another_stream(
-        self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner
-    ) -> None:
+
+class TestWorkOfImporters:
+    """They have closed the memory, and their streams are still at it."""
+
+    @pytest.fixture
+    def buffer(self, pool: sa.MemoryPool, stream: sa.Stream) -> sa.Buffer:
         buffer = pool.allocate(SIZE, stream)
         buffer.fill(7)
+        return buffer
+
+    def test_not_reused_on_another_stream(
+        self, pool: sa.MemoryPool, device: sa.Device, buffer: sa.Buffer, partner: Partner
+    ) -> None:
         partner.give(buffer, "it")
         partner.run(idle)
         partner.run(hold)
@@ -442,10 +364,8 @@ class TestWorkOfImporters:
             assert partner.run(_copy_holds, "copy", 7)
 
     @pytest.mark.parametrize("held", [0, 1, 2])
-    def test_of_three_streams(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, held: int) -> None:
+    def test_of_three_streams(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, held: int) -> None:
         """The allocation is open three times, on three streams, one of which is held."""
-        buffer = pool.allocate(SIZE, stream)
-        buffer.fill(7)
         for number in range(3):
             partner.run(make_stream, f"stream {number}")
             partner.give(buffer, f"it {number}", on=f"stream {number}")
@@ -455,18 +375,13 @@ class TestWorkOfImporters:
             partner.run(_copy_of, f"it {number}", f"copy {number}", f"stream {number}")
         for number in range(3):
             partner.kept(f"it {number}").close()
+        address = buffer.address
         buffer.free()
-        with pool.allocate(SIZE, stream) as other:
-            other.fill(9)
-            assert pending(stream)
-            partner.run(release)
-            assert executed(stream)
-            for number in range(3):
-                assert partner.run(_copy_holds, f"copy {number}", 7)
+        with pool.allocate(SIZE, buffer.stream) as other:
+            assert other.address == address
+        assert waits(pool, buffer.stream, partner, *(f"copy {number}" for number in range(3)))
 
-    def test_of_a_stream_that_was_closed(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        buffer = pool.allocate(SIZE, stream)
-        buffer.fill(7)
+    def test_of_a_stream_that_was_closed(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         partner.run(make_stream, "second")
         first, second = partner.give(buffer, "one", on="second"), partner.give(buffer, "two")
         assert partner.run(idle) and partner.run(idle, "second")
@@ -476,15 +391,9 @@ class TestWorkOfImporters:
         partner.run(_close_stream, "second")
         second.close()
         buffer.free()
-        with pool.allocate(SIZE, stream) as other:
-            other.fill(9)
-            assert pending(stream)
-            partner.run(release)
-            assert executed(stream) and partner.run(_copy_holds, "copy", 7)
+        assert waits(pool, buffer.stream, partner, "copy")
 
-    def test_closed_on_another_stream(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        buffer = pool.allocate(SIZE, stream)
-        buffer.fill(7)
+    def test_closed_on_another_stream(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         partner.run(make_stream, "second")
         opened = partner.give(buffer, "it")
         assert partner.run(idle)
@@ -492,17 +401,11 @@ class TestWorkOfImporters:
         partner.run(_copy_of, "it", "copy", "second")
         opened.close(on="second")
         buffer.free()
-        with pool.allocate(SIZE, stream) as other:
-            other.fill(9)
-            assert pending(stream) and partner.run(idle)
-            partner.run(release)
-            assert executed(stream) and partner.run(_copy_holds, "copy", 7)
+        assert partner.run(idle) and waits(pool, buffer.stream, partner, "copy")
 
     def test_of_two_processes(
-        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, another: Callable[[], Partner]
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
     ) -> None:
-        buffer = pool.allocate(SIZE, stream)
-        buffer.fill(7)
         partners = [partner, another()]
         for one in partners:
             one.give(buffer, "it")
@@ -511,17 +414,15 @@ class TestWorkOfImporters:
             one.run(_copy_of, "it", "copy", "stream")
             one.kept("it").close()
         buffer.free()
-        with pool.allocate(SIZE, stream) as other:
+        with pool.allocate(SIZE, buffer.stream) as other:
             other.fill(9)
             for one in partners:
-                assert pending(stream)
+                assert pending(buffer.stream)
                 one.run(release)
-            assert executed(stream)
+            assert executed(buffer.stream)
             assert all(one.run(_copy_holds, "copy", 7) for one in partners)
 
-    def test_dropped_while_its_stream_is_held(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        buffer = pool.allocate(SIZE, stream)
-        buffer.fill(7)
+    def test_dropped_while_its_stream_is_held(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         opened = partner.give(buffer, "it")
         # What is left of earlier exporters ends before the stream is held.
         assert eventually(lambda: partner.run(idle) and partner.run(synchronize) is None and partner.run(_has_let_go))
@@ -530,17 +431,11 @@ class TestWorkOfImporters:
         opened.drop()
         assert eventually(lambda: partner.run(_has_let_go))
         buffer.free()
-        with pool.allocate(SIZE, stream) as other:
-            other.fill(9)
-            assert pending(stream)
-            partner.run(release)
-            assert executed(stream) and partner.run(_copy_holds, "copy", 7)
+        assert waits(pool, buffer.stream, partner, "copy")
 
     def test_opened_again_while_the_last_close_is_pending(
-        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
+        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner
     ) -> None:
-        buffer = pool.allocate(SIZE, stream)
-        buffer.fill(7)
         partner.run(make_stream, "second")
         partner.give(buffer, "one")
         assert partner.run(idle)
@@ -550,11 +445,7 @@ class TestWorkOfImporters:
         assert partner.run(holds_there, "two", 7)
         partner.kept("two").close()
         buffer.free()
-        with pool.allocate(SIZE, stream) as other:
-            other.fill(9)
-            assert pending(stream)
-            partner.run(release)
-            assert executed(stream)
+        assert waits(pool, buffer.stream, partner)
 
 
 class TestSlotsAreUsedAgain:
@@ -659,12 +550,6 @@ class TestSlotsAreUsedAgain:
 
 
 class TestStaleDescriptors:
-    def test_after_the_free(self, buffer: sa.Buffer, partner: Partner) -> None:
-        shared = ipc.share(buffer)
-        buffer.free()
-        with pytest.raises(sa.StaleDescriptorError, match="freed"):
-            partner.open(shared)
-
     def test_after_the_memory_was_used_again(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         shared, address = ipc.share(buffer), buffer.address
         buffer.free()
@@ -804,54 +689,6 @@ class Between:
 
 
 class TestThreads:
-    def test_first_use_by_eight_that_share(self, machine: Any) -> None:
-        """There is one control block, and the pool is exported once, whoever comes first."""
-        for _ in range(8):
-            driver = sd.traced(machine)
-            device = sa.Device(0, driver=driver)
-            made: list[ipc.Shared] = []
-            with device.create_stream() as stream, shared_pool(device) as pool:
-                buffers = [pool.allocate(512, stream) for _ in range(8)]
-                assert at_once(8, lambda number, b=buffers, m=made: m.append(ipc.share(b[number]))) == []  # type: ignore[misc]
-                assert len({(one.descriptor.origin, one.descriptor.control_block) for one in made}) == 1
-                assert len({one.descriptor.slot for one in made}) == 8
-                assert names(driver, "cuMemPoolExportToShareableHandle") == ["cuMemPoolExportToShareableHandle"]
-                for buffer in buffers:
-                    buffer.free()
-
-    def test_first_use_by_eight_that_share_the_pool(self, machine: Any) -> None:
-        for _ in range(8):
-            driver = sd.traced(machine)
-            made: list[ipc.Shared] = []
-            with shared_pool(sa.Device(0, driver=driver)) as pool:
-                assert at_once(8, lambda number, p=pool, m=made: m.append(ipc.share(p))) == []  # type: ignore[misc]
-                assert len({one.descriptor.origin for one in made}) == 1
-                assert names(driver, "cuMemPoolExportToShareableHandle") == ["cuMemPoolExportToShareableHandle"]
-
-    def test_first_use_by_eight_that_open(self, machine: Any, partner: Partner) -> None:
-        """The pool, the control block and the pointer are imported once."""
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 3, 4096)
-        data, fds = partner.shared("buffer")
-        for _ in range(8):
-            driver = sd.traced(machine)
-            device = sa.Device(0, driver=driver)
-            opened: list[Any] = []
-
-            def work(number: int, driver: Any = driver, opened: list[Any] = opened, device: Any = device) -> None:
-                given = [ipc.Fd(os.dup(fd.fileno())) for fd in fds]
-                opened.append(ipc.open(data, given, stream=device.default_stream, driver=driver))
-
-            assert at_once(8, work) == []
-            assert len({one.address for one in opened}) == 1 and shows(opened[0], 3)
-            once = ["cuMemHostRegister", "cuMemPoolImportFromShareableHandle", "cuMemPoolImportPointer"]
-            assert sorted(names(driver, *once)) == once
-            assert at_once(8, lambda number, opened=opened: opened[number].close()) == []  # type: ignore[misc]
-            assert names(driver, "cuMemFreeAsync") == ["cuMemFreeAsync"]
-            device.synchronize()
-        partner.run(_free, "buffer")
-        assert eventually(lambda: partner.run(_used) == 0)
-
     @pytest.mark.parametrize("left_open", [True, False])
     def test_eight_open_and_close_one_descriptor(self, machine: Any, partner: Partner, left_open: bool) -> None:
         """One import at a time, freed as often as it was made, however the last free and the next import meet."""
@@ -908,28 +745,6 @@ class TestThreads:
             opened.close()
             stream.synchronize()
             assert eventually(lambda: pool.statistics().used == 0)
-
-    def test_shared_by_eight(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        """Threads share and free buffers of their own, and share one of all of them."""
-        common = pool.allocate(512, stream)
-        made: list[ipc.Shared] = []
-
-        def work(number: int) -> None:
-            for _ in range(40):
-                with pool.allocate(512, stream) as own:
-                    ipc.share(own)
-                made.append(ipc.share(common))
-
-        assert at_once(8, work) == [] and len(made) == 320
-        assert len({(one.descriptor.slot, one.descriptor.generation) for one in made}) == 1
-        # Each announcement is one of its own.
-        assert len({one.descriptor.ready for one in made}) == 320
-        opened = partner.open(max(made, key=lambda one: one.descriptor.ready))
-        assert partner.run(idle)
-        opened.close()
-        common.free()
-        stream.synchronize()
-        assert used(pool, 0)
 
 
 def _used(there: There) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import struct
 import sys
 import types
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -283,15 +281,8 @@ def test_another_version_of_the_driver(sides: Sides) -> None:
     buffer = sides.pool.allocate(4096, sides.ours.stream)
     ipc.send(sides.ours.channel, buffer)
     data = sides.theirs.channel.receive().data
-    other = ipc.Descriptor.from_bytes(data)._replace(driver_version=12000).to_bytes()
+    other = ipc.Descriptor.from_bytes(data)._replace(driver_version=12040).to_bytes()
     for _ in range(2):
-        with pytest.warns(ipc.DriverVersionWarning):
+        with pytest.warns(ipc.DriverVersionWarning, match=r"CUDA 12\.4"):
             ipc.open(other, stream=sides.theirs.stream).close()
-    buffer.free()
-
-
-def test_the_checksum_is_that_of_all_bytes(sides: Sides) -> None:
-    buffer = sides.pool.allocate(4096, sides.ours.stream)
-    data = bytes(ipc.share(buffer))
-    assert struct.unpack("<I", data[-4:])[0] == zlib.crc32(data[:-4])
     buffer.free()

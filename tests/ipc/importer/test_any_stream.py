@@ -203,8 +203,14 @@ def _use(there: There, use: Callable[..., None]) -> set[int]:
     return set() if found is None else set(found.tobytes())
 
 
-@pytest.mark.parametrize("pending_write", KINDS, indirect=True)
-@pytest.mark.parametrize("use", READS, ids=lambda use: use.__name__)
+def each(uses: tuple[Any, ...]) -> pytest.MarkDecorator:
+    """Each use of a kind of each class, and the first use of the other kinds."""
+    cases = [(kind, use) for kind in KINDS for use in (uses if kind in ("buffer", "array", "growable") else uses[:1])]
+    ids = [f"{kind}-{use.__name__}" for kind, use in cases]
+    return pytest.mark.parametrize(("pending_write", "use"), cases, ids=ids, indirect=["pending_write"])
+
+
+@each(READS)
 def test_reads_wait(pending_write: Any, gate: Gate, partner: Partner, use: Any) -> None:
     shared = ipc.share(pending_write)
     partner.run(_open, bytes(shared), fds=shared.fds)
@@ -214,8 +220,7 @@ def test_reads_wait(pending_write: Any, gate: Gate, partner: Partner, use: Any) 
     assert partner.result() == {NEW}
 
 
-@pytest.mark.parametrize("pending_write", KINDS, indirect=True)
-@pytest.mark.parametrize("use", WRITES, ids=lambda use: use.__name__)
+@each(WRITES)
 def test_writes_wait(pending_write: Any, gate: Gate, stream: sa.Stream, partner: Partner, use: Any) -> None:
     shared = ipc.share(pending_write)
     partner.run(_open, bytes(shared), fds=shared.fds)

@@ -18,7 +18,7 @@ from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.testing import Gate, settle
-from tests.ipc.support import POSIX, busy, hold, idle, make_buffer, make_growable, make_pool
+from tests.ipc.support import POSIX, hold, idle, make_buffer, make_growable, make_pool
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed, filled, holds, pending, shows
 
@@ -95,27 +95,6 @@ class TestImporterIsGone:
         time.sleep(0.02)
         assert pool.statistics().used == SIZE and opened.shows(1)
         opened.close()
-        assert used(pool, 0)
-
-    def test_its_place_is_taken(self, pool: sa.MemoryPool, stream: sa.Stream, another: Another) -> None:
-        """More processes come and go than there are places for at a time."""
-        keeper = another()
-        kept = pool.allocate(SIZE, stream)
-        filled(kept, 1)
-        keeper.give(kept, "kept")
-        for seed in range(6):
-            one = another()
-            buffer = pool.allocate(SIZE, stream)
-            filled(buffer, seed)
-            assert one.give(buffer).shows(seed)
-            if seed % 2:
-                buffer.free()
-            one.kill()
-            buffer.close()
-            assert used(pool, SIZE)
-        assert keeper.kept("kept").shows(1)
-        keeper.kept("kept").close()
-        kept.free()
         assert used(pool, 0)
 
     def test_at_any_moment(self, pool: sa.MemoryPool, stream: sa.Stream, another: Another) -> None:
@@ -268,19 +247,6 @@ class TestExporterIsGone:
             assert executed(stream)
             assert opened.lost
 
-    def test_a_new_owner_joins(self, owner: Partner, another: Another, stream: sa.Stream) -> None:
-        for seed in range(4):
-            opened = owner.take("buffer", stream)
-            owner.kill()
-            assert shows(opened, 5)
-            opened.close()
-            owner = another()
-            owner.run(make_pool)
-            owner.run(make_buffer, "buffer", 5)
-            owner.run(make_buffer, "more", seed)
-            with owner.take("more", stream) as more:
-                assert shows(more, seed)
-
     def test_an_event_of_a_process_that_was_killed(self, another: Another, stream: sa.Stream) -> None:
         """Work that it did not reach is never done, and nothing that ends waits for it."""
         owner = another()
@@ -347,21 +313,6 @@ def _share_and_free(there: There) -> None:
 
 
 class TestBothGoOn:
-    def test_a_chain(self, another: Another) -> None:
-        """Each process opens what the one before it shares, and dies when the next one has it."""
-        one = another()
-        one.run(make_pool)
-        one.run(make_buffer, "buffer", 0)
-        for seed in range(1, 4):
-            data, fds = one.shared("buffer")
-            two = another()
-            two.run(make_pool)
-            assert two.run(_open_copy_and_close, data, fds=fds)
-            one.kill()
-            assert two.run(_shows, "buffer", 0)
-            one = two
-            assert seed
-
     def test_a_growable_is_opened_by_whoever_comes(self, another: Another, device: sa.Device) -> None:
         with (
             device.create_stream() as stream,
@@ -373,18 +324,6 @@ class TestBothGoOn:
                 assert one.give(buffer).shows(seed)
                 one.kill()
                 buffer.grow(3 * MiB)
-
-
-def _open_copy_and_close(there: There, data: bytes) -> bool:
-    with there.open(data, there.stream) as opened:
-        there.keep("buffer", there.kept["pool"].allocate(opened.nbytes, there.stream))
-        there.kept["buffer"].copy_from(opened)
-        there.stream.synchronize()
-    return True
-
-
-def _shows(there: There, name: str, seed: int) -> bool:
-    return shows(there.kept[name], seed)
 
 
 class TestEndOfTheInterpreter:
@@ -405,18 +344,12 @@ growable = vmm.GrowableBuffer(device, 8 << 20, 1 << 20, handle_types=POSIX, stre
 event = device.create_event(interprocess=True)
 """
 
-    def test_of_an_exporter(self, python: Any) -> None:
-        done = python(
-            self.CODE
-            + "shared = [ipc.share(one) for one in (pool, buffer, buffer[3:9], growable, event)]\nprint('done')"
-        )
-        assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
-
     def test_of_both_in_one(self, python: Any) -> None:
         """It has opened its own buffer, which drivers allow, and freed it."""
         done = python(
             self.CODE
             + """
+kept = [ipc.share(one) for one in (pool, buffer, buffer[3:9], growable, event)]
 shared = ipc.share(buffer)
 opened = ipc.open(bytes(shared), [ipc.Fd(os.dup(fd.fileno())) for fd in shared.fds], stream=stream)
 buffer.free()
@@ -580,25 +513,3 @@ def _fork(there: There) -> int:
         time.sleep(60)
         os._exit(0)
     return child
-
-
-def test_a_reader_that_waits_when_its_writer_dies(another: Another, stream: sa.Stream, gate: Gate) -> None:
-    """Three processes: the reader waits for a producer that is killed, and the third one's memory is not touched."""
-    producer, reader = another(), another()
-    producer.run(make_pool)
-    producer.run(make_buffer, "buffer", 5)
-    producer.run(hold)
-    data, fds = producer.shared("buffer")
-    reader.run(_open_as, "it", data, fds=fds)
-    assert reader.run(busy)
-    producer.kill()
-    assert reader.run(idle)
-    assert reader.run(_lost, "it")
-
-
-def _open_as(there: There, name: str, data: bytes) -> None:
-    there.keep(name, there.open(data, there.stream))
-
-
-def _lost(there: There, name: str) -> bool:
-    return bool(there.kept[name].lost)

@@ -116,17 +116,6 @@ class TestCollected:
         gc.collect()
         assert gone() is None
 
-    def test_not_while_something_is_open(self, another: Callable[[], Partner], stream: sa.Stream) -> None:
-        """The death of the exporter is noticed as ever."""
-        owner = another()
-        owner.run(_make_held)
-        opened = ipc.open(*owner.shared("buffer"), stream=stream, kind=ipc.ImportedBuffer)
-        gc.collect()
-        assert not stream.query()
-        owner.kill()
-        assert executed(stream) and opened.lost
-        opened.close()
-
 
 class TestDeaths:
     def test_while_a_forked_child_lives(self, another: Callable[[], Partner], stream: sa.Stream) -> None:
