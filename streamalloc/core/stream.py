@@ -635,9 +635,9 @@ class Stream(Closes, Shown):
         graph. The driver refuses calls that are unsafe during a capture: on all threads with ``mode="global"``, on this
         thread with ``"thread_local"``, on none with ``"relaxed"``.
         """
-        from streamalloc.core.graph import Capturing
+        from streamalloc.core.graph import Capture
 
-        return Capturing(self, mode)
+        return Capture(self, mode)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
