@@ -129,8 +129,7 @@ class Graph(Closes):
 
 
 class Capture(contextlib.AbstractContextManager[Graph]):
-    """The capture of a stream, as the ``with`` block of :meth:`Stream.capture`: the streams that take part, and the graph
-    that it makes.
+    """The ``with`` block of :meth:`Stream.capture`: the streams that take part, and the graph that it makes.
 
     If the block raises, the capture is ended, its graph is destroyed, and the exception propagates.
     """
@@ -182,7 +181,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         finally:
             try:
                 if self._begun and not ended:
-                    # If the block invalidated the capture, the driver returns an error. The block's own error says more.
+                    # If the block invalidated the capture, the driver refuses. The block's own error says more.
                     with contextlib.suppress(CudaError):
                         self._end()
                     self.graph.close()

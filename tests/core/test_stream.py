@@ -177,7 +177,7 @@ class TestHostFunctions:
         assert raised == [LookupError] and done == [True]
 
     def test_nothing_is_kept_of_them(self, stream: sa.Stream) -> None:
-        from streamalloc.core.host_functions import _host_functions
+        from streamalloc.core.stream import _host_functions
 
         before = len(_host_functions)
         for _ in range(3):
