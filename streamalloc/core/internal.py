@@ -35,7 +35,6 @@ from streamalloc.core.graph import Graph
 from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
 from streamalloc.core.per_thread_streams import (
-    forbid_lists,
     give_lists,
     leave_stream,
     of_this_thread,

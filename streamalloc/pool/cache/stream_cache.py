@@ -19,7 +19,6 @@ from streamalloc.core.internal import (
     deferred_queue,
     end_of,
     end_with_stream,
-    forbid_lists,
     free_refused,
     keeps_alive,
     leave_stream,
@@ -70,7 +69,7 @@ class StreamCache(Deferred):
     """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_last", "_passed", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists",
+        "_last", "_passed", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists",
         "peak", "returning", "session", "stream", "thread", "threads",
     )  # fmt: skip
 
@@ -97,7 +96,6 @@ class StreamCache(Deferred):
         self.peak: int = 0
         """Most bytes in use, as of the last count."""
         end_with_stream(stream, self)
-        self.session.shut_with_me(self)
 
     def size_class(self, nbytes: int) -> SizeClass:
         """The size class for a request."""
@@ -303,9 +301,3 @@ class StreamCache(Deferred):
         else:
             with watching_for_destruction(stream):
                 ordered_after(stream, act)
-
-    def _shut_after_fork(self) -> None:
-        self.lists.clear()
-        stream = self.stream()
-        if stream is not None:
-            forbid_lists(stream)
