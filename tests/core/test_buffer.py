@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import ctypes
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.testing import Gate
-from tests.support import KEEP, MiB, executed, holds, names, pending, read
+from tests.support import KEEP, MiB, executed, holds, in_threads, names, pending, read
 
 
 @pytest.fixture
@@ -458,19 +457,15 @@ class TestCopy:
 
     def test_runs_under_its_stream_s_context(self, buffer: sa.Buffer, pool: sa.MemoryPool) -> None:
         """Programming guide 4.3.5.1: from a thread without a current context, too."""
-        results: list[bytes] = []
 
-        def work() -> None:
+        def work() -> bytes:
             with pool.allocate(64, buffer.stream) as other:
                 other.copy_from(buffer)
                 target = bytearray(64)
                 other.copy_to(target)
-                results.append(bytes(target))
+                return bytes(target)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert results == [bytes(range(64))]
+        assert in_threads(work) == [bytes(range(64))]
 
     def test_much(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         data = np.random.default_rng(1).integers(0, 256, 3 * MiB + 7, np.uint8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from tests.support import holds, names
+from tests.support import holds, in_threads, names
 
 CPU, CUDA, CUDA_HOST = 1, 2, 3  # DLDeviceType in dlpack.h
 
@@ -250,9 +249,7 @@ class TestDLPack:
 
     def test_a_consumer_deletes_on_its_own_thread(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         consumer = Consumer(pool.allocate(64, stream).__dlpack__(stream=-1))
-        thread = threading.Thread(target=consumer.delete)
-        thread.start()
-        thread.join()
+        in_threads(consumer.delete)
         assert pool.statistics().used == 0
 
     def test_a_capsule_that_nobody_takes(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import gc
 import random
 import sys
@@ -23,7 +24,16 @@ from streamalloc.core.internal import this_thread
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.processes import forking
-from tests.support import MiB, end_what_was_dropped, executed, free_in_threads, holds, later_memory_is_whole, names
+from tests.support import (
+    MiB,
+    end_what_was_dropped,
+    executed,
+    free_in_threads,
+    holds,
+    in_threads,
+    later_memory_is_whole,
+    names,
+)
 
 Python = Callable[..., CompletedProcess[str]]
 
@@ -51,9 +61,7 @@ class TestGarbage:
             buffer.fill(1)
             del buffer
             gc.collect()
-            thread = threading.Thread(target=pool.statistics)
-            thread.start()
-            thread.join()
+            in_threads(pool.statistics)
             assert later_memory_is_whole(pool, MiB, other, gate)
             device.synchronize()
             assert pool.statistics().used == 0
@@ -169,9 +177,7 @@ class TestGarbage:
     def test_in_another_thread(self, machine: Any) -> None:
         driver = sd.checked(machine)
         things = self._everything(sa.Device(0, driver=driver))
-        thread = threading.Thread(target=things.clear)
-        thread.start()
-        thread.join()
+        in_threads(things.clear)
         gc.collect()
         sa.Device(0, driver=driver).synchronize()
         driver.assert_nothing_left()
@@ -253,30 +259,21 @@ class TestThreads:
         device = sa.Device(0, driver=driver)
         with device.create_stream() as stream, sa.MemoryPool(device) as pool:
             buffers = [pool.allocate(64 + number, stream) for number in range(400)]
-            wrong: list[BaseException] = []
+            ways: list[Callable[[sa.Buffer], object]] = [
+                sa.Buffer.free,
+                sa.Buffer.close,
+                lambda buffer: buffer.free(device.default_stream),
+                lambda buffer: None,
+            ]
 
-            def work(mine: list[sa.Buffer], how: str) -> None:
-                try:
-                    while mine:
-                        buffer = mine.pop()
-                        if how == "free":
-                            buffer.free()
-                        elif how == "close":
-                            buffer.close()
-                        elif how == "other stream":
-                            buffer.free(device.default_stream)
-                        del buffer
-                except BaseException as error:
-                    wrong.append(error)
+            def work(mine: list[sa.Buffer], end: Callable[[sa.Buffer], object]) -> None:
+                while mine:
+                    end(mine.pop())
 
-            ways = ("free", "close", "other stream", "drop")
-            threads = [threading.Thread(target=work, args=(buffers[number::4], how)) for number, how in enumerate(ways)]
+            work_of = [functools.partial(work, buffers[number::4], end) for number, end in enumerate(ways)]
             buffers.clear()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert wrong == [] and pool.statistics().used == 0
+            in_threads(*work_of)
+            assert pool.statistics().used == 0
             assert "pool allocation" not in driver.outstanding()
 
     def test_one_buffer_is_freed_once(self, machine: Any) -> None:
@@ -555,9 +552,7 @@ def test_a_thread_with_the_identifier_of_one_that_has_ended(device: sa.Device, g
             seen.append((threading.get_ident(), this_thread.number, idle))
 
     for _ in range(50):
-        thread = threading.Thread(target=use)
-        thread.start()
-        thread.join()
+        in_threads(use)
     idents, numbers, idle = zip(*seen, strict=True)
     if not set(idents[:held]).intersection(idents[held:]):
         pytest.skip("the system has not used one of the identifiers again")

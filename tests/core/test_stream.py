@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.support import executed, holds, names, pending
+from tests.support import executed, holds, in_threads, names, pending
 
 
 class TestOrder:
@@ -365,28 +365,19 @@ class TestReadability:
 
 def test_what_ends_later_does_not_meet_a_stream_that_is_being_closed(device: sa.Device, pool: sa.MemoryPool) -> None:
     """Threads end each other's dropped buffers on streams that their owners close at that time."""
-    errors: list[BaseException] = []
 
     def run() -> None:
-        try:
-            for _ in range(60):
-                with device.create_stream(blocking=True) as stream:
-                    default = pool.allocate(64, device.default_stream)
-                    buffer = pool.allocate(64, stream)
-                    cycle: list[object] = [buffer, default]
-                    cycle.append(cycle)
-                    del buffer, default, cycle
-                    if _ % 3 == 0:
-                        gc.collect()
-                    device.synchronize()
-        except BaseException as error:
-            errors.append(error)
+        for number in range(60):
+            with device.create_stream(blocking=True) as stream:
+                default = pool.allocate(64, device.default_stream)
+                buffer = pool.allocate(64, stream)
+                cycle: list[object] = [buffer, default]
+                cycle.append(cycle)
+                del buffer, default, cycle
+                if number % 3 == 0:
+                    gc.collect()
+                device.synchronize()
 
-    threads = [threading.Thread(target=run) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[run] * 6)
     gc.collect()
     device.synchronize()
-    assert errors == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.testing import Gate
-from tests.support import GROWTH, MiB, executed, holds, names, pending
+from tests.support import GROWTH, MiB, executed, holds, in_threads, names, pending
 
 Allocate = Callable[[Any, Any], sa.Buffer]
 
@@ -101,18 +101,14 @@ class TestStreams:
             assert holds(buffer, 6)
 
     def test_default_streams_of_a_thread_without_a_context(self, device: sa.Device, allocate: Allocate) -> None:
-        results: list[bool] = []
 
         def work() -> None:
             for stream in (device.default_stream, device.per_thread_stream):
                 with allocate(64, stream) as buffer:
                     buffer.fill(6)
-                    results.append(holds(buffer, 6))
+                    assert holds(buffer, 6)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert results == [True, True]
+        in_threads(work)
 
     @pytest.mark.gpus(2)
     def test_of_another_device(self, pool: sa.MemoryPool, peer: sa.Device) -> None:
@@ -356,22 +352,13 @@ class TestOutOfMemory:
 class TestThreads:
     def test_many_at_once(self, device: sa.Device, pool: sa.MemoryPool) -> None:
         """Each thread fills and reads its own memory, with its own and with the shared stream."""
-        wrong: list[object] = []
 
         def work(number: int) -> None:
-            try:
-                with device.create_stream() as own:
-                    for round in range(20):
-                        with pool.allocate(4096 + round, own) as buffer:
-                            buffer.fill(number)
-                            if not holds(buffer, number):
-                                wrong.append((number, round))
-            except BaseException as error:
-                wrong.append(error)
+            with device.create_stream() as own:
+                for turn in range(20):
+                    with pool.allocate(4096 + turn, own) as buffer:
+                        buffer.fill(number)
+                        assert holds(buffer, number)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == [] and pool.statistics().used == 0
+        in_threads(*[functools.partial(work, number) for number in range(4)])
+        assert pool.statistics().used == 0

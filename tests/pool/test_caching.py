@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate, settle
 from tests.processes import forking
-from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, names
+from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, in_threads, names
 
 SIZE = 4096
 
@@ -873,56 +873,45 @@ class _Owners:
         del self._at[buffer.address]
 
 
-def _use(
-    cache: sa.CachingAllocator, streams: list[sa.Stream], owners: _Owners, times: int, seed: int, wrong: list[Any]
-) -> None:
+def _use(cache: sa.CachingAllocator, streams: list[sa.Stream], owners: _Owners, times: int, seed: int) -> None:
     choose = random.Random(seed).random
     mine: list[sa.Buffer] = []
     sizes = (1, 600, 4096, 4096, 9000, MiB, 3 * MiB)
-    try:
-        flush = max(400, times // 50)
-        for number in range(times):
-            if number % flush == seed:
-                cache._state.flush()
-            stream = streams[int(choose() * len(streams))]
-            if choose() < 0.5 or not mine:
-                buffer = cache.allocate(sizes[int(choose() * len(sizes))], stream)
-                owners.enter(buffer)
-                mine.append(buffer)
-            else:
-                buffer = mine.pop(int(choose() * len(mine)))
-                owners.leave(buffer)
-                end = choose()
-                if end < 0.6:
-                    buffer.free()
-                elif end < 0.8:
-                    buffer.free(stream)
-                elif end < 0.9:
-                    ring: list[object] = [buffer]
-                    ring.append(ring)
-                    del ring
-            del buffer
-            if len(mine) > 20:
-                owners.leave(mine[0])
-                mine.pop(0).free()
-        for buffer in mine:
+    flush = max(400, times // 50)
+    for number in range(times):
+        if number % flush == seed:
+            cache._state.flush()
+        stream = streams[int(choose() * len(streams))]
+        if choose() < 0.5 or not mine:
+            buffer = cache.allocate(sizes[int(choose() * len(sizes))], stream)
+            owners.enter(buffer)
+            mine.append(buffer)
+        else:
+            buffer = mine.pop(int(choose() * len(mine)))
             owners.leave(buffer)
-            buffer.free()
-    except BaseException as error:
-        wrong.append(error)
+            end = choose()
+            if end < 0.6:
+                buffer.free()
+            elif end < 0.8:
+                buffer.free(stream)
+            elif end < 0.9:
+                ring: list[object] = [buffer]
+                ring.append(ring)
+                del ring
+        del buffer
+        if len(mine) > 20:
+            owners.leave(mine[0])
+            mine.pop(0).free()
+    for buffer in mine:
+        owners.leave(buffer)
+        buffer.free()
 
 
 def _many_threads(device: sa.Device, pool: sa.MemoryPool, times: int) -> None:
     streams = [device.create_stream() for _ in range(3)]
-    owners, wrong = _Owners(), []  # type: ignore[var-annotated]
+    owners = _Owners()
     with sa.CachingAllocator(pool) as cache:
-        arguments = [(cache, streams, owners, times, seed, wrong) for seed in range(16)]
-        threads = [threading.Thread(target=_use, args=one) for one in arguments]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
+        in_threads(*[functools.partial(_use, cache, streams, owners, times, seed) for seed in range(16)])
         gc.collect()
         assert cache.statistics().in_use == 0 and cache.statistics().cached > 0
         device.synchronize()
