@@ -12,7 +12,7 @@ from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, made_for_sharing
-from streamalloc.core.session import PerDriver, Session
+from streamalloc.core.session import PerDriver, Session, drained
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -60,11 +60,7 @@ class Spares(list[Any]):
 
     def destroy_all(self, session: Session) -> None:
         """Destroy the events that are kept now."""
-        while self:
-            try:
-                raw = self.pop()
-            except IndexError:  # another thread took it
-                return
+        for raw in drained(self.pop):
             destroy_event(session, raw)
 
 

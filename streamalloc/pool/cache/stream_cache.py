@@ -17,6 +17,7 @@ from streamalloc.core.internal import (
     Spares,
     Stream,
     deferred_queue,
+    drained,
     end_of,
     end_with_stream,
     free_refused,
@@ -209,26 +210,20 @@ class StreamCache(Deferred):
 
         The device waits for the events of blocks freed on other streams; the host does not.
         """
-        while self.returning:
-            with contextlib.suppress(IndexError):  # another thread took it
-                entry = self.returning.popleft()
-                event, block = entry[:2]
-                try:
-                    if not event.query():
-                        ordered.wait(event)
-                except BaseException:
-                    self.returning.appendleft(entry)
-                    raise
-                block.size_class.free.append(block)
+        for entry in drained(self.returning.popleft):
+            event, block = entry[:2]
+            try:
+                if not event.query():
+                    ordered.wait(event)
+            except BaseException:
+                self.returning.appendleft(entry)
+                raise
+            block.size_class.free.append(block)
         raw = raw_handle(ordered)
         context = ordered.device.current() if ordered.is_default else contextlib.nullcontext()
         with context:
             for size_class in list(self.classes.values()):
-                while size_class.free:
-                    try:
-                        block = size_class.free.pop()
-                    except IndexError:  # another thread took it
-                        break
+                for block in drained(size_class.free.pop):
                     refused = self.cache.free_block(block, raw)
                     if refused:
                         size_class.free.append(block)
