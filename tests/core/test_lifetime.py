@@ -322,11 +322,9 @@ array = buffer.as_array(); capsule = buffer.__dlpack__(stream=-1)
 with stream.capture() as graph: inside = sa.allocate(64, stream)
 graph.launch(stream)
 """,
-    "a capture under way": """
-capture = stream.capture(); graph = capture.__enter__(); inside = sa.allocate(64, stream)
-""",
-    "a current pool": """
-pool.make_current(); buffer = sa.allocate(64, stream)
+    "a cache": """
+cache = sa.CachingAllocator(pool)
+buffers = [cache.allocate(64, stream) for _ in range(3)]; buffers.pop().free(); buffers.append(buffers)
 """,
     "closed streams and pools": """
 buffer = pool.allocate(64, stream); stream.close(); pool.close()
@@ -341,18 +339,31 @@ local = threading.local()
 def work(): local.buffer = pool.allocate(64, device.create_stream())
 thread = threading.Thread(target=work); thread.start(); thread.join()
 """,
+    "a current pool": """
+pool.make_current(); buffer = sa.allocate(64, stream)
+""",
 }
+CAPTURE = """
+capture = stream.capture(); graph = capture.__enter__(); inside = sa.allocate(64, stream)
+"""
 EXIT = """
+import sys, types
 import streamalloc as sa
 from streamalloc.testing import Gate
-device = sa.Device(0); stream = device.create_stream(); pool = sa.MemoryPool(device, release_threshold=1 << 30)
-{body}
+device = sa.Device(0)
+def make(name):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.sa, module.Gate, module.device, module.stream = sa, Gate, device, device.create_stream()
+    module.pool = sa.MemoryPool(device, release_threshold=1 << 30)
+    return vars(module)
+for name, body in {bodies}.items(): exec(body, make(name))
 """
 
 
-@pytest.mark.parametrize("name", EXITS)
-def test_interpreter_exit(python: Python, name: str) -> None:
-    done = python(EXIT.format(body=EXITS[name]))
+@pytest.mark.parametrize("bodies", [EXITS, {"a capture under way": CAPTURE}], ids=["objects", "a capture"])
+def test_interpreter_exit(python: Python, bodies: dict[str, str]) -> None:
+    """Each body in a module of its own, whose objects live until the end."""
+    done = python(EXIT.format(bodies=bodies))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -387,6 +398,8 @@ null, mine, far = Null(), device.per_thread_stream, devices[1].create_stream()
 cache = sa.CachingAllocator(sa.MemoryPool(device))
 driver.cuCtxSetCurrent(stream._session.context(0))
 for one in (null, mine, device.default_stream): cache.allocate(64, one).free(); pool.allocate(64, one).free()
+cached, of_thread = ([cache.allocate(64, one) for _ in range(3)] for one in (stream, mine))
+cached.pop().free(); of_thread.pop().free()
 """,
     """
 lambda: buffers[2].free(),
@@ -410,8 +423,17 @@ lambda: device.memory_info(),
 lambda: pool.statistics(),
 lambda: graph.launch(stream),
 lambda: sa.MemoryPool(device),
+lambda: cache.allocate(64, stream),
+lambda: cached[0].free(),
+lambda: of_thread[0].free(),
+lambda: cached[0].fill(1),
+lambda: cache.trim(),
+lambda: cache.statistics(),
+lambda: sa.CachingAllocator(pool).allocate(64, stream),
 """,
     """
+cache.allocate(64, stream).free()
+assert len(driver.calls) == before
 buffers[0].fill(3); target = bytearray(64); buffers[0].copy_to(target); stream.synchronize()
 print(os.waitstatus_to_exitcode(status), set(target))
 """,
@@ -463,7 +485,7 @@ def test_forked_child(python: Python) -> None:
 
 def test_a_buffer_weighs_little(device: sa.Device, stream: sa.Stream) -> None:
     """250 bytes of host memory at most, with the bindings' pointer and what a list needs to hold it."""
-    count = 4000
+    count = 1000
     with sa.MemoryPool(device, release_threshold=1 << 40) as pool:
         pool.allocate(64, stream).free()
         tracemalloc.start()

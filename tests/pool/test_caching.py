@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate, settle
-from tests.processes import forking
 from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, in_threads, names
 
 SIZE = 4096
@@ -991,54 +989,6 @@ class TestFaults:
             with pytest.raises(sa.CudaError, match="cuMemAllocFromPoolAsync"):
                 cache.allocate(SIZE, stream)
             assert cache.statistics()[4:] == (0, 0, 0)
-
-
-FORK = forking(
-    """
-pool = sa.MemoryPool(device)
-cache = sa.CachingAllocator(pool)
-buffers = [cache.allocate(64, stream) for _ in range(3)]
-buffers.pop().free()
-mine = [cache.allocate(64, device.per_thread_stream) for _ in range(3)]
-mine.pop().free()
-""",
-    """
-lambda: cache.allocate(64, stream),
-lambda: buffers[0].free(),
-lambda: cache.allocate(64, device.per_thread_stream),
-lambda: mine[0].free(),
-lambda: buffers[0].fill(1),
-lambda: cache.trim(),
-lambda: cache.statistics(),
-lambda: sa.CachingAllocator(pool).allocate(64, stream),
-""",
-    """
-cache.allocate(64, stream).free()
-assert len(driver.calls) == before
-print(os.waitstatus_to_exitcode(status), cache.statistics().misses)
-""",
-)
-
-
-@pytest.mark.simulated_only("a process with a real driver should not fork")
-def test_fork(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(FORK)
-    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 6\n", "")
-
-
-EXIT = """
-import streamalloc as sa
-device = sa.Device(0); stream = device.create_stream(); pool = sa.MemoryPool(device, release_threshold=1 << 30)
-cache = sa.CachingAllocator(pool)
-buffers = [cache.allocate(64, stream) for _ in range(3)]
-buffers.pop().free()
-buffers.append(buffers)
-"""
-
-
-def test_interpreter_exit(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(EXIT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_half_made() -> None:
