@@ -154,6 +154,35 @@ class TestEvents:
             other.synchronize()
 
 
+DISABLE_TIMING, BLOCKING_SYNC, INTERPROCESS = 2, 1, 4
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({}, DISABLE_TIMING),
+        ({"timing": True}, 0),
+        ({"blocking_sync": True}, DISABLE_TIMING | BLOCKING_SYNC),
+        ({"interprocess": True}, DISABLE_TIMING | INTERPROCESS),
+        ({"timing": True, "blocking_sync": True}, BLOCKING_SYNC),
+    ],
+)
+def test_flags_of_an_event(machine: Any, options: dict[str, bool], flags: int) -> None:
+    driver = sd.traced(machine)
+    with sa.Device(0, driver=driver).create_event(**options):
+        (call,) = [call for call in driver.calls if call.name == "cuEventCreate"]
+        assert call.args == (flags,)
+
+
+def test_flags_of_an_event_that_a_stream_makes(machine: Any) -> None:
+    driver = sd.traced(machine)
+    with sa.Device(0, driver=driver).create_stream() as stream:
+        for timing, flags in ((False, DISABLE_TIMING), (True, 0)):
+            del driver.calls[:]
+            stream.record(timing=timing)
+            assert [call.args for call in driver.calls if call.name == "cuEventCreate"] == [(flags,)]
+
+
 class TestHostFunctions:
     def test_run_on_another_thread(self, stream: sa.Stream) -> None:
         seen: list[int] = []

@@ -20,7 +20,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
-from streamalloc.testing import Gate, settle
+from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, in_threads, names
 
 SIZE = 4096
@@ -989,19 +989,6 @@ class TestFaults:
             with pytest.raises(sa.CudaError, match="cuMemAllocFromPoolAsync"):
                 cache.allocate(SIZE, stream)
             assert cache.statistics()[4:] == (0, 0, 0)
-
-
-def test_half_made() -> None:
-    assert "could not be made" in repr(sa.CachingAllocator.__new__(sa.CachingAllocator))
-
-
-def test_keeps_what_the_pool_keeps(device: sa.Device, stream: sa.Stream) -> None:
-    """Nothing is held back of a device once all is closed."""
-    with sa.MemoryPool(device, release_threshold=KEEP) as pool, sa.CachingAllocator(pool) as cache:
-        cache.allocate(SIZE, stream).free()
-    stream.synchronize()
-    settle()
-    assert pool.closed and cache.closed
 
 
 def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:
