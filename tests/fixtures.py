@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc.testing import Gate
 from tests import processes
 from tests.support import KEEP
 
-__all__ = ["collecting", "device", "gate", "peer", "pool", "python", "stream"]
+__all__ = ["collecting", "device", "gate", "peer", "pool", "python", "stream", "traced"]
 
 
 @pytest.fixture
@@ -32,9 +33,15 @@ def collecting() -> Iterator[None]:
 
 
 @pytest.fixture
-def device(machine: Any) -> sa.Device:
+def traced(machine: Any) -> Any:
+    """The driver under test, with its calls recorded. ``device`` is of it in a test that takes both."""
+    return sd.traced(machine)
+
+
+@pytest.fixture
+def device(machine: Any, request: pytest.FixtureRequest) -> sa.Device:
     """Device 0 of the driver under test."""
-    return sa.Device(0)
+    return sa.Device(0, driver=request.getfixturevalue("traced") if "traced" in request.fixturenames else None)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from tests.support import holds, in_threads, names
 
 CPU, CUDA, CUDA_HOST = 1, 2, 3  # DLDeviceType in dlpack.h
@@ -301,10 +300,6 @@ class TestDLPackOrder:
     """The consumer's stream is made to wait for ours, and nothing else is done (Python array API, ``__dlpack__``)."""
 
     WAITS = ("cuEventRecord", "cuStreamWaitEvent", "cuStreamSynchronize", "cuCtxSynchronize")
-
-    @pytest.fixture
-    def traced(self, machine: Any) -> Any:
-        return sd.traced(machine)
 
     @pytest.fixture
     def memory(self, traced: Any) -> Iterator[sa.Buffer]:

@@ -71,15 +71,14 @@ class TestSizes:
         ],
         ids=repr,
     )
-    def test_that_are_none(self, machine: Any, size: Any, error: type[Exception]) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-            for allocate in (pool.allocate, sa.allocate):
-                for one in (stream, device.default_stream):
-                    with pytest.raises(error, match="nbytes"):
-                        allocate(size, one)
-            assert names(driver, "cuMemAllocFromPoolAsync", "cuMemAllocAsync") == []
+    def test_that_are_none(
+        self, traced: Any, size: Any, error: type[Exception], device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool
+    ) -> None:
+        for allocate in (pool.allocate, sa.allocate):
+            for one in (stream, device.default_stream):
+                with pytest.raises(error, match="nbytes"):
+                    allocate(size, one)
+        assert names(traced, "cuMemAllocFromPoolAsync", "cuMemAllocAsync") == []
 
     @pytest.mark.parametrize("size", [1 << 46, 1 << 63, (1 << 64) - 1])
     def test_that_no_device_has(self, device: sa.Device, stream: sa.Stream, size: int) -> None:
@@ -240,16 +239,14 @@ class TestOutOfMemory:
             buffer.fill(1)
             assert holds(buffer, 1)
 
-    def test_a_second_try_that_fails(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device, GROWTH, on_oom="sync-trim-retry") as pool:
+    def test_a_second_try_that_fails(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, GROWTH, on_oom="sync-trim-retry") as pool:
             with pool.allocate(20 * MiB, stream):
-                del driver.calls[:]
+                del traced.calls[:]
                 with pytest.raises(sa.OutOfMemoryError) as caught:
                     pool.allocate(20 * MiB, stream)
             tried = ("cuMemAllocFromPoolAsync", "cuCtxSynchronize", "cuMemPoolTrimTo")
-            assert names(driver, *tried) == [*tried, tried[0]]
+            assert names(traced, *tried) == [*tried, tried[0]]
             assert (caught.value.requested, caught.value.used, caught.value.limit) == (20 * MiB, 20 * MiB, GROWTH)
 
     def test_a_function_is_asked_until_there_is_memory(self, device: sa.Device, stream: sa.Stream) -> None:
@@ -309,15 +306,13 @@ class TestOutOfMemory:
             for buffer in kept:
                 buffer.free()
 
-    def test_no_hidden_work_by_default(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device, GROWTH) as pool:
+    def test_no_hidden_work_by_default(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, GROWTH) as pool:
             with pytest.raises(sa.OutOfMemoryError):
                 pool.allocate(2 * GROWTH, stream)
             hidden = ("cuCtxSynchronize", "cuStreamSynchronize", "cuMemPoolTrimTo", "cuMemPoolSetAttribute")
-            assert names(driver, *hidden) == []
-            assert names(driver).count("cuMemAllocFromPoolAsync") == 1
+            assert names(traced, *hidden) == []
+            assert names(traced).count("cuMemAllocFromPoolAsync") == 1
 
     def test_on_a_default_stream(self, device: sa.Device) -> None:
         with sa.MemoryPool(device, max_size=GROWTH) as pool:

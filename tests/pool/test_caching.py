@@ -38,28 +38,21 @@ def other(device: sa.Device) -> Iterator[sa.Stream]:
         yield stream
 
 
-@pytest.fixture
-def traced(machine: Any) -> Any:
-    return sd.traced(machine)
-
-
 def asked(driver: Any) -> list[str]:
     """The calls by which memory came and went."""
     return names(driver, "cuMemAllocFromPoolAsync", "cuMemFreeAsync", "cuMemAllocAsync")
 
 
 class TestReuse:
-    def test_without_asking_the_driver(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-            first = cache.allocate(SIZE, stream)
-            address = first.address
-            first.free()
-            del traced.calls[:]
-            for _ in range(5):
-                with cache.allocate(SIZE, stream) as buffer:
-                    assert (buffer.address, buffer.nbytes) == (address, SIZE)
-            assert traced.calls == []
+    def test_without_asking_the_driver(self, traced: Any, stream: sa.Stream, cache: sa.CachingAllocator) -> None:
+        first = cache.allocate(SIZE, stream)
+        address = first.address
+        first.free()
+        del traced.calls[:]
+        for _ in range(5):
+            with cache.allocate(SIZE, stream) as buffer:
+                assert (buffer.address, buffer.nbytes) == (address, SIZE)
+        assert traced.calls == []
 
     def test_is_a_buffer_like_any_other(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for _ in range(2):
@@ -604,22 +597,20 @@ class TestComesBack:
         gc.collect()
         assert pool.statistics().used == 0
 
-    def test_when_its_pool_is_closed(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with device.create_stream() as stream:
-            pool = sa.MemoryPool(device)
-            cache = sa.CachingAllocator(pool)
-            kept = cache.allocate(SIZE, stream)
-            cache.allocate(SIZE, stream).free()
-            pool.close()
-            assert cache.closed
-            with pytest.raises(sa.ClosedError):
-                cache.allocate(SIZE, stream)
-            with pytest.raises(sa.ClosedError):
-                sa.CachingAllocator(pool)
-            kept.free()
-            stream.synchronize()
-            assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
+    def test_when_its_pool_is_closed(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
+        cache = sa.CachingAllocator(pool)
+        kept = cache.allocate(SIZE, stream)
+        cache.allocate(SIZE, stream).free()
+        pool.close()
+        assert cache.closed
+        with pytest.raises(sa.ClosedError):
+            cache.allocate(SIZE, stream)
+        with pytest.raises(sa.ClosedError):
+            sa.CachingAllocator(pool)
+        kept.free()
+        stream.synchronize()
+        assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
 
     def test_nothing_of_a_cache_stays_with_its_stream(self, device: sa.Device, stream: sa.Stream) -> None:
         before = len(stream._endings)
@@ -684,17 +675,15 @@ class TestDropped:
         with cache.allocate(SIZE, stream) as buffer:
             assert buffer.address != address - 8
 
-    def test_makes_no_call(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-            buffer = cache.allocate(SIZE, stream)
-            with stream.capture():
-                del traced.calls[:]
-                del buffer
-                gc.collect()
-                assert traced.calls == []
-            cache.allocate(SIZE, stream).free()
-            assert cache.statistics().misses == 1
+    def test_makes_no_call(self, traced: Any, stream: sa.Stream, cache: sa.CachingAllocator) -> None:
+        buffer = cache.allocate(SIZE, stream)
+        with stream.capture():
+            del traced.calls[:]
+            del buffer
+            gc.collect()
+            assert traced.calls == []
+        cache.allocate(SIZE, stream).free()
+        assert cache.statistics().misses == 1
 
     def test_after_its_stream_was_closed(self, cache: sa.CachingAllocator, device: sa.Device) -> None:
         stream = device.create_stream()
@@ -747,17 +736,17 @@ class TestStepsAside:
             graph.close()
             assert cache.statistics().cached == 73 * MiB
 
-    def test_asks_the_pool_in_the_relaxed_mode_only(self, traced: Any) -> None:
+    def test_asks_the_pool_in_the_relaxed_mode_only(
+        self, traced: Any, device: sa.Device, cache: sa.CachingAllocator
+    ) -> None:
         """Another library may be capturing."""
-        device = sa.Device(0, driver=traced)
-        with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-            del traced.calls[:]
-            cache.allocate(40 * MiB, device.default_stream).free()
-            assert names(traced, "cuMemPoolGetAttribute", "cuThreadExchangeStreamCaptureMode") == [
-                "cuThreadExchangeStreamCaptureMode",
-                "cuMemPoolGetAttribute", "cuMemPoolGetAttribute",
-                "cuThreadExchangeStreamCaptureMode",
-            ]  # fmt: skip
+        del traced.calls[:]
+        cache.allocate(40 * MiB, device.default_stream).free()
+        assert names(traced, "cuMemPoolGetAttribute", "cuThreadExchangeStreamCaptureMode") == [
+            "cuThreadExchangeStreamCaptureMode",
+            "cuMemPoolGetAttribute", "cuMemPoolGetAttribute",
+            "cuThreadExchangeStreamCaptureMode",
+        ]  # fmt: skip
 
     def test_for_a_pool_that_is_closed_after_a_capture(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         kept = cache.allocate(SIZE, stream)

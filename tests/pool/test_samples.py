@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from tests.support import GROWTH, KEEP, names
 
 COUNT = 1 << 20  # elements of a vector, as in the sample
@@ -34,11 +33,11 @@ def _round(stream: sa.Stream, allocate: Any, value: float) -> sa.Buffer:
 
 class TestStreamOrderedAllocation:
     @pytest.mark.parametrize(("threshold", "kept", "grown"), [(0, 0, 5), (KEEP, GROWTH, 1)])
-    def test_rounds_with_a_synchronisation_between(self, machine: Any, threshold: int, kept: int, grown: int) -> None:
+    def test_rounds_with_a_synchronisation_between(
+        self, traced: Any, threshold: int, kept: int, grown: int, device: sa.Device, stream: sa.Stream
+    ) -> None:
         """The release threshold decides whether each round takes its memory from the system anew."""
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device, release_threshold=threshold) as pool:
+        with sa.MemoryPool(device, release_threshold=threshold) as pool:
             took, addresses = 0, set()
             for number in range(5):
                 took += pool.statistics().reserved == 0
@@ -49,7 +48,7 @@ class TestStreamOrderedAllocation:
                 stream.synchronize()
                 assert pool.statistics().reserved == kept
             assert took == grown and len(addresses) == 1
-            assert names(driver, "cuMemPoolTrimTo", "cuCtxSynchronize") == []
+            assert names(traced, "cuMemPoolTrimTo", "cuCtxSynchronize") == []
 
     def test_the_threshold_of_the_default_pool(self, device: sa.Device, stream: sa.Stream) -> None:
         default = sa.MemoryPool.default(device)
