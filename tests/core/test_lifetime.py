@@ -199,14 +199,13 @@ class TestGarbage:
             device.synchronize()
             assert pool.statistics().used == 0
 
-    def test_finalisers_never_wait(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        things = self._everything(sa.Device(0, driver=driver))
-        del driver.calls[:]
+    def test_finalisers_never_wait(self, traced: Any, device: sa.Device) -> None:
+        things = self._everything(device)
+        del traced.calls[:]
         things.clear()
         gc.collect()
         waits = ("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize")
-        assert names(driver) != [] and names(driver, *waits) == []
+        assert names(traced) != [] and names(traced, *waits) == []
 
 
 class TestThreads:

@@ -167,20 +167,18 @@ DISABLE_TIMING, BLOCKING_SYNC, INTERPROCESS = 2, 1, 4
         ({"timing": True, "blocking_sync": True}, BLOCKING_SYNC),
     ],
 )
-def test_flags_of_an_event(machine: Any, options: dict[str, bool], flags: int) -> None:
-    driver = sd.traced(machine)
-    with sa.Device(0, driver=driver).create_event(**options):
-        (call,) = [call for call in driver.calls if call.name == "cuEventCreate"]
+def test_flags_of_an_event(traced: Any, device: sa.Device, options: dict[str, bool], flags: int) -> None:
+    with device.create_event(**options):
+        (call,) = [call for call in traced.calls if call.name == "cuEventCreate"]
         assert call.args == (flags,)
 
 
-def test_flags_of_an_event_that_a_stream_makes(machine: Any) -> None:
-    driver = sd.traced(machine)
-    with sa.Device(0, driver=driver).create_stream() as stream:
+def test_flags_of_an_event_that_a_stream_makes(traced: Any, device: sa.Device) -> None:
+    with device.create_stream() as stream:
         for timing, flags in ((False, DISABLE_TIMING), (True, 0)):
-            del driver.calls[:]
+            del traced.calls[:]
             stream.record(timing=timing)
-            assert [call.args for call in driver.calls if call.name == "cuEventCreate"] == [(flags,)]
+            assert [call.args for call in traced.calls if call.name == "cuEventCreate"] == [(flags,)]
 
 
 class TestHostFunctions:
@@ -236,16 +234,14 @@ class TestClosing:
             assert "closed" in repr(one)
         assert [stream.closed, event.closed] == [True, True]
 
-    def test_use_afterwards_does_not_reach_the_driver(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
+    def test_use_afterwards_does_not_reach_the_driver(self, traced: Any, device: sa.Device) -> None:
         stream, other = device.create_stream(), device.create_stream()
         event = stream.record()
         pool = sa.MemoryPool(device)
         buffer = pool.allocate(64, other)
         stream.close()
         event.close()
-        del driver.calls[:]
+        del traced.calls[:]
         uses: tuple[Callable[[], object], ...] = (
             stream.synchronize,
             stream.query,
@@ -269,7 +265,7 @@ class TestClosing:
         for number, use in enumerate(uses):
             with pytest.raises(sa.ClosedError):
                 use()
-            assert names(driver) == [], number
+            assert names(traced) == [], number
         assert not buffer.freed
         buffer.free()
 
@@ -284,12 +280,10 @@ class TestClosing:
         device.synchronize()
         assert done == [True]
 
-    def test_leaves_other_people_s_streams(self, machine: Any, device: sa.Device) -> None:
-        driver = sd.traced(machine)
-        own = sa.Device(0, driver=driver)
-        own.default_stream.close()
-        own.per_thread_stream.close()
-        assert names(driver, "cuStreamDestroy") == []
+    def test_leaves_other_people_s_streams(self, traced: Any, device: sa.Device) -> None:
+        device.default_stream.close()
+        device.per_thread_stream.close()
+        assert names(traced, "cuStreamDestroy") == []
 
     def test_default_streams_are_made_anew(self, device: sa.Device) -> None:
         device.default_stream.close()
@@ -362,11 +356,10 @@ class TestForeignStreams:
     def test_ours_follow_the_protocol(self, stream: sa.Stream) -> None:
         assert stream.__cuda_stream__() == (0, stream.handle)
 
-    def test_are_never_destroyed(self, machine: Any, stream: sa.Stream) -> None:
-        driver = sd.traced(machine)
-        pool = sa.MemoryPool(sa.Device(0, driver=driver))
+    def test_are_never_destroyed(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
         pool.allocate(64, _ByProtocol(stream.handle)).stream.close()
-        assert names(driver, "cuStreamDestroy") == []
+        assert names(traced, "cuStreamDestroy") == []
         stream.synchronize()
 
     def test_unknown_protocol_version(self, stream: sa.Stream, pool: sa.MemoryPool) -> None:
