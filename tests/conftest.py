@@ -222,9 +222,15 @@ def collecting() -> Iterator[None]:
 
 
 @pytest.fixture
-def device(machine: Any) -> sa.Device:
+def traced(machine: Any) -> Any:
+    """The driver under test, with its calls recorded. ``device`` is of it in a test that takes both."""
+    return sd.traced(machine)
+
+
+@pytest.fixture
+def device(machine: Any, request: pytest.FixtureRequest) -> sa.Device:
     """Device 0 of the driver under test."""
-    return sa.Device(0)
+    return sa.Device(0, driver=request.getfixturevalue("traced") if "traced" in request.fixturenames else None)
 
 
 @pytest.fixture

@@ -101,23 +101,27 @@ def pending(stream: sa.Stream) -> bool:
 
 def free_in_threads(buffer: sa.Buffer, count: int) -> list[type[BaseException] | None]:
     """Free a buffer in several threads at once: what each of them raised."""
-    start = threading.Barrier(count)
-    results: list[type[BaseException] | None] = []
 
-    def free() -> None:
-        start.wait()
+    def free() -> type[BaseException] | None:
         try:
             buffer.free()
-            results.append(None)
         except BaseException as error:
-            results.append(type(error))
+            return type(error)
+        return None
 
-    threads = [threading.Thread(target=free) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return in_threads(*[free] * count)
+
+
+def in_threads(*bodies: Callable[[], T]) -> list[T]:
+    """Results of functions that run at once, each in a new thread. Raises the error of the first that fails."""
+    start = threading.Barrier(len(bodies))
+
+    def run(body: Callable[[], T]) -> T:
+        start.wait()
+        return body()
+
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        return [ended.result() for ended in [threads.submit(run, body) for body in bodies]]
 
 
 def collect_and_freeze() -> None:

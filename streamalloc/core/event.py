@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamalloc.core.awaiting import finished
-from streamalloc.core.deferred import OFTEN, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import OFTEN, Deferred, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, made_for_sharing
-from streamalloc.core.session import Session
+from streamalloc.core.session import PerDriver, Session, drained
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, Future, TimerHandle
+
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
 
@@ -57,11 +60,7 @@ class Spares(list[Any]):
 
     def destroy_all(self, session: Session) -> None:
         """Destroy the events that are kept now."""
-        while self:
-            try:
-                raw = self.pop()
-            except IndexError:  # another thread took it
-                return
+        for raw in drained(self.pop):
             destroy_event(session, raw)
 
 
@@ -262,3 +261,139 @@ def context_event(device: Device) -> Event:
         queue.refuse_captures("cuCtxRecordEvent")
         session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
     return event
+
+
+# -- last events of streams ----------------------------------------------------------------------------------
+
+
+class _StreamEnd(Deferred):
+    """Item that ends with the work of a stream that was closed or dropped earlier."""
+
+    __slots__ = ("__weakref__", "event")
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+    def attempt(self) -> bool:
+        return has_passed(self.event)
+
+    def memory(self) -> int | None:
+        return 0
+
+
+pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
+"""Ends that the deferred queue has."""
+
+
+def defer_end(session: Session, last: Event) -> None:
+    """Submit the last event of an ending stream to the deferred queue, unless it has completed."""
+    with session.relaxed():
+        if not last.query():
+            item = _StreamEnd(last)
+            pending_ends(session).add(item)
+            deferred_queue(session).submit(item)
+
+
+def has_passed(event: Event) -> bool:
+    """Whether an event has completed; then synchronise with it, so that pools can reuse the memory of earlier frees."""
+    with contextlib.suppress(ClosedError):  # closed by the stream's owner, which has synchronised
+        if not event.query():
+            return False
+        event._session.call("cuEventSynchronize", event._checked_raw())
+    return True
+
+
+# -- await in asyncio ----------------------------------------------------------------------------------------
+#
+# No threads: each event loop has one timer for all its waits. It queries the events (``cuEventQuery``) at every turn of
+# the loop during the first 0.1 ms of a wait, then at intervals. The interval grows from 1 to 10 ms with the age of the
+# youngest wait. It is at least 20 times the duration of the queries. The timer keeps the waits alive, so a closed loop
+# drops them.
+
+_TURNS = 1e-4
+"""Seconds during which every loop turn queries a new wait."""
+_SHORTEST, _LONGEST = 1e-3, 1e-2
+"""Seconds between queries."""
+_SHARE = 20
+"""Minimum ratio of an interval to the duration of the previous queries."""
+
+
+async def finished(event: Event) -> None:
+    """Wait as :meth:`Event.synchronize` does, without blocking the running loop."""
+    # A running loop has already imported it. At module level the import would double the package's import time.
+    from asyncio import get_running_loop
+
+    loop = get_running_loop()
+    with event._session.relaxed():
+        if event.query():
+            event.synchronize()
+            return
+    poller = _pollers.get(id(loop))
+    if poller is None:
+        poller = _pollers[id(loop)] = _Poller()
+    future = loop.create_future()
+    poller.add(loop, future, event)
+    try:
+        await future
+    finally:
+        poller.waits.pop(future, None)
+
+
+class _Poller:
+    """The waits of one loop: event and start time, by future."""
+
+    __slots__ = ("__weakref__", "_timer", "waits")
+
+    def __init__(self) -> None:
+        self.waits: dict[Future[None], tuple[Event, float]] = {}
+        self._timer: TimerHandle | None = None
+
+    def add(self, loop: AbstractEventLoop, future: Future[None], event: Event) -> None:
+        self.waits[future] = event, loop.time()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time():
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(0, self._look, loop)
+
+    def _look(self, loop: AbstractEventLoop) -> None:
+        """Query all events, and set the timer again if some are not done."""
+        began = loop.time()
+        self._timer = None
+        for session in dict.fromkeys(event._session for event, _ in self.waits.values()):
+            self._query(session)
+        # A wait is removed later, when its task continues.
+        ages = [began - since for future, (_, since) in self.waits.items() if not future.done()]
+        if ages:
+            age, now = min(ages), loop.time()
+            interval = 0 if age < _TURNS else min(max(age / 8, _SHORTEST), _LONGEST)
+            self._timer = loop.call_later(max(interval, _SHARE * (now - began) * (age >= _TURNS)), self._look, loop)
+
+    def _query(self, session: Session) -> None:
+        waits = [(future, event) for future, (event, _) in self.waits.items() if event._session is session]
+        try:
+            # A query in another mode would invalidate captures of other streams.
+            with session.relaxed():
+                for future, event in waits:
+                    _settle(future, event)
+        except Exception as error:  # of a forked child, or a lost context
+            for future, _ in waits:
+                if not future.done():
+                    future.set_exception(error)
+
+
+def _settle(future: Future[None], event: Event) -> None:
+    """End a wait if its event is done or closed, or if the query fails."""
+    if future.done():  # cancelled
+        return
+    try:
+        if event.query():
+            # Returns at once. It makes the driver see that the frees before the event have run.
+            event.synchronize()
+            future.set_result(None)
+    except Exception as error:
+        future.set_exception(error)
+
+
+# By id of the loop. The loop's timer keeps its poller alive, and the poller's futures keep the loop.
+_pollers: weakref.WeakValueDictionary[int, _Poller] = weakref.WeakValueDictionary()

@@ -7,7 +7,6 @@ its allocations, which has the same address at every launch. Building graphs nod
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.deferred import HandleEnd, deferred_queue, work
@@ -129,105 +128,85 @@ class Graph(Closes):
         return f" of device {self.device.ordinal}, {state}"
 
 
-class Capture:
-    """A capture under way: the streams that take part and the graph that it makes."""
+class Capture(contextlib.AbstractContextManager[Graph]):
+    """The ``with`` block of :meth:`Stream.capture`: the streams that take part, and the graph that it makes.
 
-    __slots__ = ("graph", "origin", "streams")
+    If the block raises, the capture is ended, its graph is destroyed, and the exception propagates.
+    """
 
-    def __init__(self, origin: Stream) -> None:
-        self.origin: Stream = origin
+    def __init__(self, origin: Stream, mode: CaptureMode) -> None:
+        if mode not in _MODES:
+            raise ValueError(f"mode={mode!r}: allowed are {', '.join(map(repr, _MODES))}")
         self.graph: Graph = Graph(origin.device)
-        self.streams: list[Stream] = []
+        self._origin = origin
+        self._mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
+        self._session = origin._session
+        self._queue = deferred_queue(origin._session)
+        self._streams: list[Stream] = []
+        self._begun = False
+
+    def __enter__(self) -> Graph:
+        if self._begun:
+            raise RuntimeError("a capture is made once: call Stream.capture for another")
+        raw = self._origin._checked_raw()
+        try:
+            self._begin(raw)
+            return self.graph
+        except BaseException as error:
+            # If a signal handler raises after the capture has begun, end the capture now. The traceback would keep it.
+            self.__exit__(type(error), error, None)
+            raise
+
+    def _begin(self, raw: Any) -> None:
+        self._queue.begin_capture(self)
+        captures_changed(self._session)
+        # A deferred item may be using the stream on another thread.
+        with self._origin._in_use, self._origin._context():
+            # First: if a signal handler raises when the call returns, the capture must be ended.
+            self._begun = True
+            try:
+                hint = "is the stream being captured already, or a legacy one?"
+                self._session.call("cuStreamBeginCapture", raw, self._mode, hint=hint)
+            except (CudaError, *NOT_CALLED):
+                self._begun = False
+                raise
+            self.adopt(self._origin)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ended = False
+        try:
+            if error is None:
+                self._end()
+                ended = True
+        finally:
+            try:
+                if self._begun and not ended:
+                    # If the block invalidated the capture, the driver refuses. The block's own error says more.
+                    with contextlib.suppress(CudaError):
+                        self._end()
+                    self.graph.close()
+            finally:
+                if self in self._queue.captures:
+                    del self._queue.captures[self]
+                captures_changed(self._session)
+                work(self._session)
+
+    def _end(self) -> None:
+        try:
+            with self._origin._context():
+                self._session.create(self.graph._handle, "_raw", "cuStreamEndCapture", self._origin._raw)
+        finally:
+            # The streams execute their work again.
+            for stream in self._streams:
+                stream._capture = None
+                stream._allow_direct()
+            self._streams.clear()
 
     def adopt(self, stream: Stream) -> None:
         """Add a stream: its allocations belong to the graph until the capture ends."""
         stream._capture = self
         stream._forbid_direct()
-        self.streams.append(stream)
-
-    def release(self) -> None:
-        """Remove all streams from the capture. They execute their work again."""
-        for stream in self.streams:
-            stream._capture = None
-            stream._allow_direct()
-        self.streams.clear()
-
-
-class Capturing(contextlib.AbstractContextManager["Graph"]):
-    """The ``with`` block of :meth:`Stream.capture`."""
-
-    def __init__(self, stream: Stream, mode: CaptureMode) -> None:
-        self._steps = _capturing(stream, mode)
-
-    def __enter__(self) -> Graph:
-        try:
-            return next(self._steps)
-        except BaseException:
-            # If a signal handler raises after the capture has begun, end the capture now. The traceback would keep it.
-            self._steps.close()
-            raise
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            next(self._steps, None)
-            return
-        try:
-            self._steps.throw(error)
-        except BaseException as raised:
-            if error not in (raised, raised.__cause__):  # the cause: Python replaces a StopIteration
-                raise
-
-
-def _capturing(stream: Stream, mode: CaptureMode) -> Generator[Graph, None, None]:
-    """Capture ``stream`` in a ``with`` block; see :meth:`Stream.capture`.
-
-    If the block raises, the capture is ended, its graph is destroyed, and the exception propagates.
-    """
-    if mode not in _MODES:
-        raise ValueError(f"mode={mode!r}: allowed are {', '.join(map(repr, _MODES))}")
-    session = stream._session
-    raw = stream._checked_raw()
-    driver_mode = getattr(cuda.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode.upper()}")
-    capture = Capture(stream)
-    queue = deferred_queue(session)
-    begun = False
-    try:
-        queue.begin_capture(capture)
-        captures_changed(session)
-        # A deferred item may be using the stream on another thread.
-        with stream._in_use, stream._context():
-            # First: if a signal handler raises when the call returns, the capture must be ended.
-            begun = True
-            try:
-                hint = "is the stream being captured already, or a legacy one?"
-                session.call("cuStreamBeginCapture", raw, driver_mode, hint=hint)
-            except (CudaError, *NOT_CALLED):
-                begun = False
-                raise
-            capture.adopt(stream)
-        yield capture.graph
-        _end(capture)
-    except BaseException:
-        if begun:
-            # If the block invalidated the capture, the driver returns an error. The block's own error says more.
-            with contextlib.suppress(CudaError):
-                _end(capture)
-            capture.graph.close()
-        raise
-    finally:
-        if capture in queue.captures:
-            del queue.captures[capture]
-        captures_changed(session)
-        work(session)
-
-
-def _end(capture: Capture) -> None:
-    stream = capture.origin
-    try:
-        with stream._context():
-            stream._session.create(capture.graph._handle, "_raw", "cuStreamEndCapture", stream._raw)
-    finally:
-        capture.release()
+        self._streams.append(stream)
 
 
 class GraphMemoryStatistics(NamedTuple):

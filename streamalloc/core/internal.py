@@ -35,7 +35,6 @@ from streamalloc.core.graph import Graph
 from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
 from streamalloc.core.per_thread_streams import (
-    forbid_lists,
     give_lists,
     leave_stream,
     of_this_thread,
@@ -52,7 +51,7 @@ from streamalloc.core.queued_work import (
     settle,
     work_since,
 )
-from streamalloc.core.session import members, session_of
+from streamalloc.core.session import drained, members, session_of
 from streamalloc.core.stream import (
     LEGACY,
     NOT_CAPTURED,

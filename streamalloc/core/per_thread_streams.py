@@ -93,17 +93,11 @@ def give_lists(stream: Stream, key: object, lists: object) -> None:
         give_lists(shared, key, _ThreadLists(shared, key))
     if key in stream.free_lists:
         return
+    stream._session.shut_with_me(stream)
     stream.free_lists = {**stream.free_lists, key: lists}
     # A capture may just have begun.
     if stream._closed or stream._capture:
         stream._forbid_direct()
-
-
-def forbid_lists(stream: Stream) -> None:
-    """Make every call on a stream take the slow path, as in a forked child."""
-    stream._forbid_direct()
-    if stream._thread:
-        forbid_lists(cast("Stream", stream._owner))
 
 
 def thread_of(stream: Stream) -> tuple[int, Threads | None]:

@@ -16,16 +16,15 @@ from streamalloc.core.errors import (
     NotReadyError,
     refused,
 )
+from streamalloc.core.event import Event, has_passed, pending_ends
 from streamalloc.core.library_streams import names_handle, owned_streams
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, created_streams, moment, refuse_capture
-from streamalloc.core.stream_ends import has_passed, pending_ends
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 from streamalloc.driver.internal import RLock
 
 if TYPE_CHECKING:
     from streamalloc.core.device import Device
-    from streamalloc.core.event import Event
 
 T = TypeVar("T")
 

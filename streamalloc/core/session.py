@@ -309,6 +309,15 @@ def members(several: weakref.WeakSet[T]) -> list[T]:
             return list(several)
 
 
+def drained(pop: Callable[[], T]) -> Iterator[T]:
+    """The items that ``pop`` takes off a list or a deque until it is empty. Other threads may take and add some
+    meanwhile.
+    """
+    with contextlib.suppress(IndexError):
+        while True:
+            yield pop()
+
+
 class PerDriver(Generic[T]):
     """State shared by the objects of one driver. ``state(session)`` returns one object per driver, made on first use.
 

@@ -7,6 +7,7 @@ The package makes streams of its own. It accepts default streams and streams of 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import itertools
 import threading
@@ -15,8 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
-from streamalloc.core.awaiting import finished_once
-from streamalloc.core.deferred import OFTEN, Deferred, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
@@ -24,9 +24,18 @@ from streamalloc.core.errors import (
     NotReadyError,
     error_from,
     refused,
+    undoing,
 )
-from streamalloc.core.event import Event, EventLike, Spares, destroy_event, foreign_event, is_done
-from streamalloc.core.host_functions import queue_host_function
+from streamalloc.core.event import (
+    Event,
+    EventLike,
+    Spares,
+    defer_end,
+    destroy_event,
+    finished,
+    foreign_event,
+    is_done,
+)
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.library_streams import (
     CuPyStreamLike,
@@ -39,7 +48,6 @@ from streamalloc.core.library_streams import (
 )
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.core.stream_ends import LateEnd, defer_end
 from streamalloc.driver.internal import RLock, cuda
 
 if TYPE_CHECKING:
@@ -62,6 +70,10 @@ _NO_LISTS: Mapping[object, Any] = MappingProxyType({})
 NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 """Answer of ``cuStreamIsCapturing`` for a stream that is not being captured."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
+
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_host_functions: dict[int, Any] = {}
+"""Callbacks of host functions, by address, until the driver has called them."""
 
 moment: Callable[[], int] = itertools.count().__next__
 """Returns a higher number at each call, on any thread."""
@@ -592,7 +604,12 @@ class Stream(Closes, Shown):
         Equivalent to ``await stream.record()`` (:meth:`Event.__await__`). Work queued during the wait is not included.
         """
         refuse_capture(self, "cuEventQuery", "await it after the capture")
-        return finished_once(self.record()).__await__()
+
+        async def wait() -> None:
+            with self.record() as event:
+                await finished(event)
+
+        return wait().__await__()
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
@@ -626,7 +643,17 @@ class Stream(Closes, Shown):
                 "the bindings let a Python function run once, and a graph may be launched more often",
             )
 
-        queue_host_function(function, lambda *arguments: self._call("cuLaunchHostFunc", *arguments))
+        def run(token: int | None) -> None:
+            try:
+                function()
+            finally:
+                _host_functions.pop(token or 0, None)
+
+        callback = _HOST_FUNCTION(run)
+        pointer = ctypes.cast(callback, ctypes.c_void_p).value or 0
+        _host_functions[pointer] = callback
+        with undoing(lambda: _host_functions.pop(pointer, None)):
+            self._call("cuLaunchHostFunc", cuda.CUhostFn(pointer), pointer)
 
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record the work of a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
@@ -635,9 +662,9 @@ class Stream(Closes, Shown):
         graph. The driver refuses calls that are unsafe during a capture: on all threads with ``mode="global"``, on this
         thread with ``"thread_local"``, on none with ``"relaxed"``.
         """
-        from streamalloc.core.graph import Capturing
+        from streamalloc.core.graph import Capture
 
-        return Capturing(self, mode)
+        return Capture(self, mode)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -669,7 +696,7 @@ class Stream(Closes, Shown):
             self._forbid_direct()
             self._closed = True
             if self._dropping:
-                deferred_queue(self._session).submit(LateEnd(self._session, self._raw, self._dropping))
+                deferred_queue(self._session).submit(_LateEnd(self._session, self._raw, self._dropping))
                 return
             result = self._session.driver.cuStreamDestroy(self._raw)[0]
         if result:
@@ -745,6 +772,19 @@ class Stream(Closes, Shown):
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
         return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
+
+
+class _LateEnd(HandleEnd):
+    """Destruction of a stream that was closed while finalisers on other threads freed memory on it."""
+
+    __slots__ = ("_dropping",)
+
+    def __init__(self, session: Session, raw: Any, dropping: list[None]) -> None:
+        super().__init__(session, "cuStreamDestroy", raw)
+        self._dropping = dropping
+
+    def attempt(self) -> bool:
+        return not self._dropping and super().attempt()
 
 
 class Threads(threading.local):

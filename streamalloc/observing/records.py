@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import threading
 import time
@@ -46,6 +47,14 @@ class Site(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<Site {self}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _loaded_site, (marshal.dumps(self.code), self.at)
+
+
+def _loaded_site(code: bytes, at: int) -> Site:
+    """A site from a pickle: code objects cannot be pickled."""
+    return Site(marshal.loads(code), at)
 
 
 def sites(depth: int) -> tuple[Site, ...]:

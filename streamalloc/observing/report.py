@@ -17,7 +17,7 @@ class LeakError(AssertionError):
     """
 
     def __init__(self, report: LeakReport) -> None:
-        super().__init__(str(report))
+        super().__init__(report)
         self.report: LeakReport = report
 
 

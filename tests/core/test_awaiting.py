@@ -13,7 +13,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.awaiting import _pollers
+from streamalloc.core.event import _pollers
 from streamalloc.testing import Gate
 from tests.support import GROWTH, MiB, executed, names
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import ctypes
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.testing import Gate
-from tests.support import KEEP, MiB, executed, holds, names, pending, read
+from tests.support import KEEP, MiB, executed, holds, in_threads, names, pending, read
 
 
 @pytest.fixture
@@ -44,27 +43,22 @@ class TestBuffer:
 
 
 class TestFreeing:
-    def test_twice(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-            buffer = pool.allocate(64, stream)
-            buffer.free()
-            for again in (None, stream, device.default_stream):
-                with pytest.raises(sa.ClosedError, match="freed already"):
-                    buffer.free(again)
-            buffer.close()
-            assert names(driver, "cuMemFreeAsync") == ["cuMemFreeAsync"]
-            assert buffer.freed and "freed" in repr(buffer)
+    def test_twice(self, traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+        buffer = pool.allocate(64, stream)
+        buffer.free()
+        for again in (None, stream, device.default_stream):
+            with pytest.raises(sa.ClosedError, match="freed already"):
+                buffer.free(again)
+        buffer.close()
+        assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
+        assert buffer.freed and "freed" in repr(buffer)
 
-    def test_use_afterwards(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as other:
+    def test_use_afterwards(self, traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+        with pool.allocate(64, stream) as other:
             buffer = pool.allocate(64, stream)
             view = buffer[:8]
             buffer.free()
-            del driver.calls[:]
+            del traced.calls[:]
             uses: list[Callable[[], object]] = [
                 lambda: buffer.address,
                 lambda: buffer.fill(1),
@@ -82,7 +76,7 @@ class TestFreeing:
             for number, use in enumerate(uses):
                 with pytest.raises(sa.ClosedError):
                     use()
-                assert names(driver) == [], number
+                assert names(traced) == [], number
             assert buffer.nbytes == 64 and buffer.stream is stream  # what needs no memory is still told
 
     def test_block(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
@@ -236,22 +230,18 @@ class TestFill:
         stream.synchronize()
         assert holds(buffer, 9)
 
-    def test_of_nothing(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(0, stream) as empty:
+    def test_of_nothing(self, traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+        with pool.allocate(0, stream) as empty:
             for value in (1, b"ab", np.float32(1)):
                 empty.fill(value)
-            assert names(driver, "cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async") == []
+            assert names(traced, "cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async") == []
 
-    def test_synchronises_nothing(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as buffer:
-            del driver.calls[:]
+    def test_synchronises_nothing(self, traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+        with pool.allocate(64, stream) as buffer:
+            del traced.calls[:]
             buffer.fill(1)
             buffer.fill(1, width=4)
-            assert names(driver) == ["cuMemsetD8Async", "cuMemsetD32Async"]
+            assert names(traced) == ["cuMemsetD8Async", "cuMemsetD32Async"]
 
 
 SOURCES: dict[str, Callable[[bytes], Any]] = {
@@ -410,15 +400,13 @@ class TestCopy:
             with pytest.raises(TypeError, match=name):
                 copy(other)
 
-    def test_of_nothing(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(0, stream) as empty:
+    def test_of_nothing(self, traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+        with pool.allocate(0, stream) as empty:
             empty.copy_to(bytearray())
             empty.copy_from(b"")
             empty.copy_from(np.zeros((0, 3)))
             empty.copy_to(empty)
-            assert not [name for name in names(driver) if name.startswith("cuMemcpy")]
+            assert not [name for name in names(traced) if name.startswith("cuMemcpy")]
 
     def test_a_pageable_source_may_change_at_once(self, buffer: sa.Buffer, stream: sa.Stream, gate: Gate) -> None:
         source = np.full(64, 1, np.uint8)
@@ -458,19 +446,15 @@ class TestCopy:
 
     def test_runs_under_its_stream_s_context(self, buffer: sa.Buffer, pool: sa.MemoryPool) -> None:
         """Programming guide 4.3.5.1: from a thread without a current context, too."""
-        results: list[bytes] = []
 
-        def work() -> None:
+        def work() -> bytes:
             with pool.allocate(64, buffer.stream) as other:
                 other.copy_from(buffer)
                 target = bytearray(64)
                 other.copy_to(target)
-                results.append(bytes(target))
+                return bytes(target)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert results == [bytes(range(64))]
+        assert in_threads(work) == [bytes(range(64))]
 
     def test_much(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         data = np.random.default_rng(1).integers(0, 256, 3 * MiB + 7, np.uint8)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
 from streamalloc.pool.cache import allocator
 from streamalloc.testing import Gate
-from tests.support import KEEP, MiB, end_what_was_dropped, holds, names
+from tests.support import KEEP, MiB, end_what_was_dropped, holds, in_threads, names
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 
@@ -191,9 +190,7 @@ def test_the_memory_is_free_once_the_device_was_synchronized(
 def test_many_that_another_thread_drops(scene: Scene) -> None:
     buffers = [scene.pool.allocate(4096, scene.theirs) for _ in range(20)]
     scene.close()
-    thread = threading.Thread(target=buffers.clear)
-    thread.start()
-    thread.join()
+    in_threads(buffers.clear)
     scene.device.synchronize()
     assert scene.used == 0
 
@@ -217,23 +214,20 @@ def test_a_pool_that_runs_out_synchronizes(scene: Scene, cached: bool, gone: boo
 @pytest.mark.parametrize("scene", [OfCudaCore], indirect=True)
 def test_a_pool_that_runs_out_invalidates_no_capture_of_another_thread(scene: Scene, mode: str) -> None:
     modes, other = cuda.CUstreamCaptureMode, Theirs(scene.device)
-    found: list[sa.Buffer] = []
 
-    def allocate() -> None:
+    def allocate() -> sa.Buffer:
         scene.driver.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_RELAXED)
-        found.append(pool.allocate(20 * MiB, scene.own))
+        return pool.allocate(20 * MiB, scene.own)
 
     with sa.MemoryPool(scene.device, max_size=32 * MiB) as pool:
         buffer = [pool.allocate(20 * MiB, scene.theirs)]
         scene.close()
         dropping(scene, buffer)
         assert not scene.driver.cuStreamBeginCapture(other.raw, getattr(modes, f"CU_STREAM_CAPTURE_MODE_{mode}"))[0]
-        thread = threading.Thread(target=allocate)
-        thread.start()
-        thread.join()
+        (found,) = in_threads(allocate)
         result, graph = scene.driver.cuStreamEndCapture(other.raw)
         assert not result and not scene.driver.cuGraphDestroy(graph)[0]
-        found.pop().free()
+        found.free()
     other.close()
 
 

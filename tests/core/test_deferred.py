@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import signal
 import threading
@@ -19,6 +20,7 @@ from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.errors import CudaError, DeviceLostError
 from tests.interleaving import interleaved
 from tests.interrupting import since_3_11
+from tests.support import in_threads
 
 
 class Interrupt(Exception):
@@ -195,11 +197,7 @@ def test_threads_for_real() -> None:
             later.submit(item)
             later.work()
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[functools.partial(run, number) for number in range(4)])
     for _ in range(3):
         later.work()
     assert len(later) == 0 and len(ended) == len(made) == len(set(ended))
@@ -321,9 +319,7 @@ def test_an_item_that_is_submitted_during_its_attempt_is_attempted_again() -> No
         if len(found) == 1:
             got.append(2)
             queue.submit(item)
-            other = threading.Thread(target=queue.work)
-            other.start()
-            other.join()
+            in_threads(queue.work)
         return True
 
     queue.submit(Item(queue, ended, [take, take]))

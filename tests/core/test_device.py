@@ -243,13 +243,11 @@ class TestStreamsOfADevice:
             assert sorted(done) == [1, 2]
 
 
-def test_nothing_is_asked_twice_for_an_ordinal(machine: Any) -> None:
-    driver = sd.traced(machine)
-    device = sa.Device(0, driver=driver)
-    del driver.calls[:]
+def test_nothing_is_asked_twice_for_an_ordinal(machine: Any, traced: Any, device: sa.Device) -> None:
+    del traced.calls[:]
     assert (device.ordinal, device.location, device == sa.Device(0, driver=machine)) == (
         0,
         sa.MemLocation.device(0),
         False,
     )
-    assert names(driver) == []
+    assert names(traced) == []

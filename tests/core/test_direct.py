@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from streamalloc.core.queued_work import queue_behind
 from streamalloc.core.session import DIRECT, session_of
 from streamalloc.core.stream_resolution import direct_handle
 from streamalloc.testing import Gate
-from tests.support import MiB, holds, names, pending, read
+from tests.support import MiB, holds, in_threads, names, pending, read
 
 
 class Scene(NamedTuple):
@@ -305,17 +304,7 @@ class TestEventsUsedAgain:
         with device.create_stream() as stream:
             for _ in range(200):
                 event = stream.record()
-                start = threading.Barrier(3)
-
-                def close(event: sa.Event = event, start: threading.Barrier = start) -> None:
-                    start.wait()
-                    event.close()
-
-                threads = [threading.Thread(target=close) for _ in range(3)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+                in_threads(*[event.close] * 3)
                 held = [stream.record() for _ in range(3)]
                 assert len({one.handle for one in held}) == 3
                 for one in held:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import pickle
-from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -83,22 +80,6 @@ def test_out_of_memory_figures_pickle() -> None:
     twin = _through_a_pipe(error)
     assert {name: getattr(twin, name) for name in figures} == figures
     assert str(twin) == str(error)
-
-
-def test_an_error_from_another_process(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(
-        "import base64, pickle, streamalloc as sa\n"
-        "device = sa.Device(0)\n"
-        "with sa.MemoryPool(device, max_size=32 << 20) as pool, device.create_stream() as stream:\n"
-        "    try:\n"
-        "        pool.allocate(64 << 20, stream)\n"
-        "    except sa.OutOfMemoryError as error:\n"
-        "        print(base64.b64encode(pickle.dumps(error)).decode())\n"
-    )
-    assert done.stderr == ""
-    error = pickle.loads(base64.b64decode(done.stdout))
-    assert isinstance(error, sa.OutOfMemoryError)
-    assert (error.requested, error.used, error.limit, error.code) == (64 * MiB, 0, GROWTH, 2)
 
 
 def test_out_of_memory_of_a_pool(device: sa.Device, stream: sa.Stream) -> None:

@@ -222,14 +222,13 @@ class TestTheGraphsMemory:
                 buffer.fill(value)
                 assert holds(buffer, value)
 
-    def test_a_dropped_buffer_frees_nothing(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        with sa.Device(0, driver=driver).create_stream() as stream:
+    def test_a_dropped_buffer_frees_nothing(self, traced: Any, device: sa.Device) -> None:
+        with device.create_stream() as stream:
             with stream.capture() as graph:
                 sa.allocate(64, stream)
             graph.launch(stream)
             gc.collect()
-            assert names(driver, "cuMemFreeAsync", "cuMemFree") == []
+            assert names(traced, "cuMemFreeAsync", "cuMemFree") == []
             graph.close()
 
     def test_belongs_to_the_graph_for_the_checker(self, machine: Any) -> None:
@@ -329,9 +328,8 @@ class TestFailures:
         with graph, pytest.raises(sa.InvalidValueError, match="memory that was freed after its capture"):
             graph.launch(stream)
 
-    def test_a_graph_that_was_closed(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        with sa.Device(0, driver=driver).create_stream() as stream:
+    def test_a_graph_that_was_closed(self, traced: Any, device: sa.Device) -> None:
+        with device.create_stream() as stream:
             with stream.capture() as graph, sa.allocate(64, stream):
                 assert "without nodes" in repr(graph)
             graph.launch(stream)
@@ -340,7 +338,7 @@ class TestFailures:
             with pytest.raises(sa.ClosedError, match="device 0, closed>"):
                 graph.launch(stream)
         ends = ("cuGraphDestroy", "cuGraphExecDestroy")
-        assert sorted(names(driver, *ends)) == sorted(ends)
+        assert sorted(names(traced, *ends)) == sorted(ends)
 
 
 class TestGraphMemory:

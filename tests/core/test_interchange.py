@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from typing import Any
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
-from tests.support import holds, names
+from tests.support import holds, in_threads, names
 
 CPU, CUDA, CUDA_HOST = 1, 2, 3  # DLDeviceType in dlpack.h
 
@@ -250,9 +248,7 @@ class TestDLPack:
 
     def test_a_consumer_deletes_on_its_own_thread(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         consumer = Consumer(pool.allocate(64, stream).__dlpack__(stream=-1))
-        thread = threading.Thread(target=consumer.delete)
-        thread.start()
-        thread.join()
+        in_threads(consumer.delete)
         assert pool.statistics().used == 0
 
     def test_a_capsule_that_nobody_takes(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
@@ -304,10 +300,6 @@ class TestDLPackOrder:
     """The consumer's stream is made to wait for ours, and nothing else is done (Python array API, ``__dlpack__``)."""
 
     WAITS = ("cuEventRecord", "cuStreamWaitEvent", "cuStreamSynchronize", "cuCtxSynchronize")
-
-    @pytest.fixture
-    def traced(self, machine: Any) -> Any:
-        return sd.traced(machine)
 
     @pytest.fixture
     def memory(self, traced: Any) -> Iterator[sa.Buffer]:

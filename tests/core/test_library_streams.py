@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from streamalloc.core.queued_work import _record_after
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.bindings import cuda
 from tests.interleaving import interleaved
-from tests.support import end_what_was_dropped, holds, names
+from tests.support import end_what_was_dropped, holds, in_threads, names
 
 
 class CuPy:
@@ -246,18 +246,14 @@ def test_pytorch_s_objects_are_not_referenced_weakly(scene: Scene, kind: type[An
 def test_a_null_stream_in_a_thread_without_a_context(scene: Scene, name: str, cached: bool) -> None:
     """It is the one of device 0, as in the runtime API."""
     source = sa.CachingAllocator(scene.pool) if cached else scene.pool
-    found: list[Any] = []
 
-    def allocate() -> None:
+    def allocate() -> sa.Device:
         assert int(scene.driver.cuCtxGetCurrent()[1]) == 0
         with source.allocate(64, NULL[name](0)) as buffer:
             buffer.fill(1)
-            found.append(buffer.stream.device)
+            return buffer.stream.device
 
-    thread = threading.Thread(target=allocate)
-    thread.start()
-    thread.join()
-    assert found == [scene.device]
+    assert in_threads(allocate) == [scene.device]
     if cached:
         source.close()
 
@@ -417,31 +413,21 @@ def test_an_allocation_while_another_thread_allows_fast_paths(scene: Scene) -> N
 
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_many_threads_on_one_library_stream(device: sa.Device, pool: sa.MemoryPool, name: str) -> None:
-    errors: list[BaseException] = []
-
     def work(number: int, theirs: Any) -> None:
-        try:
-            found = np.zeros(64, np.uint8)
-            for _ in range(40):
-                buffer = pool.allocate(64, theirs)
-                buffer.fill(number)
-                buffer.copy_to(found, theirs)
-                assert (found == number).all()
-                if number % 2:
-                    buffer.free(theirs)
-                del buffer
-        except BaseException as error:
-            errors.append(error)
+        found = np.zeros(64, np.uint8)
+        for _ in range(40):
+            buffer = pool.allocate(64, theirs)
+            buffer.fill(number)
+            buffer.copy_to(found, theirs)
+            assert (found == number).all()
+            if number % 2:
+                buffer.free(theirs)
+            del buffer
 
     with device.create_stream() as stream:
         theirs = LIBRARIES[name](stream.handle)
-        threads = [threading.Thread(target=work, args=(number, theirs)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[functools.partial(work, number, theirs) for number in range(8)])
         del theirs
-    assert errors == []
     device.synchronize()
     assert pool.statistics().used == 0
 
@@ -492,13 +478,12 @@ def test_two_threads_that_free_one_buffer(
     kept = stream if named or isinstance(stream, sa.Stream) else buffer._stream
     kept = kept if isinstance(kept, sa.Stream) else kept_stream(stream, session)
     current = kept._asks
-    others: list[threading.Thread] = []
+    others: list[Any] = []
 
     def meanwhile() -> Any:
         if not others:
-            others.append(threading.Thread(target=lambda: buffer.free(scene.own)))
-            others[0].start()
-            others[0].join()
+            others.append(None)
+            in_threads(lambda: buffer.free(scene.own))
         return current()
 
     scene.device.synchronize()

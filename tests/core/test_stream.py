@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.support import executed, holds, names, pending
+from tests.support import executed, holds, in_threads, names, pending
 
 
 class TestOrder:
@@ -154,6 +154,33 @@ class TestEvents:
             other.synchronize()
 
 
+DISABLE_TIMING, BLOCKING_SYNC, INTERPROCESS = 2, 1, 4
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({}, DISABLE_TIMING),
+        ({"timing": True}, 0),
+        ({"blocking_sync": True}, DISABLE_TIMING | BLOCKING_SYNC),
+        ({"interprocess": True}, DISABLE_TIMING | INTERPROCESS),
+        ({"timing": True, "blocking_sync": True}, BLOCKING_SYNC),
+    ],
+)
+def test_flags_of_an_event(traced: Any, device: sa.Device, options: dict[str, bool], flags: int) -> None:
+    with device.create_event(**options):
+        (call,) = [call for call in traced.calls if call.name == "cuEventCreate"]
+        assert call.args == (flags,)
+
+
+def test_flags_of_an_event_that_a_stream_makes(traced: Any, device: sa.Device) -> None:
+    with device.create_stream() as stream:
+        for timing, flags in ((False, DISABLE_TIMING), (True, 0)):
+            del traced.calls[:]
+            stream.record(timing=timing)
+            assert [call.args for call in traced.calls if call.name == "cuEventCreate"] == [(flags,)]
+
+
 class TestHostFunctions:
     def test_run_on_another_thread(self, stream: sa.Stream) -> None:
         seen: list[int] = []
@@ -177,7 +204,7 @@ class TestHostFunctions:
         assert raised == [LookupError] and done == [True]
 
     def test_nothing_is_kept_of_them(self, stream: sa.Stream) -> None:
-        from streamalloc.core.host_functions import _host_functions
+        from streamalloc.core.stream import _host_functions
 
         before = len(_host_functions)
         for _ in range(3):
@@ -207,16 +234,14 @@ class TestClosing:
             assert "closed" in repr(one)
         assert [stream.closed, event.closed] == [True, True]
 
-    def test_use_afterwards_does_not_reach_the_driver(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
+    def test_use_afterwards_does_not_reach_the_driver(self, traced: Any, device: sa.Device) -> None:
         stream, other = device.create_stream(), device.create_stream()
         event = stream.record()
         pool = sa.MemoryPool(device)
         buffer = pool.allocate(64, other)
         stream.close()
         event.close()
-        del driver.calls[:]
+        del traced.calls[:]
         uses: tuple[Callable[[], object], ...] = (
             stream.synchronize,
             stream.query,
@@ -240,7 +265,7 @@ class TestClosing:
         for number, use in enumerate(uses):
             with pytest.raises(sa.ClosedError):
                 use()
-            assert names(driver) == [], number
+            assert names(traced) == [], number
         assert not buffer.freed
         buffer.free()
 
@@ -255,12 +280,10 @@ class TestClosing:
         device.synchronize()
         assert done == [True]
 
-    def test_leaves_other_people_s_streams(self, machine: Any, device: sa.Device) -> None:
-        driver = sd.traced(machine)
-        own = sa.Device(0, driver=driver)
-        own.default_stream.close()
-        own.per_thread_stream.close()
-        assert names(driver, "cuStreamDestroy") == []
+    def test_leaves_other_people_s_streams(self, traced: Any, device: sa.Device) -> None:
+        device.default_stream.close()
+        device.per_thread_stream.close()
+        assert names(traced, "cuStreamDestroy") == []
 
     def test_default_streams_are_made_anew(self, device: sa.Device) -> None:
         device.default_stream.close()
@@ -333,11 +356,10 @@ class TestForeignStreams:
     def test_ours_follow_the_protocol(self, stream: sa.Stream) -> None:
         assert stream.__cuda_stream__() == (0, stream.handle)
 
-    def test_are_never_destroyed(self, machine: Any, stream: sa.Stream) -> None:
-        driver = sd.traced(machine)
-        pool = sa.MemoryPool(sa.Device(0, driver=driver))
+    def test_are_never_destroyed(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
         pool.allocate(64, _ByProtocol(stream.handle)).stream.close()
-        assert names(driver, "cuStreamDestroy") == []
+        assert names(traced, "cuStreamDestroy") == []
         stream.synchronize()
 
     def test_unknown_protocol_version(self, stream: sa.Stream, pool: sa.MemoryPool) -> None:
@@ -365,28 +387,19 @@ class TestReadability:
 
 def test_what_ends_later_does_not_meet_a_stream_that_is_being_closed(device: sa.Device, pool: sa.MemoryPool) -> None:
     """Threads end each other's dropped buffers on streams that their owners close at that time."""
-    errors: list[BaseException] = []
 
     def run() -> None:
-        try:
-            for _ in range(60):
-                with device.create_stream(blocking=True) as stream:
-                    default = pool.allocate(64, device.default_stream)
-                    buffer = pool.allocate(64, stream)
-                    cycle: list[object] = [buffer, default]
-                    cycle.append(cycle)
-                    del buffer, default, cycle
-                    if _ % 3 == 0:
-                        gc.collect()
-                    device.synchronize()
-        except BaseException as error:
-            errors.append(error)
+        for number in range(60):
+            with device.create_stream(blocking=True) as stream:
+                default = pool.allocate(64, device.default_stream)
+                buffer = pool.allocate(64, stream)
+                cycle: list[object] = [buffer, default]
+                cycle.append(cycle)
+                del buffer, default, cycle
+                if number % 3 == 0:
+                    gc.collect()
+                device.synchronize()
 
-    threads = [threading.Thread(target=run) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[run] * 6)
     gc.collect()
     device.synchronize()
-    assert errors == []

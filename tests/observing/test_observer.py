@@ -591,7 +591,8 @@ class TestReports:
         assert "&lt;cache&gt;" in report._repr_html_() and "<cache>" not in report._repr_html_()
         with pytest.raises(LeakError, match="7 MiB in 4 allocations") as caught:
             observer.assert_nothing_left()
-        assert caught.value.report.nbytes == 7 * MiB
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert again.report.nbytes == 7 * MiB and str(again) == str(report)
         for buffer in kept:
             buffer.free()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.testing import Gate
-from tests.support import GROWTH, MiB, executed, holds, names, pending
+from tests.support import GROWTH, MiB, executed, holds, in_threads, names, pending
 
 Allocate = Callable[[Any, Any], sa.Buffer]
 
@@ -71,15 +71,14 @@ class TestSizes:
         ],
         ids=repr,
     )
-    def test_that_are_none(self, machine: Any, size: Any, error: type[Exception]) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-            for allocate in (pool.allocate, sa.allocate):
-                for one in (stream, device.default_stream):
-                    with pytest.raises(error, match="nbytes"):
-                        allocate(size, one)
-            assert names(driver, "cuMemAllocFromPoolAsync", "cuMemAllocAsync") == []
+    def test_that_are_none(
+        self, traced: Any, size: Any, error: type[Exception], device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool
+    ) -> None:
+        for allocate in (pool.allocate, sa.allocate):
+            for one in (stream, device.default_stream):
+                with pytest.raises(error, match="nbytes"):
+                    allocate(size, one)
+        assert names(traced, "cuMemAllocFromPoolAsync", "cuMemAllocAsync") == []
 
     @pytest.mark.parametrize("size", [1 << 46, 1 << 63, (1 << 64) - 1])
     def test_that_no_device_has(self, device: sa.Device, stream: sa.Stream, size: int) -> None:
@@ -101,18 +100,14 @@ class TestStreams:
             assert holds(buffer, 6)
 
     def test_default_streams_of_a_thread_without_a_context(self, device: sa.Device, allocate: Allocate) -> None:
-        results: list[bool] = []
 
         def work() -> None:
             for stream in (device.default_stream, device.per_thread_stream):
                 with allocate(64, stream) as buffer:
                     buffer.fill(6)
-                    results.append(holds(buffer, 6))
+                    assert holds(buffer, 6)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        assert results == [True, True]
+        in_threads(work)
 
     @pytest.mark.gpus(2)
     def test_of_another_device(self, pool: sa.MemoryPool, peer: sa.Device) -> None:
@@ -244,16 +239,14 @@ class TestOutOfMemory:
             buffer.fill(1)
             assert holds(buffer, 1)
 
-    def test_a_second_try_that_fails(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device, GROWTH, on_oom="sync-trim-retry") as pool:
+    def test_a_second_try_that_fails(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, GROWTH, on_oom="sync-trim-retry") as pool:
             with pool.allocate(20 * MiB, stream):
-                del driver.calls[:]
+                del traced.calls[:]
                 with pytest.raises(sa.OutOfMemoryError) as caught:
                     pool.allocate(20 * MiB, stream)
             tried = ("cuMemAllocFromPoolAsync", "cuCtxSynchronize", "cuMemPoolTrimTo")
-            assert names(driver, *tried) == [*tried, tried[0]]
+            assert names(traced, *tried) == [*tried, tried[0]]
             assert (caught.value.requested, caught.value.used, caught.value.limit) == (20 * MiB, 20 * MiB, GROWTH)
 
     def test_a_function_is_asked_until_there_is_memory(self, device: sa.Device, stream: sa.Stream) -> None:
@@ -313,15 +306,13 @@ class TestOutOfMemory:
             for buffer in kept:
                 buffer.free()
 
-    def test_no_hidden_work_by_default(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device, GROWTH) as pool:
+    def test_no_hidden_work_by_default(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, GROWTH) as pool:
             with pytest.raises(sa.OutOfMemoryError):
                 pool.allocate(2 * GROWTH, stream)
             hidden = ("cuCtxSynchronize", "cuStreamSynchronize", "cuMemPoolTrimTo", "cuMemPoolSetAttribute")
-            assert names(driver, *hidden) == []
-            assert names(driver).count("cuMemAllocFromPoolAsync") == 1
+            assert names(traced, *hidden) == []
+            assert names(traced).count("cuMemAllocFromPoolAsync") == 1
 
     def test_on_a_default_stream(self, device: sa.Device) -> None:
         with sa.MemoryPool(device, max_size=GROWTH) as pool:
@@ -356,22 +347,13 @@ class TestOutOfMemory:
 class TestThreads:
     def test_many_at_once(self, device: sa.Device, pool: sa.MemoryPool) -> None:
         """Each thread fills and reads its own memory, with its own and with the shared stream."""
-        wrong: list[object] = []
 
         def work(number: int) -> None:
-            try:
-                with device.create_stream() as own:
-                    for round in range(20):
-                        with pool.allocate(4096 + round, own) as buffer:
-                            buffer.fill(number)
-                            if not holds(buffer, number):
-                                wrong.append((number, round))
-            except BaseException as error:
-                wrong.append(error)
+            with device.create_stream() as own:
+                for turn in range(20):
+                    with pool.allocate(4096 + turn, own) as buffer:
+                        buffer.fill(number)
+                        assert holds(buffer, number)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == [] and pool.statistics().used == 0
+        in_threads(*[functools.partial(work, number) for number in range(4)])
+        assert pool.statistics().used == 0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
-from streamalloc.testing import Gate, settle
-from tests.processes import forking
-from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, names
+from streamalloc.testing import Gate
+from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, in_threads, names
 
 SIZE = 4096
 
@@ -40,28 +38,21 @@ def other(device: sa.Device) -> Iterator[sa.Stream]:
         yield stream
 
 
-@pytest.fixture
-def traced(machine: Any) -> Any:
-    return sd.traced(machine)
-
-
 def asked(driver: Any) -> list[str]:
     """The calls by which memory came and went."""
     return names(driver, "cuMemAllocFromPoolAsync", "cuMemFreeAsync", "cuMemAllocAsync")
 
 
 class TestReuse:
-    def test_without_asking_the_driver(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-            first = cache.allocate(SIZE, stream)
-            address = first.address
-            first.free()
-            del traced.calls[:]
-            for _ in range(5):
-                with cache.allocate(SIZE, stream) as buffer:
-                    assert (buffer.address, buffer.nbytes) == (address, SIZE)
-            assert traced.calls == []
+    def test_without_asking_the_driver(self, traced: Any, stream: sa.Stream, cache: sa.CachingAllocator) -> None:
+        first = cache.allocate(SIZE, stream)
+        address = first.address
+        first.free()
+        del traced.calls[:]
+        for _ in range(5):
+            with cache.allocate(SIZE, stream) as buffer:
+                assert (buffer.address, buffer.nbytes) == (address, SIZE)
+        assert traced.calls == []
 
     def test_is_a_buffer_like_any_other(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for _ in range(2):
@@ -606,22 +597,20 @@ class TestComesBack:
         gc.collect()
         assert pool.statistics().used == 0
 
-    def test_when_its_pool_is_closed(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with device.create_stream() as stream:
-            pool = sa.MemoryPool(device)
-            cache = sa.CachingAllocator(pool)
-            kept = cache.allocate(SIZE, stream)
-            cache.allocate(SIZE, stream).free()
-            pool.close()
-            assert cache.closed
-            with pytest.raises(sa.ClosedError):
-                cache.allocate(SIZE, stream)
-            with pytest.raises(sa.ClosedError):
-                sa.CachingAllocator(pool)
-            kept.free()
-            stream.synchronize()
-            assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
+    def test_when_its_pool_is_closed(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
+        pool = sa.MemoryPool(device)
+        cache = sa.CachingAllocator(pool)
+        kept = cache.allocate(SIZE, stream)
+        cache.allocate(SIZE, stream).free()
+        pool.close()
+        assert cache.closed
+        with pytest.raises(sa.ClosedError):
+            cache.allocate(SIZE, stream)
+        with pytest.raises(sa.ClosedError):
+            sa.CachingAllocator(pool)
+        kept.free()
+        stream.synchronize()
+        assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
 
     def test_nothing_of_a_cache_stays_with_its_stream(self, device: sa.Device, stream: sa.Stream) -> None:
         before = len(stream._endings)
@@ -686,17 +675,15 @@ class TestDropped:
         with cache.allocate(SIZE, stream) as buffer:
             assert buffer.address != address - 8
 
-    def test_makes_no_call(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-            buffer = cache.allocate(SIZE, stream)
-            with stream.capture():
-                del traced.calls[:]
-                del buffer
-                gc.collect()
-                assert traced.calls == []
-            cache.allocate(SIZE, stream).free()
-            assert cache.statistics().misses == 1
+    def test_makes_no_call(self, traced: Any, stream: sa.Stream, cache: sa.CachingAllocator) -> None:
+        buffer = cache.allocate(SIZE, stream)
+        with stream.capture():
+            del traced.calls[:]
+            del buffer
+            gc.collect()
+            assert traced.calls == []
+        cache.allocate(SIZE, stream).free()
+        assert cache.statistics().misses == 1
 
     def test_after_its_stream_was_closed(self, cache: sa.CachingAllocator, device: sa.Device) -> None:
         stream = device.create_stream()
@@ -749,17 +736,17 @@ class TestStepsAside:
             graph.close()
             assert cache.statistics().cached == 73 * MiB
 
-    def test_asks_the_pool_in_the_relaxed_mode_only(self, traced: Any) -> None:
+    def test_asks_the_pool_in_the_relaxed_mode_only(
+        self, traced: Any, device: sa.Device, cache: sa.CachingAllocator
+    ) -> None:
         """Another library may be capturing."""
-        device = sa.Device(0, driver=traced)
-        with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-            del traced.calls[:]
-            cache.allocate(40 * MiB, device.default_stream).free()
-            assert names(traced, "cuMemPoolGetAttribute", "cuThreadExchangeStreamCaptureMode") == [
-                "cuThreadExchangeStreamCaptureMode",
-                "cuMemPoolGetAttribute", "cuMemPoolGetAttribute",
-                "cuThreadExchangeStreamCaptureMode",
-            ]  # fmt: skip
+        del traced.calls[:]
+        cache.allocate(40 * MiB, device.default_stream).free()
+        assert names(traced, "cuMemPoolGetAttribute", "cuThreadExchangeStreamCaptureMode") == [
+            "cuThreadExchangeStreamCaptureMode",
+            "cuMemPoolGetAttribute", "cuMemPoolGetAttribute",
+            "cuThreadExchangeStreamCaptureMode",
+        ]  # fmt: skip
 
     def test_for_a_pool_that_is_closed_after_a_capture(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         kept = cache.allocate(SIZE, stream)
@@ -873,56 +860,45 @@ class _Owners:
         del self._at[buffer.address]
 
 
-def _use(
-    cache: sa.CachingAllocator, streams: list[sa.Stream], owners: _Owners, times: int, seed: int, wrong: list[Any]
-) -> None:
+def _use(cache: sa.CachingAllocator, streams: list[sa.Stream], owners: _Owners, times: int, seed: int) -> None:
     choose = random.Random(seed).random
     mine: list[sa.Buffer] = []
     sizes = (1, 600, 4096, 4096, 9000, MiB, 3 * MiB)
-    try:
-        flush = max(400, times // 50)
-        for number in range(times):
-            if number % flush == seed:
-                cache._state.flush()
-            stream = streams[int(choose() * len(streams))]
-            if choose() < 0.5 or not mine:
-                buffer = cache.allocate(sizes[int(choose() * len(sizes))], stream)
-                owners.enter(buffer)
-                mine.append(buffer)
-            else:
-                buffer = mine.pop(int(choose() * len(mine)))
-                owners.leave(buffer)
-                end = choose()
-                if end < 0.6:
-                    buffer.free()
-                elif end < 0.8:
-                    buffer.free(stream)
-                elif end < 0.9:
-                    ring: list[object] = [buffer]
-                    ring.append(ring)
-                    del ring
-            del buffer
-            if len(mine) > 20:
-                owners.leave(mine[0])
-                mine.pop(0).free()
-        for buffer in mine:
+    flush = max(400, times // 50)
+    for number in range(times):
+        if number % flush == seed:
+            cache._state.flush()
+        stream = streams[int(choose() * len(streams))]
+        if choose() < 0.5 or not mine:
+            buffer = cache.allocate(sizes[int(choose() * len(sizes))], stream)
+            owners.enter(buffer)
+            mine.append(buffer)
+        else:
+            buffer = mine.pop(int(choose() * len(mine)))
             owners.leave(buffer)
-            buffer.free()
-    except BaseException as error:
-        wrong.append(error)
+            end = choose()
+            if end < 0.6:
+                buffer.free()
+            elif end < 0.8:
+                buffer.free(stream)
+            elif end < 0.9:
+                ring: list[object] = [buffer]
+                ring.append(ring)
+                del ring
+        del buffer
+        if len(mine) > 20:
+            owners.leave(mine[0])
+            mine.pop(0).free()
+    for buffer in mine:
+        owners.leave(buffer)
+        buffer.free()
 
 
 def _many_threads(device: sa.Device, pool: sa.MemoryPool, times: int) -> None:
     streams = [device.create_stream() for _ in range(3)]
-    owners, wrong = _Owners(), []  # type: ignore[var-annotated]
+    owners = _Owners()
     with sa.CachingAllocator(pool) as cache:
-        arguments = [(cache, streams, owners, times, seed, wrong) for seed in range(16)]
-        threads = [threading.Thread(target=_use, args=one) for one in arguments]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
+        in_threads(*[functools.partial(_use, cache, streams, owners, times, seed) for seed in range(16)])
         gc.collect()
         assert cache.statistics().in_use == 0 and cache.statistics().cached > 0
         device.synchronize()
@@ -1002,67 +978,6 @@ class TestFaults:
             with pytest.raises(sa.CudaError, match="cuMemAllocFromPoolAsync"):
                 cache.allocate(SIZE, stream)
             assert cache.statistics()[4:] == (0, 0, 0)
-
-
-FORK = forking(
-    """
-pool = sa.MemoryPool(device)
-cache = sa.CachingAllocator(pool)
-buffers = [cache.allocate(64, stream) for _ in range(3)]
-buffers.pop().free()
-mine = [cache.allocate(64, device.per_thread_stream) for _ in range(3)]
-mine.pop().free()
-""",
-    """
-lambda: cache.allocate(64, stream),
-lambda: buffers[0].free(),
-lambda: cache.allocate(64, device.per_thread_stream),
-lambda: mine[0].free(),
-lambda: buffers[0].fill(1),
-lambda: cache.trim(),
-lambda: cache.statistics(),
-lambda: sa.CachingAllocator(pool).allocate(64, stream),
-""",
-    """
-cache.allocate(64, stream).free()
-assert len(driver.calls) == before
-print(os.waitstatus_to_exitcode(status), cache.statistics().misses)
-""",
-)
-
-
-@pytest.mark.simulated_only("a process with a real driver should not fork")
-def test_fork(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(FORK)
-    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 6\n", "")
-
-
-EXIT = """
-import streamalloc as sa
-device = sa.Device(0); stream = device.create_stream(); pool = sa.MemoryPool(device, release_threshold=1 << 30)
-cache = sa.CachingAllocator(pool)
-buffers = [cache.allocate(64, stream) for _ in range(3)]
-buffers.pop().free()
-buffers.append(buffers)
-"""
-
-
-def test_interpreter_exit(python: Callable[..., CompletedProcess[str]]) -> None:
-    done = python(EXIT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_half_made() -> None:
-    assert "could not be made" in repr(sa.CachingAllocator.__new__(sa.CachingAllocator))
-
-
-def test_keeps_what_the_pool_keeps(device: sa.Device, stream: sa.Stream) -> None:
-    """Nothing is held back of a device once all is closed."""
-    with sa.MemoryPool(device, release_threshold=KEEP) as pool, sa.CachingAllocator(pool) as cache:
-        cache.allocate(SIZE, stream).free()
-    stream.synchronize()
-    settle()
-    assert pool.closed and cache.closed
 
 
 def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:

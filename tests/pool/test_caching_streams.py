@@ -54,18 +54,8 @@ class Null:
 
 
 @pytest.fixture
-def traced(machine: Any) -> Any:
-    return sd.traced(machine)
-
-
-@pytest.fixture
-def device_of(traced: Any) -> sa.Device:
-    return sa.Device(0, driver=traced)
-
-
-@pytest.fixture
-def cache(device_of: sa.Device) -> Iterator[sa.CachingAllocator]:
-    with sa.MemoryPool(device_of) as pool, sa.CachingAllocator(pool) as cache:
+def cache(traced: Any, device: sa.Device) -> Iterator[sa.CachingAllocator]:
+    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
         yield cache
 
 
@@ -81,10 +71,10 @@ KINDS: dict[str, tuple[Callable[[sa.Device], Any], list[str]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", ["free", "drop", "free on its stream"])
-def test_calls_of_a_hit(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any, kind: str, end: str) -> None:
+def test_calls_of_a_hit(cache: sa.CachingAllocator, device: sa.Device, traced: Any, kind: str, end: str) -> None:
     make, calls = KINDS[kind]
-    stream = make(device_of)
-    traced.cuCtxSetCurrent(session_of(device_of).context(0))
+    stream = make(device)
+    traced.cuCtxSetCurrent(session_of(device).context(0))
     for number in range(4):
         buffer = cache.allocate(SIZE, stream)
         if not number:
@@ -105,28 +95,28 @@ def test_calls_of_a_hit(cache: sa.CachingAllocator, device_of: sa.Device, traced
     buffer = None  # type: ignore[assignment]
 
 
-def test_the_default_stream_has_one_cache_whatever_its_handle(cache: sa.CachingAllocator, device_of: sa.Device) -> None:
+def test_the_default_stream_has_one_cache_whatever_its_handle(cache: sa.CachingAllocator, device: sa.Device) -> None:
     buffer = cache.allocate(SIZE, Null())
     address = buffer.address
     buffer.free()
-    with cache.allocate(SIZE, device_of.default_stream) as again:
+    with cache.allocate(SIZE, device.default_stream) as again:
         assert again.address == address
 
 
-def test_no_context_is_needed_for_a_hit(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
-    cache.allocate(SIZE, device_of.default_stream).free()
+def test_no_context_is_needed_for_a_hit(cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:
+    cache.allocate(SIZE, device.default_stream).free()
     with contextlib.ExitStack() as undo:
         while int(traced.cuCtxGetCurrent()[1]):
             undo.callback(traced.cuCtxPushCurrent, traced.cuCtxPopCurrent()[1])
         del traced.calls[:]
-        cache.allocate(SIZE, device_of.default_stream).free()
+        cache.allocate(SIZE, device.default_stream).free()
         assert traced.calls == []
 
 
 @pytest.mark.parametrize("begin", ["before the allocation", "before the free"])
-def test_a_stream_that_its_library_captures(cache: sa.CachingAllocator, device_of: sa.Device, begin: str) -> None:
+def test_a_stream_that_its_library_captures(cache: sa.CachingAllocator, device: sa.Device, begin: str) -> None:
     """An allocation in the capture is the graph's; memory that is freed meanwhile is not handed out to the graph."""
-    stream, driver = Theirs(device_of), device_of.driver
+    stream, driver = Theirs(device), device.driver
     raw, relaxed = cuda.CUstream(stream.handle), cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     buffer = cache.allocate(SIZE, stream)
     address = buffer.address
@@ -146,9 +136,9 @@ def test_a_stream_that_its_library_captures(cache: sa.CachingAllocator, device_o
     assert cache.statistics().misses == 1
 
 
-def test_a_library_s_stream_that_has_gone(cache: sa.CachingAllocator, device_of: sa.Device) -> None:
+def test_a_library_s_stream_that_has_gone(cache: sa.CachingAllocator, device: sa.Device) -> None:
     """Its blocks return to the pool once its work must be done; a stream with the same handle finds none of them."""
-    stream = Theirs(device_of)
+    stream = Theirs(device)
     cache.allocate(SIZE, stream).free()
     buffer = cache.allocate(SIZE, stream)
     del stream
@@ -158,24 +148,24 @@ def test_a_library_s_stream_that_has_gone(cache: sa.CachingAllocator, device_of:
     buffer.free()
     del buffer
     gc.collect()
-    device_of.synchronize()
+    device.synchronize()
     assert cache.statistics()[4:6] == (0, 0)
-    stream = Theirs(device_of)
+    stream = Theirs(device)
     with cache.allocate(SIZE, stream):
         assert cache.statistics().misses == 2
 
 
-def test_a_trim_after_a_library_has_closed_its_stream(cache: sa.CachingAllocator, device_of: sa.Device) -> None:
+def test_a_trim_after_a_library_has_closed_its_stream(cache: sa.CachingAllocator, device: sa.Device) -> None:
     """The blocks return once the device was synchronised; until then others do."""
-    stream = Theirs(device_of)
-    with device_of.create_stream() as own:
+    stream = Theirs(device)
+    with device.create_stream() as own:
         for one in (stream, own):
             cache.allocate(SIZE, one).free()
         stream.close()
         cache.trim()
         own.synchronize()
         assert cache.pool.statistics().used == SIZE
-    device_of.synchronize()
+    device.synchronize()
     assert cache.pool.statistics().used == 0
 
 
@@ -203,9 +193,9 @@ def test_a_stream_that_is_destroyed_during(machine: Any, call: str, result: str,
 
 
 def test_a_new_stream_with_the_handle_of_one_that_its_library_closed(
-    cache: sa.CachingAllocator, device_of: sa.Device
+    cache: sa.CachingAllocator, device: sa.Device
 ) -> None:
-    first, second = Theirs(device_of), Theirs(device_of)
+    first, second = Theirs(device), Theirs(device)
     with cache.allocate(SIZE, first) as buffer:
         cache.allocate(SIZE, first).free()
         handle, first.handle = first.handle, None
@@ -213,12 +203,12 @@ def test_a_new_stream_with_the_handle_of_one_that_its_library_closed(
         second.handle = handle
         with cache.allocate(SIZE, second):
             assert cache.statistics().misses == 3  # no block of the first stream
-        buffer.free(device_of.default_stream)
+        buffer.free(device.default_stream)
         assert buffer.freed
 
 
-def test_a_block_comes_home_after_its_event(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
-    with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+def test_a_block_comes_home_after_its_event(cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:
+    with device.create_stream() as loader, device.create_stream() as user, Gate(device) as gate:
         batch = cache.allocate(SIZE, loader)
         address = batch.address
         gate.hold(user)
@@ -232,8 +222,8 @@ def test_a_block_comes_home_after_its_event(cache: sa.CachingAllocator, device_o
                 assert again.address == address
 
 
-def test_events_are_few_and_used_again(cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
-    with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+def test_events_are_few_and_used_again(cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:
+    with device.create_stream() as loader, device.create_stream() as user, Gate(device) as gate:
         for held in (True, False):
             batches = [cache.allocate(SIZE, loader) for _ in range(MAX_RETURNING + 8)]
             if held:
@@ -321,10 +311,10 @@ def test_a_cache_that_ends_while_another_begins_on_its_stream(device: sa.Device,
 
 @pytest.mark.parametrize("function", [StreamCache.take, StreamCache._find_fitting, StreamCache.size_class])
 def test_a_stream_that_ends_while_another_thread_allocates_on_it(
-    device_of: sa.Device, cache: sa.CachingAllocator, function: Callable[..., object]
+    device: sa.Device, cache: sa.CachingAllocator, function: Callable[..., object]
 ) -> None:
     def make() -> sa.Stream:
-        stream = device_of.create_stream()
+        stream = device.create_stream()
         cache.allocate(3 * SIZE, stream).free()
         cache.trim()
         return stream
@@ -350,8 +340,8 @@ class TestOneQueryForMany:
         """Addresses of the next blocks of a stream."""
         return [buffer.address for buffer in [cache.allocate(SIZE, stream) for _ in range(number)]]
 
-    def test_of_one_stream(self, cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
-        with device_of.create_stream() as loader, device_of.create_stream() as user:
+    def test_of_one_stream(self, cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:
+        with device.create_stream() as loader, device.create_stream() as user:
             buffers, addresses = self.blocks(cache, loader, 4)
             for buffer in buffers:
                 buffer.free(user)
@@ -360,12 +350,12 @@ class TestOneQueryForMany:
             assert sorted(self.back(cache, loader, 4)) == sorted(addresses)
             assert [call.name for call in traced.calls] == ["cuEventQuery"]
 
-    def test_of_another_stream_in_between(self, cache: sa.CachingAllocator, device_of: sa.Device) -> None:
+    def test_of_another_stream_in_between(self, cache: sa.CachingAllocator, device: sa.Device) -> None:
         with (
-            device_of.create_stream() as loader,
-            device_of.create_stream() as user,
-            device_of.create_stream() as late,
-            Gate(device_of) as gate,
+            device.create_stream() as loader,
+            device.create_stream() as user,
+            device.create_stream() as late,
+            Gate(device) as gate,
         ):
             buffers, addresses = self.blocks(cache, loader, 3)
             gate.hold(late)
@@ -374,12 +364,12 @@ class TestOneQueryForMany:
             assert executed(user)
             assert set(self.back(cache, loader, 3)) & set(addresses) == {addresses[0]}
 
-    def test_of_blocks_of_other_streams(self, cache: sa.CachingAllocator, device_of: sa.Device, traced: Any) -> None:
+    def test_of_blocks_of_other_streams(self, cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:
         with (
-            device_of.create_stream() as loader,
-            device_of.create_stream() as other,
-            device_of.create_stream() as user,
-            Gate(device_of) as gate,
+            device.create_stream() as loader,
+            device.create_stream() as other,
+            device.create_stream() as user,
+            Gate(device) as gate,
         ):
             (early, late), addresses = self.blocks(cache, loader, 2)
             (newest,), _ = self.blocks(cache, other, 1)
@@ -395,10 +385,10 @@ class TestOneQueryForMany:
             assert addresses[1] not in self.back(cache, loader, 1)
 
     def test_recorded_after_the_newest_by_another_thread(
-        self, cache: sa.CachingAllocator, device_of: sa.Device, monkeypatch: pytest.MonkeyPatch
+        self, cache: sa.CachingAllocator, device: sa.Device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """That thread was between its record and the queue when the newest was recorded."""
-        with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+        with device.create_stream() as loader, device.create_stream() as user, Gate(device) as gate:
             buffers, addresses = self.blocks(cache, loader, 2)
             record = StreamCache.record
 
@@ -415,9 +405,7 @@ class TestOneQueryForMany:
             assert event.query()
             assert addresses[0] not in self.back(cache, loader, 2)
 
-    def test_that_another_thread_takes_off_and_puts_back(
-        self, cache: sa.CachingAllocator, device_of: sa.Device
-    ) -> None:
+    def test_that_another_thread_takes_off_and_puts_back(self, cache: sa.CachingAllocator, device: sa.Device) -> None:
         """The newest was not asked then."""
 
         class Taken(deque[Any]):
@@ -427,7 +415,7 @@ class TestOneQueryForMany:
                     raise IndexError
                 return super().__getitem__(at)
 
-        with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+        with device.create_stream() as loader, device.create_stream() as user, Gate(device) as gate:
             buffers, addresses = self.blocks(cache, loader, 2)
             gate.hold(user)
             for buffer in buffers:
@@ -439,9 +427,9 @@ class TestOneQueryForMany:
             home.returning = deque([taken, *home.returning])
 
     def test_an_event_that_is_recorded_again_meanwhile(
-        self, cache: sa.CachingAllocator, device_of: sa.Device, monkeypatch: pytest.MonkeyPatch
+        self, cache: sa.CachingAllocator, device: sa.Device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with device_of.create_stream() as loader, device_of.create_stream() as user, Gate(device_of) as gate:
+        with device.create_stream() as loader, device.create_stream() as user, Gate(device) as gate:
             buffers, addresses = self.blocks(cache, loader, 2)
             put = StreamCache.put
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import threading
@@ -16,7 +17,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.support import MiB, executed, holds, later_memory_is_whole
+from tests.support import MiB, executed, holds, in_threads, later_memory_is_whole
 
 SIZE = 4096
 Worker = Callable[[Callable[[], Any]], Any]
@@ -34,12 +35,6 @@ def worker() -> Iterator[Worker]:
     """Runs functions on one other thread, which ends after the test."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda function: pool.submit(function).result()
-
-
-def on_a_new_thread(function: Callable[[], Any]) -> Any:
-    """The result of a function on a thread that has ended then."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
 
 
 def held_block(cache: sa.CachingAllocator, device: sa.Device, gate: Gate) -> int:
@@ -109,7 +104,7 @@ def test_blocks_of_another_thread_are_released_after_its_work(
 ) -> None:
     with device.create_stream() as own, sa.MemoryPool(device, max_size=32 * MiB) as pool, Gate(device) as gate:
         cache = sa.CachingAllocator(pool)
-        (worker if lives else on_a_new_thread)(lambda: held_block(cache, device, gate))
+        (worker if lives else in_threads)(lambda: held_block(cache, device, gate))
         with contextlib.ExitStack() as expected:
             if end == "trim":
                 expected.enter_context(pytest.warns(sa.PendingFreesWarning))
@@ -137,7 +132,7 @@ def test_a_thread_with_the_identifier_of_one_that_has_ended(
         kept[0].fill(1)
         return held_block(cache, device, gate), threading.get_ident()
 
-    address, ident = on_a_new_thread(first)
+    ((address, ident),) = in_threads(first)
 
     def second() -> bool:
         if threading.get_ident() != ident:
@@ -149,7 +144,7 @@ def test_a_thread_with_the_identifier_of_one_that_has_ended(
         assert next_address(cache, device) not in addresses
         return True
 
-    assert any(on_a_new_thread(second) for _ in range(50))
+    assert any(in_threads(second) == [True] for _ in range(50))
     gate.open()
     device.synchronize()
     assert cache.statistics().in_use == 0
@@ -166,7 +161,7 @@ def test_a_block_outlives_its_thread(device: sa.Device, cache: sa.CachingAllocat
             buffer.fill(1)
             return buffer
 
-        buffers = [on_a_new_thread(use)]
+        buffers = in_threads(use)
         if not dropped:
             device.synchronize()
             buffers.pop().free()
@@ -203,7 +198,7 @@ def test_a_buffer_that_is_freed_at_the_end_of_its_thread(device: sa.Device, cach
         local.holder = Holder()
 
     for _ in range(3):
-        on_a_new_thread(use)
+        in_threads(use)
     device.synchronize()
     gc.collect()
     assert streams() <= before and cache.statistics()[4:6] == (0, 0)
@@ -212,7 +207,7 @@ def test_a_buffer_that_is_freed_at_the_end_of_its_thread(device: sa.Device, cach
 def test_a_cache_whose_threads_have_ended_leaves_the_stream(device: sa.Device, pool: sa.MemoryPool) -> None:
     before = len(device.per_thread_stream.free_lists)
     with sa.CachingAllocator(pool) as cache:
-        on_a_new_thread(lambda: next_address(cache, device))
+        in_threads(lambda: next_address(cache, device))
     device.synchronize()
     assert len(device.per_thread_stream.free_lists) == before
 
@@ -243,7 +238,7 @@ def test_a_thread_whose_end_the_driver_does_not_record(machine: Any) -> None:
     """The end of its work is known once the device was synchronised."""
     device = sa.Device(0, driver=sd.faulty(machine, "cuEventRecord", 1))
     with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-        on_a_new_thread(lambda: next_address(cache, device))
+        in_threads(lambda: next_address(cache, device))
         cache.trim()
         assert pool.statistics().used == SIZE
         device.synchronize()
@@ -265,7 +260,7 @@ def test_a_pool_s_buffer_that_another_thread_drops(
             buffer.fill(1)
         return buffer, threading.get_ident()
 
-    buffer, ident = on_a_new_thread(use)
+    ((buffer, ident),) = in_threads(use)
     held = [buffer]
     del buffer
 
@@ -279,7 +274,7 @@ def test_a_pool_s_buffer_that_another_thread_drops(
 
     if who == "another thread":
         assert drop()
-    elif not any(on_a_new_thread(drop) for _ in range(50)):
+    elif not any(in_threads(drop) == [True] for _ in range(50)):
         pytest.skip("the system has not used the identifier again")
     pool.statistics()
     with device.create_stream() as other:
@@ -295,7 +290,6 @@ def test_without_a_current_context(device: sa.Device, cache: sa.CachingAllocator
 def test_threads_that_free_each_other_s_blocks(device: sa.Device, cache: sa.CachingAllocator, seed: int) -> None:
     """Each buffer holds what its thread wrote until it is freed, also where threads end meanwhile."""
     shelf: list[sa.Buffer] = []
-    wrong: list[int] = []
 
     def run(number: int) -> None:
         draw, stream = random.Random(seed * 100 + number), device.per_thread_stream
@@ -307,8 +301,7 @@ def test_threads_that_free_each_other_s_blocks(device: sa.Device, cache: sa.Cach
                 mine[-1].fill(number)
             elif step < 0.6:
                 buffer = mine.pop()
-                if not holds(buffer, number):
-                    wrong.append(number)
+                assert holds(buffer, number)
                 buffer.free()
             elif step < 0.7:
                 del mine[-1]
@@ -324,15 +317,11 @@ def test_threads_that_free_each_other_s_blocks(device: sa.Device, cache: sa.Cach
                     del taken
 
     for _ in range(2):
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(1, 5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[functools.partial(run, number) for number in range(1, 5)])
     shelf.clear()
     gc.collect()
     device.synchronize()
-    assert wrong == [] and cache.statistics().in_use == 0
+    assert cache.statistics().in_use == 0
     cache.close()
     device.synchronize()
     assert cache.pool.statistics().used == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,65 +20,44 @@ from tests.support import KEEP, MiB, names
 DESTROY = "cuMemPoolDestroy"
 
 
-@pytest.fixture
-def driver(machine: Any) -> Any:
-    return sd.traced(machine)
-
-
-@pytest.fixture
-def device(driver: Any) -> sa.Device:
-    return sa.Device(0, driver=driver)
-
-
-@pytest.fixture
-def stream(device: sa.Device) -> Iterator[sa.Stream]:
-    with device.create_stream() as stream:
-        yield stream
-
-
-@pytest.fixture
-def pool(device: sa.Device) -> sa.MemoryPool:
-    return sa.MemoryPool(device, release_threshold=KEEP)
-
-
-def test_at_once_where_nothing_was_allocated(driver: Any, pool: sa.MemoryPool) -> None:
+def test_at_once_where_nothing_was_allocated(traced: Any, pool: sa.MemoryPool) -> None:
     pool.close()
-    assert names(driver, DESTROY) == [DESTROY]
+    assert names(traced, DESTROY) == [DESTROY]
 
 
-def test_at_once_where_the_host_has_seen_all_frees(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+def test_at_once_where_the_host_has_seen_all_frees(traced: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
     pool.allocate(40 * MiB, stream).free()
     stream.synchronize()
     pool.close()
-    assert names(driver, DESTROY) == [DESTROY]
+    assert names(traced, DESTROY) == [DESTROY]
 
 
-def test_not_while_an_allocation_lives(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+def test_not_while_an_allocation_lives(traced: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
     buffer = pool.allocate(MiB, stream)
     pool.close()
     stream.synchronize()
-    assert names(driver, DESTROY) == []
+    assert names(traced, DESTROY) == []
     buffer.fill(7)
     out = bytearray(MiB)
     buffer.copy_to(out)
     stream.synchronize()
     assert out == bytes([7]) * MiB
     buffer.free()
-    assert names(driver, DESTROY) == []
+    assert names(traced, DESTROY) == []
     stream.synchronize()
-    assert names(driver, DESTROY) == [DESTROY]
+    assert names(traced, DESTROY) == [DESTROY]
 
 
-def test_not_while_a_free_is_pending(driver: Any, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
+def test_not_while_a_free_is_pending(traced: Any, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
     with Gate(device) as gate, device.create_stream() as other:
         gate.hold(stream)
         pool.allocate(MiB, stream).free()
         pool.close()
         other.synchronize()  # sees nothing of the stream that is held
-        assert names(driver, DESTROY) == []
+        assert names(traced, DESTROY) == []
         gate.open()
         stream.synchronize()
-        assert names(driver, DESTROY) == [DESTROY]
+        assert names(traced, DESTROY) == [DESTROY]
 
 
 class LibraryStream:
@@ -102,7 +81,7 @@ STREAMS: dict[str, Callable[[sa.Device, sa.Stream], Any]] = {
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_by_itself_once_the_device_has_freed(
-    driver: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, name: str
+    traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool, name: str
 ) -> None:
     """Nobody else synchronises the host with the stream of the free."""
     freeing = STREAMS[name](device, stream)
@@ -112,13 +91,13 @@ def test_by_itself_once_the_device_has_freed(
         buffer.free()
         pool.close()
         work(session_of(device))
-        assert names(driver, DESTROY) == []
+        assert names(traced, DESTROY) == []
         gate.open()
-        assert eventually(lambda: work(session_of(device)) and names(driver, DESTROY))
+        assert eventually(lambda: work(session_of(device)) and names(traced, DESTROY))
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped", "closed before the free"])
-def test_by_itself_where_the_stream_of_the_free_has_ended(driver: Any, device: sa.Device, how: str) -> None:
+def test_by_itself_where_the_stream_of_the_free_has_ended(traced: Any, device: sa.Device, how: str) -> None:
     pool, stream = sa.MemoryPool(device, release_threshold=KEEP), device.create_stream()
     buffer = pool.allocate(MiB, stream)
     with Gate(device) as gate:
@@ -134,36 +113,36 @@ def test_by_itself_where_the_stream_of_the_free_has_ended(driver: Any, device: s
         gc.collect()
         pool.close()
         work(session_of(device))
-        assert names(driver, DESTROY) == []
+        assert names(traced, DESTROY) == []
         gate.open()
-        assert eventually(lambda: work(session_of(device)) and names(driver, DESTROY))
+        assert eventually(lambda: work(session_of(device)) and names(traced, DESTROY))
 
 
-def test_not_while_a_stream_is_captured(driver: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+def test_not_while_a_stream_is_captured(traced: Any, pool: sa.MemoryPool, stream: sa.Stream) -> None:
     with stream.capture() as graph:
         pool.close()
-        assert names(driver, DESTROY) == []
-    assert names(driver, DESTROY) == [DESTROY]
+        assert names(traced, DESTROY) == []
+    assert names(traced, DESTROY) == [DESTROY]
     assert graph.nodes == []
 
 
-def test_another_pool_s_end_is_an_occasion(driver: Any, device: sa.Device, stream: sa.Stream) -> None:
+def test_another_pool_s_end_is_an_occasion(traced: Any, device: sa.Device, stream: sa.Stream) -> None:
     first, second = sa.MemoryPool(device), sa.MemoryPool(device)
     buffer = first.allocate(MiB, stream)
     first.close()
     buffer.free()
     device.driver.cuStreamSynchronize(stream.handle)  # past us, as other libraries do
     second.close()
-    assert names(driver, DESTROY) == [DESTROY] * 2
+    assert names(traced, DESTROY) == [DESTROY] * 2
 
 
-def test_a_dropped_pool(driver: Any, device: sa.Device, stream: sa.Stream) -> None:
+def test_a_dropped_pool(traced: Any, device: sa.Device, stream: sa.Stream) -> None:
     buffer = sa.MemoryPool(device).allocate(MiB, stream)
-    assert names(driver, DESTROY) == []
+    assert names(traced, DESTROY) == []
     del buffer
     gc.collect()
     stream.synchronize()
-    assert names(driver, DESTROY) == [DESTROY]
+    assert names(traced, DESTROY) == [DESTROY]
 
 
 def test_what_is_left_outlives_every_object(machine: Any) -> None:

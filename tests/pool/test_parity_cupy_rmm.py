@@ -27,15 +27,6 @@ class TestCuPyMemoryAsync:
         del buffer
         assert pool.statistics().used == 0
 
-    def test_uses_foreign_streams(self, stream: sa.Stream) -> None:
-        class ExternalStream:
-            ptr = stream.handle
-
-        with sa.allocate(100, ExternalStream()) as buffer:
-            buffer.fill(3)
-            stream.synchronize()
-            assert holds(buffer, 3)
-
 
 class TestCuPyMemoryAsyncPool:
     def test_most_of_the_device(self, device: sa.Device, stream: sa.Stream) -> None:
@@ -82,13 +73,3 @@ class TestRmmCudaAsyncMemoryResource:
         else:
             with pytest.raises(sa.CudaError):
                 sa.MemoryPool(device, handle_types=sa.MemHandleType.FABRIC)
-
-
-class TestRmmDeviceBuffer:
-    def test_deleted_before_its_resource(self, device: sa.Device, stream: sa.Stream) -> None:
-        resource = sa.MemoryPool(device)
-        buffer = resource.allocate(8, stream)
-        del resource
-        gc.collect()
-        buffer.fill(1)  # a buffer keeps its pool
-        assert holds(buffer, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.driver.bindings import cuda
-from tests.support import MiB
+from tests.support import MiB, in_threads
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
@@ -137,12 +136,9 @@ class TestOtherMemory:
 
     def test_without_a_context(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(64, stream) as buffer:
-            found: list[PointerAttributes] = []
             address, driver = buffer.address, device.driver
-            thread = threading.Thread(target=lambda: found.append(pointer_attributes(address, driver=driver)))
-            thread.start()
-            thread.join()
-            assert found[0].pool is pool
+            (found,) = in_threads(lambda: pointer_attributes(address, driver=driver))
+            assert found.pool is pool
 
 
 class TestArguments:

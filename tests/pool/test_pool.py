@@ -75,10 +75,9 @@ class TestMaking:
         with sa.MemoryPool(device, release_threshold=threshold) as pool:
             assert pool.attributes.release_threshold == kept
 
-    def test_changes_nothing_that_was_not_asked_for(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        sa.MemoryPool(sa.Device(0, driver=driver)).close()
-        assert names(driver, "cuMemPoolSetAttribute", "cuMemPoolSetAccess", "cuDeviceSetMemPool") == []
+    def test_changes_nothing_that_was_not_asked_for(self, traced: Any, device: sa.Device) -> None:
+        sa.MemoryPool(device).close()
+        assert names(traced, "cuMemPoolSetAttribute", "cuMemPoolSetAccess", "cuDeviceSetMemPool") == []
 
 
 BAD: dict[str, tuple[Callable[[sa.Device], Any], type[Exception], str]] = {
@@ -139,12 +138,11 @@ BAD: dict[str, tuple[Callable[[sa.Device], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_do_not_reach_the_driver(machine: Any, name: str) -> None:
+def test_bad_arguments_do_not_reach_the_driver(traced: Any, name: str) -> None:
     make, error, says = BAD[name]
-    driver = sd.traced(machine)
-    with sd.use(driver), pytest.raises(error, match=says):
+    with sd.use(traced), pytest.raises(error, match=says):
         make(sa.Device(0))
-    assert set(names(driver)) <= {"cuInit", "cuDeviceGetCount"}
+    assert set(names(traced)) <= {"cuInit", "cuDeviceGetCount"}
 
 
 class TestRefusedByTheDriver:
@@ -476,21 +474,18 @@ class TestTrim:
 
 
 class TestClosing:
-    def test_is_idempotent(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        with sa.MemoryPool(sa.Device(0, driver=driver)) as pool:
+    def test_is_idempotent(self, traced: Any, device: sa.Device) -> None:
+        with sa.MemoryPool(device) as pool:
             pool.close()
             pool.close()
-        assert names(driver, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
+        assert names(traced, "cuMemPoolDestroy") == ["cuMemPoolDestroy"]
         assert pool.closed and "closed" in repr(pool)
 
-    def test_use_afterwards_does_not_reach_the_driver(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
+    def test_use_afterwards_does_not_reach_the_driver(self, traced: Any, device: sa.Device) -> None:
         stream = device.create_stream()
         pool = sa.MemoryPool(device)
         pool.close()
-        del driver.calls[:]
+        del traced.calls[:]
         uses: list[Callable[[], object]] = [
             lambda: pool.allocate(64, stream),
             lambda: pool.allocate(64, device.default_stream),
@@ -508,7 +503,7 @@ class TestClosing:
         for number, use in enumerate(uses):
             with pytest.raises(sa.ClosedError, match="closed"):
                 use()
-            assert set(names(driver)) <= {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent"}, number
+            assert set(names(traced)) <= {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuCtxPopCurrent"}, number
 
     def test_live_buffers_stay(self, machine: Any) -> None:
         driver = sd.checked(machine)

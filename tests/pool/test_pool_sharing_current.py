@@ -38,16 +38,15 @@ class TestDefault:
         assert sa.MemoryPool.default(device) is default is sa.MemoryPool.default(sa.MemLocation.device(0))
         assert sa.MemoryPool.current(device) is default
 
-    def test_is_never_destroyed(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        default = sa.MemoryPool.default(sa.Device(0, driver=driver))
+    def test_is_never_destroyed(self, traced: Any, device: sa.Device) -> None:
+        default = sa.MemoryPool.default(device)
         default.close()  # others may hold the same object
         assert not default.closed and default.statistics()
         del default
         gc.collect()
-        again = sa.MemoryPool.default(sa.Device(0, driver=driver))
+        again = sa.MemoryPool.default(device)
         assert not again.closed and again.statistics()
-        assert names(driver, "cuMemPoolDestroy") == []
+        assert names(traced, "cuMemPoolDestroy") == []
 
     def test_allocates(self, device: sa.Device, stream: sa.Stream) -> None:
         with sa.MemoryPool.default(device).allocate(64, stream) as buffer:
@@ -158,20 +157,18 @@ class TestCurrent:
         pool.close()
         assert sa.MemoryPool.current(device) is sa.MemoryPool.default(device)
 
-    def test_set_by_other_code(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
+    def test_set_by_other_code(self, machine: Any, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
         """The pool of other code is there under its handle, and is not ours to destroy."""
-        driver = sd.traced(machine)
-        ours = sa.Device(0, driver=driver)
         theirs = machine.cuMemPoolCreate(sa.MemPoolProps(location=sa.MemLocation.device(0)).to_driver())[1]
         machine.cuDeviceSetMemPool(0, theirs)
         try:
-            found = sa.MemoryPool.current(ours)
+            found = sa.MemoryPool.current(device)
             assert found.handle == int(theirs) and not found.owned
-            with ours.create_stream() as own, sa.allocate(7, own) as buffer:
+            with sa.allocate(7, stream) as buffer:
                 assert buffer.owner is found and found.statistics().used == 7
-                own.synchronize()
+                stream.synchronize()
             found.close()
-            assert names(driver, "cuMemPoolDestroy") == []
+            assert names(traced, "cuMemPoolDestroy") == []
         finally:
             machine.cuDeviceSetMemPool(0, machine.cuDeviceGetDefaultMemPool(0)[1])
             machine.cuMemPoolDestroy(theirs)
@@ -202,12 +199,10 @@ class TestCurrent:
             assert sa.MemoryPool.current(sa.MemLocation.none(), kind) is pool
         assert sa.MemoryPool.current(sa.MemLocation.none(), kind) is before
 
-    def test_asking_changes_nothing(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
+    def test_asking_changes_nothing(self, traced: Any, device: sa.Device) -> None:
         sa.MemoryPool.current(device).statistics()
         sa.MemoryPool.default(device).statistics()
-        assert not [name for name in names(driver) if "Set" in name]
+        assert not [name for name in names(traced) if "Set" in name]
 
 
 class TestAccess:

@@ -49,6 +49,7 @@ from streamalloc.core.internal import (
     deferred_queue,
     direct_handle,
     direct_spares,
+    drained,
     give_lists,
     holders,
     is_borrowed,
@@ -275,11 +276,7 @@ class CacheState(Deferred):
         """Move blocks of dropped buffers to their free lists. A per-thread stream's blocks first wait for an event
         after all threads' work.
         """
-        while self.dropped:
-            try:
-                block = self.dropped.popleft()
-            except IndexError:  # another thread took it
-                return
+        for block in drained(self.dropped.popleft):
             home: StreamCache = block.size_class.owner
             event = None
             if home.threads is not None:

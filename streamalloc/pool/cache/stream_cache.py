@@ -18,9 +18,9 @@ from streamalloc.core.internal import (
     Stream,
     Threads,
     deferred_queue,
+    drained,
     end_of,
     end_with_stream,
-    forbid_lists,
     free_refused,
     keeps_alive,
     leave_stream,
@@ -71,7 +71,7 @@ class StreamCache(Deferred):
     """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "__weakref__", "_last", "_passed", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists",
+        "_last", "_passed", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists",
         "peak", "returning", "session", "stream", "thread", "threads",
     )  # fmt: skip
 
@@ -100,7 +100,6 @@ class StreamCache(Deferred):
         self.peak: int = 0
         """Most bytes in use, as of the last count."""
         end_with_stream(stream, self)
-        self.session.shut_with_me(self)
 
     def size_class(self, nbytes: int) -> SizeClass:
         """The size class for a request."""
@@ -214,26 +213,20 @@ class StreamCache(Deferred):
 
         The device waits for the events of blocks freed on other streams; the host does not.
         """
-        while self.returning:
-            with contextlib.suppress(IndexError):  # another thread took it
-                entry = self.returning.popleft()
-                event, block = entry[:2]
-                try:
-                    if not event.query():
-                        ordered.wait(event)
-                except BaseException:
-                    self.returning.appendleft(entry)
-                    raise
-                block.size_class.free.append(block)
+        for entry in drained(self.returning.popleft):
+            event, block = entry[:2]
+            try:
+                if not event.query():
+                    ordered.wait(event)
+            except BaseException:
+                self.returning.appendleft(entry)
+                raise
+            block.size_class.free.append(block)
         raw = raw_handle(ordered)
         context = ordered.device.current() if ordered.is_default else contextlib.nullcontext()
         with context:
             for size_class in list(self.classes.values()):
-                while size_class.free:
-                    try:
-                        block = size_class.free.pop()
-                    except IndexError:  # another thread took it
-                        break
+                for block in drained(size_class.free.pop):
                     refused = self.cache.free_block(block, raw)
                     if refused:
                         size_class.free.append(block)
@@ -306,9 +299,3 @@ class StreamCache(Deferred):
         else:
             with watching_for_destruction(stream):
                 ordered_after(stream, act)
-
-    def _shut_after_fork(self) -> None:
-        self.lists.clear()
-        stream = self.stream()
-        if stream is not None:
-            forbid_lists(stream)
