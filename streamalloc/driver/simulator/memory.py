@@ -364,7 +364,7 @@ class Reservation:
             return
         self._open = False
         if readable:
-            _keep_readable(self.base, self.base + readable)
+            keep_readable(self.base, self.base + readable)
             _kept.append((self.base, readable, self.size))
         _unmap(self.base + readable, self.size - readable)
         if self._noted:
@@ -400,7 +400,7 @@ def _freed_file() -> Physical:
     return file
 
 
-def _keep_readable(start: int, end: int) -> None:
+def keep_readable(start: int, end: int) -> None:
     """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process."""
     while start < end:
         size = min(end - start, _FREED_BYTES)
@@ -422,104 +422,6 @@ def _forget_kept(start: int, end: int) -> None:
 
 
 _addresses = Addresses()
-
-
-class Arena:
-    """A reservation with its own file at equal offsets, which is created at the first use. ``on_host``: host arrays can
-    refer to it, even after the free. See :data:`FREED`.
-    """
-
-    def __init__(self, name: str, size: int, alignment: int, on_host: bool = False, low: bool = False) -> None:
-        self._name = name
-        self._on_host = on_host
-        self._used = 0
-        """All that was ever backed is below."""
-        self.reservation: Reservation = Reservation(size, alignment, low)
-        self.base: int = self.reservation.base
-
-    @functools.cached_property
-    def physical(self) -> Physical:
-        return Physical(self._name, self.reservation.size)
-
-    def map_part(self, offset: int, size: int) -> None:
-        self.reservation.map(self.base + offset, size, self.physical.fd, offset)
-        self._used = max(self._used, offset + size)
-
-    def unmap_part(self, offset: int, size: int) -> None:
-        self.reservation.unmap(self.base + offset, size)
-        if self._on_host:
-            _keep_readable(self.base + offset, self.base + offset + size)
-        self.physical.discard(offset, size)
-
-    def close(self) -> None:
-        self.reservation.close(self._used if self._on_host else 0)
-        if "physical" in vars(self):
-            self.physical.close()
-
-
-class Usage(Protocol):
-    """Bytes used by all processes of a machine (:class:`.files.Usage`)."""
-
-    def put(self, bank: int, used: int) -> None: ...
-
-    def others(self, bank: int) -> int: ...
-
-
-class Bank:
-    """The physical memory of one device or the host: its size and the bytes taken."""
-
-    def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
-        self.total = total
-        self.addresses: int = 2 * total if addresses is None else addresses
-        """Bytes of addresses of a pool without a limit."""
-        self._used = overhead
-        self._released: list[Physical] = []
-        self._shared: tuple[Usage, int] | None = None
-
-    def share(self, usage: Usage, number: int) -> None:
-        """Count the memory that other processes use, and publish the memory used here."""
-        self._shared = (usage, number)
-        self.used = self._used
-
-    @property
-    def used(self) -> int:
-        """Bytes that this machine object has taken."""
-        return self._used
-
-    @used.setter
-    def used(self, used: int) -> None:
-        self._used = used
-        if self._shared is not None:
-            usage, number = self._shared
-            usage.put(number, used)
-
-    @property
-    def free(self) -> int:
-        """Bytes not taken. May be negative if processes take memory concurrently."""
-        if self._released:
-            self._collect()
-        if self._shared is None:
-            return self.total - self._used
-        usage, number = self._shared
-        return max(self.total - self._used - usage.others(number), 0)
-
-    def release(self, physical: Physical) -> None:
-        """Close a file whose memory came from this bank. Its bytes count until no process has it."""
-        self._released.append(physical)
-        self._collect()
-
-    def _collect(self) -> None:
-        over = [physical for physical in self._released if not physical.is_elsewhere]
-        self._released = [physical for physical in self._released if physical not in over]
-        for physical in over:
-            self.used -= physical.size
-            physical.close()
-
-    def close(self) -> None:
-        for physical in self._released:
-            physical.close()
-        self._released.clear()
-        self._shared = None
 
 
 class Extent(Protocol):
