@@ -17,9 +17,10 @@ import os
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from ctypes import c_int, c_long, c_size_t, c_void_p
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from streamalloc.driver.processes import mapped_ranges
 
@@ -493,3 +494,59 @@ class AddressMap(Generic[E]):
 def view_address(source: Any) -> int:
     """The address of a contiguous buffer of any shape, which may be read-only."""
     return int(np.frombuffer(source, np.uint8).ctypes.data)
+
+
+# -- rows of bytes -----------------------------------------------------------------------------------------------
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Shape(NamedTuple):
+    """The shape of a copy: bytes of a row, rows of a plane, planes."""
+
+    width: int
+    height: int = 1
+    depth: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.width * self.height * self.depth
+
+
+class Side(NamedTuple):
+    """Ordinary memory on one side of a copy."""
+
+    address: int
+    pitch: int = 0
+    """Bytes from a row to the next one."""
+    plane: int = 0
+    """Bytes from a plane to the next one."""
+    fits: bool = True
+    """Whether rows fit the pitch, and planes the height."""
+    skipped: int = 0
+    """Bytes left out before ``address``."""
+    data: bytes | None = None
+    """The bytes at ``address``, if the call has read them."""
+
+    def span(self, shape: Shape) -> int:
+        """Bytes from the first to behind the last."""
+        return (shape.depth - 1) * self.plane + (shape.height - 1) * self.pitch + shape.width
+
+    def read(self, shape: Shape) -> Side:
+        """Read the bytes now."""
+        data = ctypes.string_at(self.address, self.span(shape))
+        return self._replace(address=view_address(data), data=data)
+
+    def rows(self, shape: Shape, z: int) -> Bytes:
+        """A plane of the memory."""
+        return rows_at(self.address + z * self.plane, self.pitch, shape.height, shape.width)
+
+    def store(self, shape: Shape, z: int, rows: Bytes) -> None:
+        self.rows(shape, z)[:] = rows
+
+
+def rows_at(address: int, pitch: int, height: int, width: int) -> Bytes:
+    """Memory at an address as rows of bytes."""
+    memory = memoryview((ctypes.c_ubyte * ((height - 1) * pitch + width)).from_address(address))
+    rows: Bytes = np.ndarray((height, width), np.uint8, memory, strides=(pitch, 1))
+    return rows
