@@ -25,13 +25,8 @@ from streamalloc.driver.selection import as_asked, default_of_threads, read_choi
 if TYPE_CHECKING:
     from streamalloc.driver.checker.reports import Stack, here, line_of, lines
     from streamalloc.driver.protocol import Listener
-    from streamalloc.driver.simulator.kernels.registry import (
-        current_launch,
-        device_global,
-        device_view,
-        kernel,
-        unregister_kernel,
-    )
+    from streamalloc.driver.simulator.kernels.launches import current_launch, device_view
+    from streamalloc.driver.simulator.kernels.registry import device_global, kernel, unregister_kernel
     from streamalloc.driver.simulator.reading import UnreadableMachineError, read_profile
     from streamalloc.driver.simulator.runtime import Runtime
     from streamalloc.driver.simulator.visibility import VISIBLE, inherited
@@ -42,9 +37,8 @@ _LATER = {
     "Listener": "protocol",
     "Runtime": "simulator.runtime",
     "Wrapper": "wrappers",
-    **dict.fromkeys(
-        ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.kernels.registry"
-    ),
+    **dict.fromkeys(("current_launch", "device_view"), "simulator.kernels.launches"),
+    **dict.fromkeys(("device_global", "kernel", "unregister_kernel"), "simulator.kernels.registry"),
     **dict.fromkeys(("UnreadableMachineError", "read_profile"), "simulator.reading"),
     **dict.fromkeys(("VISIBLE", "inherited"), "simulator.visibility"),
     **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.reports"),

@@ -119,10 +119,9 @@ class Line:
         """Make the first ``size`` bytes of a free block a used block. Returns it."""
         self._take_off(block)
         if block.size > size:
-            rest = Block(block.start + size, block.size - size, block.owner, block.seq)
-            self._link(rest, block.next)
-            self._link(block, rest)
-            block.size = size
+            rest = block.split(size)
+            if block is self._last:
+                self._last = rest
             self._put(rest)
         block.owner = USED
         return block
@@ -185,9 +184,6 @@ class Line:
         """Record that these chunks have no memory."""
         self._backed.difference_update(chunks)
 
-    def unback_all(self) -> None:
-        self._backed.clear()
-
     def _inner(self, block: Block) -> range:
         """The chunks that are entirely inside a block."""
         return range(-(-block.start // self.chunk), block.end // self.chunk)
@@ -231,14 +227,6 @@ class Line:
             self._heap.remove(block)
 
     def _absorb(self, block: Block, following: Block) -> None:
-        block.size += following.size
-        block.seq = max(block.seq, following.seq)
-        self._link(block, following.next)
-
-    def _link(self, before: Block, after: Block | None) -> None:
-        """Make ``after`` the successor of ``before``; None if ``before`` is the last block."""
-        before.next = after
-        if after is None:
-            self._last = before
-        else:
-            after.prev = before
+        block.absorb(following)
+        if following is self._last:
+            self._last = block

@@ -7,20 +7,18 @@ writes. Mip levels smaller than a tile share one block of 64 KiB, the tail.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from .banks import Banks
 from .blocks import round_up
 from .constants import BLOCK, STEP, TILE_SIZE, new_handle
 from .contexts import Context
 from .errors import NotModelled, Result
-from .memory import view_address
+from .memory import Bytes, Shape, Side, rows_at, view_address
 from .physical import Memory
 from .timeline import Operation
 
@@ -32,17 +30,8 @@ Extent = tuple[int, int, int]
 """Elements in x, y and z."""
 Tile = tuple[int, int, int, int, int, int]
 """Device, level (or TAIL), layer, then x, y and z in tiles."""
-Bytes = npt.NDArray[np.uint8]
 TAIL = -1
 _MAP_NORESERVE = 0x4000
-
-
-def _rows(address: int, pitch: int, shape: tuple[int, int]) -> Bytes:
-    """Memory at an address as rows of bytes."""
-    height, width = shape
-    memory = memoryview((ctypes.c_ubyte * ((height - 1) * pitch + width)).from_address(address))
-    rows: Bytes = np.ndarray(shape, np.uint8, memory, strides=(pitch, 1))
-    return rows
 
 
 @dataclass(frozen=True)
@@ -143,50 +132,50 @@ class Storage:
         for tile in list(self.tiles):
             self.put(tile, None)
 
-    def rows(self, level: int, z: int, box: Box) -> Iterator[tuple[Bytes | None, int, int, tuple[int, int]]]:
-        """Yield the parts of a slice of a box: the array's bytes or None, the row and byte in the slice where the part
-        begins, and its shape.
+    def rows(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Bytes | None, int, int, tuple[int, int]]]:
+        """Yield the pieces of a plane of a part: the array's bytes or None, the row and byte in the plane where the
+        piece begins, and its height and width.
         """
-        layout = self.layout
+        layout, z = self.layout, part.z + z
         if self.memory is not None:
-            width, height, _ = layout.extent_of(level)
+            width, height, _ = layout.extent_of(part.array.level)
             pitch = width * layout.element
-            start = layout.start_of(level) + (z * height + box.y) * pitch + box.x
-            shape = (box.height, box.width)
-            yield _rows(view_address(self.memory) + start, pitch, shape), 0, 0, shape
+            start = layout.start_of(part.array.level) + (z * height + part.y) * pitch + part.x
+            piece = (shape.height, shape.width)
+            yield rows_at(view_address(self.memory) + start, pitch, *piece), 0, 0, piece
             return
-        for tile, y, x, shape, offset, pitch in self._segments(level, z, box):
+        for tile, y, x, piece, offset, pitch in self._segments(part, shape, z):
             backing = self.tiles.get(tile)
             if backing is None:
-                yield None, y, x, shape
+                yield None, y, x, piece
             else:
                 memory, start = backing
-                yield _rows(memory.window.address + start + offset, pitch, shape), y, x, shape
+                yield rows_at(memory.window.address + start + offset, pitch, *piece), y, x, piece
 
-    def _segments(self, level: int, z: int, box: Box) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
-        """Yield the parts of a slice of a box by tile: the tile, the row and byte in the slice, the shape, the offset
-        in the tile, and the tile's pitch.
+    def _segments(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
+        """Yield the pieces of a plane by tile: the tile, the row and byte in the plane, height and width, the offset in
+        the tile, and the tile's pitch.
         """
-        layout, device = self.layout, self.context.device.ordinal
+        layout, device, level = self.layout, self.context.device.ordinal, part.array.level
         layer, z = (z, 0) if layout.layers else (0, z)
         if layout.has_tail and level >= layout.tail_first:
             pitch = layout.extent_of(level)[0] * layout.element
-            offset = layout.tail_offset(level) + box.y * pitch + box.x
-            yield (device, TAIL, layer, 0, 0, 0), 0, 0, (box.height, box.width), offset, pitch
+            offset = layout.tail_offset(level) + part.y * pitch + part.x
+            yield (device, TAIL, layer, 0, 0, 0), 0, 0, (shape.height, shape.width), offset, pitch
             return
         columns, rows, slices = layout.tile
         pitch = columns * layout.element
-        top, right, bottom = box.y, box.x + box.width, box.y + box.height
+        top, right, bottom = part.y, part.x + shape.width, part.y + shape.height
         while top < bottom:
             row = top // rows
             below = min((row + 1) * rows, bottom)
-            left = box.x
+            left = part.x
             while left < right:
                 column = left // pitch
                 beyond = min((column + 1) * pitch, right)
                 offset = ((z % slices) * rows + top % rows) * pitch + left % pitch
                 tile = (device, level, layer, column, row, z // slices)
-                yield tile, top - box.y, left - box.x, (below - top, beyond - left), offset, pitch
+                yield tile, top - part.y, left - part.x, (below - top, beyond - left), offset, pitch
                 left = beyond
             top = below
 
@@ -200,16 +189,29 @@ class Array:
     mipmap: MipmappedArray | None = None
     handle: int = field(default_factory=new_handle)
 
-    def load(self, box: Box, z: int, rows: Bytes) -> None:
-        """Read a slice of a box. Unmapped tiles read as zero."""
-        for stored, y, x, shape in self.storage.rows(self.level, z, box):
-            rows[y : y + shape[0], x : x + shape[1]] = 0 if stored is None else stored
 
-    def store(self, box: Box, z: int, rows: Bytes) -> None:
-        """Write a slice of a box. Unmapped tiles discard it."""
-        for stored, y, x, shape in self.storage.rows(self.level, z, box):
+@dataclass(frozen=True)
+class Part:
+    """The beginning of a box in an array: x in bytes, z in layers or slices."""
+
+    array: Array
+    x: int
+    y: int
+    z: int
+
+    def rows(self, shape: Shape, z: int) -> Bytes:
+        """The bytes of a plane. Unmapped tiles read as zero."""
+        found: Bytes = np.zeros((shape.height, shape.width), np.uint8)
+        for stored, y, x, (height, width) in self.array.storage.rows(self, shape, z):
             if stored is not None:
-                stored[:] = rows[y : y + shape[0], x : x + shape[1]]
+                found[y : y + height, x : x + width] = stored
+        return found
+
+    def store(self, shape: Shape, z: int, rows: Bytes) -> None:
+        """Write a plane. Unmapped tiles discard it."""
+        for stored, y, x, (height, width) in self.array.storage.rows(self, shape, z):
+            if stored is not None:
+                stored[:] = rows[y : y + height, x : x + width]
 
 
 @dataclass(eq=False)
@@ -265,88 +267,42 @@ class Remap(Operation):
         return True
 
 
-@dataclass(frozen=True)
-class Box:
-    """A part of an array: x in bytes, z in layers or slices."""
-
-    x: int
-    y: int
-    z: int
-    width: int
-    height: int
-    depth: int
-
-
-@dataclass(frozen=True)
-class Linear:
-    """Ordinary memory as rows of a box. ``keep`` keeps the memory alive."""
-
-    address: int
-    pitch: int
-    slice_pitch: int
-    keep: bytes | None = None
-
-    def span(self, box: Box) -> int:
-        """Bytes from the first to behind the last."""
-        return (box.depth - 1) * self.slice_pitch + (box.height - 1) * self.pitch + box.width
-
-
 class BoxCopy(Operation):
-    """Copies a box between an array and ordinary memory, a few slices per step."""
+    """Copies a box between two arrays, or between an array and ordinary memory, a few planes per step."""
 
-    def __init__(self, banks: Banks, context: Context, array: Array, box: Box, linear: Linear, into: bool) -> None:
+    def __init__(self, banks: Banks, context: Context, shape: Shape, target: Part | Side, source: Part | Side) -> None:
         self._banks = banks
         self._context = context
-        self._array = array
-        self._box = box
-        self._linear = linear
-        self._into = into
+        self._shape = shape
+        self._target = target
+        self._source = source
         self._done = 0
-        self._slices = max(STEP // (box.width * box.height), 1)
-        self._simulated = banks.arenas.find(linear.address) is not None
-        self.heavy: bool = box.width * box.height * box.depth > STEP
-        array.storage.queued += 1
+        self._planes = max(STEP // (shape.width * shape.height), 1)
+        self.heavy: bool = shape.size > STEP
+        self._memory = [
+            (side.address, side.span(shape), banks.arenas.find(side.address) is not None, side is target)
+            for side in (target, source)
+            if isinstance(side, Side)
+        ]
+        self._queue(1)
+
+    def _queue(self, change: int) -> None:
+        for side in (self._target, self._source):
+            if isinstance(side, Part):
+                side.array.storage.queued += change
 
     def step(self) -> bool:
-        linear, box = self._linear, self._box
-        stop = min(self._done + self._slices, box.depth)
-        if not self._banks.is_there(linear.address, linear.span(box), self._simulated, write=not self._into):
+        stop = min(self._done + self._planes, self._shape.depth)
+        if not all(self._banks.is_there(*memory) for memory in self._memory):
             self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
-            stop = self._done = box.depth
+            stop = self._done = self._shape.depth
         for z in range(self._done, stop):
-            rows = _rows(linear.address + z * linear.slice_pitch, linear.pitch, (box.height, box.width))
-            (self._array.store if self._into else self._array.load)(box, box.z + z, rows)
+            self._target.store(self._shape, z, self._source.rows(self._shape, z))
         self._done = stop
-        if self._done < box.depth:
+        if stop < self._shape.depth:
             return False
-        self._array.storage.queued -= 1
+        self._queue(-1)
         return True
 
     def touches(self, start: int, end: int) -> bool:
-        first = self._linear.address
-        return self._simulated and first < end and start < first + self._linear.span(self._box)
-
-
-class ArrayCopy(Operation):
-    """Copies a box between two arrays, a few slices per step."""
-
-    def __init__(self, target: Array, source: Array, to: Box, of: Box) -> None:
-        self._target = target
-        self._source = source
-        self._to = to
-        self._of = of
-        self._done = 0
-        self.heavy: bool = of.width * of.height * of.depth > STEP
-        for array in (target, source):
-            array.storage.queued += 1
-
-    def step(self) -> bool:
-        rows: Bytes = np.empty((self._of.height, self._of.width), np.uint8)
-        self._source.load(self._of, self._of.z + self._done, rows)
-        self._target.store(self._to, self._to.z + self._done, rows)
-        self._done += 1
-        if self._done < self._of.depth:
-            return False
-        for array in (self._target, self._source):
-            array.storage.queued -= 1
-        return True
+        return any(simulated and at < end and start < at + size for at, size, simulated, _ in self._memory)

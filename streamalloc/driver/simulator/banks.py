@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -9,7 +10,65 @@ from .allocator import Line
 from .blocks import round_up
 from .constants import CHUNK
 from .errors import operating_system
-from .memory import AddressMap, Arena, Bank, Reservation, is_accessible
+from .files import Usage
+from .memory import AddressMap, Physical, Reservation, is_accessible, keep_readable
+
+
+class Bank:
+    """The physical memory of one device or the host: its size and the bytes taken."""
+
+    def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
+        self.total = total
+        self.addresses: int = 2 * total if addresses is None else addresses
+        """Bytes of addresses of a pool without a limit."""
+        self._used = overhead
+        self._released: list[Physical] = []
+        self._shared: tuple[Usage, int] | None = None
+
+    def share(self, usage: Usage, number: int) -> None:
+        """Count the memory that other processes use, and publish the memory used here."""
+        self._shared = (usage, number)
+        self.used = self._used
+
+    @property
+    def used(self) -> int:
+        """Bytes that this machine object has taken."""
+        return self._used
+
+    @used.setter
+    def used(self, used: int) -> None:
+        self._used = used
+        if self._shared is not None:
+            usage, number = self._shared
+            usage.put(number, used)
+
+    @property
+    def free(self) -> int:
+        """Bytes not taken. May be negative if processes take memory concurrently."""
+        if self._released:
+            self._collect()
+        if self._shared is None:
+            return self.total - self._used
+        usage, number = self._shared
+        return max(self.total - self._used - usage.others(number), 0)
+
+    def release(self, physical: Physical) -> None:
+        """Close a file whose memory came from this bank. Its bytes count until no process has it."""
+        self._released.append(physical)
+        self._collect()
+
+    def _collect(self) -> None:
+        over = [physical for physical in self._released if not physical.is_elsewhere]
+        self._released = [physical for physical in self._released if physical not in over]
+        for physical in over:
+            self.used -= physical.size
+            physical.close()
+
+    def close(self) -> None:
+        for physical in self._released:
+            physical.close()
+        self._released.clear()
+        self._shared = None
 
 
 class Arenas(AddressMap[Reservation]):
@@ -89,8 +148,10 @@ class Banks:
         return True
 
 
-class Space(Arena):
-    """An arena with an address line, the chunks under it, and the bank that provides the memory."""
+class Space:
+    """Memory of a pool: an address line, the chunks under it in a file at equal offsets, and the bank that provides
+    them. ``on_host``: host arrays can refer to it, even after the free. See :data:`.memory.FREED`.
+    """
 
     def __init__(
         self,
@@ -105,41 +166,57 @@ class Space(Arena):
         self.line: Line = Line(round_up(capacity, CHUNK), CHUNK, ranks)
         self.bank = bank
         self.of_node = of_node
+        self._name = name
+        self._on_host = on_host
+        self._used = 0
+        """All that was ever backed is below."""
         self._arenas = banks.arenas
         # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pool_creation)
         with operating_system(only_memory=True):
-            super().__init__(name, self.line.capacity, CHUNK, on_host=on_host, low=True)
-        self._arenas.add(self.reservation)
+            self._reservation = Reservation(self.line.capacity, CHUNK, low=True)
+        self.base: int = self._reservation.base
+        self._arenas.add(self._reservation)
+
+    @functools.cached_property
+    def physical(self) -> Physical:
+        return Physical(self._name, self.line.capacity)
 
     def back(self, chunks: list[int]) -> None:
         """Map memory at chunks of the line."""
         for first, count in _runs(chunks):
-            self.map_part(first * self.line.chunk, count * self.line.chunk)
+            offset, size = first * CHUNK, count * CHUNK
+            self._reservation.map(self.base + offset, size, self.physical.fd, offset)
+            self._used = max(self._used, offset + size)
             self.line.back(range(first, first + count))
-            self.bank.used += count * self.line.chunk
+            self.bank.used += size
 
     def unback(self, chunks: list[int]) -> None:
         """Unmap and release the memory of chunks of the line."""
         for first, count in _runs(chunks):
-            self.unmap_part(first * self.line.chunk, count * self.line.chunk)
+            offset, size = first * CHUNK, count * CHUNK
+            self._reservation.unmap(self.base + offset, size)
+            if self._on_host:
+                keep_readable(self.base + offset, self.base + offset + size)
+            self.physical.discard(offset, size)
             self.line.unback(range(first, first + count))
-            self.bank.used -= count * self.line.chunk
+            self.bank.used -= size
 
     def release(self, keep: int) -> None:
         """Release memory that is free for all streams until at most ``keep`` bytes are left."""
-        excess = -(-(self.line.reserved - keep) // self.line.chunk)
+        excess = -(-(self.line.reserved - keep) // CHUNK)
         if excess > 0:
             self.unback(sorted(self.line.spare()[:excess]))
 
     def trim(self, keep: int) -> None:
         """Release memory that is free for all streams, but keep at least ``keep`` bytes."""
-        self.release(keep + self.line.chunk - 1)
+        self.release(keep + CHUNK - 1)
 
     def close(self) -> None:
         self.bank.used -= self.line.reserved
-        self.line.unback_all()
-        self._arenas.remove(self.reservation)
-        super().close()
+        self._arenas.remove(self._reservation)
+        self._reservation.close(self._used if self._on_host else 0)
+        if "physical" in vars(self):
+            self.physical.close()
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:

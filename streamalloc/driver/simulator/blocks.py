@@ -35,6 +35,23 @@ class Block:
     def end(self) -> int:
         return self.start + self.size
 
+    def split(self, size: int) -> Block:
+        """Cut the block after ``size`` bytes. Returns the rest, which follows it."""
+        rest = Block(self.start + size, self.size - size, self.owner, self.seq)
+        rest.prev, rest.next, self.next = self, self.next, rest
+        if rest.next is not None:
+            rest.next.prev = rest
+        self.size = size
+        return rest
+
+    def absorb(self, following: Block) -> None:
+        """Add the block that follows to this one."""
+        self.size += following.size
+        self.seq = max(self.seq, following.seq)
+        self.next = following.next
+        if self.next is not None:
+            self.next.prev = self
+
 
 class Shelf:
     """Free blocks of one owner, ordered by size, then by time on the shelf, oldest first."""

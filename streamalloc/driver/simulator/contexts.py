@@ -6,13 +6,13 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from .banks import Bank
 from .blocks import Block
 from .call_lock import Caller
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, new_handle
 from .errors import Fault
 from .graph_memory import DeviceGraphMemory
 from .heap import Heap, Regions
-from .memory import Bank
 from .timeline import Clock, Operation, Stream, Timeline, learn, merge
 
 

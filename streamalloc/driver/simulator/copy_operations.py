@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import NamedTuple
 
 from .constants import STEP
 from .contexts import Context
 from .errors import Result
 from .machine import Machine
-from .memory import view_address
+from .memory import Shape, Side
 from .multicast import Segment
 from .timeline import Operation
 
@@ -62,27 +61,6 @@ class Move(Operation):
         return any(simulated and one < end and start < one + self._size for one, simulated in ends)
 
 
-def _copy_row(machine: Machine, context: Context, target: int, source: int | bytes, size: int) -> Move:
-    """A copy from an address, or from bytes that were read at the call."""
-    taken = isinstance(source, bytes)
-    start = view_address(source) if isinstance(source, bytes) else source
-
-    def put(address: int, offset: int, size: int, keep: object = source) -> None:
-        ctypes.memmove(address, start + offset, size)
-
-    return Move(machine, context, target, size, put, None if taken else start)
-
-
-def _fill_row(machine: Machine, context: Context, target: int, pattern: bytes, count: int) -> Move:
-    def put(address: int, offset: int, size: int) -> None:
-        if len(set(pattern)) == 1:
-            ctypes.memset(address, pattern[0], size)
-        else:
-            ctypes.memmove(address, pattern * (size // len(pattern)), size)
-
-    return Move(machine, context, target, count * len(pattern), put)
-
-
 class Rows(Operation):
     """Copies or fills the rows of a plane or a box, one after another."""
 
@@ -108,57 +86,36 @@ class Rows(Operation):
         return any(self._row(at).touches(start, end) for at in range(self._count))
 
 
-class Shape(NamedTuple):
-    """The shape of a copy (a row, a plane or a box of bytes), with the pitches of both sides."""
+def copy(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
+    """The copy between two sides of ordinary memory."""
 
-    width: int
-    height: int
-    depth: int
-    target_pitch: int
-    target_slice: int
-    source_pitch: int
-    source_slice: int
-    fits: tuple[bool, bool] = (True, True)
-    """For target and source: whether rows fit the pitch, and slices the height."""
-    left_out: tuple[int, int] = (0, 0)
-    """Bytes skipped before the first written, and before the first read."""
+    def row(number: int) -> Move:
+        z, y = divmod(number, shape.height)
+        start = source.address + z * source.plane + y * source.pitch
 
-    @classmethod
-    def row(cls, size: int) -> Shape:
-        return cls(size, 1, 1, size, size, size, size)
+        def put(address: int, offset: int, size: int, keep: object = source.data) -> None:
+            ctypes.memmove(address, start + offset, size)
 
-    @property
-    def size(self) -> int:
-        return self.width * self.height * self.depth
+        to = target.address + z * target.plane + y * target.pitch
+        return Move(machine, context, to, shape.width, put, start if source.data is None else None)
 
-    @property
-    def target_span(self) -> int:
-        """Bytes from the first written to the last."""
-        return (self.depth - 1) * self.target_slice + (self.height - 1) * self.target_pitch + self.width
-
-    @property
-    def source_span(self) -> int:
-        return (self.depth - 1) * self.source_slice + (self.height - 1) * self.source_pitch + self.width
-
-    def copy(self, machine: Machine, context: Context, target: int, source: int | bytes) -> Operation:
-        """The copy between two addresses, or from bytes that were read at the call."""
-        if self.height * self.depth == 1:
-            return _copy_row(machine, context, target, source, self.width)
-        start = view_address(source) if isinstance(source, bytes) else source
-
-        def row(number: int, keep: object = source) -> Move:
-            z, y = divmod(number, self.height)
-            to = target + z * self.target_slice + y * self.target_pitch
-            return _copy_row(machine, context, to, start + z * self.source_slice + y * self.source_pitch, self.width)
-
-        return Rows(self.height * self.depth, self.width, row)
+    return _rows(shape.height * shape.depth, shape.width, row)
 
 
 def fill(
     machine: Machine, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
 ) -> Operation:
     """The fill of ``rows`` rows of ``count`` elements each."""
-    if rows == 1:
-        return _fill_row(machine, context, target, pattern, count)
+
+    def put(address: int, offset: int, size: int) -> None:
+        if len(set(pattern)) == 1:
+            ctypes.memset(address, pattern[0], size)
+        else:
+            ctypes.memmove(address, pattern * (size // len(pattern)), size)
+
     size = count * len(pattern)
-    return Rows(rows, size, lambda number: _fill_row(machine, context, target + number * pitch, pattern, count))
+    return _rows(rows, size, lambda number: Move(machine, context, target + number * pitch, size, put))
+
+
+def _rows(count: int, size: int, row: Callable[[int], Move]) -> Operation:
+    return row(0) if count == 1 else Rows(count, size, row)

@@ -13,11 +13,11 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .banks import Banks
+from .banks import Bank, Banks
 from .blocks import round_up
 from .constants import ALIGNMENT, CHUNK
 from .errors import Result, check
-from .memory import Bank, Physical, Reservation
+from .memory import Physical, Reservation
 from .timeline import Clock, Operation, Stream
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 
-from .banks import Banks
+from .banks import Bank, Banks
 from .blocks import HEAP, USED, Block, Shelf, round_up
 from .constants import ALIGNMENT, BLOCK
 from .errors import Fault, operating_system
-from .memory import Bank, Physical, Reservation
+from .memory import Physical, Reservation
 
 _REGION = 32 << 20
 
@@ -38,31 +38,22 @@ class Pieces:
             return None
         self._free.remove(block)
         if block.size > size:
-            rest = Block(block.start + size, block.size - size)
-            rest.prev, rest.next, block.next = block, block.next, rest
-            if rest.next is not None:
-                rest.next.prev = rest
-            block.size = size
-            self._put(rest)
+            self._put(block.split(size))
         block.owner = USED
         return block
 
     def free(self, block: Block) -> int | None:
         """Free a used piece. Returns the start of its range if the whole range is then free."""
-        for other in (block.prev, block.next):
-            if other is not None and other.owner == HEAP:
-                self._free.remove(other)
-                block.start, block.size = min(block.start, other.start), block.size + other.size
-                if other is block.prev:
-                    block.prev = other.prev
-                else:
-                    block.next = other.next
+        before, after = block.prev, block.next
+        if after is not None and after.owner == HEAP:
+            self._free.remove(after)
+            block.absorb(after)
+        if before is not None and before.owner == HEAP:
+            self._free.remove(before)
+            before.absorb(block)
+            block = before
         if block.prev is None and block.next is None:
             return block.start
-        if block.prev is not None:
-            block.prev.next = block
-        if block.next is not None:
-            block.next.prev = block
         self._put(block)
         return None
 

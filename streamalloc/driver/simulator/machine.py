@@ -13,7 +13,7 @@ from collections.abc import Callable
 from . import call_lock, visibility
 from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory, OpenedMemory
 from .arrays import Arrays
-from .banks import Banks
+from .banks import Bank, Banks
 from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
 from .contexts import Context, Device
 from .errors import BrokenMachineError, Fault, Result, check, need
@@ -23,7 +23,6 @@ from .graph_memory import DeviceGraphMemory
 from .graphs import Graphs
 from .heap import Heap, Regions
 from .kernels.modules import Modules
-from .memory import Bank
 from .multicast import Multicast
 from .pool import Pools
 from .profiles import Link, MachineSpec, Profile

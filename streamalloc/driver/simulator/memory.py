@@ -17,9 +17,10 @@ import os
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from ctypes import c_int, c_long, c_size_t, c_void_p
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from streamalloc.driver.processes import mapped_ranges
 
@@ -364,7 +365,7 @@ class Reservation:
             return
         self._open = False
         if readable:
-            _keep_readable(self.base, self.base + readable)
+            keep_readable(self.base, self.base + readable)
             _kept.append((self.base, readable, self.size))
         _unmap(self.base + readable, self.size - readable)
         if self._noted:
@@ -400,7 +401,7 @@ def _freed_file() -> Physical:
     return file
 
 
-def _keep_readable(start: int, end: int) -> None:
+def keep_readable(start: int, end: int) -> None:
     """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process."""
     while start < end:
         size = min(end - start, _FREED_BYTES)
@@ -422,104 +423,6 @@ def _forget_kept(start: int, end: int) -> None:
 
 
 _addresses = Addresses()
-
-
-class Arena:
-    """A reservation with its own file at equal offsets, which is created at the first use. ``on_host``: host arrays can
-    refer to it, even after the free. See :data:`FREED`.
-    """
-
-    def __init__(self, name: str, size: int, alignment: int, on_host: bool = False, low: bool = False) -> None:
-        self._name = name
-        self._on_host = on_host
-        self._used = 0
-        """All that was ever backed is below."""
-        self.reservation: Reservation = Reservation(size, alignment, low)
-        self.base: int = self.reservation.base
-
-    @functools.cached_property
-    def physical(self) -> Physical:
-        return Physical(self._name, self.reservation.size)
-
-    def map_part(self, offset: int, size: int) -> None:
-        self.reservation.map(self.base + offset, size, self.physical.fd, offset)
-        self._used = max(self._used, offset + size)
-
-    def unmap_part(self, offset: int, size: int) -> None:
-        self.reservation.unmap(self.base + offset, size)
-        if self._on_host:
-            _keep_readable(self.base + offset, self.base + offset + size)
-        self.physical.discard(offset, size)
-
-    def close(self) -> None:
-        self.reservation.close(self._used if self._on_host else 0)
-        if "physical" in vars(self):
-            self.physical.close()
-
-
-class Usage(Protocol):
-    """Bytes used by all processes of a machine (:class:`.files.Usage`)."""
-
-    def put(self, bank: int, used: int) -> None: ...
-
-    def others(self, bank: int) -> int: ...
-
-
-class Bank:
-    """The physical memory of one device or the host: its size and the bytes taken."""
-
-    def __init__(self, total: int, overhead: int = 0, addresses: int | None = None) -> None:
-        self.total = total
-        self.addresses: int = 2 * total if addresses is None else addresses
-        """Bytes of addresses of a pool without a limit."""
-        self._used = overhead
-        self._released: list[Physical] = []
-        self._shared: tuple[Usage, int] | None = None
-
-    def share(self, usage: Usage, number: int) -> None:
-        """Count the memory that other processes use, and publish the memory used here."""
-        self._shared = (usage, number)
-        self.used = self._used
-
-    @property
-    def used(self) -> int:
-        """Bytes that this machine object has taken."""
-        return self._used
-
-    @used.setter
-    def used(self, used: int) -> None:
-        self._used = used
-        if self._shared is not None:
-            usage, number = self._shared
-            usage.put(number, used)
-
-    @property
-    def free(self) -> int:
-        """Bytes not taken. May be negative if processes take memory concurrently."""
-        if self._released:
-            self._collect()
-        if self._shared is None:
-            return self.total - self._used
-        usage, number = self._shared
-        return max(self.total - self._used - usage.others(number), 0)
-
-    def release(self, physical: Physical) -> None:
-        """Close a file whose memory came from this bank. Its bytes count until no process has it."""
-        self._released.append(physical)
-        self._collect()
-
-    def _collect(self) -> None:
-        over = [physical for physical in self._released if not physical.is_elsewhere]
-        self._released = [physical for physical in self._released if physical not in over]
-        for physical in over:
-            self.used -= physical.size
-            physical.close()
-
-    def close(self) -> None:
-        for physical in self._released:
-            physical.close()
-        self._released.clear()
-        self._shared = None
 
 
 class Extent(Protocol):
@@ -591,3 +494,59 @@ class AddressMap(Generic[E]):
 def view_address(source: Any) -> int:
     """The address of a contiguous buffer of any shape, which may be read-only."""
     return int(np.frombuffer(source, np.uint8).ctypes.data)
+
+
+# -- rows of bytes -----------------------------------------------------------------------------------------------
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Shape(NamedTuple):
+    """The shape of a copy: bytes of a row, rows of a plane, planes."""
+
+    width: int
+    height: int = 1
+    depth: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.width * self.height * self.depth
+
+
+class Side(NamedTuple):
+    """Ordinary memory on one side of a copy."""
+
+    address: int
+    pitch: int = 0
+    """Bytes from a row to the next one."""
+    plane: int = 0
+    """Bytes from a plane to the next one."""
+    fits: bool = True
+    """Whether rows fit the pitch, and planes the height."""
+    skipped: int = 0
+    """Bytes left out before ``address``."""
+    data: bytes | None = None
+    """The bytes at ``address``, if the call has read them."""
+
+    def span(self, shape: Shape) -> int:
+        """Bytes from the first to behind the last."""
+        return (shape.depth - 1) * self.plane + (shape.height - 1) * self.pitch + shape.width
+
+    def read(self, shape: Shape) -> Side:
+        """Read the bytes now."""
+        data = ctypes.string_at(self.address, self.span(shape))
+        return self._replace(address=view_address(data), data=data)
+
+    def rows(self, shape: Shape, z: int) -> Bytes:
+        """A plane of the memory."""
+        return rows_at(self.address + z * self.plane, self.pitch, shape.height, shape.width)
+
+    def store(self, shape: Shape, z: int, rows: Bytes) -> None:
+        self.rows(shape, z)[:] = rows
+
+
+def rows_at(address: int, pitch: int, height: int, width: int) -> Bytes:
+    """Memory at an address as rows of bytes."""
+    memory = memoryview((ctypes.c_ubyte * ((height - 1) * pitch + width)).from_address(address))
+    rows: Bytes = np.ndarray((height, width), np.uint8, memory, strides=(pitch, 1))
+    return rows

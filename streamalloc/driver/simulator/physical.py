@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from .banks import Bank
 from .constants import NO_ACCESS, Location, Place, new_handle
 from .errors import NotModelled, Result, check
-from .memory import AddressRange, Bank, Physical, Window
+from .memory import AddressRange, Physical, Window
 
 
 @dataclass(frozen=True)

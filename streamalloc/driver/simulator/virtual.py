@@ -10,10 +10,10 @@ import itertools
 from dataclasses import dataclass, field
 
 from .allocations import Allocations, MappedMemory
-from .banks import Banks
+from .banks import Bank, Banks
 from .errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, operating_system
 from .files import Names
-from .memory import AddressMap, AddressRange, Bank, Physical
+from .memory import AddressMap, AddressRange, Physical
 from .physical import Mappable, Mapping, Memory, Properties
 from .timeline import Timeline
 

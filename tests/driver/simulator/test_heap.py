@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from streamalloc.driver.simulator.banks import Banks
+from streamalloc.driver.simulator.banks import Bank, Banks
 from streamalloc.driver.simulator.blocks import Block
 from streamalloc.driver.simulator.constants import BLOCK
 from streamalloc.driver.simulator.errors import Fault
 from streamalloc.driver.simulator.heap import Heap, Regions
-from streamalloc.driver.simulator.memory import Bank, Reservation
+from streamalloc.driver.simulator.memory import Reservation
 from tests.support import MiB
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")

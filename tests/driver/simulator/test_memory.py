@@ -10,7 +10,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.driver import simulated
-from streamalloc.driver.simulator.memory import FREED, AddressMap, AddressRange, Arena, Intervals
+from streamalloc.driver.simulator.banks import Bank, Banks, Space
+from streamalloc.driver.simulator.memory import FREED, AddressMap, AddressRange, Intervals
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
@@ -47,15 +48,19 @@ def test_address_map_finds_what_holds_an_address() -> None:
     assert found.find(105) is None and found.find(125) is extents[1]
 
 
-def test_an_arena_forgets_what_it_released() -> None:
-    arena = Arena("test", 4 * MiB, 2 * MiB)
-    arena.map_part(0, 2 * MiB)
-    ctypes.memset(arena.base, 7, 16)
-    arena.unmap_part(0, 2 * MiB)
-    assert not arena.reservation.mapped.covers(arena.base, arena.base + 1)
-    arena.map_part(0, 2 * MiB)
-    assert ctypes.string_at(arena.base, 16) == bytes(16)
-    arena.close()
+def test_a_pool_s_memory_is_zero_after_its_release() -> None:
+    bank = Bank(64 * MiB)
+    banks = Banks(bank, [])
+    space = Space("test", banks, bank, 64 * MiB)
+    space.back([1])
+    address = space.base + 32 * MiB
+    ctypes.memset(address, 7, 16)
+    space.unback([1])
+    assert not banks.is_mapped(address, 1) and bank.used == 0
+    space.back([1])
+    assert ctypes.string_at(address, 16) == bytes(16)
+    space.close()
+    assert bank.used == 0
 
 
 def test_growing_to_the_whole_card_touches_nothing() -> None:
@@ -139,10 +144,11 @@ def test_devices_of_one_name_have_the_same_uuids() -> None:
 
 def test_host_memory_that_is_gone_leaves_room_for_large_ranges() -> None:
     """Its beginning stays readable, and so breaks up the addresses of the process: that is kept of the latest only."""
+    bank = Bank(1 << 40)
     for _ in range(100):
-        arena = Arena("host", 1 << 40, 2 << 20, on_host=True)
-        arena.map_part(0, 2 << 20)
-        arena.close()
+        space = Space("host", Banks(bank, []), bank, 1 << 40, on_host=True)
+        space.back([0])
+        space.close()
     AddressRange(64 << 40, 2 << 20).close()
 
 

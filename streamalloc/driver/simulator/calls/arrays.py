@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +11,12 @@ from streamalloc.driver.bindings import cuda
 from .. import arguments, arrays
 from ..allocations import Allocation
 from ..arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Stream, UnsignedInt
-from ..arrays import TAIL, ArrayCopy, Box, BoxCopy, Extent, Layout, Linear, Remap, Storage, Tile
+from ..arrays import TAIL, BoxCopy, Extent, Layout, Part, Remap, Storage, Tile
 from ..blocks import round_up
 from ..constants import BLOCK, READ, READ_WRITE, TILE_SIZE
 from ..contexts import Context
 from ..errors import NotModelled, Result, check, need, not_modelled, operating_system
-from ..memory import view_address
+from ..memory import Shape, Side
 from ..physical import Memory
 from .base import call, with_async
 from .copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
@@ -280,20 +279,23 @@ class ArrayCalls(CopyCalls):
         self._check_launch(stream, "cuMemcpy3DAsync")
         if not set(kinds) <= {OF_HOST, DEVICE, UNIFIED, ARRAY}:
             raise NotModelled("a copy between an array and memory of a type that does not exist")
+        shape = Shape(int(copy.WidthInBytes), int(copy.Height), int(_field(copy, "Depth")))
         if kinds.count(ARRAY) == 2:
-            self._copy_arrays(copy, stream)
+            of, to = self._part(copy, "src", shape, stream), self._part(copy, "dst", shape, stream)
+            source, target = of.array, to.array
+            check(source.storage.layout.element == target.storage.layout.element)
+            not_modelled(source is target, "a copy within an array")
+            stream.submit(BoxCopy(self._machine.banks, stream.context, shape, to, of))
             return
         into = kinds[1] == ARRAY
-        side, other = ("dst", "src") if into else ("src", "dst")
-        array, box = self._box(copy, side, stream)
-        linear = self._linear(copy, other, box, kinds[0 if into else 1])
-        end = self._linear_end(linear, box, stream.context, into, kinds[0 if into else 1] == DEVICE)
-        size = box.width * box.height * box.depth
-        if into and end is None and not self._quiet(stream, size):
-            # pageable memory is read before the call returns
-            data = ctypes.string_at(linear.address, linear.span(box))
-            linear = replace(linear, address=view_address(data), keep=data)
-        stream.submit(BoxCopy(self._machine.banks, stream.context, array, box, linear, into))
+        ours, theirs = ("dst", "src") if into else ("src", "dst")
+        part, other = self._part(copy, ours, shape, stream), kinds[0 if into else 1]
+        side = self._memory_side(copy, theirs, shape, other)
+        end = self._end_of_memory(side, shape, stream.context, into, other == DEVICE)
+        if into and end is None and not self._quiet(stream, shape.size):
+            side = side.read(shape)  # pageable memory is read before the call returns
+        sides = (part, side) if into else (side, part)
+        stream.submit(BoxCopy(self._machine.banks, stream.context, shape, *sides))
         if (end is None and not into) or (waits and (end is None or end.on_host)):
             self._finish(stream)
 
@@ -307,12 +309,6 @@ class ArrayCalls(CopyCalls):
         self._copy_box(copy, hStream)
 
     cuMemcpy3DPeer, cuMemcpy3DPeerAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
-
-    def _copy_arrays(self, copy: Any, stream: Stream) -> None:
-        (source, of), (target, to) = self._box(copy, "src", stream), self._box(copy, "dst", stream)
-        check(source.storage.layout.element == target.storage.layout.element)
-        not_modelled(source is target, "a copy within an array")
-        stream.submit(ArrayCopy(target, source, to, of))
 
     def _copy_line(
         self, target: str, source: str, first: Any, second: Any, third: Any, fourth: Any = None, fifth: Any = None
@@ -344,42 +340,41 @@ class ArrayCalls(CopyCalls):
     cuMemcpy2DUnaligned = cuMemcpy2D
     cuMemcpy3D, cuMemcpy3DAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
 
-    def _box(self, copy: Any, side: str, stream: Stream) -> tuple[Array, Box]:
+    def _part(self, copy: Any, side: str, shape: Shape, stream: Stream) -> Part:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))
         x, y, z = (int(_field(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
-        box = Box(x, y, z, int(copy.WidthInBytes), int(copy.Height), int(_field(copy, "Depth")))
-        if _field(copy, f"{side}LOD") or not (box.width and box.height and box.depth):
+        if _field(copy, f"{side}LOD") or not shape.size:
             raise NotModelled("cuMemcpy3D of nothing, or of another level of detail")
         layout = array.storage.layout
         width, height, depth = layout.extent_of(array.level)
-        check(box.x % layout.element == 0 and box.width % layout.element == 0)
-        check(box.x + box.width <= width * layout.element and box.y + box.height <= height)
-        check(box.z + box.depth <= (layout.layers or depth))
+        check(x % layout.element == 0 and shape.width % layout.element == 0)
+        check(x + shape.width <= width * layout.element and y + shape.height <= height)
+        check(z + shape.depth <= (layout.layers or depth))
         if array.level >= layout.tail_first:
             layout.check_tail()
         elsewhere = array.storage.context.device is not stream.context.device
         not_modelled(elsewhere, "a copy of an array in a stream of another device")
-        return array, box
+        return Part(array, x, y, z)
 
     @staticmethod
-    def _linear(copy: Any, side: str, box: Box, kind: int) -> Linear:
+    def _memory_side(copy: Any, side: str, shape: Shape, kind: int) -> Side:
         x, y, z = (int(_field(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
         pitch, height = int(getattr(copy, f"{side}Pitch")), int(_field(copy, f"{side}Height"))
         if not hasattr(copy, "Depth"):  # of a plane
-            pitch = pitch or x + box.width
+            pitch = pitch or x + shape.width
         not_modelled(_field(copy, f"{side}LOD"), "cuMemcpy3D of another level of detail")
-        check(x + box.width <= pitch and (box.depth == 1 or y + box.height <= height))
+        check(x + shape.width <= pitch and (shape.depth == 1 or y + shape.height <= height))
         address = int(getattr(copy, f"{side}Host" if kind == OF_HOST else f"{side}Device"))
-        return Linear(address + (z * height + y) * pitch + x, pitch, height * pitch)
+        return Side(address + (z * height + y) * pitch + x, pitch, height * pitch)
 
-    def _linear_end(
-        self, linear: Linear, box: Box, context: Context, into: bool, must_be_device: bool
+    def _end_of_memory(
+        self, side: Side, shape: Shape, context: Context, into: bool, must_be_device: bool
     ) -> Allocation | None:
-        size = linear.span(box)
-        end = self._copy_end(linear.address, size, must_be_device, context)
-        lost = self._lost(linear.address, size, end, not into)
+        address, size = side.address, side.span(shape)
+        end = self._copy_end(address, size, must_be_device, context)
+        lost = self._lost(address, size, end, not into)
         not_modelled(lost, lost)
         if end is not None and end.mapping is not None and end.mapping.is_multicast:
             raise NotModelled("cuMemcpy3D with a multicast object")
-        self._check_mapped(linear.address, size, end, READ if into else READ_WRITE, context)
+        self._check_mapped(address, size, end, READ if into else READ_WRITE, context)
         return end

@@ -15,10 +15,10 @@ from .. import arguments
 from ..allocations import Allocation, is_gone, is_reachable
 from ..arguments import Context, Size, Stream, UnsignedLongLong
 from ..constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
-from ..copy_operations import Shape, fill
+from ..copy_operations import copy, fill
 from ..errors import Result, check, need, not_modelled
 from ..graphs import Graph, Values
-from ..memory import is_accessible
+from ..memory import Shape, Side, is_accessible
 from ..physical import least_right
 from .base import EDGE_DATA, GONE, Calls, with_async
 
@@ -106,7 +106,7 @@ class CopyCalls(Calls):
     # -- copies ----------------------------------------------------------------------------------------------
 
     def _copy_row(self, device: str, target: int, source: int, size: int, hStream: int | None = None) -> None:
-        self._copy(target, source, Shape.row(size), hStream, device)
+        self._copy(Side(target), Side(source), Shape(size), hStream, device)
 
     cuMemcpy, cuMemcpyAsync = with_async("dst src ByteCount", _copy_row, "")
     cuMemcpyHtoD, cuMemcpyHtoDAsync = with_async("dstDevice srcHost ByteCount", _copy_row, "dst")
@@ -116,46 +116,42 @@ class CopyCalls(Calls):
     def _copy_peer(
         self, target: int, context: Context, source: int, other: Context, size: int, hStream: int | None = None
     ) -> None:
-        self._copy(target, source, Shape.row(size), hStream, "both", (context, other))
+        self._copy(Side(target), Side(source), Shape(size), hStream, "both", (context, other))
 
     cuMemcpyPeer, cuMemcpyPeerAsync = with_async("dstDevice dstContext srcDevice srcContext ByteCount", _copy_peer)
 
     def _copy_rows(self, copy: Any, hStream: int | None, depth: int, contexts: Contexts | None = None) -> None:
         """Copy between two ends that are no arrays."""
-        height = int(copy.Height)
-        if not int(copy.WidthInBytes) * height * depth:  # before all other checks
-            self._copy(0, 0, Shape.row(0), hStream)
+        shape = Shape(int(copy.WidthInBytes), int(copy.Height), depth)
+        if not shape.size:  # before all other checks
+            self._copy(Side(0), Side(0), shape, hStream)
             return
-        target, source, kinds, shape = self._rows_of(copy, height, depth)
-        values = copy_values(copy, height, depth)
+        target, source, kinds = self._sides(copy, shape)
+        values = copy_values(copy, shape)
         self._copy(target, source, shape, hStream, PROMISED.get(kinds, ""), contexts, values)
 
-    def _rows_of(self, copy: Any, height: int, depth: int) -> tuple[int, int, tuple[int, int], Shape]:
-        """Addresses, memory types and rows of a copy between two sides that are not arrays."""
+    def _sides(self, copy: Any, shape: Shape) -> tuple[Side, Side, tuple[int, int]]:
+        """Target, source and their memory types of a copy between two sides that are not arrays."""
         kinds = arguments.number_in(copy, "dstMemoryType"), arguments.number_in(copy, "srcMemoryType")
         not_modelled(ARRAY in kinds, "a copy of a plane of an array")
-        width = int(copy.WidthInBytes)
-        target, skipped, fits, *steps = self._side(copy, "dst", kinds[0], width, height)
-        source, also_skipped, also_fits, pitch, slice_ = self._side(copy, "src", kinds[1], width, height)
-        ends = (fits, also_fits), (skipped, also_skipped)
-        return target, source, kinds, Shape(width, height, depth, steps[0], steps[1], pitch, slice_, *ends)
+        return self._side(copy, "dst", kinds[0], shape), self._side(copy, "src", kinds[1], shape), kinds
 
     @staticmethod
-    def _side(copy: Any, side: str, kind: int, width: int, height: int) -> tuple[int, int, bool, int, int]:
-        """Address of a side's first byte, bytes skipped before it, whether the rows fit, row pitch and slice pitch."""
+    def _side(copy: Any, side: str, kind: int, shape: Shape) -> Side:
         x, y, z = (int(getattr(copy, side + name, 0)) for name in ("XInBytes", "Y", "Z"))
         check(kind in (OF_HOST, DEVICE, UNIFIED))
-        pitch = int(getattr(copy, side + "Pitch")) or x + width
-        rows = int(getattr(copy, side + "Height", 0)) or y + height
+        pitch = int(getattr(copy, side + "Pitch")) or x + shape.width
+        rows = int(getattr(copy, side + "Height", 0)) or y + shape.height
         address = int(getattr(copy, side + ("Host" if kind == OF_HOST else "Device")))
-        check(width <= pitch and height <= rows)
+        check(shape.width <= pitch and shape.height <= rows)
         skipped = (z * rows + y) * pitch + x
-        return address + skipped, skipped, x + width <= pitch and y + height <= rows, pitch, rows * pitch
+        fits = x + shape.width <= pitch and y + shape.height <= rows
+        return Side(address + skipped, pitch, rows * pitch, fits, skipped)
 
     def _copy(
         self,
-        target: int,
-        source: int,
+        target: Side,
+        source: Side,
         shape: Shape,
         hStream: int | None = None,
         device: str = "",
@@ -178,13 +174,13 @@ class CopyCalls(Calls):
         graph = stream.capture.graph if captured else None
         destination, origin = self._check_copy(target, source, shape, device, contexts or (here, here), graph)
         if captured:
-            values = values or _values_of_row(target, source, shape.size, device)
-            stream.capture.add("MEMCPY", shape.copy(machine, stream.context, target, source), stream, values)
+            values = values or _values_of_row(target.address, source.address, shape.size, device)
+            stream.capture.add("MEMCPY", copy(machine, stream.context, shape, target, source), stream, values)
             return
         at_once = origin is not None or destination is None or self._quiet(stream, shape.size)
         # pageable memory is read before the call returns
-        taken = source if at_once else ctypes.string_at(source, shape.source_span)
-        stream.submit(shape.copy(machine, stream.context, target, taken))
+        source = source if at_once else source.read(shape)
+        stream.submit(copy(machine, stream.context, shape, target, source))
         of_host = [end is None or end.on_host for end in (destination, origin)]
         if destination is None or all(of_host) or (waits and any(of_host)):
             self._finish(stream)
@@ -201,28 +197,27 @@ class CopyCalls(Calls):
         stream.context.check()
 
     def _check_copy(
-        self, target: int, source: int, shape: Shape, device: str, contexts: Contexts, graph: Graph | None
+        self, target: Side, source: Side, shape: Shape, device: str, contexts: Contexts, graph: Graph | None
     ) -> tuple[Allocation | None, Allocation | None]:
         """Check both sides of a copy. Returns the allocation of each, or None for memory that only the host uses.
         ``graph``: the graph that gets the copy; its own addresses have no allocation yet.
         """
         found: list[Allocation | None] = []
         lost = ""
-        spans = ((target, shape.target_span, "dst", READ_WRITE), (source, shape.source_span, "src", READ))
-        for (address, size, side, needed), context, fits, skipped in zip(
-            spans, contexts, shape.fits, shape.left_out, strict=True
-        ):
+        ends = ((target, "dst", READ_WRITE), (source, "src", READ))
+        for (side, name, needed), context in zip(ends, contexts, strict=True):
+            address, size = side.address, side.span(shape)
             if graph is not None and graph.holds(address):
-                check(fits and graph.covers(address, size))
+                check(side.fits and graph.covers(address, size))
                 found.append(None)
                 continue
-            end = self._copy_end(address, size, device in (side, "both"), context, skipped)
-            check(fits or (end is not None and end.pool is not None))
+            end = self._copy_end(address, size, device in (name, "both"), context, side.skipped)
+            check(side.fits or (end is not None and end.pool is not None))
             found.append(end if self._check_mapped(address, size, end, needed, context) else None)
             lost = lost or self._lost(address, size, end, needed == READ_WRITE, graph is None)
         destination, origin = found
         if destination is not None and destination.mapping is not None and origin is None:
-            unable = least_right(self._machine.virtual.span(target, shape.target_span), HOST) == READ
+            unable = least_right(self._machine.virtual.span(target.address, target.span(shape)), HOST) == READ
             not_modelled(unable, "a copy by the host to memory that it may only read: the real driver crashes")
         # checked last (observed on H200: test_copies)
         not_modelled(lost, lost)
@@ -292,14 +287,14 @@ class CopyCalls(Calls):
     def cuMemcpyBatchAsync(
         self, dsts: Any, srcs: Any, sizes: Any, count: Size, attrs: Any, attrsIdxs: Any, numAttrs: Size, hStream: Any
     ) -> None:
-        targets = [int(one) for one in arguments.structs("dsts", dsts, cuda.CUdeviceptr, count)]
-        sources = [int(one) for one in arguments.structs("srcs", srcs, cuda.CUdeviceptr, count)]
+        targets = [Side(int(one)) for one in arguments.structs("dsts", dsts, cuda.CUdeviceptr, count)]
+        sources = [Side(int(one)) for one in arguments.structs("srcs", srcs, cuda.CUdeviceptr, count)]
         lengths = [arguments.size_t(one) for one in list(sizes)[:count]]
         attributes = arguments.structs("attrs", attrs, cuda.CUmemcpyAttributes, numAttrs)
         begins = [arguments.size_t(one) for one in list(attrsIdxs)[:numAttrs]]
         stream = self._stream_of_batch(hStream, count and all(lengths))
         orders = arguments.by_start(map(self._order, attributes), begins, count)
-        copies = list(zip(targets, sources, map(Shape.row, lengths), orders, strict=True))
+        copies = list(zip(targets, sources, map(Shape, lengths), orders, strict=True))
         self._copy_all(stream, copies, _waits_for_row)
 
     def cuMemcpy3DBatchAsync(self, numOps: Size, opList: Any, flags: UnsignedLongLong, hStream: Any) -> None:
@@ -315,35 +310,34 @@ class CopyCalls(Calls):
         check(self._machine.current_or_none() is not None and valid and handle not in (0, LEGACY_STREAM))
         return self._machine.stream(handle)
 
-    def _copy_all(self, stream: Stream, copies: list[tuple[int, int, Shape, int]], waits_for: WaitsFor) -> None:
+    def _copy_all(self, stream: Stream, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
         """Make copies, each given by target, source, shape and order."""
         # the capture stays valid (observed on H200: test_batches)
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         context = self._machine.current()
-        ends = [self._check_copy(*copy[:3], "", (context, context), None) for copy in copies]
+        ends = [self._check_copy(*one[:3], "", (context, context), None) for one in copies]
         waits = False
         for (target, source, shape, order), (destination, origin) in zip(copies, ends, strict=True):
             staged, waits_now = waits_for(order, destination, origin)
-            taken = ctypes.string_at(source, shape.source_span) if staged else source
-            stream.submit(shape.copy(self._machine, stream.context, target, taken))
+            source = source.read(shape) if staged else source
+            stream.submit(copy(self._machine, stream.context, shape, target, source))
             waits |= waits_now
         if waits:
             self._finish(stream)
 
     @staticmethod
-    def _box_of(one: Any) -> tuple[int, int, Shape, int]:
+    def _box_of(one: Any) -> tuple[Side, Side, Shape, int]:
         """Target, source, shape and order of an entry. A row length or layer height of 0 means that of the copy."""
         extent, order = one.extent, arguments.number_in(one, "srcAccessOrder")
         width, height, depth = int(extent.width), int(extent.height), int(extent.depth)
         check(width and height and depth and order in _ORDERS and int(one.flags) in (0, _OVERLAP))
-        steps = []
+        sides = []
         for side in (one.dst, one.src):
             not_modelled(arguments.number_in(side, "type") != _POINTER, "a batch of copies of arrays")
             row, rows = int(side.op.ptr.rowLength) or width, int(side.op.ptr.layerHeight) or height
             check(width <= row and height <= rows)
-            steps.append((row, row * rows))
-        shape = Shape(width, height, depth, *steps[0], *steps[1])
-        return int(one.dst.op.ptr.ptr), int(one.src.op.ptr.ptr), shape, order
+            sides.append(Side(int(side.op.ptr.ptr), row, row * rows))
+        return sides[0], sides[1], Shape(width, height, depth), order
 
     def _order(self, attributes: Any) -> int:
         order = ctypes.c_int.from_address(int(attributes.getPtr())).value
@@ -373,10 +367,10 @@ def _waits_for_box(order: int, destination: Allocation | None, origin: Allocatio
     return origin is None, order == _AT_CALL or destination is None
 
 
-def copy_values(copy: Any, height: int, depth: int) -> Values:
+def copy_values(copy: Any, shape: Shape) -> Values:
     """The fields of a copy in the form of a CUDA_MEMCPY3D."""
     values = {name: int(getattr(copy, name) or 0) for name in COPY_FIELDS if hasattr(copy, name)}
-    return {**values, "Height": height, "Depth": depth}
+    return {**values, "Height": shape.height, "Depth": shape.depth}
 
 
 def _values_of_row(target: int, source: int, size: int, device: str) -> Values:

@@ -10,14 +10,14 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
 
-from .. import arguments, graphs
+from .. import arguments, copy_operations, graphs
 from ..arguments import Device, Function, Graph, GraphExec, Node, Stream, UnsignedInt, UnsignedLongLong
 from ..constants import BLOCK, PINNED, READ_WRITE, Location
 from ..contexts import Context
-from ..copy_operations import fill
 from ..errors import Fault, Result, check, need, not_modelled
 from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Values, Work
 from ..kernels.calls import KernelCalls, node_values
+from ..memory import Shape
 from .base import EDGE_DATA, call
 from .copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
 from .streams import StreamCalls
@@ -308,7 +308,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         # the graph's own memory implies no device, so a context must be given (observed on H200: test_graph_nodes)
         check(arguments.context(ctx) or not graph.holds(address))
         pattern = value.to_bytes(8, "little")[:element]
-        operation = fill(self._machine, context, address, pattern, width, height, pitch)
+        operation = copy_operations.fill(self._machine, context, address, pattern, width, height, pitch)
         return {"values": values, "operation": operation}
 
     def _context_of_node(self, ctx: Any) -> Context:
@@ -320,12 +320,12 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     def _copy_of_node(self, graph: Graph, copy: Any, ctx: Any = None) -> Work:
         context = self._context_of_node(ctx)
-        height, depth = int(copy.Height), int(copy.Depth)
-        check(int(copy.WidthInBytes) and height and depth)
-        target, source, kinds, shape = self._rows_of(copy, height, depth)
+        shape = Shape(int(copy.WidthInBytes), int(copy.Height), int(copy.Depth))
+        check(shape.size)
+        target, source, kinds = self._sides(copy, shape)
         self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
-        operation = shape.copy(self._machine, context, target, source)
-        return {"values": copy_values(copy, height, depth), "operation": operation}
+        operation = copy_operations.copy(self._machine, context, shape, target, source)
+        return {"values": copy_values(copy, shape), "operation": operation}
 
     def _host_function_of_node(self, graph: Graph, params: Any) -> Work:
         operation = self._host_function(int(params.fn), int(params.userData or 0))

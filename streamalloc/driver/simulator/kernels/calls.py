@@ -22,7 +22,7 @@ from ..memory import Intervals
 from ..timeline import Operation, Stream
 from . import modules
 from .launches import CELLS, Cells, Launch, Shape, offsets, packed, plain, unpack
-from .modules import BINARIES, Image
+from .modules import BINARIES
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
@@ -72,7 +72,7 @@ class KernelCalls(Calls):
     def _load(self, image: Any, *options: Any) -> Any:
         context = self._machine.current()
         self._unsafe_during_capture()
-        return cuda.CUmodule(self._machine.modules.add(modules.Module(Image.load(image), context)).handle)
+        return cuda.CUmodule(self._machine.modules.add(modules.Module(modules.load(image), context)).handle)
 
     def _load_file(self, name: Any) -> Any:
         self._machine.current()
@@ -113,7 +113,7 @@ class KernelCalls(Calls):
 
     @staticmethod
     def _names(module: Module) -> list[str]:
-        return list(need(module.image.contents, "the functions of a module that is not PTX").kernels)
+        return list(need(module.contents, "the functions of a module that is not PTX").kernels)
 
     def cuModuleGetLoadingMode(self) -> Any:
         return cuda.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
@@ -121,7 +121,7 @@ class KernelCalls(Calls):
     # -- libraries -------------------------------------------------------------------------------------------
 
     def _load_library(self, code: Any, *options: Any) -> Any:
-        return cuda.CUlibrary(self._machine.modules.add(modules.Module(Image.load(code), None)).handle)
+        return cuda.CUlibrary(self._machine.modules.add(modules.Module(modules.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
     cuLibraryLoadData: Any = call(f"code {_OPTIONS}", _load_library)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+import threading
 import traceback
 import weakref
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..errors import Result, check, need, not_modelled
 from ..machine import Machine
 from ..memory import is_accessible
 from ..timeline import HostFunction
-from .registry import Extent, Kernel, run_for
+from .registry import Extent, Kernel
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class NoAccess(MemoryError):
 
 
 class Launch(HostFunction):
-    """One launch of a registered kernel, on its own thread."""
+    """One launch of a registered kernel, on its own thread. The kernel can read these attributes:
+
+    ``name`` of the kernel; ``grid`` and ``block``, the blocks and the threads of a block in each dimension;
+    ``shared_bytes`` of a block, the dynamic ones; ``cooperative``; ``device``, its number.
+    """
 
     def __init__(
         self,
@@ -73,7 +78,8 @@ class Launch(HostFunction):
         if driver is None or self._context.error is not None:
             return
         try:
-            run_for(self, self._kernel.function, self._arguments)
+            _here.launch = self
+            self._kernel.function(*self._arguments)
         except BaseException as error:
             with contextlib.suppress(Exception):  # the program may have closed the stream
                 print(f"the kernel {self.name!r} raised, and its context is lost:", file=sys.stderr)
@@ -89,7 +95,7 @@ class Launch(HostFunction):
         return any(address < end and start < address + size for address, size, _ in self._uses or ())
 
     def view(self, address: int, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """The memory as an array (:func:`.registry.device_view`)."""
+        """The memory as an array (:func:`device_view`)."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         writable = True
         if self._uses is not None:
@@ -255,3 +261,53 @@ def offsets(types: tuple[Any, ...]) -> list[int]:
         found.append(at)
         at += ctypes.sizeof(kind)
     return found
+
+
+# -- what a running kernel asks --------------------------------------------------------------------------------
+
+_here = threading.local()  # ``launch``: that of the thread
+
+
+def current_launch() -> Launch:
+    """The launch that runs the calling function: ``name``, ``grid``, ``block``, ``shared_bytes``, ``device``.
+
+    :func:`kernel` registers such functions.
+
+    Raises
+    ------
+    RuntimeError
+        The caller is no kernel.
+    """
+    found: Launch | None = getattr(_here, "launch", None)
+    if found is None:
+        raise RuntimeError("no kernel runs on this thread")
+    return found
+
+
+def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
+    """Return simulated memory as a NumPy array, for the kernel on this thread. Valid until the kernel returns.
+
+    :func:`kernel` shows its use.
+
+    The array is read-only if the device may only read the memory, or if the kernel is registered with ``reads`` or
+    ``writes`` and no write covers it.
+
+    Parameters
+    ----------
+    address
+        Address of the first byte, as it is passed to kernels.
+    shape
+        Number of elements, or the shape.
+    dtype
+        Type of the elements.
+
+    Raises
+    ------
+    RuntimeError
+        No kernel runs on this thread.
+    ValueError
+        The registered ``reads`` and ``writes`` do not cover the memory.
+    MemoryError
+        Memory is missing there, or the device has no access to it. The context is lost.
+    """
+    return current_launch().view(address, shape, np.dtype(dtype))

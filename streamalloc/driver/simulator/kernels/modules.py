@@ -75,38 +75,11 @@ class VariableMemory(Allocation):
     block: Block
 
 
-@dataclass(eq=False)
-class Image:
-    """The code of a module or library. ``contents`` is None if it is not PTX: then any name may exist."""
-
-    contents: Contents | None
-
-    @classmethod
-    def load(cls, given: Any) -> Image:
-        """Read an image: bytes or an address of them."""
-        check(given is not None and not (isinstance(given, int) and not given))
-        text = _text(given)
-        return cls(None if text is None else _read(text))
-
-    def types(self, name: str) -> tuple[Any, ...] | None:
-        """The parameter types of a kernel; None if unknown."""
-        kernel = find_kernel(name)
-        if kernel is not None and kernel.types is not None:
-            return kernel.types
-        return None if self.contents is None else self.contents.kernels.get(name)
-
-    def has(self, name: str) -> bool:
-        """Whether there is a kernel of this name."""
-        return self.contents is None or name in self.contents.kernels
-
-    def variable(self, name: str) -> bytes:
-        """The initial bytes of a variable."""
-        given = find_global(name)
-        if given is not None:
-            return given
-        contents = need(self.contents, f"the variable {name!r} of a module that is not PTX: testing.device_global")
-        not_modelled(name in contents.initialised, f"the initial value of {name!r}: register testing.device_global")
-        return bytes(need(contents.variables.get(name), Result.CUDA_ERROR_NOT_FOUND))
+def load(given: Any) -> Contents | None:
+    """The contents of an image, bytes or an address of them; None if it is not PTX: then any name may exist."""
+    check(given is not None and not (isinstance(given, int) and not given))
+    text = _text(given)
+    return None if text is None else _read(text)
 
 
 def _text(given: Any) -> str | None:
@@ -129,7 +102,7 @@ def _text(given: Any) -> str | None:
 class Module:
     """A module of a context; or a library, which has no context."""
 
-    image: Image
+    contents: Contents | None
     context: Context | None
     library: Module | None = None
     """Library that the module belongs to."""
@@ -142,9 +115,18 @@ class Module:
     def function(self, name: str) -> Function:
         found = self.functions.get(name)
         if found is None:
-            check(self.image.has(name), Result.CUDA_ERROR_NOT_FOUND)
+            check(self.contents is None or name in self.contents.kernels, Result.CUDA_ERROR_NOT_FOUND)
             found = self.functions[name] = Function(name, self)
         return found
+
+    def initial(self, name: str) -> bytes:
+        """The initial bytes of a variable."""
+        given = find_global(name)
+        if given is not None:
+            return given
+        contents = need(self.contents, f"the variable {name!r} of a module that is not PTX: testing.device_global")
+        not_modelled(name in contents.initialised, f"the initial value of {name!r}: register testing.device_global")
+        return bytes(need(contents.variables.get(name), Result.CUDA_ERROR_NOT_FOUND))
 
 
 @dataclass(eq=False)
@@ -164,7 +146,10 @@ class Function:
 
     @property
     def types(self) -> tuple[Any, ...] | None:
-        return self.module.image.types(self.name)
+        """The parameter types; None if unknown."""
+        if self.kernel is not None and self.kernel.types is not None:
+            return self.kernel.types
+        return None if self.module.contents is None else self.module.contents.kernels.get(self.name)
 
     @property
     def registered(self) -> Mapping[str, int]:
@@ -203,14 +188,14 @@ class Modules:
         """The module of a library in a context."""
         found = library.modules.get(context)
         if found is None:
-            found = library.modules[context] = self.add(Module(library.image, context, library))
+            found = library.modules[context] = self.add(Module(library.contents, context, library))
         return found
 
     def variable(self, module: Module, name: str, context: Context, allocations: Allocations) -> VariableMemory:
         """The memory of a variable, allocated at the first request."""
         found = module.variables.get((name, context))
         if found is None:
-            initial = module.image.variable(name)
+            initial = module.initial(name)
             device = context.device
             address, block, _ = need(device.heap.allocate(len(initial)), Result.CUDA_ERROR_OUT_OF_MEMORY)
             ctypes.memmove(address, initial, len(initial))

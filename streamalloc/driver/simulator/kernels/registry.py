@@ -6,13 +6,11 @@ import contextlib
 import ctypes
 import fnmatch
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 Uses: TypeAlias = Callable[..., Iterable[tuple[int, int]]]
 """Maps kernel arguments to used addresses and sizes in bytes."""
@@ -45,28 +43,8 @@ class Kernel:
         return [(int(address), int(size), write) for (address, size), write in found]
 
 
-class Launch(Protocol):
-    """Properties of a launch that a kernel can read."""
-
-    name: str
-    """Name of the kernel."""
-    grid: Extent
-    """Blocks in each dimension."""
-    block: Extent
-    """Threads of a block in each dimension."""
-    shared_bytes: int
-    """Bytes of dynamic shared memory of a block."""
-    cooperative: bool
-    device: int
-    """Number of the device."""
-
-    def view(self, address: int, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """The array of :func:`device_view`."""
-
-
 _kernels: dict[str, Kernel] = {}
 _globals: dict[str, bytes] = {}
-_here = threading.local()
 
 
 def kernel(
@@ -188,60 +166,3 @@ def _annotated(function: Callable[..., object]) -> tuple[CType, ...] | None:
         return tuple(_c_type(one.annotation) for one in parameters)
     except (NameError, TypeError, ValueError):
         return None
-
-
-# -- what a running kernel asks --------------------------------------------------------------------------------
-
-
-def current_launch() -> Launch:
-    """The launch that runs the calling function: ``name``, ``grid``, ``block``, ``shared_bytes``, ``device``.
-
-    :func:`kernel` registers such functions.
-
-    Raises
-    ------
-    RuntimeError
-        The caller is no kernel.
-    """
-    found: Launch | None = getattr(_here, "launch", None)
-    if found is None:
-        raise RuntimeError("no kernel runs on this thread")
-    return found
-
-
-def run_for(launch: Launch, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    """Call a function as the kernel of a launch."""
-    _here.launch = launch
-    try:
-        function(*arguments)
-    finally:
-        _here.launch = None
-
-
-def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """Return simulated memory as a NumPy array, for the kernel on this thread. Valid until the kernel returns.
-
-    :func:`kernel` shows its use.
-
-    The array is read-only if the device may only read the memory, or if the kernel is registered with ``reads`` or
-    ``writes`` and no write covers it.
-
-    Parameters
-    ----------
-    address
-        Address of the first byte, as it is passed to kernels.
-    shape
-        Number of elements, or the shape.
-    dtype
-        Type of the elements.
-
-    Raises
-    ------
-    RuntimeError
-        No kernel runs on this thread.
-    ValueError
-        The registered ``reads`` and ``writes`` do not cover the memory.
-    MemoryError
-        Memory is missing there, or the device has no access to it. The context is lost.
-    """
-    return current_launch().view(address, shape, np.dtype(dtype))

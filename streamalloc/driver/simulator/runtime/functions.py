@@ -40,6 +40,29 @@ class Forgotten(Failed):
     """An error that is not stored as the last one: that of a query, or the last one itself when it is read."""
 
 
+def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
+    """Make a copy of several rows, or of bytes of one row. ``target`` and ``source``: number of arguments of each side:
+    an array with offsets in bytes and rows, or a pointer and, with ``rows``, a pitch. The driver refuses bytes that
+    extend into the next row.
+    """
+
+    def copy_rows(functions: Functions, *args: Any) -> None:
+        ends, (width, *more) = (args[target : target + source], args[:target]), args[target + source :]
+        height, kind, *stream = more if rows else (1, *more)
+        copy = cuda.CUDA_MEMCPY3D()
+        for side, memory, (pointer, *place) in zip(("src", "dst"), ENDS[copy_kind(kind)], ends, strict=True):
+            if len(place) == 2:
+                set_array(copy, side, pointer)
+                setattr(copy, f"{side}XInBytes", place[0])
+                setattr(copy, f"{side}Y", place[1])
+            else:
+                set_end(copy, side, memory, address(pointer), *(place or [width]))
+        copy.WidthInBytes, copy.Height, copy.Depth = width, height, 1
+        functions.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", copy, *stream)
+
+    return copy_rows
+
+
 class Functions:
     """The functions over a driver. They return values and raise :class:`Failed`."""
 
@@ -296,6 +319,41 @@ class Functions:
             setattr(made, field, self.call("cuFuncGetAttribute", attribute, function))
         return made
 
+    # -- arrays ----------------------------------------------------------------------------------------------
+
+    def cudaMallocArray(self, desc: Any, width: int, height: int, flags: int) -> Any:
+        return self._array(_descriptor(desc, (width, height, 0), flags))
+
+    def cudaMalloc3DArray(self, desc: Any, extent: Any, flags: int) -> Any:
+        return self._array(_descriptor(desc, _extent(extent), flags))
+
+    def _array(self, descriptor: Any) -> Any:
+        return runtime().cudaArray_t(int(self.call("cuArray3DCreate", descriptor)))
+
+    def cudaMallocMipmappedArray(self, desc: Any, extent: Any, numLevels: int, flags: int) -> Any:
+        made = self.call("cuMipmappedArrayCreate", _descriptor(desc, _extent(extent), flags), numLevels)
+        return runtime().cudaMipmappedArray_t(int(made))
+
+    def cudaArrayGetInfo(self, array: Any) -> tuple[Any, Any, int]:
+        described = self.call("cuArray3DGetDescriptor", cuda.CUarray(int(array)))
+        extent = runtime().make_cudaExtent(int(described.Width), int(described.Height), int(described.Depth))
+        kind, bits = BITS[int(described.Format)]
+        channels = [bits if number < int(described.NumChannels) else 0 for number in range(4)]
+        made = runtime().cudaChannelFormatDesc()
+        made.x, made.y, made.z, made.w = channels
+        made.f = runtime().cudaChannelFormatKind(kind)
+        return made, extent, int(described.Flags)
+
+    def cudaGetChannelDesc(self, array: Any) -> Any:
+        return self.cudaArrayGetInfo(array)[0]
+
+    cudaMemcpy2DToArray = _copies(3, 2)
+    cudaMemcpy2DFromArray = _copies(2, 3)
+    cudaMemcpy2DArrayToArray = _copies(3, 3)
+    cudaMemcpyToArray = _copies(3, 1, rows=False)
+    cudaMemcpyFromArray = _copies(1, 3, rows=False)
+    cudaMemcpyArrayToArray = _copies(3, 3, rows=False)
+
 
 def _refuse(name: str, *_args: Any) -> None:
     raise NotModelled(name)
@@ -353,75 +411,13 @@ def _descriptor(desc: Any, extent: tuple[int, int, int], flags: int) -> Any:
     return made
 
 
-def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., None]:
-    """Make a copy of several rows, or of bytes of one row. ``target`` and ``source``: number of arguments of each side:
-    an array with offsets in bytes and rows, or a pointer and, with ``rows``, a pitch. The driver refuses bytes that
-    extend into the next row.
-    """
-
-    def copy_rows(functions: Functions, *args: Any) -> None:
-        ends, (width, *more) = (args[target : target + source], args[:target]), args[target + source :]
-        height, kind, *stream = more if rows else (1, *more)
-        copy = cuda.CUDA_MEMCPY3D()
-        for side, memory, (pointer, *place) in zip(("src", "dst"), ENDS[copy_kind(kind)], ends, strict=True):
-            if len(place) == 2:
-                set_array(copy, side, pointer)
-                setattr(copy, f"{side}XInBytes", place[0])
-                setattr(copy, f"{side}Y", place[1])
-            else:
-                set_end(copy, side, memory, address(pointer), *(place or [width]))
-        copy.WidthInBytes, copy.Height, copy.Depth = width, height, 1
-        functions.call("cuMemcpy3DAsync" if stream else "cuMemcpy3D", copy, *stream)
-
-    return copy_rows
-
-
-class ArrayFunctions(Functions):
-    """cudaMalloc*Array, cudaArrayGetInfo, cudaMemcpy*Array."""
-
-    def cudaMallocArray(self, desc: Any, width: int, height: int, flags: int) -> Any:
-        return self._array(_descriptor(desc, (width, height, 0), flags))
-
-    def cudaMalloc3DArray(self, desc: Any, extent: Any, flags: int) -> Any:
-        return self._array(_descriptor(desc, _extent(extent), flags))
-
-    def _array(self, descriptor: Any) -> Any:
-        return runtime().cudaArray_t(int(self.call("cuArray3DCreate", descriptor)))
-
-    def cudaMallocMipmappedArray(self, desc: Any, extent: Any, numLevels: int, flags: int) -> Any:
-        made = self.call("cuMipmappedArrayCreate", _descriptor(desc, _extent(extent), flags), numLevels)
-        return runtime().cudaMipmappedArray_t(int(made))
-
-    def cudaArrayGetInfo(self, array: Any) -> tuple[Any, Any, int]:
-        described = self.call("cuArray3DGetDescriptor", cuda.CUarray(int(array)))
-        extent = runtime().make_cudaExtent(int(described.Width), int(described.Height), int(described.Depth))
-        kind, bits = BITS[int(described.Format)]
-        channels = [bits if number < int(described.NumChannels) else 0 for number in range(4)]
-        made = runtime().cudaChannelFormatDesc()
-        made.x, made.y, made.z, made.w = channels
-        made.f = runtime().cudaChannelFormatKind(kind)
-        return made, extent, int(described.Flags)
-
-    def cudaGetChannelDesc(self, array: Any) -> Any:
-        return self.cudaArrayGetInfo(array)[0]
-
-    cudaMemcpy2DToArray = _copies(3, 2)
-    cudaMemcpy2DFromArray = _copies(2, 3)
-    cudaMemcpy2DArrayToArray = _copies(3, 3)
-    cudaMemcpyToArray = _copies(3, 1, rows=False)
-    cudaMemcpyFromArray = _copies(1, 3, rows=False)
-    cudaMemcpyArrayToArray = _copies(3, 3, rows=False)
-
-
 def _extent(extent: Any) -> tuple[int, int, int]:
     return int(extent.width), int(extent.height), int(extent.depth)
 
 
 _UNKNOWN_ERROR = 999
 
-OWN: dict[str, Callable[..., Any]] = {
-    name: body for one in (Functions, ArrayFunctions) for name, body in vars(one).items() if name.startswith("cuda")
-}
+OWN: dict[str, Callable[..., Any]] = {name: body for name, body in vars(Functions).items() if name.startswith("cuda")}
 """Functions of several driver calls. Copies and fills also exist as ...Async, with a final stream argument."""
 
 
@@ -433,7 +429,7 @@ class Runtime:
     """
 
     def __init__(self, driver: Any) -> None:
-        self._functions = ArrayFunctions(driver)
+        self._functions = Functions(driver)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
