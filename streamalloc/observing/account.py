@@ -24,8 +24,7 @@ from streamalloc.core.properties import MemLocation
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.multicast import SymmetricMemory
-from streamalloc.observing.export import Log
-from streamalloc.observing.profiler import Profiler
+from streamalloc.observing.export import Log, Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase, Source, sites
 from streamalloc.observing.report import largest
 from streamalloc.pool import CachingAllocator

@@ -1,9 +1,10 @@
-"""Files for other tools: PyTorch's memory viewer, readers of RMM's log, Perfetto and Chrome."""
+"""Output for other tools: PyTorch's memory viewer, readers of RMM's log, Perfetto and Chrome, profilers by NVTX."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import io
 import json
 import os
@@ -12,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from streamalloc.core.errors import undoing
 from streamalloc.core.properties import MemLocationType
@@ -217,3 +218,38 @@ def _before(history: Iterable[Happening], live: Iterable[Allocation]) -> dict[in
             first.setdefault(one.allocation.address, one)
     found = {address: one.allocation for address, one in first.items() if one.action == "free"}
     return found | {one.address: one for one in live if one.address not in first}
+
+
+# --- NVTX -----------------------------------------------------------------------------------------------------------
+
+_DOMAIN = "streamalloc"
+
+
+class Profiler:
+    """An observer's connection to NVTX.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        ``nvtx`` is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            nvtx = importlib.import_module("nvtx")
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError("nvtx is not installed: pip install 'streamalloc[nvtx]'", name="nvtx") from None
+        self._annotate: Any = nvtx.annotate
+        domain = nvtx.get_domain(_DOMAIN)
+        # Older versions have no counters.
+        make = getattr(domain, "get_counter", None)
+        self._sample: Any = None if make is None else make("allocated bytes", int).sample
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """A range for a ``with`` block."""
+        return cast("contextlib.AbstractContextManager[object]", self._annotate(message=name, domain=_DOMAIN))
+
+    def sample(self, nbytes: int) -> None:
+        """Record the bytes that are allocated now."""
+        if self._sample is not None:
+            self._sample(nbytes)

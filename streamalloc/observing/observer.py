@@ -18,7 +18,6 @@ from streamalloc.driver import default as default_driver
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing import export
 from streamalloc.observing.account import Account, Hook
-from streamalloc.observing.profiler import Profiler
 from streamalloc.observing.records import Allocation, Happening, Phase
 from streamalloc.observing.report import LeakReport
 from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
@@ -252,5 +251,5 @@ def observe(
         sessions = [Session.of(default_driver() if driver is None else driver)]
     elif driver is not None:
         raise ValueError("driver: what is observed has a driver already")
-    profiler = Profiler() if nvtx else None
+    profiler = export.Profiler() if nvtx else None
     return Observer(Account(dict.fromkeys(sessions), what, limit, depth, history, on_allocate, on_free, profiler, log))
