@@ -1,10 +1,10 @@
-"""Figures of an observer's records or a traced driver's calls: memory over time, and its reuse."""
+"""Figures of pools, of an observer's records and of a traced driver's calls; dispatch for the ``plot()`` methods."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,9 +12,35 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from streamalloc.core.errors import size_text
+from streamalloc.core.html import place
 from streamalloc.driver import Call
 from streamalloc.observing import Allocation, Happening, Observer, Phase
 from streamalloc.plots import style
+from streamalloc.plots.ranges import address_range
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm import AddressRange, VirtualBuffer
+
+
+def pool(of: MemoryPool, *, ax: Axes | None = None) -> Figure:
+    """Draw the current statistics of a pool, reserved light and used dark, with the peaks as lines.
+
+    :meth:`MemoryPool.plot` draws it into axes of its own; :doc:`/01-memory-pools` shows such pictures.
+    """
+    now = of.statistics()
+    unit, scale = style.unit_of(now.reserved_high)
+    with style.drawing(ax, height=1.7) as (made, axes):
+        style.rows(axes, ["reserved", "used"])
+        bars = (now.reserved, now.reserved_high, style.RESERVED), (now.used, now.used_high, style.USED)
+        for row, (value, peak, color) in enumerate(bars):
+            axes.barh(row, value / scale, 0.6, fc=color, ec=style.RESERVED_EDGE)
+            axes.plot([peak / scale] * 2, [row - 0.4, row + 0.4], color=style.INK, lw=1.6)
+            text, end = f"{size_text(value)}, at most {size_text(peak)}", (max(value, peak) / scale, row)
+            axes.annotate(text, end, (7, 0), textcoords="offset points", va="center")
+        # More than the peak, for the texts.
+        style.whole_numbers(axes.xaxis, 1.3 * now.reserved_high / scale)
+        axes.set_xlabel(unit)
+        axes.set_title(f"Memory pool{f' {of.name!r}' if of.name else ''} of {place(of.location)}", parse_math=False)
+    return made
 
 
 def memory(of: Observer) -> Figure:
@@ -288,3 +314,26 @@ def _packed(found: Iterable[Life]) -> dict[int, int]:
         stop = max(stop, end)
         places[begin] = low + begin - start
     return places
+
+
+_FUNCTIONS: dict[type | tuple[type, ...], Any] = {
+    MemoryPool: pool,
+    (AddressRange, VirtualBuffer): address_range,
+    Observer: memory,
+}
+
+
+def draw(thing: object, **options: Any) -> Figure:
+    """Draw a pool, an address range, virtual memory or an observer; return the figure.
+
+    The ``plot`` methods of these objects call it, such as :meth:`MemoryPool.plot`.
+
+    Raises
+    ------
+    TypeError
+        Objects of this class cannot be drawn.
+    """
+    for kind, draw_kind in _FUNCTIONS.items():
+        if isinstance(thing, kind):
+            return cast(Figure, draw_kind(thing, **options))
+    raise TypeError(f"there is no picture of {thing!r}")
