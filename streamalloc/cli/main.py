@@ -102,8 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     parser = _parser(words)
     options = parser.parse_args(words)
-    if options.command == "run":
-        return _run(parser, options)  # a broken pipe or an interrupt is the program's
     try:
         return _run(parser, options)
     except OutputError as error:
@@ -113,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: cannot write the output: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if options.command == "run":
+            raise  # it is the program's
         return _INTERRUPTED
 
 

@@ -195,9 +195,3 @@ def test_of_a_hazard(machine: Any) -> None:
         buffer.free()
     text = shown(checked.hazards[0])
     assert "use before allocation , 3.0 MiB" in text and "buffer.fill(1, two)" in text and "remedy" in text
-
-
-def test_half_made() -> None:
-    for kind in (sa.Buffer, vmm.PhysicalMemory, vmm.AddressRange, multicast.SymmetricMemory):
-        thing = kind.__new__(kind)
-        assert "could not be made" in shown(thing) or "closed" in shown(thing)
