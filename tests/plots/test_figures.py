@@ -42,7 +42,7 @@ def backend() -> Iterator[None]:
 
 def overlaps(figure: Any) -> list[tuple[str, str]]:
     """Pairs of texts that lie on each other, or outside of the figure."""
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
     boxes = []
     # Ticks outside of the limits are not drawn.
@@ -158,7 +158,7 @@ class TestAxes:
             ]
             for figure, which in drawn:
                 axis = getattr(figure.axes[-1], f"{which}axis")
-                figure.canvas.draw()
+                figure.draw_without_rendering()
                 labels = [one.get_text() for one in axis.get_ticklabels()]
                 assert len(set(labels)) == len(labels) > 1 and all(one.replace(",", "").isdigit() for one in labels)
 
