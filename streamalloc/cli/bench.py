@@ -52,8 +52,6 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if options.plot and not importlib.util.find_spec("matplotlib"):
         raise UsageError("--plot needs matplotlib: pip install 'streamalloc[plot]'")
     found = versions(chosen)
-    report: dict[str, Any] = {"headline": chosen.headline, "simulated": chosen.is_simulated}
-    report |= {"quick": options.quick, "versions": found}
     _show_head(chosen, terminal, found)
     # All tables have the same width of names, so that their columns align.
     names = max(len(name) for row in rows for name in row.variants)
@@ -65,7 +63,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             figures.show_row(terminal, reports[-1], names)
         bench.device.synchronize()
     figures.show_targets(terminal, reports)
-    terminal.write_json({**report, "rows": reports})
+    about = {"headline": chosen.headline, "simulated": chosen.is_simulated, "quick": options.quick, "versions": found}
+    terminal.write_json({**about, "rows": reports})
     if options.plot:
         try:
             figures.draw(reports, options.plot, chosen.headline)

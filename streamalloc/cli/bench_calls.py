@@ -12,7 +12,7 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.c_loop import c_loop
-from streamalloc.cli.libraries import CudaCore, CuPy, PyTorch, Rmm, library
+from streamalloc.cli.libraries import CudaCore, CuPy, PyTorch, Rmm
 from streamalloc.cli.measuring import SIZE, Bench, Call, Row, Setup, Target, fastest
 
 RAW = "raw calls"
@@ -30,7 +30,7 @@ _LIVE_BYTES = 512
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
     """Return the setup of another library's variant; ``make`` gets the library's objects."""
-    return lambda bench: make(library(kind, bench))
+    return lambda bench: make(bench.library(kind))
 
 
 # --- allocate and free ----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any, cast
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.cli.choice import KEEP_ALL
-from streamalloc.cli.libraries import CudaCore, library
+from streamalloc.cli.libraries import CudaCore
 from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, step_times, value_of
 from streamalloc.cli.needs import POSIX, need_shared_pools
 from streamalloc.cli.worker import Worker, WorkerBase, environment
@@ -220,7 +220,7 @@ def _serve_ours(worker: WorkerBase) -> Call:
 
 def cuda_core_buffer(stage: Stage) -> Measured:
     """Share with cuda.core, its pool sent beforehand. It orders neither the contents nor the free."""
-    cuda = library(CudaCore, stage.bench)
+    cuda = stage.bench.library(CudaCore)
     resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
     stream = cuda.stream
     stage.resources.callback(resource.close)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from streamalloc.cli.measuring import SIZE, Bench
@@ -69,10 +68,3 @@ class Rmm:
         self.mr: Any = importlib.import_module("rmm.mr")
         self.stream: Any = importlib.import_module("rmm.pylibrmm.stream").Stream()
         self.resource: Any = self.mr.CudaAsyncMemoryResource()
-
-
-def library(kind: Callable[[Bench], Any], bench: Bench) -> Any:
-    """Return the library's objects; the first call creates them."""
-    if kind not in bench.libraries:
-        bench.libraries[kind] = kind(bench)
-    return bench.libraries[kind]

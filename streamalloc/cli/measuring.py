@@ -136,6 +136,12 @@ class Bench:
         """Create a stream for the current row."""
         return self.resources.enter_context(self.device.create_stream())
 
+    def library(self, kind: Callable[[Bench], Any]) -> Any:
+        """Return the objects of another library, created by the first call."""
+        if kind not in self.libraries:
+            self.libraries[kind] = kind(self)
+        return self.libraries[kind]
+
     def buffer(self) -> sa.Buffer:
         """Allocate 4 KiB for the current row."""
         return self.resources.enter_context(self.pool.allocate(SIZE, self.stream))

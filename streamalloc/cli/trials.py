@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -145,15 +146,6 @@ class WorkerActions(WorkerBase):
 # --- sharing --------------------------------------------------------------------------------------------------------
 
 
-class Block:
-    """Memory of ``cuMemAlloc`` as another library exposes it."""
-
-    def __init__(self, address: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = dict(
-            shape=(_BLOCK,), typestr="|u1", data=(address, False), version=3, stream=None
-        )
-
-
 def try_sharing(device: sa.Device) -> list[Row]:
     """Share each kind of memory and an event with another process, which reads it; ``how`` is the mechanism."""
     with Worker(device.driver, __name__) as worker, device.create_stream() as stream:
@@ -201,7 +193,10 @@ def _plain(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
         try:
             driver.cuMemsetD8(pointer, _PATTERN, _BLOCK)
             driver.cuCtxSynchronize()
-            return _given(worker, ipc.share(Block(int(pointer)), stream, expose_block=True))
+            # As another library exposes it.
+            interface = {"shape": (_BLOCK,), "typestr": "|u1", "data": (int(pointer), False), "version": 3}
+            array = SimpleNamespace(__cuda_array_interface__=interface)
+            return _given(worker, ipc.share(array, stream, expose_block=True))
         finally:
             driver.cuMemFree(pointer)
 
