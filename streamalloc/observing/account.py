@@ -308,46 +308,42 @@ class Account:
             warn(f"the log of allocations ends here: {error}", RuntimeWarning)
 
     def _enter(self, kind: int, what: Any, stream: int, thread: int, now: int) -> None:
-        unreported: tuple[Allocation, ...] = ()
-        gone: tuple[Allocation, ...] = ()
+        added: Allocation | None = None
+        removed: Allocation | None = None
         if kind == _ALLOCATED:
             # Other code may have freed the memory through its address.
-            before = self.live.get(what.address)
-            total = self.nbytes + what.nbytes - (0 if before is None else before.nbytes)
-            happened: tuple[Happening, ...] = (Happening("allocate", what, now, stream, thread),)
-            if before is not None:
-                happened = (Happening("free", before, now, before.stream, thread), *happened)
-            for phase in self.open:
-                phase.peak = max(phase.peak, total)
-            peak = max(self.peak, total)
-            # In all branches there is no call between the change of self.live and the removal of the note.
-            self.live[what.address] = what
-            self.peak = peak
-        elif kind == _FREED and what in self.live:
-            one = self.live[what]
-            total = self.nbytes - one.nbytes
-            happened = (Happening("free", one, now, one.stream if stream < 0 else stream, thread),)
-            gone = (one,)
-            if self.on_free is not None:
-                unreported = (one,)
-            del self.live[what]
-        elif (
-            kind == _FREE_FAILED
-            and what not in self.live
-            and (again := next((one for one in reversed(self._gone) if one.address == what), None))
-        ):
-            total = self.nbytes + again.nbytes
-            happened = (Happening("allocate", again, now, again.stream, thread),)
-            self.live[what] = again
-        else:
-            total = self.nbytes
-            happened = (Happening("failure", what, now, stream, thread),) if kind == _ALLOCATION_FAILED else ()
+            added, removed = what, self.live.get(what.address)
+        elif kind == _FREED:
+            removed = self.live.get(what)
+        elif kind == _FREE_FAILED and what not in self.live:
+            added = next((one for one in reversed(self._gone) if one.address == what), None)
+        happened: list[Happening] = []
+        total = self.nbytes
+        if removed is not None:
+            total -= removed.nbytes
+            on = stream if kind == _FREED and stream >= 0 else removed.stream
+            happened.append(Happening("free", removed, now, on, thread))
+        if added is not None:
+            total += added.nbytes
+            happened.append(Happening("allocate", added, now, added.stream, thread))
+        if kind == _ALLOCATION_FAILED:
+            happened.append(Happening("failure", what, now, stream, thread))
+        for phase in self.open:
+            phase.peak = max(phase.peak, total)
+        self.peak = max(self.peak, total)
+        # No call between the change of self.live and the removal of the note.
+        if removed is not None:
+            del self.live[removed.address]
+        if added is not None:
+            self.live[added.address] = added
         self.nbytes = total
         self.happened += happened
         if self._log is not None:
             self._unwritten += happened
-        self._gone += gone
-        self._unreported += unreported
+        if kind == _FREED and removed is not None:
+            self._gone += (removed,)
+            if self.on_free is not None:
+                self._unreported += (removed,)
         del self._notes[0]
         if self.profiler is not None:
             self.profiler.sample(total)
