@@ -52,7 +52,11 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if options.plot and not importlib.util.find_spec("matplotlib"):
         raise UsageError("--plot needs matplotlib: pip install 'streamalloc[plot]'")
     found = versions(chosen)
-    _show_head(chosen, terminal, found)
+    terminal.line(terminal.bold(chosen.headline))
+    software = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
+    terminal.line(terminal.dim(software))
+    if chosen.is_simulated:
+        terminal.line(terminal.dim("Times are those of the simulation. Targets and other libraries are for a GPU."))
     # All tables have the same width of names, so that their columns align.
     names = max(len(name) for row in rows for name in row.variants)
     reports: list[dict[str, Any]] = []
@@ -71,11 +75,3 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:  # its name has no known ending
             raise UsageError(f"cannot write {options.plot}: {error}") from error
     return int(options.strict and any(figures.missed(reports)))
-
-
-def _show_head(chosen: Chosen, terminal: Terminal, found: dict[str, Any]) -> None:
-    terminal.line(terminal.bold(chosen.headline))
-    about = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
-    terminal.line(terminal.dim(about))
-    if chosen.is_simulated:
-        terminal.line(terminal.dim("Times are those of the simulation. Targets and other libraries are for a GPU."))

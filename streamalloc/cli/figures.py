@@ -40,7 +40,8 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
     for row in rows:
         spread = [format(row[key], places) for key in ("median", "p10", "p90")]
         ratio = format(row["ratio_to_raw"], ",.2f") if "ratio_to_raw" in row else ""
-        cells.append([row["name"].ljust(names), *spread, ratio, *(_figure(row, key) for key in extra)])
+        figures = [format(row[key], _EXTRA[key][1]) if key in row else "" for key in extra]
+        cells.append([row["name"].ljust(names), *spread, ratio, *figures])
     terminal.table(cells, header=header, align="l" + "r" * (len(header) - 1))
     for row in report["rows"]:
         if "unavailable" in row:
@@ -48,10 +49,6 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
     for target in (one for one in report["targets"] if one["found"] is not None):
         mark = terminal.good("met") if target["met"] else terminal.warning("missed")
         terminal.paragraph(f"{mark}: {_target_text(target, report['unit'])}")
-
-
-def _figure(row: Mapping[str, Any], key: str) -> str:
-    return format(row[key], _EXTRA[key][1]) if key in row else ""
 
 
 def _target_text(target: Mapping[str, Any], unit: str) -> str:

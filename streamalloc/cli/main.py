@@ -60,7 +60,9 @@ class _Command(argparse.ArgumentParser):
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     about = "GPU memory in stream order, on a real CUDA driver or on a simulated one."
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(_program(), description=about, epilog=_EPILOG, formatter_class=raw)
+    as_module = Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py")
+    program = "python -m streamalloc" if as_module else "streamalloc"
+    parser = argparse.ArgumentParser(program, description=about, epilog=_EPILOG, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)
@@ -74,11 +76,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             _add_driver_arguments(command, argparse.SUPPRESS)
             module.add_arguments(command)
     return parser
-
-
-def _program() -> str:
-    """Return the name of the program for messages."""
-    return "python -m streamalloc" if Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py") else "streamalloc"
 
 
 def _add_driver_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
@@ -117,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    terminal = Terminal(json=getattr(options, "json", None))
+    terminal = Terminal(getattr(options, "json", None))
     if options.command is None:
         terminal.line(parser.format_help().rstrip())
         return 0

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from streamalloc.cli.choice import UsageError
 
@@ -40,16 +40,13 @@ class Terminal:
 
     Parameters
     ----------
-    out
-        The file that is written; default: the standard output.
     json
         Value of the option ``--json``. ``"-"``: JSON replaces all lines.
     """
 
-    def __init__(self, out: TextIO | None = None, *, json: str | None = None) -> None:
-        self._out = sys.stdout if out is None else out
+    def __init__(self, json: str | None = None) -> None:
         self._json = json
-        interactive = self._out.isatty()
+        interactive = sys.stdout.isatty()
         # https://no-color.org: any value but the empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
@@ -70,7 +67,7 @@ class Terminal:
 
     def _print(self, text: str) -> None:
         try:
-            print(text, file=self._out, flush=True)
+            print(text, flush=True)
         except OSError as error:
             raise OutputError(error.strerror) from error
 

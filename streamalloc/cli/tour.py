@@ -268,8 +268,12 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         terminal.heading("At the end")
         _nothing_left(tour, accounts)
     terminal.line()
-    terminal.line(_verdict(tour))
-    return 1 if tour.failed else 0
+    skipped = f", {plural(tour.skipped, 'part')} skipped" if tour.skipped else ""
+    if tour.failed:
+        terminal.line(terminal.bad(f"{tour.failed} of {plural(tour.checks, 'check')} failed") + skipped)
+        return 1
+    terminal.line(terminal.good(f"All {plural(tour.checks, 'check')} held") + skipped + ".")
+    return 0
 
 
 def _nothing_left(tour: Tour, accounts: Any) -> None:
@@ -283,10 +287,3 @@ def _nothing_left(tour: Tour, accounts: Any) -> None:
         leaks = str(error)
     text = "all pools, allocations, memory, address ranges, arrays, streams, events and graphs are released"
     tour.step(text, equal("left behind", leaks, "nothing"))
-
-
-def _verdict(tour: Tour) -> str:
-    skipped = f", {plural(tour.skipped, 'part')} skipped" if tour.skipped else ""
-    if tour.failed:
-        return tour.terminal.bad(f"{tour.failed} of {plural(tour.checks, 'check')} failed") + skipped
-    return tour.terminal.good(f"All {plural(tour.checks, 'check')} held") + skipped + "."

@@ -222,7 +222,7 @@ class Watch(Leaves):
         for one in live:
             with contextlib.suppress(Exception):
                 owners[one.fileno()] = one  # type: ignore[attr-defined]
-        sockets = {number for one in _sockets() if (number := one.fileno()) >= 0}
+        sockets = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket) and _is_ours(one)}
         found = []
         for key, name in _descriptors().items():
             number = key[0]
@@ -243,10 +243,6 @@ class Watch(Leaves):
 def _live() -> Iterator[Any]:
     # By type, here and below: isinstance() asks a weak proxy for the class of an object that may be gone.
     return (one for one in gc.get_objects() if issubclass(type(one), (Closes, Shared)))
-
-
-def _sockets() -> Iterator[Any]:
-    return (one for one in gc.get_objects() if issubclass(type(one), socket.socket) and _is_ours(one))
 
 
 def _reference(thing: object) -> weakref.ref[object] | None:

@@ -174,51 +174,58 @@ class TestPipe:
         assert "Device 0: Ger?t" in out.read()
 
 
-class Screen(io.StringIO):
-    """A terminal of 60 columns."""
+class Screen:
+    """A terminal of 60 columns, from :meth:`show` on."""
 
-    def isatty(self) -> bool:
-        return True
+    def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.patch, self.capsys = patch, capsys
+        for name, value in (("COLUMNS", "60"), ("TERM", "xterm")):
+            patch.setenv(name, value)
+        patch.delenv("NO_COLOR", raising=False)
+
+    def show(self) -> Terminal:
+        # Not before the test itself runs: the captured output is another one in fixtures.
+        self.patch.setattr(sys.stdout, "isatty", lambda: True)
+        return Terminal()
+
+    @property
+    def text(self) -> str:
+        return self.capsys.readouterr().out
+
+
+@pytest.fixture
+def screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Screen:
+    return Screen(monkeypatch, capsys)
 
 
 class TestTerminal:
-    @pytest.fixture(autouse=True)
-    def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("COLUMNS", "60")
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.delenv("NO_COLOR", raising=False)
+    def test_colours_in_a_terminal_only(self, screen: Screen) -> None:
+        assert Terminal().good("ok") == "ok"
+        assert screen.show().good("ok") == "\x1b[32mok\x1b[0m"
+        screen.patch.setenv("NO_COLOR", "1")
+        assert screen.show().good("ok") == "ok"
 
-    def test_colours_in_a_terminal_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert Terminal(Screen()).good("ok") == "\x1b[32mok\x1b[0m"
-        assert Terminal(io.StringIO()).good("ok") == "ok"
-        monkeypatch.setenv("NO_COLOR", "1")
-        assert Terminal(Screen()).good("ok") == "ok"
-
-    def test_colours_do_not_move_columns(self) -> None:
-        out = Screen()
-        terminal = Terminal(out)
+    def test_colours_do_not_move_columns(self, screen: Screen) -> None:
+        terminal = screen.show()
         terminal.table([(terminal.good("yes"), "1"), ("unknown", "22")], align="lr")
-        assert out.getvalue().splitlines() == ["  \x1b[32myes\x1b[0m       1", "  unknown  22"]
+        assert screen.text.splitlines() == ["  \x1b[32myes\x1b[0m       1", "  unknown  22"]
 
-    def test_last_column_is_folded(self) -> None:
-        out = Screen()
+    def test_last_column_is_folded(self, screen: Screen) -> None:
         words = " ".join(["word"] * 20)
-        Terminal(out).table([("name", words)])
-        lines = out.getvalue().splitlines()
-        assert all(len(line) <= 60 for line in lines)
-        assert all(line.startswith(" " * 8) for line in lines[1:])
-        assert " ".join(out.getvalue().split()) == f"name {words}"
+        screen.show().table([("name", words)])
+        text = screen.text
+        assert all(len(line) <= 60 for line in text.splitlines())
+        assert all(line.startswith(" " * 8) for line in text.splitlines()[1:])
+        assert " ".join(text.split()) == f"name {words}"
 
-    def test_nothing_is_folded_in_a_pipe(self) -> None:
-        out = io.StringIO()
-        Terminal(out).paragraph("word " * 40)
-        assert out.getvalue().count("\n") == 1
+    def test_nothing_is_folded_in_a_pipe(self, screen: Screen) -> None:
+        Terminal().paragraph("word " * 40)
+        assert screen.text.count("\n") == 1
 
-    def test_figures_go_to_the_next_line_where_there_is_no_room(self) -> None:
-        out = Screen()
-        terminal = Terminal(out)
+    def test_figures_go_to_the_next_line_where_there_is_no_room(self, screen: Screen) -> None:
+        terminal = screen.show()
         terminal.beside("short", "1 MiB", at=10)
         terminal.beside("long " * 12, "1 MiB", at=10)
-        first, second, third = out.getvalue().splitlines()
+        first, second, third = screen.text.splitlines()
         assert first == "short     \x1b[2m1 MiB\x1b[0m"
         assert (second.strip(), third) == (("long " * 12).strip(), "        \x1b[2m1 MiB\x1b[0m")
