@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
+import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.ipc.wire import relay
-from tests.fixtures import *  # noqa: F403
+from streamalloc.testing import Gate
+from tests import processes
 from tests.neighbours import FreeMemory, pytest_runtest_protocol  # noqa: F401 (a hook)
-from tests.support import collect_and_freeze, end_what_was_dropped, makes_no_multicast_object
+from tests.support import KEEP, collect_and_freeze, end_what_was_dropped, makes_no_multicast_object
 
 # In the processes that tests start: each thread of OpenBLAS spins while NumPy is imported, which the tests never need.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -200,3 +205,61 @@ def raw(machine: Any) -> Iterator[Any]:
     machine.cuCtxSynchronize()
     machine.cuCtxSetCurrent(machine.CUcontext(0))
     machine.cuDevicePrimaryCtxRelease(0)
+
+
+@pytest.fixture
+def collecting() -> Iterator[None]:
+    """The collector runs all the time, and threads change places."""
+    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.freeze()
+    gc.set_threshold(20)
+    sys.setswitchinterval(1e-5)
+    yield
+    gc.set_threshold(*before)
+    sys.setswitchinterval(interval)
+    gc.unfreeze()
+
+
+@pytest.fixture
+def device(machine: Any) -> sa.Device:
+    """Device 0 of the driver under test."""
+    return sa.Device(0)
+
+
+@pytest.fixture
+def peer(machine: Any) -> sa.Device:
+    """Device 1, for tests marked ``gpus(2)``."""
+    return sa.Device(1)
+
+
+@pytest.fixture
+def stream(device: sa.Device) -> Iterator[sa.Stream]:
+    """A non-blocking stream of device 0."""
+    with device.create_stream() as stream:
+        yield stream
+        if not stream.closed:
+            stream.synchronize()
+
+
+@pytest.fixture
+def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
+    """A pool of device 0 that keeps all it reserves."""
+    with sa.MemoryPool(device, release_threshold=KEEP) as pool:
+        yield pool
+
+
+@pytest.fixture
+def gate(device: sa.Device) -> Iterator[Gate]:
+    """A gate that holds streams of device 0; it is open when the test has ended."""
+    with Gate(device) as gate:
+        yield gate
+
+
+@pytest.fixture
+def python(on_cuda: bool) -> Callable[..., CompletedProcess[str]]:
+    """Runs Python code in a new process whose default driver is the kind under test; ``None`` unsets a variable."""
+
+    def run(code: str, **environment: str | None) -> CompletedProcess[str]:
+        return processes.finished(processes.python(code), on_cuda, **environment)
+
+    return run

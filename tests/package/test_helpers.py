@@ -1,13 +1,15 @@
-"""The guard that keeps tests from making multicast objects on GPUs that others share."""
+"""The helpers of the tests: the guard of multicast objects on shared GPUs, and signals that stop with their block."""
 
 from __future__ import annotations
 
 import inspect
+import time
 from typing import Any
 
 import pytest
 
 from streamalloc.driver.bindings import cuda
+from tests.interrupting import interrupts, since_3_11
 from tests.support import makes_no_multicast_object
 
 
@@ -33,3 +35,14 @@ def test_nothing_reaches_the_driver(guarded: Any, named: bool) -> None:
     for one in (None, cuda.CUmulticastObjectProp()):
         with pytest.raises(AssertionError, match="STREAMALLOC_TEST_MULTICAST=1"):
             guarded(prop=one) if named else guarded(one)
+
+
+@since_3_11
+def test_no_signal_raises_after_its_block() -> None:
+    """Also where the next one comes while the handler of one runs that has come at the block's end."""
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        with interrupts(0.00003):
+            for number in range(300):
+                str(number)
+        str(end)
