@@ -62,9 +62,9 @@ ROWS = (
         "Import, in a new process",
         {one: _import(one) for one in (BASE, IMPORT)},
         (Target(IMPORT, 1.2, BASE),),
-        1,
-        "ms",
-        "imports",
+        most=1,
+        unit="ms",
+        rounds="imports",
     ),
     *(
         Row(
@@ -72,9 +72,9 @@ ROWS = (
             f"Replay of a trace: {trace}",
             {entry.title: _on(name, trace) for name, entry in traces.ALLOCATORS.items()},
             tuple(Target(OURS, 1.0, other, figure) for other in OTHERS for figure in ("", "reserved_over_used")),
-            1,
-            "ms",
-            "replays",
+            most=1,
+            unit="ms",
+            rounds="replays",
         )
         for trace in traces.WORKLOADS
     ),

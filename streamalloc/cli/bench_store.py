@@ -131,8 +131,8 @@ ROWS = (
             MANY: functools.partial(opened, key="many"),
         },
         (Target(OURS, 1.2, RAW), Target(MANY, 25.0)),
-        20,
-        "ms",
+        most=20,
+        unit="ms",
         need=_serve,
     ),
 )
