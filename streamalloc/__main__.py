@@ -1,4 +1,4 @@
-"""``python -m streamalloc tour | info | bench | replay | serve | store | run``."""
+"""``python -m streamalloc tour | info | bench | replay | profile | serve | store | run``."""
 
 import sys
 

@@ -25,7 +25,7 @@ from streamalloc.cli.choice import KEEP_ALL
 from streamalloc.cli.libraries import CudaCore
 from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, step_times, value_of
 from streamalloc.cli.needs import POSIX, need_shared_pools
-from streamalloc.cli.worker import Worker, WorkerBase, environment
+from streamalloc.cli.worker import SECONDS, Worker, WorkerBase, environment
 from streamalloc.driver.internal import cuda
 
 SIZE = 1 << 20
@@ -40,8 +40,6 @@ _LEAST, _MOST = 20, 500
 """Transfers per block, at least and at most."""
 _STREAM = 5
 """A streaming variant makes five times as many transfers per block."""
-_SECONDS = 60.0
-"""Seconds to wait for the other process."""
 
 
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -264,7 +262,7 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> Measured:
         sent = make()
         queue.put(sent)
         # If the other process has ended, poll() or recv_bytes() raises EOFError.
-        if not replies.poll(_SECONDS):
+        if not replies.poll(SECONDS):
             raise TimeoutError("the other process does not answer")
         replies.recv_bytes()
         if isinstance(sent, sa.Buffer):
@@ -272,7 +270,7 @@ def _through_queue(stage: Stage, make: Callable[[], Any]) -> Measured:
 
     def end() -> None:
         queue.put(None)
-        process.join(_SECONDS)
+        process.join(SECONDS)
         queue.close()
         replies.close()
 
@@ -305,13 +303,13 @@ def _producer(stage: Stage, *fds: int) -> ipc.RingProducer:
     channel, theirs = ipc.Channel.pair()
     with theirs:
         stage.worker.begin("set_up", stage.variant, fds=[theirs.fileno(), *fds])
-    producer.add(channel, timeout=_SECONDS)
+    producer.add(channel, timeout=SECONDS)
     stage.worker.result()
     return producer
 
 
 def _consumer(worker: WorkerBase) -> ipc.RingConsumer:
-    return ipc.Ring.consumer(ipc.Channel.from_fd(worker.handles[0]), stream=worker.stream, timeout=_SECONDS)
+    return ipc.Ring.consumer(ipc.Channel.from_fd(worker.handles[0]), stream=worker.stream, timeout=SECONDS)
 
 
 def ring_item(stage: Stage) -> Measured:
@@ -322,7 +320,7 @@ def ring_item(stage: Stage) -> Measured:
         producer = _producer(stage, theirs.fileno())
 
     def once() -> None:
-        with producer.next(_SECONDS):
+        with producer.next(SECONDS):
             pass
         replies.receive()
 
@@ -345,7 +343,7 @@ def ring_stream(stage: Stage) -> Measured:
     producer = _producer(stage)
 
     def once() -> None:
-        with producer.next(_SECONDS):
+        with producer.next(SECONDS):
             pass
 
     return stage.served(once, streaming=True)

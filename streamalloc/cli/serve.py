@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import signal
 from fractions import Fraction
@@ -57,8 +58,10 @@ def run(terminal: Terminal, options: argparse.Namespace) -> int:
     def stop(*_: Any) -> None:
         server.stop()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with contextlib.ExitStack() as undo:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            undo.callback(signal.signal, number, signal.signal(number, stop))
+        undo.callback(server.close)
         limit = "" if options.limit is None else f", at most {size_text(options.limit)} of each device"
         terminal.line(f"store {options.name!r} at {server.address}{limit}")
         for key, reason in server.lost.items():
@@ -67,8 +70,4 @@ def run(terminal: Terminal, options: argparse.Namespace) -> int:
         server.run()
         notify_systemd("STOPPING=1")
         terminal.line(f"store {options.name!r} has stopped")
-    finally:
-        server.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 0

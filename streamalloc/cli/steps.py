@@ -15,7 +15,6 @@ from streamalloc.cli.needs import Unavailable
 from streamalloc.cli.terminal import OutputError, Terminal
 from streamalloc.cli.worker import Worker
 from streamalloc.core.errors import size_text
-from streamalloc.core.resource import Closes
 
 MiB = 1 << 20
 
@@ -75,26 +74,21 @@ class Parts(list[Part]):
         return lambda show: self.append(Part(title, about, show))
 
 
-class Tour(Closes):
-    """State that the parts share: devices, the other process, counts of checks."""
+class Tour(contextlib.ExitStack):
+    """State that the parts share: devices, the other process, counts of checks; and resources until the end."""
 
     _FIGURES_AT = 63
     """Columns from the start of a step's text to its figures."""
 
     def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
         self.terminal = terminal
         self.device: sa.Device = sa.Device(0)
         self.checks: int = 0
         self.failed: int = 0
         self.skipped: int = 0
-        self.resources: contextlib.ExitStack = contextlib.ExitStack()
-        """Resources until the end of the tour."""
         self.worker: Worker | None = None
         """The other process; None until a part needs it."""
-
-    def close(self) -> None:
-        """Release the resources."""
-        self.resources.close()
 
     def step(self, text: str, *claims: Claim, figures: str = "") -> None:
         """Print a step with its result; print each claim that does not hold."""

@@ -66,7 +66,7 @@ def _worker(tour: Tour) -> Worker:
     """Return the other process, shared by the parts; skip the part if pools cannot be shared."""
     need_shared_pools(tour.device)
     if tour.worker is None:
-        tour.worker = tour.resources.enter_context(Worker(tour.device.driver, __name__))
+        tour.worker = tour.enter_context(Worker(tour.device.driver, __name__))
     return tour.worker
 
 

@@ -22,7 +22,7 @@ from streamalloc import ipc
 from streamalloc.core.resource import Closes
 from streamalloc.driver import Driver
 
-_SECONDS = 60.0
+SECONDS = 60.0
 """Seconds to wait for it: contexts on a busy GPU take long."""
 
 
@@ -74,7 +74,7 @@ class Worker(Closes):
     def __init__(self, driver: Driver, actions: str) -> None:
         self.channel: ipc.Channel
         self.channel, theirs = ipc.Channel.pair()
-        self.channel.timeout = _SECONDS
+        self.channel.timeout = SECONDS
         with theirs:
             self.process: subprocess.Popen[bytes] = start(driver, theirs.fileno(), actions)
 
@@ -114,7 +114,7 @@ class Worker(Closes):
         """End the process and wait for it; idempotent."""
         self.channel.close()
         try:
-            self.process.wait(_SECONDS)
+            self.process.wait(SECONDS)
         except BaseException:
             self.process.kill()
             self.process.wait()

@@ -364,15 +364,15 @@ def _spans(target: object) -> list[tuple[int, int]]:
 
 def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
     """The existing mappings of an object: address, bytes and source."""
+    found: list[tuple[int, int, MemLocation]] = []
     if isinstance(target, (VirtualBuffer, AddressRange)):
-        return [(one.address, one.nbytes, Source("mapping", one.memory.location, "")) for one in target.mappings]
-    if isinstance(target, PageSpace):
+        found = [(one.address, one.nbytes, one.memory.location) for one in target.mappings]
+    elif isinstance(target, PageSpace):
         # Pages that share memory count once.
-        numbers = target.numbers
-        found = {int(numbers[page]): page for page in reversed(target.committed.tolist())}
-        source = Source("mapping", target.location, "")
-        return [(target.address + page * target.page_size, target.page_size, source) for page in found.values()]
-    if isinstance(target, SymmetricMemory):
-        locations = [Source("mapping", device.location, "") for device in target.devices]
-        return [(start, stop - start, of) for (start, stop), of in zip(_spans(target), locations, strict=True)]
-    return []
+        numbers, size = target.numbers, target.page_size
+        pages = {int(numbers[page]): page for page in reversed(target.committed.tolist())}
+        found = [(target.address + page * size, size, target.location) for page in pages.values()]
+    elif isinstance(target, SymmetricMemory):
+        devices = zip(_spans(target), target.devices, strict=True)
+        found = [(start, stop - start, device.location) for (start, stop), device in devices]
+    return [(address, nbytes, Source("mapping", location, "")) for address, nbytes, location in found]

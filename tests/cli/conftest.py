@@ -56,14 +56,14 @@ def _run_worker(variables: dict[str, str], fd: Any, actions: str) -> None:
     worker.main()
 
 
-def _start_quickly(driver: Any, fd: int, actions: str) -> QuickProcess:
+def start_worker_quickly(driver: Any, fd: int, actions: str) -> QuickProcess:
     return QuickProcess(worker.environment(driver), fd, actions)
 
 
 @pytest.fixture(autouse=True)
 def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes of the commands start with everything imported. Those of :func:`complete` start as for users."""
-    monkeypatch.setattr(worker, "start", _start_quickly)
+    monkeypatch.setattr(worker, "start", start_worker_quickly)
 
 
 class Complete(NamedTuple):

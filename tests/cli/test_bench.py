@@ -26,13 +26,14 @@ from streamalloc.cli import (
     figures,
     main,
     measuring,
+    worker,
 )
 from streamalloc.cli.choice import Chosen
 from streamalloc.cli.measuring import Effort, Row, Target
 from streamalloc.cli.needs import Unavailable
 from streamalloc.cli.terminal import Terminal
 from streamalloc.traces import Event, Trace
-from tests.cli.conftest import Complete, Run, complete, without
+from tests.cli.conftest import Complete, Run, complete, start_worker_quickly, without
 
 SHORT = Effort(
     rounds=2,
@@ -80,6 +81,8 @@ def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPa
         patch.setattr(bench_vmm, "STEPS", 4)
         patch.setattr(bench_ipc, "_LEAST", 5)
         patch.setattr(bench_programs, "_TIMED", "print(0.1)  # instead of import {}")
+        # As users start it: in the tests of the tour.
+        patch.setattr(worker, "start", start_worker_quickly)
         run = complete(on_cuda, "bench", "--quick", "--json", str(target))
     report = json.loads(target.read_text())
     return Measured(run, report, {row["key"]: row for row in report["rows"]})
