@@ -366,7 +366,7 @@ class TestHostileDescriptors:
             return
         for ready in (descriptor.ready + 1, descriptor.ready + 1000, (1 << 31) - 1):
             changed = descriptor._replace(ready=ready)
-            assert _problem(changed, again(fds), stream) == ""
+            assert problem_of(changed, again(fds), stream) == ""
         assert executed(stream)
 
     def test_without_handles(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
@@ -389,7 +389,7 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
         changed = descriptor._replace(**fields)
         for count in sorted({0, len(fds), min(len(_names(changed)), 60)}):
             given = again((fds * 60)[:count]) if fds else ()
-            problem = _problem(changed, given, stream)
+            problem = problem_of(changed, given, stream)
             if problem:
                 wrong.append(f"{name}, {count} handles: {problem}")
             kept += [fd for fd in given if not fd.closed]
@@ -399,12 +399,12 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
     before = state()
     for fields in changes(descriptor).values():
         changed = descriptor._replace(**fields)
-        assert _problem(changed, again(fds), stream) == _problem(changed, (), stream) == ""
+        assert problem_of(changed, again(fds), stream) == problem_of(changed, (), stream) == ""
     stream.synchronize()
     assert _same(before)
 
 
-def _problem(descriptor: Descriptor, given: tuple[ipc.Fd, ...], stream: sa.Stream) -> str:
+def problem_of(descriptor: Descriptor, given: tuple[ipc.Fd, ...], stream: sa.Stream) -> str:
     """The fault in the refusal of a descriptor."""
     try:
         opened = ipc.open(descriptor.to_bytes(), given, stream=stream)
