@@ -18,10 +18,23 @@ from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc import kinds
 from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.kinds import KINDS, Made, closing
-from tests.ipc.support import PAGE, POSIX, State, busy, hold, map_and_see, no_more, release, state
+from tests.ipc.support import (
+    PAGE,
+    POSIX,
+    State,
+    again,
+    busy,
+    hold,
+    map_and_see,
+    no_more,
+    release,
+    same,
+    state,
+    state_there,
+)
 from tests.ipc.test_faults import sweep
 from tests.ipc.wire import test_descriptor
-from tests.ipc.wire.test_descriptor import OTHER, again, problem_of
+from tests.ipc.wire.test_descriptor import OTHER, problem_of
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, executed, filled, shows
 
@@ -301,12 +314,8 @@ class TestGrowableBuffer:
         first = partner.open(by_descriptors, "first")
         partner.run(hold)  # unmapping would wait for this
         second = partner.open(by_bytes, "second")
-        assert partner.run(_is, "first", "second") and first.address == second.address
+        assert partner.run(same, "first", "second") and first.address == second.address
         partner.run(release)
-
-
-def _is(there: There, one: str, other: str) -> bool:
-    return there.kept[one] is there.kept[other]
 
 
 class TestAnotherMachine:
@@ -456,12 +465,8 @@ def test_a_hundred_rounds(partner: Partner, device: sa.Device, stream: sa.Stream
                 opened.close()
                 opened.drop()
             if number == 4:
-                before, there = state(), partner.run(_state)
-        assert no_more(before, state()) and no_more(there, partner.run(_state))
-
-
-def _state(there: There) -> State:
-    return state()
+                before, there = state(), partner.run(state_there)
+        assert no_more(before, state()) and no_more(there, partner.run(state_there))
 
 
 @pytest.mark.parametrize("kind", ["growable", "memory"])

@@ -18,8 +18,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.leases import leases_of
-from tests.ipc.support import PAGE, POSIX, shared_pool
-from tests.ipc.wire.test_descriptor import again
+from tests.ipc.support import PAGE, POSIX, again, shared_pool
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.processes import eventually
 from tests.support import end_what_was_dropped

@@ -18,7 +18,7 @@ from streamalloc.ipc import Chunk, Descriptor, Mechanism
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS
 from streamalloc.ipc.wire.descriptor import FABRIC
-from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_pool, state
+from tests.ipc.support import POSIX, State, again, make_buffer, make_growable, make_pool, state, used
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, shows
 
@@ -269,11 +269,6 @@ def _make_others(there: There) -> None:
     there.keep("view", there.kept["buffer"][1000:2000])
 
 
-def again(fds: tuple[ipc.Fd, ...]) -> tuple[ipc.Fd, ...]:
-    """Handles for one call, which takes them."""
-    return tuple(ipc.Fd(os.dup(fd.fileno())) for fd in fds)
-
-
 def close(opened: Any) -> None:
     if hasattr(opened, "close"):
         opened.close()
@@ -350,7 +345,7 @@ class TestHostileDescriptors:
         close(opened)
         stream.synchronize()
         partner.run(_free_all)
-        assert partner.run(_used) == 0
+        assert partner.run(used) == 0
 
     def test_while_the_good_one_is_open(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
         descriptor, fds = sent
@@ -433,10 +428,6 @@ def _free_all(there: There) -> None:
     for name in ("buffer", "growable", "memory"):
         there.kept[name].close()
     there.device.synchronize()
-
-
-def _used(there: There) -> int:
-    return int(there.kept["pool"].statistics().used)
 
 
 class TestWrongHandles:
