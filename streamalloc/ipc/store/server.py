@@ -219,7 +219,7 @@ class StoreServer(Closes):
         try:
             kind, fields = unpack(data)
             client.answer = pack(Kind.DONE, _ANSWERS[kind](self, client, **fields))
-        except (StoreError, ProtocolError, OSError) as error:
+        except (StoreError, ValueError, OSError) as error:
             client.sends = ()
             about = {"error": NAMES.get(type(error), "refused"), "text": str(error)[:8000]}
             client.answer = pack(Kind.REFUSED, about)

@@ -244,6 +244,12 @@ class TestCommits:
         # The writer can still commit a right one.
         assert commit(self.GOOD)[0]["epoch"] == 1
 
+    @pytest.mark.parametrize("metadata", [b'{"x":1e999}', b'{"x":"' + b"x" * (1 << 20) + b'"}'], ids=["inf", "large"])
+    def test_metadata_that_no_writer_sends(self, commit: Callable[..., Any], metadata: bytes) -> None:
+        with pytest.raises(ipc.StoreError, match=r"JSON|at most 1 MiB"):
+            commit(self.GOOD.replace(b"{}", metadata))
+        assert commit(self.GOOD)[0]["epoch"] == 1
+
     def test_any_bytes_of_a_manifest(self, commit: Callable[..., Any], store: ipc.Store) -> None:
         """A reader can use each manifest that the server accepts, within the memory."""
         rng = random.Random(5)
