@@ -93,6 +93,15 @@ class TestImporterIsGone:
         opened.close()
         assert uses(pool, 0)
 
+    def test_its_place_is_taken(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another) -> None:
+        """The next process in it does not have open what the one before had."""
+        one = another()
+        one.give(buffer)
+        one.kill()
+        with pool.allocate(SIZE, buffer.stream) as other:
+            another().give(other)
+            buffer.free(still_imported="raise")
+
     def test_at_any_moment(self, pool: sa.MemoryPool, stream: sa.Stream, another: Another) -> None:
         """It opens, uses and closes without a pause, and is killed somewhere in between."""
         for number in range(5):
