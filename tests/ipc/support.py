@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 import warnings
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import streamalloc as sa
-from streamalloc import vmm
+from streamalloc import ipc, vmm
 from streamalloc.testing import Gate, settle
-from tests.processes import SECONDS, There
+from tests.processes import SECONDS, There, eventually
 from tests.support import KEEP, MiB, executed, filled, shows
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
@@ -51,7 +54,59 @@ def no_more(before: State, after: State) -> bool:
     return True
 
 
+def uses(pool: sa.MemoryPool, nbytes: int = 0) -> bool:
+    """Whether the pool comes to have so much in use."""
+    return eventually(lambda: pool.statistics().used == nbytes)
+
+
+def at_once(count: int, work: Callable[[int], None]) -> list[str]:
+    """Run ``work`` in several threads that begin together and alternate often; what went wrong."""
+    wrong: list[str] = []
+    start = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        try:
+            start.wait(SECONDS)
+            work(number)
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+    finally:
+        sys.setswitchinterval(interval)
+    return wrong + ["a thread hangs" for thread in threads if thread.is_alive()]
+
+
+def again(fds: Iterable[ipc.Fd]) -> tuple[ipc.Fd, ...]:
+    """Handles for one call, which takes them."""
+    return tuple(ipc.Fd(os.dup(fd.fileno())) for fd in fds)
+
+
+def opened_by(machine: Any, shared: ipc.Shared) -> ipc.ImportedBuffer:
+    """Open a shared object on another machine of this process."""
+    return ipc.open(bytes(shared), again(shared.fds), driver=machine, kind=ipc.ImportedBuffer)
+
+
 # --- what tests have partners do
+
+
+def same(there: There, one: str, other: str) -> bool:
+    return there.kept[one] is there.kept[other]
+
+
+def make_event(there: There, name: str) -> None:
+    there.keep(name, there.device.create_event(interprocess=True))
+
+
+def make_memory(there: There, name: str) -> None:
+    there.keep(name, vmm.PhysicalMemory(there.device, PAGE, handle_types=POSIX))
 
 
 def make_stream(there: There, name: str) -> None:
@@ -105,6 +160,7 @@ def state_there(there: There) -> State:
 
 
 def used(there: There, pool: str = "pool") -> int:
+    there.stream.synchronize()
     return int(there.kept[pool].statistics().used)
 
 

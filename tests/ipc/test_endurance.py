@@ -20,30 +20,11 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue, work
 from streamalloc.ipc.importer.open import importer_of
 from tests.interrupting import since_3_11
-from tests.ipc.support import hold, make_buffer, make_pool
+from tests.ipc.support import at_once, hold, make_buffer, make_pool
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import executed
 
 SIZE = 4096
-
-
-def at_once(count: int, run: Callable[[int], None]) -> list[BaseException]:
-    """Errors of the threads; fails if one hangs."""
-    errors: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            run(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert not any(thread.is_alive() for thread in threads)
-    return errors
 
 
 def _keep_open(there: There, data: bytes) -> int:

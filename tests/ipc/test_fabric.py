@@ -18,9 +18,23 @@ from streamalloc.ipc.transport.channel import PACKET_DATA
 from tests.ipc import kinds
 from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.kinds import KINDS, Made, closing
-from tests.ipc.support import PAGE, POSIX, State, busy, hold, map_and_see, no_more, release, state
+from tests.ipc.support import (
+    PAGE,
+    POSIX,
+    State,
+    again,
+    busy,
+    hold,
+    map_and_see,
+    no_more,
+    release,
+    same,
+    state,
+    state_there,
+)
 from tests.ipc.test_faults import sweep
-from tests.ipc.wire.test_descriptor import OTHER, REFUSED, again
+from tests.ipc.wire import test_descriptor
+from tests.ipc.wire.test_descriptor import OTHER, problem_of
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, executed, filled, shows
 
@@ -300,12 +314,8 @@ class TestGrowableBuffer:
         first = partner.open(by_descriptors, "first")
         partner.run(hold)  # unmapping would wait for this
         second = partner.open(by_bytes, "second")
-        assert partner.run(_is, "first", "second") and first.address == second.address
+        assert partner.run(same, "first", "second") and first.address == second.address
         partner.run(release)
-
-
-def _is(there: There, one: str, other: str) -> bool:
-    return there.kept[one] is there.kept[other]
 
 
 class TestAnotherMachine:
@@ -378,28 +388,22 @@ def _make_all(there: There) -> None:
 
 def changes(descriptor: Descriptor) -> dict[str, dict[str, Any]]:
     """Well-formed descriptors that are not the exporter's, and that must not open."""
-    chunks, base = descriptor.chunks, descriptor.base_size
-    total = sum(chunk.nbytes for chunk in chunks)
-    first = chunks[0].fabric
+    chunks, first = descriptor.chunks, descriptor.chunks[0].fabric
+    others = test_descriptor.changes(descriptor)
+    del others["unknown device"]  # the stream's is taken
 
     def handles(data: bytes) -> dict[str, Any]:
         return {"chunks": tuple(Chunk(OTHER, chunk.nbytes, data) for chunk in chunks)}
 
     damaged = {f"bit of byte {at}": handles(bytes([first[at] ^ 1 if i == at else first[i] for i in range(64)]))
                for at in (0, 8, 23, 63)}  # fmt: skip
-    larger = tuple(chunk._replace(id=OTHER, nbytes=chunk.nbytes * 2) for chunk in chunks)
     return {
+        **others,
         **damaged,
         "zeros": handles(bytes(HANDLE_BYTES)),
         "noise": handles(bytes(range(HANDLE_BYTES))),
         "of a descriptor": {"handle_type": int(POSIX), "chunks": tuple(chunk._replace(id=OTHER) for chunk in chunks)},
         "of none": {"handle_type": 0, "chunks": tuple(chunk._replace(id=OTHER) for chunk in chunks)},
-        "no chunks": {"chunks": ()},
-        "larger chunks": {"chunks": larger, "base_size": max(base, 2 * total), "size": 2 * total, "offset": 0},
-        "odd chunks": {"chunks": tuple(chunk._replace(nbytes=chunk.nbytes + 1) for chunk in chunks)},
-        "huge chunk": {"chunks": (chunks[0]._replace(nbytes=1 << 47),)},
-        "size beyond the chunks": {"base_size": 1 << 40, "size": 1 << 39},
-        "another mechanism": {"mechanism": ipc.Mechanism.POOL_POINTER},
     }
 
 
@@ -432,25 +436,16 @@ class TestHostileDescriptors:
 
 def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Stream) -> None:
     # The control block may be kept for what is opened next.
-    _problem(descriptor._replace(chunks=()), again(fds), stream)
+    problem_of(descriptor._replace(chunks=()), again(fds), stream)
     before = state()
     wrong = []
     for name, fields in changes(descriptor).items():
         for given in ((), again(fds)):
-            problem = _problem(descriptor._replace(**fields), given, stream)
+            problem = problem_of(descriptor._replace(**fields), given, stream)
             if problem:
                 wrong.append(f"{name}, {len(given)} handles: {problem}")
     assert wrong == []
     assert _nothing_more(before)
-
-
-def _problem(descriptor: Descriptor, given: tuple[ipc.Fd, ...], stream: sa.Stream) -> str:
-    try:
-        opened = ipc.open(descriptor.to_bytes(), given, stream=stream)
-    except REFUSED:
-        return ""
-    opened.close()
-    return f"opened {opened!r}"
 
 
 def _nothing_more(before: State) -> bool:
@@ -470,12 +465,8 @@ def test_a_hundred_rounds(partner: Partner, device: sa.Device, stream: sa.Stream
                 opened.close()
                 opened.drop()
             if number == 4:
-                before, there = state(), partner.run(_state)
-        assert no_more(before, state()) and no_more(there, partner.run(_state))
-
-
-def _state(there: There) -> State:
-    return state()
+                before, there = state(), partner.run(state_there)
+        assert no_more(before, state()) and no_more(there, partner.run(state_there))
 
 
 @pytest.mark.parametrize("kind", ["growable", "memory"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from tests.ipc.support import hold, make_pool, shared_pool
+from tests.ipc.support import again, hold, make_pool, shared_pool
 from tests.ipc.test_samples import PlainBuffer
 from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB
@@ -70,9 +69,9 @@ def sweep(
                 wrong.append(f"{where}: no error")
             elif raised is not None and raised != f"{failed} answered {RESULT}":
                 wrong.append(f"{where}: {raised}")
-            again = _error_of(attempt, driver, prepared)
-            if again is not None:
-                wrong.append(f"{where}: afterwards {again}")
+            later = _error_of(attempt, driver, prepared)
+            if later is not None:
+                wrong.append(f"{where}: afterwards {later}")
             _close(prepared)
             del prepared
             gc.collect()
@@ -129,10 +128,6 @@ def owner(partner: Partner) -> Partner:
     return partner
 
 
-def _again(fds: tuple[ipc.Fd, ...]) -> tuple[ipc.Fd, ...]:
-    return tuple(ipc.Fd(os.dup(fd.fileno())) for fd in fds)
-
-
 def _make_buffer(there: There) -> None:
     there.keep("it", there.kept["pool"].allocate(MiB, there.stream)).fill(1)
 
@@ -163,7 +158,7 @@ def test_opening_and_closing_plain_memory(machine: Any, owner: Partner) -> None:
 
     def attempt(driver: Any, stream: sa.Stream) -> None:
         data, fds = sent[-1]
-        with ipc.open(data, _again(fds), stream=stream, driver=driver) as opened:
+        with ipc.open(data, again(fds), stream=stream, driver=driver) as opened:
             opened.fill(2)
         stream.synchronize()
 
@@ -183,7 +178,7 @@ def test_waiting_for_the_owner(machine: Any, owner: Partner) -> None:
     def attempt(driver: Any, stream: sa.Stream) -> None:
         data, fds = sent[-1]
         try:
-            ipc.open(data, _again(fds), stream=stream, driver=driver).close()
+            ipc.open(data, again(fds), stream=stream, driver=driver).close()
         finally:
             owner.run(_open_gates)  # a stream that waits cannot be synchronised
 
@@ -213,7 +208,7 @@ def test_closing_again(machine: Any, owner: Partner, others: int) -> None:
         streams = [device.create_stream() for _ in range(1 + others)]
         kept = Kept(*streams)
         kept.it = [
-            ipc.open(data, _again(fds) if not place else (), stream=stream, driver=driver)
+            ipc.open(data, again(fds) if not place else (), stream=stream, driver=driver)
             for place, stream in enumerate(streams)
         ]
         return kept

@@ -36,8 +36,7 @@ from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
 from streamalloc.ipc.wire.relay import IMPORTER_ROWS, Relay
 from streamalloc.vmm.growable import RemappableBuffer
 from tests.interleaving import interleaved
-from tests.ipc.support import PAGE, shared_pool
-from tests.ipc.wire.test_descriptor import again
+from tests.ipc.support import PAGE, again, shared_pool
 from tests.support import names
 
 pytestmark = pytest.mark.simulated_only("threads of Python are the same on any driver")

@@ -18,8 +18,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.leases import leases_of
-from tests.ipc.support import PAGE, POSIX, shared_pool
-from tests.ipc.wire.test_descriptor import again
+from tests.ipc.support import PAGE, POSIX, again, shared_pool
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.processes import eventually
 from tests.support import end_what_was_dropped
@@ -146,6 +145,6 @@ MAKERS: dict[str, Callable[[Sharing], Any]] = {
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, SHARED_ACTS), *makers(MAKERS)])
+@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, SHARED_ACTS, inherited=False), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
     fails_in_turn(lambda: Sharing(machine), kind, act, halves=("cuMemUnmap",))

@@ -8,7 +8,7 @@ import secrets
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from streamalloc.core.errors import size_text
 from streamalloc.core.html import Row, Shown, mib
@@ -357,15 +357,10 @@ def serve(driver: Driver | None = None) -> None:
 # -- allocations of pools ------------------------------------------------------------------------------------
 
 
-class _Leased(NamedTuple):
-    """An allocation with its lease, and the stream that announces its contents."""
-
-    lease: leases.Lease
-    address: int
-    nbytes: int
-    stream: Stream
-    view: tuple[Any, bool] | None
-    """The stream's :func:`direct_view`; None if possibly shared before."""
+_Leased: TypeAlias = "tuple[leases.Lease, int, int, Stream, tuple[Any, bool] | None]"
+"""An allocation's lease, address and size, the stream that announces its contents, and the stream's
+:func:`direct_view`: None if possibly shared before.
+"""
 
 
 def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
@@ -385,7 +380,7 @@ def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
     if view[0] is None:
         return None
     lease = known.exports.leases.add(buffer, pointer, known)
-    return None if lease is None else _Leased(lease, int(pointer), nbytes, ordered, view)
+    return None if lease is None else (lease, int(pointer), nbytes, ordered, view)
 
 
 def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
@@ -400,7 +395,7 @@ def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
     ordered: Any = buffer.stream if stream is None else stream
     if direct_view(ordered, session)[0] is None:
         ordered = _ordered(ordered, session)
-    return _Leased(exports.lease(buffer, address), address, nbytes, ordered, None)
+    return exports.lease(buffer, address), address, nbytes, ordered, None
 
 
 def _share_buffer(

@@ -73,9 +73,7 @@ class Epoch:
         self.settle()
 
     def settle(self) -> None:
-        """Forget the writer and its announcement."""
-        if self.ready is not None:
-            self.ready[1].close()
+        """Forget the writer and its announcement. An answer that is not sent yet may still have the control block."""
         self.ready = self.writer = None
 
 

@@ -219,7 +219,7 @@ class StoreServer(Closes):
         try:
             kind, fields = unpack(data)
             client.answer = pack(Kind.DONE, _ANSWERS[kind](self, client, **fields))
-        except (StoreError, ProtocolError, OSError) as error:
+        except (StoreError, ValueError, OSError) as error:
             client.sends = ()
             about = {"error": NAMES.get(type(error), "refused"), "text": str(error)[:8000]}
             client.answer = pack(Kind.REFUSED, about)
@@ -319,7 +319,7 @@ class StoreServer(Closes):
         if client.epoch is not None and client.epoch.number:
             return {"epoch": client.epoch.number}  # Another rank of the group came first.
         written = {f"{one.number} {id(one.epoch)}": one.epoch for one in self._clients.values()}
-        epochs = [epoch for token in tokens if (epoch := written.get(token)) is not None and epoch.handles]
+        epochs = [epoch for token in {*tokens} if (epoch := written.get(token)) is not None and epoch.handles]
         if len(epochs) != len(tokens) or client.epoch not in epochs:
             raise StoreError("a rank of the group has ended, or was not prepared: nothing of the group was committed")
         self._holdings.publish(epochs)

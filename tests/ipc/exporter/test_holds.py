@@ -20,7 +20,8 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from tests.interrupting import interrupts
-from tests.processes import SECONDS, Partner, There, eventually
+from tests.ipc.support import uses
+from tests.processes import SECONDS, Partner, There, finished, python
 from tests.support import MiB
 
 SIZE = MiB
@@ -33,11 +34,6 @@ def pair() -> Iterator[Pair]:
     yield ours, theirs
     ours.close()
     theirs.close()
-
-
-def freed(pool: sa.MemoryPool, nbytes: int = 0) -> bool:
-    """Whether the pool comes to have so much in use."""
-    return eventually(lambda: pool.statistics().used == nbytes)
 
 
 def sent(pool: sa.MemoryPool, stream: sa.Stream, channel: ipc.Channel, count: int = 1) -> None:
@@ -63,7 +59,7 @@ class TestHandlesTravelOnce:
             for buffer in (second, second):
                 ipc.send(pair[0], buffer, hold=held)
                 assert partner.run(_receive_byte) == 7
-        assert freed(pool)
+        assert uses(pool)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     def test_all_but_the_last_are_dropped_by_an_interrupt(
@@ -78,7 +74,7 @@ class TestHandlesTravelOnce:
                 partner.run(_interrupted, 0.0001 * (1 + turn % 10))
             ipc.send(pair[0], buffer)
             assert partner.run(_receive_byte) == 7
-        assert freed(pool)
+        assert uses(pool)
 
     def test_what_was_shared_before_anything_was_sent(
         self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair
@@ -129,31 +125,31 @@ class TestMessages:
     def test_the_receiver_closes_before_it_receives(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         sent(pool, stream, pair[0], 3)
         pair[1].close()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_both_ends_are_closed(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         sent(pool, stream, pair[0])
         pair[0].close()
         assert pool.statistics().used == SIZE
         pair[1].close()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_the_receiver_drops_the_message(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         sent(pool, stream, pair[0], 2)
         message = pair[1].receive(timeout=SECONDS)
         assert pool.statistics().used == 2 * SIZE
         del message
-        assert freed(pool, SIZE)
+        assert uses(pool, SIZE)
 
     def test_the_receiver_refuses_it(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         sent(pool, stream, pair[0], 2)
         message = pair[1].receive(timeout=SECONDS)
         with pytest.raises(ValueError):
             ipc.open(message.data[:-1], message.handles, stream=stream)
-        assert freed(pool, SIZE)
+        assert uses(pool, SIZE)
         with pytest.raises(TypeError, match="ImportedBuffer"):
             ipc.receive(pair[1], kind=ipc.ImportedPool, stream=stream, timeout=SECONDS)
-        assert freed(pool)
+        assert uses(pool)
 
     def test_the_receiver_dies(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         code = "import time; time.sleep(60)"
@@ -164,7 +160,7 @@ class TestMessages:
         assert pool.statistics().used == 3 * SIZE
         other.kill()
         other.wait()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_it_cannot_be_sent(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         full = 0
@@ -175,11 +171,11 @@ class TestMessages:
         assert 0 < full < 100_000
         with pool.allocate(SIZE, stream) as buffer, pytest.raises(TimeoutError):
             ipc.send(pair[0], buffer, hold=True, timeout=0)
-        assert freed(pool)
+        assert uses(pool)
         pair[1].close()
         with pool.allocate(SIZE, stream) as buffer, pytest.raises(ipc.PeerGoneError):
             ipc.send(pair[0], buffer, hold=True)
-        assert freed(pool)
+        assert uses(pool)
 
     def test_it_arrives(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """The importer's lease is there before the hold ends."""
@@ -187,7 +183,7 @@ class TestMessages:
             opened = partner.open(ipc.share(buffer, hold=True))
         assert pool.statistics().used == SIZE
         opened.close()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_one_thing_on_two_ways(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         with pool.allocate(SIZE, stream) as buffer, ipc.Channel.pair()[0] as nowhere:
@@ -199,7 +195,7 @@ class TestMessages:
             assert [*held, shared.held] == [True, False]
         assert pool.statistics().used == SIZE
         pair[1].close()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_no_descriptor_is_left(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         sent(pool, stream, pair[0])
@@ -210,7 +206,7 @@ class TestMessages:
                 ipc.send(pair[0], buffer, hold=True)
         for _ in range(1 + sent_now):
             pair[1].receive(timeout=SECONDS)
-        assert freed(pool)
+        assert uses(pool)
         assert len(os.listdir("/proc/self/fd")) < before
 
     def test_the_buffer_is_collected_in_a_cycle(
@@ -226,12 +222,12 @@ class TestMessages:
             del buffer
         del cycle
         gc.collect()
-        assert freed(pool, 2 * SIZE)
+        assert uses(pool, 2 * SIZE)
         partner.run(_take_end, fds=(pair[1].fileno(),))
         partner.run(_receive_and_close)
-        assert freed(pool, SIZE)
+        assert uses(pool, SIZE)
         partner.run(_receive_and_close)
-        assert freed(pool)
+        assert uses(pool)
 
 
 class TestShared:
@@ -252,7 +248,7 @@ class TestShared:
             gc.collect()
         else:
             del shared
-        assert freed(pool)
+        assert uses(pool)
 
     def test_others_of_the_same_memory_go_on(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         with pool.allocate(SIZE, stream) as buffer:
@@ -263,7 +259,7 @@ class TestShared:
         second.cancel()
         assert pool.statistics().used == SIZE
         opened.close()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_is_no_message_of_a_channel(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         with pool.allocate(SIZE, stream) as buffer:
@@ -291,7 +287,7 @@ class TestProcesses:
             reading, put = queue._reader, queue.put
         for _ in range(3):
             put(pool.allocate(SIZE, stream))
-        assert freed(pool, 3 * SIZE) and reading.poll(SECONDS)
+        assert uses(pool, 3 * SIZE) and reading.poll(SECONDS)
         gc.collect()
         stream.synchronize()
         assert pool.statistics().used == 3 * SIZE
@@ -304,7 +300,7 @@ class TestProcesses:
             del queue
         del reading, put
         gc.collect()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_workers_are_killed(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """With items that they have not taken. Another worker with a queue of its own lives on."""
@@ -320,12 +316,12 @@ class TestProcesses:
         workers[0].join()
         assert pool.statistics().used == 11 * SIZE  # a worker in its place could take them
         queue.close()
-        assert freed(pool, SIZE)
+        assert uses(pool, SIZE)
         other.close()
         assert pool.statistics().used == SIZE
         workers[1].kill()
         workers[1].join()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_the_process_is_killed_before_it_takes_its_arguments(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         context = multiprocessing.get_context("spawn")
@@ -334,7 +330,7 @@ class TestProcesses:
             process.start()
         process.kill()
         process.join()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_the_process_cannot_be_started(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         context = multiprocessing.get_context("spawn")
@@ -344,7 +340,7 @@ class TestProcesses:
         ):
             context.Process(target=_wait_for_a_signal, args=(buffer, lambda: 0)).start()
         gc.collect()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_a_two_way_pipe_is_cut_off(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         ours, theirs = multiprocessing.Pipe()
@@ -352,7 +348,7 @@ class TestProcesses:
             ours.send(buffer)
         assert pool.statistics().used == SIZE
         theirs.close()
-        assert freed(pool)
+        assert uses(pool)
         ours.close()
 
     def test_readers_see_the_end_of_a_pipe(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
@@ -365,7 +361,7 @@ class TestProcesses:
         with pytest.raises(EOFError):
             reading.recv_bytes()
         reading.close()
-        assert freed(pool)
+        assert uses(pool)
 
     def test_with_nothing_but_the_package(self) -> None:
         """Importing streamalloc is enough; and a plain pickle stays refused."""
@@ -390,10 +386,7 @@ class TestProcesses:
             "    except TypeError as error: assert 'cannot be copied or pickled' in str(error)\n"
             "    else: raise AssertionError\n"
         )
-        environment = {**os.environ, "STREAMALLOC_DRIVER": "simulated"}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-        )
+        done = finished(python(code))
         assert done.returncode == 0, done.stderr
 
     def test_pickled_by_hand(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +20,7 @@ from streamalloc.ipc.wire.descriptor import Descriptor
 from streamalloc.testing import Gate
 from tests.ipc.support import (
     POSIX,
+    at_once,
     busy,
     hold,
     idle,
@@ -31,16 +30,13 @@ from tests.ipc.support import (
     release,
     shared_pool,
     synchronize,
+    used,
+    uses,
 )
 from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import KEEP, MiB, executed, filled, holds, names, pending, shows
 
 SIZE = 4 * MiB
-
-
-def used(pool: sa.MemoryPool, nbytes: int) -> bool:
-    """Whether the pool comes to have so much in use."""
-    return eventually(lambda: pool.statistics().used == nbytes)
 
 
 # What makes a free that waits, given the pool, a buffer and one that is shared as well.
@@ -66,9 +62,9 @@ class TestFreeWhileItIsOpen:
             other.stream.synchronize()
             assert opened.shows(1)
             opened.close()
-            assert used(pool, SIZE)
+            assert uses(pool, SIZE)
         buffer.stream.synchronize()
-        assert used(pool, 0)
+        assert uses(pool, 0)
         with pool.allocate(SIZE, buffer.stream) as other:
             assert other.address == address
 
@@ -91,7 +87,7 @@ class TestFreeWhileItIsOpen:
         partner.run(_in_a_cycle, opened.name)
         buffer.free()
         opened.drop()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_dropped_by_the_importer_after_its_stream_was_closed(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner
@@ -102,7 +98,7 @@ class TestFreeWhileItIsOpen:
         partner.run(_close_stream, "second")
         buffer.free()
         opened.drop()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_dropped_by_the_owner(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         buffer = pool.allocate(SIZE, stream)
@@ -112,7 +108,7 @@ class TestFreeWhileItIsOpen:
         gc.collect()
         assert pool.statistics().used == SIZE and opened.shows(1)
         opened.close()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_dropped_by_the_owner_in_one_cycle_with_its_descriptor(
         self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device, partner: Partner
@@ -135,7 +131,7 @@ class TestFreeWhileItIsOpen:
             later = ipc.share(other)
             stream.synchronize()
             partner.open(later).close()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     @pytest.mark.parametrize("freed_before", [True, False])
     def test_the_owner_s_stream_is_closed(
@@ -150,7 +146,7 @@ class TestFreeWhileItIsOpen:
         buffer.close()
         assert buffer.freed and opened.shows(1)
         opened.close()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_on_another_stream(
         self, pool: sa.MemoryPool, device: sa.Device, buffer: sa.Buffer, partner: Partner, gate: Gate
@@ -162,7 +158,7 @@ class TestFreeWhileItIsOpen:
             gate.hold(buffer.stream)
             buffer.free(other)
             opened.close()
-            assert used(pool, 0)
+            assert uses(pool, 0)
             assert executed(other)
             gate.open()
 
@@ -203,7 +199,7 @@ class TestFreeWhileItIsOpen:
             buffer.free()
         for number, one in enumerate(reversed(opened), 1):
             one.close()
-            assert used(pool, 512 * (40 - number))
+            assert uses(pool, 512 * (40 - number))
 
 
 def _in_a_cycle(there: There, name: str) -> None:
@@ -242,7 +238,7 @@ class TestPolicies:
         assert third.shows(2)
         third.close()
         buffer.free(still_imported="raise")
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_shared_anew_after_it_raised(
         self, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
@@ -268,7 +264,7 @@ class TestPolicies:
         partner.begin(_close_later, "it", 0.1)
         buffer.free(still_imported="wait", timeout=SECONDS)
         partner.result()
-        assert buffer.freed and used(pool, 0)
+        assert buffer.freed and uses(pool, 0)
 
     def test_wait_does_not_wait_for_the_importer_s_stream(self, buffer: sa.Buffer, partner: Partner) -> None:
         """The host waits for the importer to close; what its stream still does, our stream waits for."""
@@ -306,7 +302,7 @@ class TestPolicies:
         first.close()
         second.close()
         buffer.free()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
 
 def _close_later(there: There, name: str, seconds: float) -> None:
@@ -546,7 +542,7 @@ class TestSlotsAreUsedAgain:
             for buffer in buffers:
                 buffer.free()
         stream.synchronize()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
 
 class TestStaleDescriptors:
@@ -566,7 +562,7 @@ class TestStaleDescriptors:
             partner.open(shared)
         again.free()
         opened.close()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_after_the_importer_closed_it(self, buffer: sa.Buffer, partner: Partner) -> None:
         shared = ipc.share(buffer)
@@ -624,31 +620,6 @@ class TestStaleDescriptors:
 
 def _free(there: There, name: str) -> None:
     there.kept[name].free()
-
-
-def at_once(count: int, work: Callable[[int], None]) -> list[str]:
-    """Run ``work`` in several threads that begin together and alternate often; what went wrong."""
-    wrong: list[str] = []
-    start = threading.Barrier(count)
-
-    def run(number: int) -> None:
-        try:
-            start.wait(SECONDS)
-            work(number)
-        except BaseException as error:
-            wrong.append(repr(error))
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
-    finally:
-        sys.setswitchinterval(interval)
-    return wrong
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
@@ -718,7 +689,7 @@ class TestThreads:
             imports, frees = names(driver, "cuMemPoolImportPointer"), names(driver, "cuMemFreeAsync")
             assert len(imports) == len(frees)
         partner.run(_free, "buffer")
-        assert eventually(lambda: partner.run(_used) == 0)
+        assert eventually(lambda: partner.run(used) == 0)
 
     def test_another_thread_has_the_memory_as_soon_as_it_is_free(self, machine: Any, partner: Partner) -> None:
         """Its lease is its own."""
@@ -745,11 +716,6 @@ class TestThreads:
             opened.close()
             stream.synchronize()
             assert eventually(lambda: pool.statistics().used == 0)
-
-
-def _used(there: There) -> int:
-    there.stream.synchronize()
-    return int(there.kept["pool"].statistics().used)
 
 
 class TestStreamsThatAreToldOfByTheHost:

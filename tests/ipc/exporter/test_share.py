@@ -20,11 +20,14 @@ from tests.ipc.support import (
     hold,
     idle,
     make_buffer,
+    make_event,
     make_growable,
+    make_memory,
     make_pool,
     make_stream,
     map_and_see,
     release,
+    same,
     shared_pool,
 )
 from tests.processes import Partner, There, eventually, holds_there
@@ -326,7 +329,7 @@ class TestGrowableBuffer:
             filled(buffer, step)
             again = partner.give(buffer, f"again {step}")
             assert (again.address, again.nbytes) == (opened.address, nbytes)
-            assert partner.run(_is, "it", f"again {step}")
+            assert partner.run(same, "it", f"again {step}")
             assert opened.shows(step)
             opened.write(step + 10)
             assert shows(buffer, step + 10)
@@ -406,10 +409,6 @@ class TestGrowableBuffer:
         assert partner.run(holds_there, "it", 2)
 
 
-def _is(there: There, one: str, other: str) -> bool:
-    return there.kept[one] is there.kept[other]
-
-
 class TestEvents:
     @pytest.fixture
     def event(self, device: sa.Device) -> Any:
@@ -468,7 +467,7 @@ class TestEvents:
             ipc.share(event)
 
     def test_of_there(self, partner: Partner, stream: sa.Stream) -> None:
-        partner.run(_make_event, "event")
+        partner.run(make_event, "event")
         partner.run(hold)
         partner.run(_record, "event")
         with partner.take("event") as event:
@@ -478,10 +477,6 @@ class TestEvents:
             partner.run(release)
             event.synchronize()
         stream.synchronize()
-
-
-def _make_event(there: There, name: str) -> None:
-    there.keep(name, there.device.create_event(interprocess=True))
 
 
 def _query(there: There, name: str) -> bool:
@@ -766,8 +761,8 @@ class TestRefused:
         partner.run(make_pool)
         partner.run(make_buffer, "buffer", 1)
         partner.run(make_growable, "growable", 1, MiB)
-        partner.run(_make_event, "event")
-        partner.run(_make_memory, "memory")
+        partner.run(make_event, "event")
+        partner.run(make_memory, "memory")
         for name in ("buffer", "growable", "event", "pool", "memory"):
             opened = partner.take(name)
             with pytest.raises((ValueError, TypeError, sa.CudaError), match=r"process|owner|owns"):
@@ -777,10 +772,6 @@ class TestRefused:
                     ipc.share(opened[:100])
             if name != "pool":
                 opened.close()
-
-
-def _make_memory(there: There, name: str) -> None:
-    there.keep(name, memory(PAGE, there.device))
 
 
 class TestShared:

@@ -18,16 +18,12 @@ from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.testing import Gate, settle
-from tests.ipc.support import POSIX, hold, idle, make_buffer, make_growable, make_pool
-from tests.processes import Partner, There, eventually
+from tests.ipc.support import POSIX, hold, idle, make_buffer, make_event, make_growable, make_memory, make_pool, uses
+from tests.processes import Partner, There, eventually, fork
 from tests.support import MiB, executed, filled, holds, pending, shows
 
 SIZE = 2 * MiB
 Another = Callable[[], Partner]
-
-
-def used(pool: sa.MemoryPool, nbytes: int) -> bool:
-    return eventually(lambda: pool.statistics().used == nbytes)
 
 
 def ways(one: Partner, how: str) -> None:
@@ -51,7 +47,7 @@ class TestImporterIsGone:
         buffer.free()
         assert pool.statistics().used == SIZE
         ways(one, how)
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     @HOW
     def test_before_the_free(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another, how: str) -> None:
@@ -59,14 +55,14 @@ class TestImporterIsGone:
         one.give(buffer)
         ways(one, how)
         buffer.free()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_a_free_that_waits(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another) -> None:
         one = another()
         one.give(buffer)
         one.begin(_die_in, 0.1)
         buffer.free(still_imported="wait", timeout=20)
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_with_its_stream_held(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, another: Another
@@ -84,7 +80,7 @@ class TestImporterIsGone:
         assert executed(stream)
         other.free()
         stream.synchronize()
-        assert used(pool, 0)
+        assert uses(pool, 0)
 
     def test_one_of_two(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, another: Another) -> None:
         one = another()
@@ -95,7 +91,16 @@ class TestImporterIsGone:
         time.sleep(0.02)
         assert pool.statistics().used == SIZE and opened.shows(1)
         opened.close()
-        assert used(pool, 0)
+        assert uses(pool, 0)
+
+    def test_its_place_is_taken(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another) -> None:
+        """The next process in it does not have open what the one before had."""
+        one = another()
+        one.give(buffer)
+        one.kill()
+        with pool.allocate(SIZE, buffer.stream) as other:
+            another().give(other)
+            buffer.free(still_imported="raise")
 
     def test_at_any_moment(self, pool: sa.MemoryPool, stream: sa.Stream, another: Another) -> None:
         """It opens, uses and closes without a pause, and is killed somewhere in between."""
@@ -109,7 +114,7 @@ class TestImporterIsGone:
             one.kill()
             for buffer in buffers:
                 buffer.free()
-            assert used(pool, 0)
+            assert uses(pool, 0)
             assert executed(stream)
 
 
@@ -140,7 +145,7 @@ class TestExporterIsGone:
         self, owner: Partner, stream: sa.Stream, device: sa.Device, how: str, kind: str
     ) -> None:
         owner.run(make_growable, "growable", 5, 3 * MiB)
-        owner.run(_make_memory, "memory")
+        owner.run(make_memory, "memory")
         opened = owner.take(kind, stream)
         if kind == "buffer":
             assert opened.owner_alive
@@ -250,7 +255,7 @@ class TestExporterIsGone:
     def test_an_event_of_a_process_that_was_killed(self, another: Another, stream: sa.Stream) -> None:
         """Work that it did not reach is never done, and nothing that ends waits for it."""
         owner = another()
-        owner.run(_make_event)
+        owner.run(make_event, "event")
         event = owner.take("event")
         owner.run(_record)
         assert eventually(event.query)
@@ -273,14 +278,6 @@ class TestExporterIsGone:
             assert shows(opened, 5)
             opened.close()
             assert executed(stream)
-
-
-def _make_memory(there: There, name: str) -> None:
-    there.keep(name, vmm.PhysicalMemory(there.device, 2 * MiB, handle_types=POSIX))
-
-
-def _make_event(there: There) -> None:
-    there.keep("event", there.device.create_event(interprocess=True))
 
 
 def _record(there: There) -> None:
@@ -404,7 +401,6 @@ class TestChildren:
         growable.close()
 
     @pytest.mark.simulated_only("CUDA does not survive a fork")
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_of_fork_are_refused(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, stream: sa.Stream
     ) -> None:
@@ -424,7 +420,7 @@ class TestChildren:
             "free": lambda: buffer.free(),
         }
         read, write = os.pipe()
-        child = os.fork()
+        child = fork()
         if not child:
             try:
                 said = []
@@ -448,7 +444,6 @@ class TestChildren:
         opened.close()
 
     @pytest.mark.simulated_only("CUDA does not survive a fork")
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     def test_of_fork_end_nothing_of_their_parent_s(
         self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
     ) -> None:
@@ -458,7 +453,7 @@ class TestChildren:
             filled(buffer, seed)
         plain, held = ipc.share(buffers[0]), ipc.share(buffers[1], hold=True)
         ready = bytes(plain), bytes(held)
-        child = os.fork()
+        child = fork()
         if not child:
             try:
                 del buffers, buffer, plain, held
@@ -498,17 +493,13 @@ class TestChildren:
         try:
             buffer.free()
             one.kill()
-            assert used(pool, 0)
+            assert uses(pool, 0)
         finally:
             os.kill(child, signal.SIGKILL)
 
 
 def _fork(there: There) -> int:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        child = os.fork()
+    child = fork()
     if not child:
         time.sleep(60)
         os._exit(0)

@@ -21,6 +21,7 @@ from streamalloc.ipc.store import manifest, protocol
 from streamalloc.ipc.store import server as store_server
 from streamalloc.ipc.store.protocol import Connection, Kind
 from streamalloc.ipc.transport import channel as transport
+from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.processes import eventually
 from tests.support import holds
@@ -194,6 +195,7 @@ class TestCommits:
                     } | other
                     return connection.ask(Kind.COMMIT, [file] + [fd] * count, **fields)
 
+            commit.connection = connection  # type: ignore[attr-defined]
             yield commit
         memory.close()
 
@@ -242,6 +244,12 @@ class TestCommits:
         # The writer can still commit a right one.
         assert commit(self.GOOD)[0]["epoch"] == 1
 
+    @pytest.mark.parametrize("metadata", [b'{"x":1e999}', b'{"x":"' + b"x" * (1 << 20) + b'"}'], ids=["inf", "large"])
+    def test_metadata_that_no_writer_sends(self, commit: Callable[..., Any], metadata: bytes) -> None:
+        with pytest.raises(ipc.StoreError, match=r"JSON|at most 1 MiB"):
+            commit(self.GOOD.replace(b"{}", metadata))
+        assert commit(self.GOOD)[0]["epoch"] == 1
+
     def test_any_bytes_of_a_manifest(self, commit: Callable[..., Any], store: ipc.Store) -> None:
         """A reader can use each manifest that the server accepts, within the memory."""
         rng = random.Random(5)
@@ -274,6 +282,16 @@ class TestCommits:
             commit(self.GOOD, count, **fields)
         assert commit(self.GOOD)[0]["epoch"] == 1
 
+    def test_a_token_twice(self, commit: Callable[..., Any], store: ipc.Store) -> None:
+        """Nothing is published, and the server goes on."""
+        connection = commit.connection  # type: ignore[attr-defined]
+        token = commit(self.GOOD, prepare=True)[0]["token"]
+        with pytest.raises(ipc.StoreError, match="nothing of the group was committed"):
+            connection.ask(Kind.CONFIRM, tokens=[token, token])
+        connection.ask(Kind.CONFIRM, tokens=[token])
+        with store.open("key") as weights:
+            assert weights.names == ("a",)
+
     def test_a_reader_checks_a_tensor_when_it_is_used(self, store: ipc.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """The check finds a faulty server."""
         write(store, "key", 1)
@@ -294,6 +312,23 @@ class TestCommits:
             store.open("null")
         assert device.memory_info().free == free
         assert eventually(lambda: store.list()[0].readers == ())
+
+
+def test_an_answer_that_waits_while_the_contents_come(store: ipc.Store, stream: sa.Stream, gate: Gate) -> None:
+    """The client's queue is full, and the server has no more use for the control block that it is to send."""
+    gate.hold(stream)
+    with store.write("key", stream=stream) as weights:
+        weights.allocate("all", 1024, np.uint8).fill(7)
+    with ipc.Channel.connect(protocol.socket_path(store.name)) as client:
+        for _ in range(700):
+            client.send(protocol.pack(Kind.STATUS, {}), timeout=10)
+        client.send(protocol.pack(Kind.OPEN, {"key": "key"}), timeout=10)
+        assert eventually(lambda: store.statistics().readers == 1)
+        gate.open()
+        assert eventually(lambda: not store.list()[0].awaited)
+        while not (handles := client.receive(timeout=5).handles):
+            pass
+        assert len(handles) == 3
 
 
 class TestUsers:

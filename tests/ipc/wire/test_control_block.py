@@ -21,8 +21,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.testing import Gate
-from tests.ipc.support import hold, shared_pool
-from tests.ipc.wire.test_descriptor import again
+from tests.ipc.support import again, hold, opened_by, shared_pool
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed
 
@@ -32,13 +31,6 @@ pytestmark = [
 
 MORE = 40
 """Importers of one buffer at a time."""
-
-
-def opened_by(machine: Any, shared: ipc.Shared) -> ipc.ImportedBuffer:
-    """Open a shared object on another machine of this process."""
-    opened = ipc.open(bytes(shared), again(shared.fds), driver=machine)
-    assert isinstance(opened, ipc.ImportedBuffer)
-    return opened
 
 
 def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:

@@ -18,7 +18,7 @@ from streamalloc.ipc import Chunk, Descriptor, Mechanism
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS
 from streamalloc.ipc.wire.descriptor import FABRIC
-from tests.ipc.support import POSIX, State, make_buffer, make_growable, make_pool, state
+from tests.ipc.support import POSIX, State, again, make_buffer, make_growable, make_pool, state, used
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, shows
 
@@ -269,11 +269,6 @@ def _make_others(there: There) -> None:
     there.keep("view", there.kept["buffer"][1000:2000])
 
 
-def again(fds: tuple[ipc.Fd, ...]) -> tuple[ipc.Fd, ...]:
-    """Handles for one call, which takes them."""
-    return tuple(ipc.Fd(os.dup(fd.fileno())) for fd in fds)
-
-
 def close(opened: Any) -> None:
     if hasattr(opened, "close"):
         opened.close()
@@ -350,7 +345,7 @@ class TestHostileDescriptors:
         close(opened)
         stream.synchronize()
         partner.run(_free_all)
-        assert partner.run(_used) == 0
+        assert partner.run(used) == 0
 
     def test_while_the_good_one_is_open(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
         descriptor, fds = sent
@@ -366,7 +361,7 @@ class TestHostileDescriptors:
             return
         for ready in (descriptor.ready + 1, descriptor.ready + 1000, (1 << 31) - 1):
             changed = descriptor._replace(ready=ready)
-            assert _problem(changed, again(fds), stream) == ""
+            assert problem_of(changed, again(fds), stream) == ""
         assert executed(stream)
 
     def test_without_handles(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
@@ -389,7 +384,7 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
         changed = descriptor._replace(**fields)
         for count in sorted({0, len(fds), min(len(_names(changed)), 60)}):
             given = again((fds * 60)[:count]) if fds else ()
-            problem = _problem(changed, given, stream)
+            problem = problem_of(changed, given, stream)
             if problem:
                 wrong.append(f"{name}, {count} handles: {problem}")
             kept += [fd for fd in given if not fd.closed]
@@ -399,12 +394,12 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
     before = state()
     for fields in changes(descriptor).values():
         changed = descriptor._replace(**fields)
-        assert _problem(changed, again(fds), stream) == _problem(changed, (), stream) == ""
+        assert problem_of(changed, again(fds), stream) == problem_of(changed, (), stream) == ""
     stream.synchronize()
     assert _same(before)
 
 
-def _problem(descriptor: Descriptor, given: tuple[ipc.Fd, ...], stream: sa.Stream) -> str:
+def problem_of(descriptor: Descriptor, given: tuple[ipc.Fd, ...], stream: sa.Stream) -> str:
     """The fault in the refusal of a descriptor."""
     try:
         opened = ipc.open(descriptor.to_bytes(), given, stream=stream)
@@ -433,10 +428,6 @@ def _free_all(there: There) -> None:
     for name in ("buffer", "growable", "memory"):
         there.kept[name].close()
     there.device.synchronize()
-
-
-def _used(there: There) -> int:
-    return int(there.kept["pool"].statistics().used)
 
 
 class TestWrongHandles:

@@ -25,8 +25,7 @@ from streamalloc import ipc
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.wire import control_block
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, WORD
-from tests.ipc.support import shared_pool
-from tests.ipc.wire.test_descriptor import again
+from tests.ipc.support import opened_by, shared_pool
 from tests.processes import eventually
 from tests.support import end_what_was_dropped, executed
 
@@ -76,10 +75,6 @@ class Words:
                 return
             self.all[control_block._HEADER_BYTES // 4 :] = quarter << 30
             executed(stream, 0.005)
-
-
-def opened_by(machine: Any, shared: ipc.Shared) -> ipc.ImportedBuffer:
-    return ipc.open(bytes(shared), again(shared.fds), driver=machine, kind=ipc.ImportedBuffer)
 
 
 def live(seed: int) -> None:
