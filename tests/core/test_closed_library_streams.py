@@ -25,7 +25,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
 from streamalloc.pool.cache import allocator
 from streamalloc.testing import Gate
-from tests.support import KEEP, MiB, end_what_was_dropped, holds, in_threads, names
+from tests.support import GROWTH, KEEP, MiB, end_what_was_dropped, holds, in_threads, names
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 
@@ -355,7 +355,7 @@ def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> Non
             theirs.close()
         del theirs
         end_what_was_dropped()
-        for other in written(scene, gate, scene.pool, 64):
+        for other in written(scene, gate, scene.pool, GROWTH // MiB + 2):
             other.free()
     if not closes:
         assert not scene.driver.cuStreamDestroy(raw)[0]
@@ -401,7 +401,7 @@ def test_cached_memory_when_their_object_dies_with_work_under_way(
         free_under_work(cache, theirs, gate, raw)
         del theirs
         end_what_was_dropped()
-        for other in written(scene, gate, cache, 64):
+        for other in written(scene, gate, cache, GROWTH // MiB + 2):
             other.free()
     cache.trim()
     assert scene.used == 0
@@ -489,7 +489,7 @@ def test_another_object_that_names_the_stream(scene: Scene, kind: Any) -> None:
         del buffer
         cache.allocate(64, named()).free()
         end_what_was_dropped()
-        for other in written(scene, gate, scene.pool, 64):
+        for other in written(scene, gate, scene.pool, GROWTH // MiB + 2):
             other.free()
     cache.close()
     scene.device.synchronize()
