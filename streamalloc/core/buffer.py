@@ -151,7 +151,7 @@ class Buffer(Memory, Closes):
         still_imported: StillImported = _DEFER,
         timeout: float | None = None,
     ) -> None:
-        """Free the memory in stream order (``cuMemFreeAsync``): later work must not use it; earlier work may.
+        """Free the memory in stream order (``cuMemFreeAsync``). Earlier work may still use it, later work must not.
 
         Parameters
         ----------

@@ -18,14 +18,6 @@ from streamalloc.testing import Gate
 from tests.support import KEEP, MiB, executed, holds, in_threads, names, pending, read
 
 
-@pytest.fixture
-def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Any:
-    """64 bytes of device memory with the values 0 to 63."""
-    with pool.allocate(64, stream) as buffer:
-        buffer.copy_from(bytes(range(64)))
-        yield buffer
-
-
 class TestBuffer:
     def test_what_it_tells(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(1000, stream) as buffer:

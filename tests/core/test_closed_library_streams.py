@@ -23,9 +23,9 @@ from streamalloc.core.queued_work import QueuedWork
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
-from streamalloc.pool.cache import allocator
+from streamalloc.pool.cache import state
 from streamalloc.testing import Gate
-from tests.support import KEEP, MiB, end_what_was_dropped, holds, in_threads, names
+from tests.support import GROWTH, KEEP, MiB, end_what_was_dropped, holds, in_threads, names
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 
@@ -355,7 +355,7 @@ def test_cached_memory_when_their_object_dies(scene: Scene, closes: bool) -> Non
             theirs.close()
         del theirs
         end_what_was_dropped()
-        for other in written(scene, gate, scene.pool, 64):
+        for other in written(scene, gate, scene.pool, GROWTH // MiB + 2):
             other.free()
     if not closes:
         assert not scene.driver.cuStreamDestroy(raw)[0]
@@ -401,7 +401,7 @@ def test_cached_memory_when_their_object_dies_with_work_under_way(
         free_under_work(cache, theirs, gate, raw)
         del theirs
         end_what_was_dropped()
-        for other in written(scene, gate, cache, 64):
+        for other in written(scene, gate, cache, GROWTH // MiB + 2):
             other.free()
     cache.trim()
     assert scene.used == 0
@@ -414,7 +414,7 @@ def test_cached_memory_when_their_object_dies_with_work_under_way(
 def test_few_streams_live_for_their_cached_memory(
     scene: Scene, kind: Callable[[sa.Device], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocator, "_MAX_KEPT_ALIVE", 2)
+    monkeypatch.setattr(state, "_MAX_KEPT_ALIVE", 2)
     cache = sa.CachingAllocator(scene.pool)
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     for _ in range(6):
@@ -449,7 +449,7 @@ def test_no_stream_lives_for_memory_that_was_trimmed(scene: Scene, kind: Callabl
 @pytest.mark.parametrize("scene", [Closable], indirect=True)
 def test_a_block_of_a_stream_whose_memory_was_returned(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It returns as well when its buffer is freed, though the stream has other cached memory by then."""
-    monkeypatch.setattr(allocator, "_MAX_KEPT_ALIVE", 2)
+    monkeypatch.setattr(state, "_MAX_KEPT_ALIVE", 2)
     cache = sa.CachingAllocator(scene.pool)
     streams = [OfCuPy(scene.device) for _ in range(3)]
     buffer = cache.allocate(MiB, streams[0])
@@ -489,7 +489,7 @@ def test_another_object_that_names_the_stream(scene: Scene, kind: Any) -> None:
         del buffer
         cache.allocate(64, named()).free()
         end_what_was_dropped()
-        for other in written(scene, gate, scene.pool, 64):
+        for other in written(scene, gate, scene.pool, GROWTH // MiB + 2):
             other.free()
     cache.close()
     scene.device.synchronize()

@@ -6,13 +6,12 @@ import contextlib
 import functools
 import gc
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamalloc.core import deferred
@@ -56,27 +55,18 @@ OUTCOMES = (_wait, _refuse, _interrupt, _work_again, _drop_another)
 class Item(Deferred):
     """Ends after some attempts that go as its script says."""
 
-    def __init__(
-        self,
-        later: DeferredQueue,
-        ended: list[Item],
-        script: list[Callable[[Item], bool]],
-        step: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, later: DeferredQueue, ended: list[Item], script: list[Callable[[Item], bool]]) -> None:
         self.deferred = later
         self.ended = ended
         self.script = script
-        self.step = step
         self.busy = False
 
     def attempt(self) -> bool:
         assert not self.busy, "two threads have the same item"
         self.busy = True
         try:
-            self.step()
             if self.script:
                 return self.script.pop()(self)
-            self.step()
             assert self not in self.ended
             self.ended.append(self)
             return True
@@ -121,69 +111,26 @@ def test_each_item_ends_once(given_scripts: list[list[Callable[[Item], bool]]], 
     assert len(ended) == len(set(ended)) and set(made) <= set(ended)
 
 
-class Turns:
-    """Lets threads run one at a time, from one step to the next, in an order that is given."""
+@pytest.mark.parametrize("function", [DeferredQueue._work, Item.attempt])
+def test_two_threads_that_work(function: Callable[..., object]) -> None:
+    def make() -> tuple[DeferredQueue, list[Item], list[Item]]:
+        later, ended = DeferredQueue(), list[Item]()
+        scripts: list[list[Callable[[Item], bool]]] = [
+            [],
+            [_wait],
+            [_refuse, _drop_another],
+            [_work_again],
+            [_interrupt],
+        ]
+        made = [Item(later, ended, list(script)) for script in scripts]
+        for item in made:
+            later.submit(item)
+        return later, ended, made
 
-    def __init__(self, order: list[int]) -> None:
-        self._order = iter(order)
-        self._changed = threading.Condition()
-        self._waiting: dict[int, threading.Thread] = {}
-        self._threads: list[threading.Thread] = []
-        self._turn: threading.Thread | None = None
-
-    def step(self) -> None:
-        me = threading.current_thread()
-        if me not in self._threads:
-            return
-        with self._changed:
-            self._pass_on()
-            assert self._changed.wait_for(lambda: self._turn is me, 20)
-
-    def _pass_on(self) -> None:
-        alive = [thread for thread in self._threads if thread.is_alive() and thread not in self._done]
-        self._turn = alive[next(self._order, 0) % len(alive)] if alive else None
-        self._changed.notify_all()
-
-    def run(self, *bodies: Callable[[], None]) -> list[BaseException]:
-        errors: list[BaseException] = []
-        self._done: set[threading.Thread] = set()
-
-        def start(body: Callable[[], None]) -> None:
-            me = threading.current_thread()
-            with self._changed:
-                assert self._changed.wait_for(lambda: self._turn is me, 20)
-            try:
-                body()
-            except BaseException as error:
-                errors.append(error)
-            with self._changed:
-                self._done.add(me)
-                self._pass_on()
-
-        self._threads = [threading.Thread(target=start, args=(body,)) for body in bodies]
-        for thread in self._threads:
-            thread.start()
-        with self._changed:
-            self._pass_on()
-        for thread in self._threads:
-            thread.join(30)
-            assert not thread.is_alive()
-        return errors
-
-
-@settings(max_examples=60, deadline=None)
-@given(scripts, st.lists(st.integers(0, 2), max_size=40))
-def test_threads_in_any_order(given_scripts: list[list[Callable[[Item], bool]]], order: list[int]) -> None:
-    """Three threads work, and are switched in the middle of an attempt."""
-    later, ended = DeferredQueue(), list[Item]()
-    turns = Turns(order)
-    made = [Item(later, ended, list(script), turns.step) for script in given_scripts]
-    for item in made:
-        later.submit(item)
-    assert turns.run(*[lambda: _work(later)] * 3) == []
-    for _ in range(60):
-        _work(later)
-    assert len(later) == 0 and len(ended) == len(set(ended)) and set(made) <= set(ended)
+    for later, ended, made in interleaved(function, make, lambda it: _work(it[0]), lambda it: _work(it[0])):
+        for _ in range(6):
+            _work(later)
+        assert len(later) == 0 and len(ended) == len(set(ended)) and set(made) <= set(ended)
 
 
 def test_threads_for_real() -> None:
@@ -429,9 +376,14 @@ class TestMany:
     """Points that come often cost the same however much waits."""
 
     def test_attempts_in_vain_are_few(self) -> None:
-        later, ended, attempts = DeferredQueue(), list[Item](), list[int]()
+        later, ended, attempts = DeferredQueue(), list[Item](), list[Item]()
+
+        def count(item: Item) -> bool:
+            attempts.append(item)
+            return False
+
         for _ in range(1000):
-            later.submit(Item(later, ended, [_wait] * 1000, lambda: attempts.append(1)))
+            later.submit(Item(later, ended, [count] * 1000))
         later.work(8)
         assert len(attempts) == 1000  # each is new
         for _ in range(20):

@@ -18,28 +18,6 @@ from tests.support import holds, in_threads, names
 CPU, CUDA, CUDA_HOST = 1, 2, 3  # DLDeviceType in dlpack.h
 
 
-@pytest.fixture
-def host_pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
-    with sa.MemoryPool(sa.MemLocation.host()) as pool:
-        yield pool
-
-
-@pytest.fixture
-def host(host_pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
-    """64 bytes of host memory with the values 0 to 63."""
-    with host_pool.allocate(64, stream) as buffer:
-        stream.synchronize()
-        buffer.as_array()[:] = np.arange(64, dtype=np.uint8)
-        yield buffer
-    stream.synchronize()
-
-
-@pytest.fixture
-def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
-    with pool.allocate(64, stream) as buffer:
-        yield buffer
-
-
 class TestNumpy:
     def test_shares_the_memory(self, host: sa.Buffer) -> None:
         array = host.as_array()

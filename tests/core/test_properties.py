@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import pickle
 import re
 from typing import Any
@@ -94,37 +95,30 @@ class TestRoundTrip:
         sample = sa.MemPoolProps(alloc_type=sa.MemAllocationType.MANAGED, location=location)
         assert sa.MemPoolProps.from_driver(sample.to_driver()) == sample
 
-    def test_location_struct(self) -> None:
-        struct = Location.host_numa(3).to_driver()
-        assert isinstance(struct, cuda.CUmemLocation)
-        assert (int(struct.type), int(struct.id)) == (3, 3)
-
-    def test_pool_struct(self) -> None:
-        props = sa.MemPoolProps(
-            location=Location.device(2), handle_types=Handles.POSIX_FILE_DESCRIPTOR, max_size=12345, usage=2
-        )
-        struct = props.to_driver()
-        assert isinstance(struct, cuda.CUmemPoolProps)
-        assert (int(struct.allocType), int(struct.handleTypes), int(struct.location.type), int(struct.location.id)) == (
-            1,
-            1,
-            1,
-            2,
-        )
-        assert (int(struct.maxSize), int(struct.usage)) == (12345, 2)
-
-    def test_access_struct(self) -> None:
-        struct = sa.MemAccessDesc(Location.device(1), sa.MemAccess.READWRITE).to_driver()
-        assert (int(struct.location.type), int(struct.location.id), int(struct.flags)) == (1, 1, 3)
-
-    def test_multicast_struct(self) -> None:
-        struct = sa.MulticastObjectProp(4, 1 << 21, Handles.FABRIC).to_driver()
-        assert (int(struct.numDevices), int(struct.size), int(struct.handleTypes), int(struct.flags)) == (
-            4,
-            1 << 21,
-            8,
-            0,
-        )
+    @pytest.mark.parametrize(
+        ("sample", "fields"),
+        [
+            (Location.host_numa(3), {"type": 3, "id": 3}),
+            (
+                sa.MemPoolProps(
+                    location=Location.device(2), handle_types=Handles.POSIX_FILE_DESCRIPTOR, max_size=12345, usage=2
+                ),
+                {"allocType": 1, "handleTypes": 1, "location.type": 1, "location.id": 2, "maxSize": 12345, "usage": 2},
+            ),
+            (
+                sa.MemAccessDesc(Location.device(1), sa.MemAccess.READWRITE),
+                {"location.type": 1, "location.id": 1, "flags": 3},
+            ),
+            (
+                sa.MulticastObjectProp(4, 1 << 21, Handles.FABRIC),
+                {"numDevices": 4, "size": 1 << 21, "handleTypes": 8, "flags": 0},
+            ),
+        ],
+        ids=repr,
+    )
+    def test_fields(self, sample: Any, fields: dict[str, int]) -> None:
+        struct = sample.to_driver()
+        assert {name: int(operator.attrgetter(name)(struct)) for name in fields} == fields
 
     def test_structs_do_not_share_memory(self) -> None:
         location = Location.device(0)

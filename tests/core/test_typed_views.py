@@ -19,21 +19,6 @@ from tests.support import holds, pending, read
 T = TypeVar("T", bound=np.generic)
 
 
-@pytest.fixture
-def host(device: sa.Device, stream: sa.Stream) -> Iterator[sa.Buffer]:
-    """64 bytes of host memory with the values 0 to 63."""
-    with sa.MemoryPool(sa.MemLocation.host()) as pool, pool.allocate(64, stream) as buffer:
-        stream.synchronize()
-        buffer.as_array()[:] = np.arange(64, dtype=np.uint8)
-        yield buffer
-
-
-@pytest.fixture
-def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
-    with pool.allocate(64, stream) as buffer:
-        yield buffer
-
-
 class TestForm:
     @pytest.mark.parametrize(
         ("dtype", "shape", "seen"),

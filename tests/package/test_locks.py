@@ -25,7 +25,7 @@ from streamalloc.driver.checker.driver import Checked
 from streamalloc.interop import torch as torch_bridge
 from streamalloc.observing import account as observed
 from streamalloc.observing.records import Phase
-from streamalloc.pool.cache.allocator import CacheState
+from streamalloc.pool.cache.state import CacheState
 from streamalloc.testing import objects
 from streamalloc.testing.leaks import Accounts
 from streamalloc.vmm.allocation_handles import allocations_of

@@ -363,7 +363,7 @@ class TestSizes:
     def test_lists_are_known_for_so_many_sizes_only(
         self, cache: sa.CachingAllocator, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("streamalloc.pool.cache.stream_cache._MAX_SIZES", 50)
+        monkeypatch.setattr("streamalloc.pool.cache.state._MAX_SIZES", 50)
         for size in range(1, 200_000, 600):
             cache.allocate(size, stream).free()
         (known,) = cache._state.live()

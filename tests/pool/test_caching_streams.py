@@ -16,7 +16,7 @@ from streamalloc import traces
 from streamalloc.core.internal import leave_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
-from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
+from streamalloc.pool.cache.state import MAX_RETURNING, StreamCache
 from streamalloc.testing import Faults, Gate
 from streamalloc.traces.replaying import prepare
 from tests.interleaving import interleaved

@@ -12,31 +12,24 @@ to the pool, the pool serves the request from this memory, and the factor grows.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
-    CudaError,
-    NotReadyError,
     OutOfMemoryError,
-    error_from,
     refused,
     size_text,
 )
 from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.internal import (
-    LEGACY,
     NOT_CAPTURED,
     PER_THREAD,
     Allocator,
     Buffer,
-    Deferred,
     Device,
     Event,
     PlainBuffer,
@@ -45,47 +38,27 @@ from streamalloc.core.internal import (
     StreamLike,
     Watcher,
     as_stream,
-    besides,
     deferred_queue,
     direct_handle,
     direct_spares,
-    drained,
-    give_lists,
     holders,
     is_borrowed,
     kept_stream,
     look,
     moment,
-    of_this_thread,
     raw_handle,
     record_uncaptured,
     shared_state,
-    thread_of,
 )
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import Session, session_of
-from streamalloc.driver.internal import RLock, cuda
-from streamalloc.pool.cache.blocks import UNIT, Block, CachedBuffer, SharedBehind, SizeClass, filled
-from streamalloc.pool.cache.stream_cache import MAX_RETURNING, StreamCache
+from streamalloc.core.session import session_of
+from streamalloc.driver.internal import cuda
+from streamalloc.pool.cache.blocks import UNIT, Block, CachedBuffer, SharedBehind, filled
+from streamalloc.pool.cache.state import MAX_RETURNING, CacheState, StreamCache
 from streamalloc.pool.ending import pools_of
-from streamalloc.pool.lost import no_collection_is_left
 from streamalloc.pool.pool import MemoryPool
 
-_POOL_STEP = 32 << 20
-"""Bytes by which a pool grows on its device."""
-_ALLOWANCE = 1.05
-"""Initial factor of the streams' peaks. A pool without a cache reserves about as much."""
-_ALLOWANCE_STEP = 1 / 32
-"""Growth of the factor per stream and release: programs with many sizes settle."""
-_MAX_ALLOWANCE = 2.0
-"""Largest factor for one stream. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
-_MAX_OF_SEVERAL = 2.5
-"""Largest factor for several streams. They share free memory through the pool only, and in pieces."""
-_QUERIES = 1 << 8
-"""Event queries before a trim: enough for an idle stream. A busy stream is not waited for."""
-_MAX_KEPT_ALIVE = 256
-"""Number of CuPy and Numba streams kept alive because the cache has their memory."""
 _NOWHERE = object()
 
 
@@ -109,270 +82,6 @@ class CacheStatistics(NamedTuple):
     """Bytes that were freed and can be reused."""
     misses: int
     """Allocations that found no cached block and called the pool."""
-
-
-class CacheState(Deferred):
-    """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
-
-    __slots__ = (
-        "_opening", "_pool", "_pool_free", "_queue", "_releases", "_reserved", "_room", "blocks", "closed", "dropped",
-        "keys", "misses", "session", "stream_caches", "watchers",
-    )  # fmt: skip
-
-    def __init__(self, pool: MemoryPool) -> None:
-        # The queue keeps this item. A strong reference to the pool would keep its `on_oom` function, and through that
-        # the cache.
-        self._pool = weakref.ref(pool)
-        self._pool_free: Any = pool._free
-        self.session: Session = session_of(pool)
-        self._queue = deferred_queue(self.session)
-        self.keys: tuple[object, object, object] = (object(), object(), object())
-        """Keys of ``Stream.free_lists``: lists used directly, lists used after a capture query, the stream cache."""
-        self.watchers: tuple[Watcher, ...] = ()
-        """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
-        self.blocks: dict[int, Block] = {}
-        """Blocks by address, free or in buffers."""
-        self.stream_caches: dict[tuple[int, int, int], StreamCache] = {}
-        """The latest per device, stream handle and thread; ended ones are removed."""
-        self.dropped: deque[Block] = deque()
-        """Blocks of dropped buffers that only the slow path may free."""
-        self.closed: bool = False
-        self.misses: int = 0
-        self._opening = RLock()
-        """Held while a stream is opened. No finaliser takes it."""
-        self._reserved = 0
-        """Bytes that the pool would reserve, computed at the last query."""
-        self._room = _POOL_STEP
-        """Bytes to allocate before the next query of the pool."""
-        self._releases = 0
-
-    def attempt(self) -> bool:
-        self.closed = True
-        for block in list(self.blocks.values()):
-            block.home = None
-        self.collect_dropped()
-        for one in list(self.stream_caches.values()):
-            # Attempt ended ones again: buffers may have been dropped since.
-            self._queue.end(one)
-        if self.blocks and not self._all_lost():
-            return False
-        self.stream_caches.clear()
-        return True
-
-    def _all_lost(self) -> bool:
-        """Whether all remaining blocks are lost. Lost blocks end with the pool."""
-        owner = getattr(self, "_owner", None)  # buffers keep the cache
-        if owner is None or owner() is not None or not no_collection_is_left():
-            return False
-        return not self.dropped and not any(one.free_bytes for one in list(self.stream_caches.values()))
-
-    # -- streams ---------------------------------------------------------------------------------------------
-
-    def known(self, stream: Stream) -> StreamCache | None:
-        """The stream cache of a stream if there is one that has not ended."""
-        mine = of_this_thread(stream, make=False)
-        found = None if mine is None else self.stream_caches.get(_key(mine))
-        if found is None or found.ended:
-            return None
-        owner = found.stream()
-        return found if owner is not None and not owner.closed else None
-
-    def open(self, stream: Stream, *, ask: bool) -> StreamCache:
-        """Return the stream cache of a stream, and make its free lists usable by the fast path.
-
-        ``ask``: other code may capture the stream, so each allocation first queries whether it does.
-        """
-        self.session.check_process()
-        stream = of_this_thread(stream)
-        found = self.known(stream)
-        if found is None:
-            with self._opening:
-                found = self.known(stream) or self._begin(stream)
-            self._bound_streams()
-        if ask:
-            give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
-        else:
-            give_lists(stream, self.keys[0], found.lists)
-            if found.threads is None:
-                give_lists(stream, self.keys[2], found)
-        return found
-
-    def _begin(self, stream: Stream) -> StreamCache:
-        before = self.stream_caches.get(_key(stream))
-        if before is not None:
-            if not before.over:
-                # The fast path would free to lists that are no longer used.
-                for block in list(self.blocks.values()):
-                    if block.size_class.owner is before:
-                        block.home = None
-            self._queue.submit(before)
-        for key, one in list(self.stream_caches.items()):
-            if one.over:
-                del self.stream_caches[key]
-            elif one.ended and one.free_bytes:  # a buffer was freed since
-                self._queue.submit(one)
-        found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
-        return found
-
-    def _bound_streams(self) -> None:
-        """End the oldest stream cache that keeps a library's stream alive, if there are too many."""
-        kept_alive = [one for one in self.live() if one.kept_alive is not None]
-        if len(kept_alive) > _MAX_KEPT_ALIVE:
-            self._queue.end(kept_alive[0])
-
-    def live(self) -> list[StreamCache]:
-        """The stream caches that have not ended."""
-        return [one for one in list(self.stream_caches.values()) if not one.ended]
-
-    # -- blocks ----------------------------------------------------------------------------------------------
-
-    def buy(self, below: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
-        """Allocate a new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
-        raw = raw_handle(stream)
-        self._pool_free = below._free
-        try:
-            with stream.device.current() if stream.is_default else contextlib.nullcontext():
-                result, pointer = besides(below._alloc, self.watchers)(wanted.nbytes, below._raw, raw)
-        except OutOfMemoryError:  # the limit of a watcher of the pool
-            return None
-        if result:
-            if result == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-                return None
-            raise error_from(result, "cuMemAllocFromPoolAsync")
-        address = int(pointer)
-        block = Block(address)
-        block.address = address
-        block.size_class = wanted
-        block.home = wanted.home
-        self.blocks[address] = block
-        wanted.count += 1
-        self.misses += 1
-        return block
-
-    def free_past(self, block: Block, raw: Any) -> tuple[Any]:
-        """Free a block without caching it; returns a tuple with a ``CUresult``, as ``cuMemFreeAsync`` does."""
-        return (self.free_block(block, raw, notified=()) or cuda.CUresult.CUDA_SUCCESS,)
-
-    def free_block(self, block: Block, raw: Any, notified: tuple[Watcher, ...] | None = None) -> Any:
-        """Return a block to the pool (``cuMemFreeAsync``). Returns None, or the ``CUresult`` if the driver refuses.
-
-        ``notified``: watchers that have already recorded the free. Default: all of the cache, as for a block in a free
-        list.
-        """
-        address = block.address
-        # Before the call: another thread may get the address at once.
-        self.blocks.pop(address, None)
-        pool = self._pool()
-        free = self._pool_free if pool is None else pool._free
-        free = besides(free, self.watchers if notified is None else notified)
-        refused = free(block, raw)[0]
-        if refused:
-            self.blocks[address] = block
-            return refused
-        block.size_class.count -= 1
-        return None
-
-    def collect_dropped(self) -> None:
-        """Move blocks of dropped buffers to their free lists. A per-thread stream's blocks first wait for an event
-        after all threads' work.
-        """
-        for block in drained(self.dropped.popleft):
-            home: StreamCache = block.size_class.owner
-            event = None
-            if home.threads is not None:
-                try:
-                    event = home.after_all_threads()
-                except CudaError:  # another time
-                    self.dropped.append(block)
-                    return
-            for watcher in self.watchers:
-                watcher.freed(block.address, None)
-            home.put(block) if event is None else home.put_behind(event, block)
-
-    @property
-    def cached(self) -> int:
-        """Bytes in free lists and returning."""
-        return sum(one.free_bytes for one in self.live())
-
-    # -- the allowance ---------------------------------------------------------------------------------------
-
-    def make_room(self, pool: MemoryPool, wanted: SizeClass) -> None:
-        """Release all free blocks if an allocation of this size would grow the pool beyond its allowance.
-
-        The pool is queried (``cuMemPoolGetAttribute``) only after the cache has allocated as many bytes as were free at
-        the last query, 32 MiB at most. During a capture of this package nothing is released. A capture by other code
-        stays valid, because the thread is in relaxed capture mode (``cuThreadExchangeStreamCaptureMode``).
-        """
-        self._room -= wanted.nbytes
-        if self._room >= 0 or self._queue.paused:
-            return
-        with self.session.relaxed():
-            attributes = pool.attributes
-            for released in (False, True):
-                reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
-                grown = max(reserved, -(-needed // _POOL_STEP) * _POOL_STEP)
-                if released or grown <= self._reserved or grown <= (allowance := self._allowance(wanted)):
-                    break
-                self._releases += 1
-                self.flush()
-                if reserved > allowance:
-                    pool._call("cuMemPoolTrimTo", allowance)
-            self._reserved, self._room = grown, min(grown - needed, _POOL_STEP)
-
-    def _allowance(self, wanted: SizeClass) -> int:
-        """Bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth steps.
-
-        A block of size ``wanted`` counts as in use.
-        """
-        peaks, streams = 0, self.live()
-        for one in streams:
-            in_use = sum(size.nbytes * (size.count - len(size.free)) for size in list(one.classes.values()))
-            one.peak = max(one.peak, in_use + wanted.nbytes if one is wanted.owner else in_use)
-            peaks += one.peak
-        most = _MAX_ALLOWANCE if len(streams) == 1 else _MAX_OF_SEVERAL
-        factor = min(_ALLOWANCE + self._releases * len(streams) * _ALLOWANCE_STEP, most)
-        return -(-int(peaks * factor) // _POOL_STEP) * _POOL_STEP
-
-    def forget_peaks(self) -> None:
-        """Begin anew with the allowance."""
-        self._releases = self._reserved = 0
-        for one in self.live():
-            one.peak = 0
-
-    def flush(self) -> bool:
-        """Return all free blocks to the pool. Returns whether any were released; during a capture none are.
-
-        The host does not wait for pending work. It synchronises only with frees that have already run: then the driver
-        may reuse their memory on any stream.
-        """
-        if self._queue.paused:
-            return False
-        frees: list[Event] = []
-
-        def release(one: StreamCache, ordered: Stream) -> None:
-            one.release(ordered)
-            event = ordered.record()
-            # Other code may have begun a capture of the stream.
-            if not ordered.capturing:
-                frees.append(event)
-
-        with self.session.relaxed():
-            for one in self.live():
-                if one.free_bytes:
-                    # A captured stream keeps its blocks. So does a stream that its library has closed, until the device
-                    # is idle.
-                    with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
-                        one.ordered(functools.partial(release, one))
-            for event in frees:
-                with event:
-                    if any(event.query() for _ in range(_QUERIES)):
-                        event.synchronize()
-        return bool(frees)
-
-
-def _key(stream: Stream) -> tuple[int, int, int]:
-    """Device, handle and thread of a stream. The legacy stream has two handles."""
-    return stream.device.ordinal, int(raw_handle(stream)) or LEGACY, thread_of(stream)[0]
 
 
 class CachingAllocator(Allocator, Closes, Shown):

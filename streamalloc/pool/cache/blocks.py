@@ -130,7 +130,7 @@ class CachedBuffer(Buffer):
     def free(
         self, stream: StreamLike | None = None, still_imported: StillImported = _DEFER, timeout: float | None = None
     ) -> None:
-        """Free the memory in stream order: later work must not use it; earlier work may.
+        """Free the memory in stream order. Earlier work may still use it, later work must not.
 
         The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. If a
         library is capturing that stream, the order also holds in the capture.
