@@ -30,17 +30,7 @@ T = TypeVar("T")
 class Places(MappedBytes):
     """The places of a space. As a node it stands for all their mappings, which one ``cuMemUnmap`` ends."""
 
-    __slots__ = (
-        "__weakref__",
-        "_broken",
-        "backing",
-        "failed",
-        "mapped",
-        "numbers",
-        "parked",
-        "physical",
-        "stored",
-    )
+    __slots__ = ("__weakref__", "_broken", "backing", "failed", "mapped", "numbers", "parked", "physical", "stored")
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         super().__init__(reservation, 0, reservation.nbytes, {physical.device.location: MemAccess.READWRITE})
