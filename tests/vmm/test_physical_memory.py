@@ -218,14 +218,6 @@ class TestOptions:
 
 
 class TestLife:
-    def test_taken_at_once_and_given_back(self, machine: Any) -> None:
-        account = Account(machine)
-        memories = [vmm.PhysicalMemory(account.device, 32 * PAGE) for _ in range(4)]
-        assert account.physical_bytes == 128 * PAGE
-        for memory in memories:
-            memory.close()
-        assert account.left == {}
-
     def test_closed_once(self, machine: Any) -> None:
         account = Account(machine)
         with vmm.PhysicalMemory(account.device, PAGE) as memory:

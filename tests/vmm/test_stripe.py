@@ -79,12 +79,6 @@ class TestOneDevice:
             assert (buffer.nbytes, buffer.devices) == (PAGE, (device,))
         assert warned[0].filename == __file__
 
-    def test_no_addresses(self, machine: Any) -> None:
-        account = Account(machine)
-        with pytest.raises(sa.AddressSpaceError):
-            vmm.stripe([account.device], 1 << 47)
-        assert account.left == {}
-
     def test_no_memory(self, machine: Any) -> None:
         account = Account(machine)
         with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted"):
