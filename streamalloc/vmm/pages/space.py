@@ -453,11 +453,11 @@ class PageSpace(Memory, Closes):
             raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
         places = self._places
         others = [*each_of(after)]
-        kept: dict[int, Kept]
+        kept: dict[int, Kept] = {}
         clear_on = None if others else self._single(ordered)
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
-        stored, kept = tier._stored(self.page_size), {}
+        stored = tier._stored(self.page_size)
 
         def park(parking: Parking) -> list[int]:
             held = [place for place in chosen if places.numbers[place] >= 0]

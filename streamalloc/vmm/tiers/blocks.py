@@ -19,8 +19,6 @@ from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import copying_stream
 from streamalloc.vmm.tiers.queued import Work
 
-__all__ = ["Addresses", "BlockTier", "Blocks", "Chunk", "Kept", "Stored", "by_contents", "drop_contents"]
-
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"

@@ -25,8 +25,6 @@ from streamalloc.vmm.tiers.queued import copy_batch
 from streamalloc.vmm.tiers.staging import Loading, Saving, Staging
 from streamalloc.vmm.tiers.tier import Bytes, Held, Tier, overlapping, part_of
 
-__all__ = ["DiskTier", "tier_of"]
-
 _SLOTS = 16
 _LONGEST = 255 - len("..part")
 """Most bytes of a file name, with the suffix used during writing."""

@@ -16,8 +16,6 @@ from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.backup import Backup, BackupRange, Copies
 from streamalloc.vmm.tiers.tier import Bytes, Held, overlapping, part_of
 
-__all__ = ["HostBytes", "NearTier", "PoolTier"]
-
 PIECE = 1 << 30
 """Most bytes per allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
 _ALIGNMENT = 512  # bytes between buffers of a piece, the alignment of a pool

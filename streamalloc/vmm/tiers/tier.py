@@ -15,8 +15,6 @@ import numpy.typing as npt
 from streamalloc.core.internal import CopySide, Memory, Stream
 from streamalloc.vmm.backup import Copies
 
-__all__ = ["Bytes", "Held", "Tier", "overlapping", "part_of"]
-
 T = TypeVar("T")
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
