@@ -662,6 +662,7 @@ def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @pytest.mark.parametrize("step", ["sleep", "wake"])
+@in_a_thread
 def test_interrupted_at_any_point(device: sa.Device, step: str) -> None:
     """No bytes are lost, and no more than the one backup that was being made."""
 
