@@ -305,17 +305,8 @@ class Places(MappedBytes):
 
     def unmap_all(self) -> None:
         """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.unless_busy`."""
-        if self.gone:
-            return
-        try:
-            if any(self.mapped):
-                super().release()
-        except CudaError:
-            raise
-        except BaseException:
-            # A signal handler raised, maybe after the unmap. The driver accepts a second one.
-            super().release()
-            raise
+        if not self.gone and any(self.mapped):
+            super().release()  # after an exception of a signal handler, the driver accepts a second unmap
         self.unmapped()
 
     def unmapped(self) -> None:
