@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from streamalloc.core.errors import CaptureError, refused
@@ -99,12 +99,18 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
                 session.call("cuCtxSynchronize")
         work(session)
         return
+    for one in ends_of(after, session):
+        one.synchronize()
+
+
+def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
+    """Yield the events and streams that the argument names; ``ValueError`` if one belongs to another driver."""
     for one in each_of(after):
         if not isinstance(one, Event):
             one = as_stream(one, session)
         elif session_of(one) is not session:
             raise ValueError(f"after: {one!r} belongs to another driver")
-        one.synchronize()
+        yield one
 
 
 def each_of(after: object) -> Iterable[Any]:

@@ -22,6 +22,7 @@ from streamalloc.core.internal import (
     Deferred,
     DeferredQueue,
     Fd,
+    HandleEnd,
     QueuedWork,
     deferred_queue,
     members,
@@ -83,6 +84,23 @@ class HandleNode(Node):
             self.allocations.session.release(self, call, *args)
         finally:
             self.gone: bool = self._raw is None
+
+
+class OwnedHandle(HandleEnd):
+    """A ``CUmemGenericAllocationHandle`` that only this object holds; its finaliser releases it."""
+
+    __slots__ = ()
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session, "cuMemRelease", None)
+
+    def forget(self) -> None:
+        """Forget the handle without a driver call, because the driver is gone."""
+        self._raw = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_raw", None) is not None and self._session.usable:
+            deferred_queue(self._session).submit(self)
 
 
 class OwnsNode(Closes, Drawn):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from streamalloc.core.errors import LOST, ClosedError, CudaError
 from streamalloc.core.internal import (
@@ -28,18 +28,6 @@ from streamalloc.core.internal import (
 from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 
-__all__ = ["Backup", "BackupRange", "Copies", "HostWork", "copying"]
-
-
-class HostWork(Protocol):
-    """The host's part of copies: reads and writes of files."""
-
-    def settle(self) -> None:
-        """Block the host until the bytes are stored, or are in device memory."""
-
-    def abandon(self) -> None:
-        """Stop after an error. Afterwards the host neither reads nor writes device memory."""
-
 
 class Copies:
     """The copies that one call queues on one stream, from or to backups; made by :func:`copying`."""
@@ -54,12 +42,12 @@ class Copies:
         self.finished: bool = False
         """True if the host has synchronised with the copies."""
         self.work: dict[Any, Any] = {}
-        """Unfinished :class:`HostWork` of the copies, by tier."""
+        """The host's unfinished reads and writes of files, by tier; each value has ``settle()`` and ``abandon()``."""
         self._staged = False
         self._end: Event | None = None
 
     def by_host(self, key: object, make: Callable[[Stream], Any]) -> Any:
-        """Return the :class:`HostWork` of a key. If it is missing, ``make`` makes it for the stream of the copies."""
+        """Return the host's part with this key. If it is missing, ``make`` makes it for the stream of the copies."""
         if key not in self.work:
             assert self.stream is not None
             self._staged = True

@@ -20,8 +20,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 from streamalloc.core.errors import InUseError
 from streamalloc.driver.internal import Lock, RLock
 
-__all__ = ["Claim", "Claimable", "claimed", "claiming"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Self = TypeVar("Self", bound="Claimable")

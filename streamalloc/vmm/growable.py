@@ -315,7 +315,9 @@ def stripe(
     size = checked_size("nbytes", nbytes)
     if not size:
         raise ValueError("nbytes=0: a striped buffer has at least one byte")
-    _check_peers(devices)
+    for one, other in itertools.product(devices, repeat=2):
+        if not one.can_access(other):
+            raise refused(PeerAccessError, "cuMemSetAccess", f"{one!r} cannot reach the memory of {other!r}")
     given: Sequence[MemoryRecycler | None] = [None] * len(devices) if recyclers is None else recyclers
     if len(given) != len(devices):
         raise ValueError(f"recyclers={recyclers!r}: there must be one for each of {len(devices)} devices")
@@ -334,13 +336,6 @@ def stripe(
     buffer._mapped = step * len(devices)
     buffer._nbytes = size
     return buffer
-
-
-def _check_peers(devices: Sequence[Device]) -> None:
-    for one in devices:
-        for other in devices:
-            if not one.can_access(other):
-                raise refused(PeerAccessError, "cuMemSetAccess", f"{one!r} cannot reach the memory of {other!r}")
 
 
 class RemappableBuffer(VirtualBuffer):

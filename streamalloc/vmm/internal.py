@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import undoing
+from streamalloc.core.internal import Fd
 from streamalloc.core.session import Session
+from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
 from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
 from streamalloc.vmm.allocation_handles import (
@@ -19,10 +23,12 @@ from streamalloc.vmm.allocation_handles import (
 )
 from streamalloc.vmm.backup import Backup, BackupRange, copying
 from streamalloc.vmm.growable import RemappableBuffer
-from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
+from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
+from streamalloc.vmm.recycler import UnusedHandle
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.side_by_side import ImportedChunk, map_side_by_side
+
+_POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
@@ -108,3 +114,44 @@ def is_counted(memory: MappedMemory) -> bool:
     state = memory._state
     ours = memory._node.kind is Kind.MEMORY and not state.imported
     return ours and len(state.mappings) == 1
+
+
+class ImportedChunk(UnusedHandle):
+    """A handle of physical memory that another process exported (``cuMemImportFromShareableHandle``).
+
+    A chunk has no :class:`PhysicalMemory` object, because an import may have many. Its size is the exporter's; the
+    driver maps no other.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, session: Session, fd: Fd, nbytes: int) -> None:
+        super().__init__(session, nbytes)
+        hint = "this file descriptor is no handle that the driver exported"
+        self._raw = session.call("cuMemImportFromShareableHandle", fd.fileno(), _POSIX, hint=hint)
+
+    def close(self) -> None:
+        """Release the handle (``cuMemRelease``); existing mappings stay usable. Idempotent."""
+        self.attempt()
+
+
+def map_side_by_side(
+    range: AddressRange, chunks: Sequence[ImportedChunk | PhysicalMemory], prop: MemAllocationProp, rights: Rights
+) -> None:
+    """Map chunks from the first address of an empty range on, and set their permissions.
+
+    ``prop``: the properties of imported chunks. After an error the caller must unmap the range.
+    """
+    node, offset = range._node, 0
+    node.maker = spec_of(range._session, prop)
+    entries: list[MappedBytes] = []
+    for chunk in chunks:
+        if isinstance(chunk, PhysicalMemory):
+            entry = range._map(chunk, offset)
+        else:
+            entry = MappedBytes(node, offset, offset + chunk.nbytes, {})
+            with node.adding(entry):
+                entry.map(chunk._raw)
+        entries.append(entry)
+        offset = entry.stop
+    node.grant(entries, rights)

@@ -9,13 +9,13 @@ from typing import ClassVar, NamedTuple
 
 from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import ClosedError, CudaError, size_text, undo_all, undoing
-from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
+from streamalloc.core.internal import Device, deferred_queue, session_for
 from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import RLock
-from streamalloc.vmm.allocation_handles import AllocationHandle
+from streamalloc.vmm.allocation_handles import AllocationHandle, OwnedHandle
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory, properties_for
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes
@@ -181,23 +181,15 @@ class MemoryRecycler(Closes):
         return f" of {spec.prop.location}, {state}"
 
 
-class UnusedHandle(HandleEnd):
-    """A handle without a user; its finaliser releases it."""
+class UnusedHandle(OwnedHandle):
+    """A handle without a user."""
 
     __slots__ = ("nbytes",)
 
     def __init__(self, session: Session, nbytes: int) -> None:
-        super().__init__(session, "cuMemRelease", None)
+        super().__init__(session)
         self.nbytes: int = nbytes
         """Size of the memory in bytes."""
-
-    def forget(self) -> None:
-        """Forget the handle without a driver call, because the driver is gone."""
-        self._raw = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_raw", None) is not None and self._session.usable:
-            deferred_queue(self._session).submit(self)
 
 
 class RecycledHandle(AllocationHandle):

@@ -356,11 +356,7 @@ class SleepGroup(Closes, Claimable):
         return self._alone(act)
 
     def wake(
-        self,
-        *tags: str,
-        stream: StreamLike | None = None,
-        ranks: Ranks | None = None,
-        timeout: float | None = None,
+        self, *tags: str, stream: StreamLike | None = None, ranks: Ranks | None = None, timeout: float | None = None
     ) -> int:
         """Restore all sleeping buffers, or those with these tags. Returns the restored bytes.
 

@@ -84,11 +84,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     Thread-safe: calls that map or unmap the buffer's memory wait for each other, and for a :class:`SleepGroup` that
     puts the buffer to sleep or wakes it. A hook or a signal handler that runs within such a call cannot wait for it,
-    and gets :class:`InUseError`.
-    Thread-safe: calls that map or unmap its memory wait for each other, and for a :class:`SleepGroup` that puts the
-    buffer to sleep or wakes it. A hook of the group or a signal handler would wait for the call that it runs in: it
-    gets :class:`InUseError`. Copies and fills take no lock. One that another thread queues while memory is unmapped may
-    find no memory at its address, and the driver crashes: hold a lock of your own around both.
+    and gets :class:`InUseError`. Copies and fills take no lock. One that another thread queues while memory is unmapped
+    may find no memory at its address, and the driver crashes: hold a lock of your own around both.
     """
 
     __slots__ = (

@@ -361,52 +361,6 @@ class TestThreads:
         buffer.close()
         group.close()
 
-    def test_after_an_interrupt(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-        group = vmm.SleepGroup(device)
-        buffer = group.allocate(SIZE)
-        filled(buffer, 1)
-
-        def interrupted(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(vmm.GrowableBuffer, "_give_back", interrupted)
-            with pytest.raises(KeyboardInterrupt) as kept:  # the frames of the call stay
-                group.sleep()
-        thread = threading.Thread(target=group.sleep)
-        thread.start()
-        thread.join(WAIT)
-        assert not thread.is_alive() and group.asleep
-        del kept
-        group.wake()
-        assert shows(buffer, 1)
-        buffer.close()
-        group.close()
-
-    def test_a_handler_on_the_same_thread(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It is told so, rather than to wait for the thread that it runs on."""
-        group = vmm.SleepGroup(device)
-        buffer = group.allocate(SIZE)
-        filled(buffer, 1)
-        give_back = vmm.GrowableBuffer._give_back
-        met = []
-
-        def handled(self: vmm.GrowableBuffer, *args: Any) -> None:
-            for call in (group.sleep, group.wake, group.close):
-                with pytest.raises(sa.InUseError, match="signal handler"):
-                    call()
-                met.append(call)
-            give_back(self, *args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(vmm.GrowableBuffer, "_give_back", handled)
-            group.sleep()
-        assert len(met) == 3
-        group.wake()
-        assert shows(buffer, 1)
-        buffer.close()
-        group.close()
-
     def test_buffers_come_while_others_are_listed(self, device: sa.Device) -> None:
         group = vmm.SleepGroup(device)
         errors: list[BaseException] = []
@@ -708,6 +662,7 @@ def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @pytest.mark.parametrize("step", ["sleep", "wake"])
+@in_a_thread
 def test_interrupted_at_any_point(device: sa.Device, step: str) -> None:
     """No bytes are lost, and no more than the one backup that was being made."""
 

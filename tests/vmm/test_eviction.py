@@ -329,14 +329,6 @@ class TestWithBackup:
 
 
 class TestAccess:
-    def test_comes_back(self, buffer: vmm.GrowableBuffer, device: sa.Device, host: sa.MemoryPool) -> None:
-        data = write(buffer, pattern(SIZE))
-        buffer.evict(host)
-        assert buffer.rights == {device.location: READWRITE}
-        buffer.restore()
-        assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READWRITE]
-        assert same(buffer, data)
-
     def test_read_only(self, buffer: vmm.GrowableBuffer, device: sa.Device, host: sa.MemoryPool) -> None:
         """The bytes come back, though the device may not write; and it may not afterwards."""
         data = write(buffer, pattern(SIZE))
@@ -400,16 +392,6 @@ class TestInUse:
         buffer.evict(host)
         buffer.restore()
         assert same(buffer, data)
-
-    def test_mapped_elsewhere_by_its_address(self, device: sa.Device, buffer: vmm.GrowableBuffer) -> None:
-        with (
-            vmm.PhysicalMemory.at(buffer.address) as memory,
-            vmm.AddressRange(PAGE) as elsewhere,
-            elsewhere.map(memory, access=device),
-        ):
-            with pytest.raises(sa.InUseError):
-                buffer.evict()
-            assert not buffer.evicted
 
     def test_exported(self, device: sa.Device, host: sa.MemoryPool) -> None:
         with vmm.GrowableBuffer(device, 2 * PAGE, 2 * PAGE, chunk=PAGE, handle_types=self.FD) as buffer:

@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, MiB, holds, names, pattern, read
+from tests.support import Account, holds, names, pattern, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, assert_unique, each, same, write
 
 Grow = Callable[..., vmm.GrowableBuffer]
@@ -149,22 +149,6 @@ class TestMake:
 
 
 class TestGrow:
-    def test_ten_unaligned_growths(self, device: sa.Device) -> None:
-        """The bytes stay, the address stays, and no more memory is taken than what holds them."""
-        step = PAGE - 517
-        data = pattern(10 * step)
-        with vmm.GrowableBuffer(device, 10 * step) as buffer:
-            address = buffer.address
-            for number in range(1, 11):
-                buffer.grow(step)
-                assert (buffer.address, buffer.nbytes) == (address, number * step)
-                assert buffer.mapped_bytes == -(-number * step // PAGE) * PAGE
-                write(buffer[(number - 1) * step :], data[(number - 1) * step : number * step])
-                assert same(buffer, data[: number * step])
-            with pytest.raises(ValueError, match="capacity"):
-                buffer.grow(PAGE)
-            assert same(buffer, data)
-
     @pytest.mark.parametrize("chunk", [0, 1, PAGE, PAGE + 1, 3 * PAGE, 100 * PAGE])
     def test_pieces(self, device: sa.Device, chunk: int) -> None:
         step = -(-chunk // PAGE) * PAGE
@@ -249,16 +233,6 @@ class TestGrow:
                 addresses.unmap()
                 addresses.close()
 
-    def test_sixty_four_times_64_mib(self, machine: Any) -> None:
-        """All of it is back after the buffer is closed."""
-        account = Account(machine)
-        with vmm.GrowableBuffer(account.device, 64 * 64 * MiB) as buffer:
-            for _ in range(64):
-                buffer.grow(64 * MiB)
-            assert account.physical_bytes == 4096 * MiB
-            assert len(buffer.mappings) == 64
-        assert account.left == {}
-
     @pytest.mark.simulated_only("takes all memory of the device")
     def test_out_of_memory(self) -> None:
         """The buffer stays as it was, usable, and grows by less or later."""
@@ -304,17 +278,6 @@ class TestShrink:
                 assert (buffer.nbytes, buffer.mapped_bytes) == (size, mapped * PAGE)
                 assert account.physical_bytes == mapped * PAGE
                 assert same(buffer, data[:size])
-
-    def test_and_grows_again(self, buffer: vmm.GrowableBuffer) -> None:
-        address = buffer.address
-        buffer.resize(4 * PAGE)
-        data = write(buffer, pattern(4 * PAGE))
-        buffer.resize(PAGE + 7)
-        for size in (4 * PAGE, 6 * PAGE):
-            buffer.resize(size)
-            assert buffer.address == address and same(buffer[: PAGE + 7], data[: PAGE + 7])
-        write(buffer, pattern(6 * PAGE, 5))
-        assert same(buffer, pattern(6 * PAGE, 5))
 
     def test_what_is_gone_is_refused(self, buffer: vmm.GrowableBuffer) -> None:
         buffer.resize(4 * PAGE)
@@ -408,18 +371,6 @@ class TestShrink:
 class TestUse:
     """It is a buffer like any other."""
 
-    def test_fill_and_copy(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        buffer.resize(3 * PAGE)
-        buffer.fill(0x01020304, stream, width=4)
-        with pool.allocate(3 * PAGE, stream) as other:
-            other.copy_from(buffer)
-            assert read(other)[:8].tolist() == [4, 3, 2, 1, 4, 3, 2, 1]
-            other.fill(9)
-            buffer.copy_from(other, stream)
-            other.copy_to(buffer)
-            stream.synchronize()
-        assert holds(buffer, 9)
-
     def test_empty(self, buffer: vmm.GrowableBuffer) -> None:
         buffer.fill(1)
         buffer.copy_from(b"")
@@ -436,18 +387,6 @@ class TestUse:
         with pytest.raises(ValueError, match="device memory"):
             buffer.as_array()
 
-    def test_in_another_library_s_hands(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool) -> None:
-        """As an object with the CUDA array interface, copied from by a pool's buffer."""
-        buffer.resize(PAGE + 64)
-        data = write(buffer, pattern(PAGE + 64))
-
-        class Theirs:
-            __cuda_array_interface__ = buffer.__cuda_array_interface__
-
-        with pool.allocate(PAGE + 64, buffer.stream) as ours:
-            ours.copy_from(Theirs())
-            assert same(ours, data)
-
     def test_in_a_graph(self, buffer: vmm.GrowableBuffer, stream: sa.Stream) -> None:
         """The address is constant, so that a graph stays valid while the buffer grows."""
         buffer.resize(PAGE)
@@ -461,14 +400,6 @@ class TestUse:
             stream.synchronize()
         found = read(buffer)
         assert (found[:PAGE] == 4).all() and (found[PAGE:] == 0).all()
-
-    def test_on_a_closed_stream(self, device: sa.Device) -> None:
-        stream = device.create_stream()
-        with vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream) as buffer:
-            stream.close()
-            with pytest.raises(sa.ClosedError):
-                buffer.fill(1)
-            buffer.fill(1, device.default_stream)
 
     @pytest.mark.parametrize(
         "use",

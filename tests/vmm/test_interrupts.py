@@ -14,7 +14,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from tests.interrupting import Interrupt, Interrupted, interrupts, lost_one, since_3_11
-from tests.support import Account
+from tests.support import Account, in_a_thread
 from tests.vmm.support import PAGE
 from tests.vmm.test_faults import CASES, Case
 
@@ -33,6 +33,7 @@ def check(account: Account, case: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
+@in_a_thread
 def test_at_any_point(machine: Any, kind: type[Case]) -> None:
     """The remaining objects are used and closed, or dropped after every other interrupt."""
     for nth in itertools.count(1, THIN):

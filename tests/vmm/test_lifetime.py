@@ -144,25 +144,6 @@ class TestGarbage:
         gc.collect()
         assert account.left == {}
 
-    def test_failed_constructors(self, machine: Any) -> None:
-        account = Account(machine)
-        device, driver = account.device, account.driver
-        makers: list[Callable[[], object]] = [
-            lambda: vmm.PhysicalMemory(device, 1),
-            lambda: vmm.PhysicalMemory(device, 1 << 46),
-            lambda: vmm.AddressRange(1, driver=driver),
-            lambda: vmm.AddressRange(1 << 47, driver=driver),
-            lambda: vmm.GrowableBuffer(device, 0),
-            lambda: vmm.GrowableBuffer(device, 1 << 46, 1 << 45),
-            lambda: vmm.stripe([device], 1 << 45),
-            lambda: vmm.PhysicalMemory.at(0x1000, driver=driver),
-        ]
-        for make in makers:
-            with pytest.raises((ValueError, sa.CudaError)):
-                make()
-        gc.collect()
-        assert account.left == {}
-
     def test_what_the_driver_refuses_is_tried_again(self, machine: Any) -> None:
         account = Account(machine)
         driver = sd.faulty(account.driver, "cuMemAddressFree", result="CUDA_ERROR_UNKNOWN")

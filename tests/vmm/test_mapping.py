@@ -83,20 +83,6 @@ class TestMap:
         with vmm.PhysicalMemory(other, PAGE) as memory, pytest.raises(ValueError, match="another driver"):
             pages.map(memory)
 
-    def test_closed_memory(self, device: sa.Device, pages: vmm.AddressRange) -> None:
-        memory = vmm.PhysicalMemory(device, PAGE)
-        memory.close()
-        with pytest.raises(sa.ClosedError):
-            pages.map(memory)
-        assert pages.mappings == ()
-
-    def test_a_closed_range(self, memory: vmm.PhysicalMemory) -> None:
-        pages = vmm.AddressRange(2 * PAGE)
-        pages.close()
-        with pytest.raises(sa.ClosedError):
-            pages.map(memory)
-        assert memory.mapping_count == 0
-
 
 class TestUnmap:
     def test_once(self, machine: Any) -> None:
@@ -183,13 +169,6 @@ class TestAliases:
         assert read(one)[PAGE : PAGE + 9].tolist() == 8 * [9] + [data[PAGE + 8]]
         one.close()
         assert memory.mapping_count == 1 and read(two)[PAGE] == 9
-
-    def test_in_two_ranges(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
-        with vmm.AddressRange(2 * PAGE) as elsewhere:
-            one, two = pages.map(memory, PAGE, access=device), elsewhere.map(memory, access=device)
-            one.fill(4)
-            assert holds(two, 4) and memory.mapping_count == 2
-        assert holds(one, 4) and memory.mapping_count == 1
 
     def test_have_access_of_their_own(
         self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory
@@ -368,30 +347,6 @@ class TestInterchange:
         assert found["data"] == (mapping.address + 16, False) and found["stream"] == 1
         mapping.set_access(device, READ)
         assert mapping.__cuda_array_interface__["data"] == (mapping.address, True)
-
-    def test_between_kinds_of_memory(
-        self,
-        device: sa.Device,
-        pages: vmm.AddressRange,
-        memory: vmm.PhysicalMemory,
-        pool: sa.MemoryPool,
-        stream: sa.Stream,
-    ) -> None:
-        mapping = pages.map(memory, access=device)
-        data = pattern(2 * PAGE, 3)
-        with pool.allocate(2 * PAGE, stream) as buffer:
-            buffer.copy_from(data)
-            mapping.copy_from(buffer, stream)
-            buffer.fill(0)
-            buffer[8:PAGE].copy_from(mapping[8:PAGE])
-            stream.synchronize()
-            assert same(mapping, data) and np.array_equal(read(buffer)[8:PAGE], data[8:PAGE])
-
-    def test_dlpack_of_the_device(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
-        mapping = pages.map(memory, access=device)
-        assert mapping.__dlpack_device__() == (2, 0)
-        capsule = mapping.__dlpack__(stream=-1)
-        assert "dltensor" in repr(capsule)
 
     @pytest.mark.parametrize(("who", "kind"), [("host", 1), ("both", 3)])
     def test_dlpack_of_the_host(self, device: sa.Device, pages: vmm.AddressRange, who: str, kind: int) -> None:

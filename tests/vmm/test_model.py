@@ -11,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.support import Account, Bytes
+from tests.support import Account, Bytes, in_a_thread
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
 
 BLOCK = PAGE // 2  # what is filled and looked at
@@ -127,6 +127,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@in_a_thread
 def test_a_range(machine: Any, seed: int) -> None:
     account = Account(machine)
     model = Model(account, seed)
@@ -139,6 +140,7 @@ def test_a_range(machine: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@in_a_thread
 def test_a_growable_buffer(machine: Any, seed: int) -> None:
     """Its bytes are those of a numpy array that is cut and extended; new ones are undefined until they are written."""
     account = Account(machine)

@@ -99,16 +99,13 @@ class TestPlace:
         with pytest.raises(TypeError, match="where"):
             vmm.PhysicalMemory(where, PAGE)
 
-    def test_a_device_that_is_not_there(self, machine: Any) -> None:
+    @pytest.mark.parametrize(
+        ("where", "words"), [(sa.MemLocation.device(99), "id=99"), (sa.MemLocation.none(), "location")]
+    )
+    def test_that_is_not_there(self, machine: Any, where: sa.MemLocation, words: str) -> None:
         driver = sd.traced(machine)
-        with pytest.raises(ValueError, match="id=99"):
-            vmm.PhysicalMemory(sa.MemLocation.device(99), PAGE, driver=driver)
-        assert names(driver, "cuMemCreate") == []
-
-    def test_nowhere(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        with pytest.raises(ValueError, match="location"):
-            vmm.PhysicalMemory(sa.MemLocation.none(), PAGE, driver=driver)
+        with pytest.raises(ValueError, match=words):
+            vmm.PhysicalMemory(where, PAGE, driver=driver)
         assert names(driver, "cuMemCreate") == []
 
     def test_a_node_that_is_not_there(self, machine: Any) -> None:
@@ -218,14 +215,6 @@ class TestOptions:
 
 
 class TestLife:
-    def test_taken_at_once_and_given_back(self, machine: Any) -> None:
-        account = Account(machine)
-        memories = [vmm.PhysicalMemory(account.device, 32 * PAGE) for _ in range(4)]
-        assert account.physical_bytes == 128 * PAGE
-        for memory in memories:
-            memory.close()
-        assert account.left == {}
-
     def test_closed_once(self, machine: Any) -> None:
         account = Account(machine)
         with vmm.PhysicalMemory(account.device, PAGE) as memory:

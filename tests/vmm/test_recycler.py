@@ -283,19 +283,6 @@ class TestMapped:
         stream.close()
         gate.close()
 
-    def test_a_page_table(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
-        """Pages that come and go all day: after the first round the driver makes none."""
-        with vmm.AddressRange(8 * PAGE, driver=device.driver) as addresses:
-            for turn in range(5):
-                for page in range(8):
-                    addresses.map(recycler.take(PAGE), page * PAGE, access=device)
-                for page in (3, 1, 0, 2, 7, 6, 5, 4):
-                    addresses.unmap(page * PAGE, (page + 1) * PAGE)
-                assert made(account) == 8, turn
-        assert recycler.statistics() == (8 * PAGE, 8, 32, 8, 0)
-        recycler.close()
-        assert account.left == {}
-
 
 class TestBuffers:
     def test_shrink_and_grow(self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device) -> None:
@@ -447,19 +434,6 @@ class TestBuffers:
             buffer.restore()
             assert np.all(read(buffer) == 9)
         assert made(account) == 2
-
-    def test_one_buffer_has_what_another_gave_up(
-        self, account: Account, recycler: vmm.MemoryRecycler, device: sa.Device
-    ) -> None:
-        one, other = (vmm.GrowableBuffer(device, 4 * PAGE, chunk=PAGE, recycler=recycler) for _ in range(2))
-        for _ in range(4):
-            one.resize(2 * PAGE)
-            one.resize(0)
-            other.resize(2 * PAGE)
-            other.resize(0)
-        assert made(account) == 2
-        one.close()
-        other.close()
 
     @pytest.mark.gpus(2)
     def test_a_striped_buffer(self, account: Account) -> None:

@@ -45,26 +45,6 @@ class TestSleepAndWake:
         assert [buffer.address for buffer in several] == addresses
         assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
 
-    def test_interrupt_when_all_sleep(self, group: vmm.SleepGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-        (buffer,) = buffers(group, "a")
-        give_back = vmm.GrowableBuffer._give_back
-
-        def interrupted(self: vmm.GrowableBuffer, *args: Any) -> None:
-            give_back(self, *args)
-            assert group.asleep
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(vmm.GrowableBuffer, "_give_back", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                group.sleep()
-        assert not group.asleep and shows(buffer, 0)
-        group.sleep()
-        group.wake()
-        assert shows(buffer, 0)
-        group.device.synchronize()
-        assert group.backup.statistics().used == 0
-
     def test_copies_are_freed_when_all_that_is_in_them_is_awake(self, group: vmm.SleepGroup) -> None:
         buffers(group, "a", "b")
         kept = buffers(group, "a", "b", "b")
@@ -229,44 +209,6 @@ class TestAllOrNothing:
         assert group.sleep(shared=True) == 10 * MiB
         group.wake()
         assert shows(shared, 9)
-
-    def test_no_host_memory_for_the_copies(self, device: sa.Device) -> None:
-        with sa.MemoryPool(sa.MemLocation.host(), max_size=4 * MiB) as pool:
-            pool.set_access(device, sa.MemAccess.READWRITE)
-            group = vmm.SleepGroup(device, backup=pool)
-            several = [group.allocate(32 * MiB, tag=tag) for tag in "ab"]
-            for seed, buffer in enumerate(several):
-                filled(buffer, seed)
-            with pytest.raises(sa.OutOfMemoryError):
-                group.sleep()
-            assert not group.asleep and all(shows(buffer, seed) for seed, buffer in enumerate(several))
-            assert pool.statistics().used == 0
-
-    @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemcpyAsync"])
-    def test_a_refusal_of_any_call(self, machine: Any, call: str) -> None:
-        met = set()
-        for nth in range(1, 30):
-            driver: Any = sd.faulty(machine, call, nth=nth)
-            group = vmm.SleepGroup(sa.Device(0, driver=driver))
-            try:
-                several = buffers(group, "a", "b", "c")
-            except sa.CudaError:
-                continue
-            for step in (group.sleep, group.wake):
-                before = group.asleep
-                try:
-                    step()
-                except sa.CudaError:
-                    met.add(step.__name__)
-                    assert {buffer.evicted for buffer in several} == {before}
-                    step()
-                assert {buffer.evicted for buffer in several} == {not before}
-            if not driver.failed:
-                break
-            assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
-        else:
-            raise AssertionError("the calls never end")
-        assert met
 
     @pytest.mark.simulated_only("takes all memory of the device")
     def test_no_memory_to_wake_up(self) -> None:

@@ -27,6 +27,10 @@ class Tiles(Faults):
         self.spare = keep(vmm.TilePool(self.device, PAGE))
         self.array = keep(vmm.SparseArray(self.device, (512, 512), np.float32, levels=10))
         self.array.map(self.tiles, (slice(0, 128), slice(0, 128)), stream=self.stream)
+        # Each free tile was unmapped on another stream, for which the next map waits.
+        with vmm.SparseArray(self.device, (31 * 256, 256)) as filler:
+            filler.map(self.tiles, stream=self.other)
+            filler.unmap(stream=self.other)
         self.data = np.zeros((128, 128), np.float32)
         self.host_pool = keep(sa.MemoryPool(sa.MemLocation.host_numa(0), driver=self.driver))
         self.host_pool.set_access(self.device, sa.MemAccess.READWRITE)

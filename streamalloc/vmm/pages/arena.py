@@ -6,7 +6,7 @@ import functools
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.errors import size_text
 from streamalloc.core.internal import Device, StreamLike, check_device
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
@@ -72,12 +72,7 @@ class PageArena(Closes):
     """Limit shared with other arenas; None for none."""
 
     def __init__(
-        self,
-        device: Device,
-        page_size: int = 2 << 20,
-        limit: int | None = None,
-        *,
-        budget: PageBudget | None = None,
+        self, device: Device, page_size: int = 2 << 20, limit: int | None = None, *, budget: PageBudget | None = None
     ) -> None:
         check_device("device", device)
         if budget is not None and not isinstance(budget, PageBudget):
@@ -192,10 +187,6 @@ class PageArena(Closes):
             The driver refused to release a page, which is attempted again later.
         """
         self._physical.close()
-
-    def _check_open(self) -> None:
-        if self._physical.closed:
-            raise ClosedError(f"{self!r} was closed")
 
     def _text(self) -> str:
         physical = self._physical

@@ -125,17 +125,13 @@ class PageBudget(Closes):
         most = None if limit is None else checked_size("limit", limit)
         self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         try:
-            self._in_table(lambda: self._enter(most))
+            self._in_table(lambda: self._join(most))
         except BaseException:
             self._file.close()
             raise
         found = os.fstat(self._file.fileno())
         self._name = f"\0streamalloc-budget-{found.st_dev}-{found.st_ino}-"
         _here.add(self)
-
-    def _enter(self, limit: int | None) -> None:
-        self.limit = self._read_limit(limit)
-        self._at = self._join()
 
     def _read_limit(self, wanted: int | None) -> int:
         number = self._file.fileno()
@@ -154,11 +150,13 @@ class PageBudget(Closes):
             raise ValueError(f"limit={wanted}: the budget at {self.path} has {size_text(limit)}")
         return limit
 
-    def _join(self) -> int:
+    def _join(self, limit: int | None) -> None:
+        self.limit = self._read_limit(limit)
         for at in range(MEMBERS):
             if self._lock_byte(1 + at):
                 self._write(at, Member(0, 0, 0))
-                return at
+                self._at = at
+                return
         raise ValueError(f"the budget at {self.path} has {MEMBERS} members already")
 
     # -- the file --------------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ from streamalloc.core.errors import (
     undo_all,
     undoing,
 )
-from streamalloc.core.internal import Device, HandleEnd, Stream, await_device, deferred_queue, raw_handle
+from streamalloc.core.internal import Device, Stream, await_device, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, members, session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
-from streamalloc.vmm.allocation_handles import Allocations, allocations_of
+from streamalloc.vmm.allocation_handles import Allocations, OwnedHandle, allocations_of
 from streamalloc.vmm.claims import Claimable, claiming
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
@@ -44,29 +44,19 @@ _PATIENCE = 0.05
 """Most seconds that ``make_room`` waits for pages to be cleared."""
 
 
-class Page(HandleEnd):
-    """One physical page. ``cuMemRelease`` releases it, by the deferred queue if the page is dropped."""
+class Page(OwnedHandle):
+    """One physical page."""
 
     __slots__ = ("number", "seat", "users")
 
     def __init__(self, session: Session, number: int) -> None:
-        super().__init__(session, "cuMemRelease", None)
+        super().__init__(session)
         self.number: int = number
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
         """Number of places that hold it, protected by :attr:`PhysicalPages.lock`."""
         self.seat: int = 0
         """Address of the committed place that observers know; 0 for none."""
-
-    def forget(self) -> None:
-        """Forget the handle without a driver call, because the driver is gone."""
-        self._raw = None
-
-    def __del__(self) -> None:
-        raw = getattr(self, "_raw", None)
-        if raw is not None and self._session.usable:
-            self._raw = None
-            deferred_queue(self._session).submit(HandleEnd(self._session, "cuMemRelease", raw))
 
 
 class Holder(Protocol):

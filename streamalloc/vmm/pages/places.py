@@ -30,17 +30,7 @@ T = TypeVar("T")
 class Places(MappedBytes):
     """The places of a space. As a node it stands for all their mappings, which one ``cuMemUnmap`` ends."""
 
-    __slots__ = (
-        "__weakref__",
-        "_broken",
-        "backing",
-        "failed",
-        "mapped",
-        "numbers",
-        "parked",
-        "physical",
-        "stored",
-    )
+    __slots__ = ("__weakref__", "_broken", "backing", "failed", "mapped", "numbers", "parked", "physical", "stored")
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         super().__init__(reservation, 0, reservation.nbytes, {physical.device.location: MemAccess.READWRITE})
@@ -315,17 +305,8 @@ class Places(MappedBytes):
 
     def unmap_all(self) -> None:
         """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.unless_busy`."""
-        if self.gone:
-            return
-        try:
-            if any(self.mapped):
-                super().release()
-        except CudaError:
-            raise
-        except BaseException:
-            # A signal handler raised, maybe after the unmap. The driver accepts a second one.
-            super().release()
-            raise
+        if not self.gone and any(self.mapped):
+            super().release()  # after an exception of a signal handler, the driver accepts a second unmap
         self.unmapped()
 
     def unmapped(self) -> None:

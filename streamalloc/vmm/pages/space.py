@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, CudaError, EvictedError, size_text, undoing
+from streamalloc.core.errors import CudaError, EvictedError, size_text, undoing
 from streamalloc.core.html import Row, gauge
 from streamalloc.core.internal import (
     CopySide,
@@ -453,11 +453,11 @@ class PageSpace(Memory, Closes):
             raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
         places = self._places
         others = [*each_of(after)]
-        kept: dict[int, Kept]
+        kept: dict[int, Kept] = {}
         clear_on = None if others else self._single(ordered)
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
-        stored, kept = tier._stored(self.page_size), {}
+        stored = tier._stored(self.page_size)
 
         def park(parking: Parking) -> list[int]:
             held = [place for place in chosen if places.numbers[place] >= 0]
@@ -468,9 +468,13 @@ class PageSpace(Memory, Closes):
             places.park(held, parking)
             return held
 
+        def take_back() -> None:
+            if kept:
+                places.locked(lambda: self._forget_stored(kept, parking, ordered))
+
         # Marked as in use: another thread may release the pages before their copies are queued.
         with self._alone() as parking, stored.in_use():
-            with undoing(stored.drop), undoing(lambda: self._take_back(kept, parking, ordered)):
+            with undoing(stored.drop), undoing(take_back):
                 held = places.locked(lambda: park(parking))
                 # Under no lock, as this may take long.
                 stored.save(self._addresses(held), ordered)
@@ -489,11 +493,6 @@ class PageSpace(Memory, Closes):
             yield Parking(self._places, unfinished)
         finally:
             unfinished.finish()
-
-    def _take_back(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> None:
-        """Undo a swap if the contents could not be stored."""
-        if kept:
-            self._places.locked(lambda: self._forget_stored(kept, parking, stream))
 
     def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> dict[int, Kept]:
         """Unpark the pages that are still stored, under the lock; return their contents."""
@@ -722,10 +721,6 @@ class PageSpace(Memory, Closes):
     @property
     def _session(self) -> Session:
         return self._physical.session
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ClosedError(f"{self!r} was closed")
 
     def _check_usable(self) -> None:
         self._check_open()

@@ -7,8 +7,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from streamalloc.core.errors import attach, undoing
 
-__all__ = ["Hook", "RankRefusedError", "Ranks", "run_hooks", "vote"]
-
 T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""

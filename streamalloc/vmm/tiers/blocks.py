@@ -19,8 +19,6 @@ from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import copying_stream
 from streamalloc.vmm.tiers.queued import Work
 
-__all__ = ["Addresses", "BlockTier", "Blocks", "Chunk", "Kept", "Stored", "by_contents", "drop_contents"]
-
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
@@ -157,7 +155,6 @@ class Stored(Unique, abc.ABC):
             The contents of a block have changed.
         """
 
-    @abc.abstractmethod
     def check(self, blocks: Iterable[int]) -> None:
         """Raise the errors of :meth:`load` that can be found before it."""
 
@@ -327,26 +324,20 @@ class BlockTier(Closes):
             As for :meth:`save`.
         """
         with self._lock:
-            self._grow_to(count, nbytes)
-
-    def _grow_to(self, count: int, nbytes: int) -> None:
-        self._check_open()
-        free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)
-        while free < count:
-            free += self._grow(nbytes, count - free).count
+            self._check_open()
+            free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)
+            while free < count:
+                free += self._grow(nbytes, count - free).count
 
     def _take(self, count: int, stored: Stored) -> None:
         """Add room for so many blocks to contents."""
         with self._lock:
-            self._add_to(count, stored)
-
-    def _add_to(self, count: int, stored: Stored) -> None:
-        self._check_open()
-        while len(stored) < count:
-            left = count - len(stored)
-            fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
-            chunk = next(fitting, None) or self._grow(stored.nbytes, left)
-            stored._add(chunk, *chunk.take(left))
+            self._check_open()
+            while len(stored) < count:
+                left = count - len(stored)
+                fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
+                chunk = next(fitting, None) or self._grow(stored.nbytes, left)
+                stored._add(chunk, *chunk.take(left))
 
     def _grow(self, nbytes: int, count: int) -> Chunk:
         size = self._room(nbytes)

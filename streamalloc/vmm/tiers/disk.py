@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -23,9 +23,7 @@ from streamalloc.vmm.tiers.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, a
 from streamalloc.vmm.tiers.host import PoolTier
 from streamalloc.vmm.tiers.queued import copy_batch
 from streamalloc.vmm.tiers.staging import Loading, Saving, Staging
-from streamalloc.vmm.tiers.tier import Bytes, Held, Tier, part_of
-
-__all__ = ["DiskTier", "tier_of"]
+from streamalloc.vmm.tiers.tier import Bytes, Held, Tier, overlapping, part_of
 
 _SLOTS = 16
 _LONGEST = 255 - len("..part")
@@ -73,9 +71,6 @@ class _Contents(Stored):
     def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
         """Copy the blocks from the files, through staging memory, and check them."""
         self._move(Loading, blocks, target, stream)
-
-    def check(self, blocks: Iterable[int]) -> None:
-        """Check nothing: this takes a read."""
 
     def _move(self, kind: type[Any], blocks: Sequence[int] | Addresses, device: Addresses, stream: Stream) -> None:
         if not len(blocks):
@@ -228,10 +223,6 @@ class DiskTier(BlockTier):
         if session_of(stream) is not self._session:
             raise ValueError(f"backup {self!r} belongs to another driver")
 
-    def _transfer(self, kind: type[Any], copies: Copies) -> Any:
-        """Return the transfer of this kind for the copies of one call."""
-        return copies.by_host((self, kind), functools.partial(self._moving, kind))
-
     def _moving(self, kind: type[Any], stream: Stream) -> Any:
         """Make a transfer with its own staging memory."""
         staging = None
@@ -305,7 +296,8 @@ class DiskBytes:
         self._move(Loading, target, copies)
 
     def _move(self, kind: type[Any], side: CopySide, copies: Copies) -> None:
-        transfer, file = self._tier._transfer(kind, copies), self._opened()
+        tier, file = self._tier, self._opened()
+        transfer = copies.by_host((tier, kind), functools.partial(tier._moving, kind))
         for block in file.blocks(self._index):
             part = part_of(side, block.offset, block.nbytes)
             transfer.move(file, [block], functools.partial(_copy_side, part, copies.stream, kind is Saving))
@@ -331,13 +323,9 @@ class DiskBytes:
             file.write([block], room)
         file.seal()
 
-    def _touched(self, offset: int, array: Bytes) -> list[tuple[Block, int, Bytes]]:
-        found, stop = [], offset + array.nbytes
-        for block in self._opened().blocks(self._index):
-            begin, end = max(offset, block.offset), min(stop, block.offset + block.nbytes)
-            if begin < end:
-                found.append((block, begin - block.offset, array[begin - offset : end - offset]))
-        return found
+    def _touched(self, offset: int, array: Bytes) -> Iterator[tuple[Block, int, Bytes]]:
+        blocks = self._opened().blocks(self._index)
+        return overlapping(((block, block.offset, block.nbytes) for block in blocks), offset, array)
 
     def leave(self) -> None:
         """Drop the bytes. The last buffer drops the file, and deletes it if it is not complete."""

@@ -33,8 +33,6 @@ from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.vmm.tiers.tier import Bytes
 
-__all__ = ["MOST_BLOCK", "PAGE", "Block", "DamagedBackupError", "DiskFile", "aligned"]
-
 T = TypeVar("T")
 
 PAGE = 4096

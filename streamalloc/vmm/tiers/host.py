@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Sequence
 
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, OutOfMemoryError, undo_all, undoing
@@ -13,9 +14,7 @@ from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.backup import Backup, BackupRange, Copies
-from streamalloc.vmm.tiers.tier import Bytes, Held, part_of
-
-__all__ = ["HostBytes", "NearTier", "PoolTier"]
+from streamalloc.vmm.tiers.tier import Bytes, Held, overlapping, part_of
 
 PIECE = 1 << 30
 """Most bytes per allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
@@ -32,45 +31,35 @@ class HostBytes:
     memory: Memory | None = None
 
     def __init__(self, parts: Sequence[BackupRange]) -> None:
-        self._parts = parts
-        self.nbytes: int = sum(part.nbytes for part in parts)
+        sizes = [part.nbytes for part in parts]
+        self.nbytes: int = sum(sizes)
+        starts = itertools.accumulate(sizes, initial=0)
+        self._parts = list(zip(parts, starts, sizes, strict=False))
+        """Pieces, each with its offset in the buffer and its size in bytes."""
 
     def save(self, source: CopySide, copies: Copies) -> None:
         """Queue the copy of device memory to the pieces."""
-        offset = 0
-        for part in self._parts:
-            part.save(part_of(source, offset, part.nbytes), copies)
-            offset += part.nbytes
+        for part, start, nbytes in self._parts:
+            part.save(part_of(source, start, nbytes), copies)
 
     def load(self, target: CopySide, copies: Copies) -> None:
         """Queue the copy of the pieces to device memory."""
-        offset = 0
-        for part in self._parts:
-            part.load(part_of(target, offset, part.nbytes), copies)
-            offset += part.nbytes
+        for part, start, nbytes in self._parts:
+            part.load(part_of(target, start, nbytes), copies)
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy bytes to a host array."""
-        for part, begin, array in self._touched(offset, target):
+        for part, begin, array in overlapping(self._parts, offset, target):
             part.read(begin, array)
 
     def write(self, offset: int, source: Bytes) -> None:
         """Replace bytes by those of a host array."""
-        for part, begin, array in self._touched(offset, source):
+        for part, begin, array in overlapping(self._parts, offset, source):
             part.write(begin, array)
-
-    def _touched(self, offset: int, array: Bytes) -> list[tuple[BackupRange, int, Bytes]]:
-        found, start, stop = [], 0, offset + array.nbytes
-        for part in self._parts:
-            begin, end = max(offset, start), min(stop, start + part.nbytes)
-            if begin < end:
-                found.append((part, begin - start, array[begin - offset : end - offset]))
-            start += part.nbytes
-        return found
 
     def leave(self) -> None:
         """Drop the bytes. Each piece is freed with the last buffer in it."""
-        undo_all(part.leave for part in self._parts)
+        undo_all(part.leave for part, _, _ in self._parts)
 
 
 class PoolTier:

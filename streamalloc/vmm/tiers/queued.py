@@ -10,18 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import LOST, ClosedError, CudaError, InUseError, NotSupportedError
-from streamalloc.core.internal import (
-    Device,
-    Event,
-    QueuedWork,
-    Stream,
-    as_stream,
-    context_event,
-    queue_batch,
-    raw_handle,
-)
+from streamalloc.core.internal import Device, Event, QueuedWork, Stream, context_event, queue_batch, raw_handle
 from streamalloc.core.session import session_of
-from streamalloc.vmm.access import After, each_of
+from streamalloc.vmm.access import After, ends_of
 
 PER_THREAD = 2  # handle of the per-thread default stream
 _LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
@@ -48,15 +39,8 @@ class Work:
         """Record the work that an argument names: an event, the queued work of a stream, or None for all work."""
         if after is None:
             return cls(device, context_event(device))
-        session = session_of(device)
-        ends = []
-        for one in each_of(after):
-            if not isinstance(one, Event):
-                one = as_stream(one, session).record()
-            elif session_of(one) is not session:
-                raise ValueError(f"after: {one!r} belongs to another driver")
-            ends.append(one)
-        return cls(device, *ends)
+        ends = ends_of(after, session_of(device))
+        return cls(device, *(one if isinstance(one, Event) else one.record() for one in ends))
 
     @classmethod
     def behind(cls, stream: Stream) -> Work:

@@ -16,8 +16,6 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.tiers.disk_file import Block, DiskFile, aligned
 from streamalloc.vmm.tiers.tier import Bytes
 
-__all__ = ["Loading", "Saving", "Staging"]
-
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for all devices
 
 

@@ -6,8 +6,8 @@ A tier returns one :class:`Held` for each buffer. Copies from and to it are queu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from streamalloc.core.internal import CopySide, Memory, Stream
 from streamalloc.vmm.backup import Copies
 
-__all__ = ["Bytes", "Held", "Tier", "part_of"]
+T = TypeVar("T")
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A writable, contiguous array of bytes."""
@@ -72,6 +72,18 @@ class Tier(Protocol):
         name
             Name under which a persistent tier stores the bytes; None if they end with the buffers.
         """
+
+
+def overlapping(pieces: Iterable[tuple[T, int, int]], offset: int, array: Bytes) -> Iterator[tuple[T, int, Bytes]]:
+    """Yield the pieces that bytes from ``offset`` on touch: the piece, the offset in it, and the part of the array.
+
+    ``pieces``: pieces of a buffer, each with its offset and size in bytes.
+    """
+    stop = offset + array.nbytes
+    for piece, start, nbytes in pieces:
+        begin, end = max(offset, start), min(stop, start + nbytes)
+        if begin < end:
+            yield piece, begin - start, array[begin - offset : end - offset]
 
 
 def part_of(side: CopySide, offset: int, nbytes: int) -> Any:

@@ -15,7 +15,7 @@ from streamalloc import vmm
 from streamalloc.testing import Faults as FailingCalls
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 from tests.processes import eventually
-from tests.support import end_what_was_dropped, read
+from tests.support import end_what_was_dropped, in_a_thread, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, settled, values
 from tests.vmm.support import PAGE
@@ -152,6 +152,7 @@ MOVES: dict[str, Callable[[vmm.PageSpace, vmm.HostTier | vmm.DiskTier], Any]] = 
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "host") for name in MOVES), ("swap out", "disk"), ("swap in", "disk")]
 )
+@in_a_thread
 def test_each_call_of_a_move_fails(machine: Any, tmp_path: Path, name: str, kind: str) -> None:
     """All pages are as before, or as they should be, and no content is lost; each call fails once, or for ever."""
     faults = FailingCalls(machine)

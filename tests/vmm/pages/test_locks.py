@@ -431,7 +431,7 @@ CHANGES = {
     "swap out, release": Change(vmm.PageSpace.swap_out, _swap_out, _release, _commit, committed=[]),
     "swap out, swap in": Change(vmm.PageSpace.swap_out, _swap_out, _swap_in, _commit),
     "end of swap out, swap in": Change(Parking.clear, _swap_out, _swap_in, _commit, committed=[0]),
-    "failed swap, release": Change(vmm.PageSpace._take_back, _fail_to_swap_out, _release, _commit),
+    "failed swap, release": Change(vmm.PageSpace._forget_stored, _fail_to_swap_out, _release, _commit),
     "close, commit": Change(Places.unmap_all, lambda it: it.space.close(()), _commit),
 }
 

@@ -137,6 +137,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@in_a_thread
 def test_any_sequence(machine: Any, tmp_path: Path, seed: int) -> None:
     account = Account(machine)
     model = Model(account, seed, tmp_path)

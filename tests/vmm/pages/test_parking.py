@@ -15,7 +15,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupt, Interrupted
-from tests.support import executed, pending
+from tests.support import executed, in_a_thread, pending
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, settled, values
 from tests.vmm.support import PAGE
@@ -181,6 +181,7 @@ class TestEnd:
 
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
+@in_a_thread
 def test_an_interrupted_release_leaves_no_page_parked(arena: vmm.PageArena, space: vmm.PageSpace) -> None:
     for nth in itertools.count(1):
         space.commit([0, 1])

@@ -21,7 +21,7 @@ from tests.interleaving import interleaved
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import Account, in_a_thread, read
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, page, settled, values
+from tests.vmm.pages.support import fill, settled, values
 from tests.vmm.support import PAGE
 from tests.vmm.tiers.test_disk import deleted
 
@@ -351,17 +351,6 @@ def test_interrupted_at_any_point(machine: Any, tmp_path: Path, step: str) -> No
             break
         nth += 71
     assert nth > 40 and wrong == [] and list(tmp_path.iterdir()) == []
-
-
-def test_pages_of_a_page_view(space: vmm.PageSpace, tier: vmm.DiskTier) -> None:
-    """Bytes return exactly."""
-    data = np.random.default_rng(3).integers(0, 256, PAGE, np.uint8)
-    space.commit([3, 9])
-    for at, shift in ((3, 0), (9, 1)):
-        page(space, at).copy_from(data + np.uint8(shift))
-    assert space.swap_out([9, 3], tier) == space.swap_in([3, 9]) == 2
-    for at, shift in ((3, 0), (9, 1)):
-        assert (read(page(space, at)) == data + np.uint8(shift)).all()
 
 
 @pytest.mark.simulated_only("threads of this process")

@@ -542,6 +542,7 @@ def test_one_and_two_calls_fail(machine: Any, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @pytest.mark.parametrize("step", ["sleep", "wake"])
+@in_a_thread
 def test_interrupted_at_any_point(
     device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -15,7 +15,7 @@ from streamalloc.testing import Faults
 from streamalloc.vmm import virtual_buffer
 from streamalloc.vmm.tiers import host
 from tests.support import KEEP, Account, filled, names, pattern, read, shows
-from tests.vmm.support import HOST, PAGE, READWRITE
+from tests.vmm.support import HOST, READWRITE
 
 PIECE = 1 << 20
 
@@ -181,12 +181,3 @@ class TestReplacing:
             for call in (group.read, group.write):
                 with pytest.raises(sa.ClosedError):
                     call(buffer, array, offset)
-
-    def test_a_pool_without_access(self, device: sa.Device) -> None:
-        with sa.MemoryPool(HOST) as pool, vmm.SleepGroup(device) as group:
-            buffer = group.allocate(PAGE)
-            filled(buffer, 1)
-            with pytest.raises(ValueError, match="no access"):
-                group.sleep(backup=pool)
-            assert shows(buffer, 1)
-            buffer.close()

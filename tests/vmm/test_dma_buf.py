@@ -1,4 +1,4 @@
-"""File descriptors with one owner, and DMA-BUF descriptors of device memory."""
+"""DMA-BUF descriptors of device memory."""
 
 from __future__ import annotations
 
