@@ -104,13 +104,15 @@ class Bridge(Closes, abc.ABC):
     :func:`streamalloc.interop.cupy.use` returns one; :doc:`/docs/guides/interop` has programs.
     """
 
-    __slots__ = ("__weakref__", "_undo", "sources")
+    __slots__ = ("__weakref__", "_callbacks", "_undo", "sources")
 
     sources: Sources
     """Pools or other allocators, by device."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, callbacks: bool = False) -> None:
         self.sources = sources
+        self._callbacks = callbacks
+        """Whether the library calls Python even for pools, which have handles."""
         self._undo: contextlib.ExitStack | None = None
 
     @abc.abstractmethod
@@ -251,10 +253,6 @@ class Sources:
         # Other memory is released by its own finaliser: a cached buffer's makes no driver call, captured memory belongs
         # to its graph, and virtual memory is unmapped after its users' work.
         return _Held(cast("Buffer", memory), self) if type(memory) is PlainBuffer else memory
-
-    def stream(self, ordinal: int, handle: int, owner: object = None) -> Stream:
-        """Return a library's stream as a :class:`Stream`. Memory allocated on it keeps ``owner`` alive."""
-        return self._use(ordinal, handle, owner)[1]
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
         source = self.by_device.get(ordinal)
@@ -512,7 +510,7 @@ class Ledger:
             free_dropped(memory, thread)
         elif self.sources.session.usable:
             try:
-                memory.free(self.sources.stream(ordinal, handle))
+                memory.free(self.sources._use(ordinal, handle, None)[1])
             except CudaError:
                 deferred_queue(self.sources.session).submit(FreeAfterAll(memory))
         return nbytes

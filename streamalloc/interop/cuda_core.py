@@ -55,11 +55,7 @@ class CudaCoreBridge(Bridge):
     :func:`use` makes it.
     """
 
-    __slots__ = ("_callbacks",)
-
-    def __init__(self, sources: Sources, callbacks: bool = False) -> None:
-        super().__init__(sources)
-        self._callbacks = callbacks
+    __slots__ = ()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         core = library("cuda.core")

@@ -7,7 +7,6 @@ memory, and the streams wait in the opposite direction. The host never waits.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -18,7 +17,6 @@ from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.internal import (
     PER_THREAD,
     Deferred,
-    Event,
     Memory,
     QueuedWork,
     Stream,
@@ -28,10 +26,8 @@ from streamalloc.core.internal import (
     check_dense,
     cuda_array,
     deferred_queue,
-    ordered_after,
     queue_behind,
     queue_if_allowed,
-    record_uncaptured,
     session_for,
     settle,
     tensor_in,
@@ -40,7 +36,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 
 _CUDA = 2
@@ -51,6 +47,38 @@ def form(memory: Memory, dtype: npt.DTypeLike | None, shape: tuple[int, ...] | N
     if dtype is None and shape is None and isinstance(memory, TypedView):
         return memory
     return memory.view_as(np.uint8 if dtype is None else dtype, shape)
+
+
+class _End(Deferred):
+    """End of a use: ``then`` waits for the work that ``user`` has queued, before what was used is released.
+
+    ``user`` None: for the work of all known streams. ``then`` None: the release waits until that work is done.
+    """
+
+    __slots__ = ("_kept", "_session", "_use", "then", "thread", "user")
+
+    def __init__(self, kept: object, session: Session, user: Stream | None, then: Stream | None) -> None:
+        self._kept: object = kept
+        self._session = session
+        self.user = user
+        self.then = then
+        self.thread: int | None = None
+        """Number of the thread that ended the use, if ``then`` may be used on it alone."""
+        self._use: QueuedWork | None = None
+
+    def attempt(self) -> bool:
+        if self._kept is None:
+            return True
+        if self._use is None:
+            self._use = QueuedWork(self._session, *(() if self.user is None else (self.user,)))
+        if not (self._use.done() or (self.then is not None and self._ordered(self._use, self.then))):
+            return False
+        self._kept = None
+        return True
+
+    def _ordered(self, use: QueuedWork, then: Stream) -> bool:
+        # This works even while the library captures its stream.
+        return queue_if_allowed(then, lambda: use.precede(then), mine=self.thread == this_thread.number)
 
 
 class Lent(TypedView[Any]):
@@ -65,7 +93,7 @@ class Lent(TypedView[Any]):
 
     def __init__(self, view: TypedView[Any], user: StreamLike | None) -> None:
         super().__init__(view, view.dtype, view.shape)
-        self._end = _LoanEnd(view)
+        self._end = _End(view, self._session, None, self.stream)
         # The queue has the end, so that the memory is not freed too early if a signal handler raises in __del__.
         deferred_queue(self._session).end_with(self, self._end)
         if user is not None:
@@ -98,33 +126,6 @@ class Lent(TypedView[Any]):
             settle(self.stream, end, end.user)
 
 
-class _LoanEnd(Deferred):
-    """End of a loan: the memory's stream waits for the library's stream before its next work and before the free."""
-
-    __slots__ = ("_memory", "_use", "user")
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory: Memory | None = memory
-        self.user: Stream | None = None
-        """The library's stream; None if unknown."""
-        self._use: QueuedWork | None = None
-
-    def attempt(self) -> bool:
-        memory = self._memory
-        if memory is None:
-            return True
-        ours, user = memory.stream, self.user
-        if self._use is None:
-            known = () if user is None or user.closed else (user,)
-            self._use = QueuedWork(session_of(ours), *known)
-        # This works even while the library captures its stream. If the stream is closed, the memory is freed without
-        # this order.
-        if not (self._use.done() or queue_if_allowed(ours, functools.partial(self._use.precede, ours))):
-            return False
-        self._memory = None
-        return True
-
-
 # -- arrays of other libraries ---------------------------------------------------------------------------------------
 
 
@@ -153,7 +154,7 @@ class Borrowed(Memory, Closes):
         self._array = array
         self._stream = stream
         self._address, self.dtype, self.shape, self._keep, device = _taken(array, stream, lender)
-        self._end = _Return(stream, lender, (self._keep, array))
+        self._end = _End((self._keep, array), self._session, stream, lender)
         # The queue has the end, so that the array is not released too early if a signal handler raises in __del__.
         deferred_queue(self._session).end_with(self, self._end)
         self._location = MemLocation.device(device)
@@ -218,45 +219,15 @@ class Borrowed(Memory, Closes):
 
     def __del__(self) -> None:
         end = getattr(self, "_end", None)
-        if end is not None and self._keep is not None and end.lender is not None and self._session.usable:
+        if end is not None and self._keep is not None and end.then is not None and self._session.usable:
             end.thread = this_thread.number
             queue_behind(self._stream, end)
-            settle(self._stream, end, end.lender)
+            settle(self._stream, end, end.then)
 
     def _text(self) -> str:
         if self._keep is None:
             return " that was closed"
         return f" {self.dtype} {self.shape} at {self._address:#x}, {self.location}"
-
-
-class _Return(Deferred):
-    """Release of a library's array, in stream order."""
-
-    __slots__ = ("_array", "_event", "_stream", "lender", "thread")
-
-    def __init__(self, stream: Stream, lender: Stream | None, array: object) -> None:
-        self._stream = stream
-        self.lender = lender
-        """The library's stream; None if unknown."""
-        self.thread: int | None = None
-        """Number of the thread that closed or dropped the array."""
-        self._array = array
-        self._event: Event | None = None
-
-    def attempt(self) -> bool:
-        if self._array is None:
-            return True
-        if self._event is None:
-            self._event = ordered_after(self._stream, record_uncaptured)
-        event, lender = self._event, self.lender
-        if event is None:
-            return False
-        mine = self.thread == this_thread.number
-        queued = lender is not None and queue_if_allowed(lender, lambda: lender.wait(event), mine=mine)
-        if not (queued or event.query()):
-            return False
-        self._array = None
-        return True
 
 
 def borrow(

@@ -52,11 +52,10 @@ class RMMBridge(Bridge):
     :func:`use` makes it.
     """
 
-    __slots__ = ("_callbacks", "resources")
+    __slots__ = ("resources",)
 
     def __init__(self, sources: Sources, callbacks: bool = False) -> None:
-        super().__init__(sources)
-        self._callbacks = callbacks
+        super().__init__(sources, callbacks)
         self.resources: dict[int, Any] = {}
         """RMM's resources by device ordinal, from the first start on."""
 

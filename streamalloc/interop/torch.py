@@ -72,12 +72,12 @@ class TorchBridge(Bridge):
     callback waits for the GIL. It would deadlock with a thread that holds the GIL and drops a tensor.
     """
 
-    __slots__ = ("_allocator", "_callbacks", "_rmm", "pools")
+    __slots__ = ("_allocator", "_functions", "_rmm", "pools")
 
     def __init__(self, sources: Sources, rmm: bool = False) -> None:
         super().__init__(sources)
         self._rmm = rmm
-        self._callbacks: Callbacks | None = None
+        self._functions: Callbacks | None = None
         self.pools: dict[int, Any] = {}
         """PyTorch's pools by device ordinal, from start to close."""
 
@@ -92,12 +92,12 @@ class TorchBridge(Bridge):
     def segments(self) -> int:
         """Number of segments that PyTorch has allocated by callbacks and not freed."""
         _return_segments()
-        return 0 if self._callbacks is None else len(self._callbacks.ledger)
+        return 0 if self._functions is None else len(self._functions.ledger)
 
     @property
     def refusal(self) -> OutOfMemoryError | None:
         """The last failed allocation's error, with pool statistics that PyTorch's error lacks."""
-        return None if self._callbacks is None else self._callbacks.refusal
+        return None if self._functions is None else self._functions.refusal
 
     def _prepare(self) -> Any:
         torch = library("torch")
@@ -107,8 +107,8 @@ class TorchBridge(Bridge):
                 allocator = library("rmm.allocators.torch").rmm_torch_allocator.allocator()
             else:
                 _release_lock(torch)
-                self._callbacks = self._callbacks or _immortal(Callbacks(Ledger(self.sources)))
-                allocator = _immortal(torch._C._cuda_customAllocator(*self._callbacks.pointers))
+                self._functions = self._functions or _immortal(Callbacks(Ledger(self.sources)))
+                allocator = _immortal(torch._C._cuda_customAllocator(*self._functions.pointers))
             self._allocator = allocator
             self._make_pools(torch, self.sources.by_device)
         return torch
@@ -184,7 +184,7 @@ class TorchBridge(Bridge):
         _ended.extend(pools.values())
         pools.clear()
         _end_pools()
-        if self._callbacks is not None and self._callbacks.ledger:
+        if self._functions is not None and self._functions.ledger:
             library("torch").cuda.empty_cache()
             _return_segments()
 

@@ -499,7 +499,8 @@ class SymmetricMemory(Closes, Shown):
         failures: list[CudaError] = []
         if not self._leaving:
             try:
-                self._finish_together("close", lambda rank: self._finish(rank, deadline, failures), deadline)
+                devices = self._resources.devices
+                self._finish_together("close", lambda rank: finish_all([devices[rank]], deadline, failures), deadline)
             except SymmetricMemoryError as first:
                 try:
                     self.abandon(_GRACE if deadline is None else max(left(deadline), _GRACE))
@@ -541,9 +542,6 @@ class SymmetricMemory(Closes, Shown):
 
     def _deadline(self, timeout: float | None) -> float | None:
         return end_of(self.timeout if timeout is None else timeout)
-
-    def _finish(self, rank: int, deadline: float | None, failures: list[CudaError]) -> None:
-        finish_all([self._resources.devices[rank]], deadline, failures)
 
     def _finish_together(self, step: str, do: Callable[[int], None], deadline: float | None) -> None:
         """Run a step that waits for devices, after all ranks have queued the work that other ranks wait for."""
@@ -608,7 +606,7 @@ class SymmetricMemory(Closes, Shown):
 
         def save(rank: int) -> None:
             failures: list[CudaError] = []
-            self._finish(rank, deadline, failures)
+            finish_all([self._resources.devices[rank]], deadline, failures)
             if failures:
                 raise failures[0]
             saved[rank] = _SavedContents.of(self._resources, self._plan.layout, rank, backup)

@@ -13,8 +13,8 @@ from streamalloc.driver import Call
 from streamalloc.traces import plain_pickle
 from streamalloc.traces.trace import (
     FORMAT,
+    Checked,
     Event,
-    Rules,
     Trace,
     TraceFormatError,
     content,
@@ -34,13 +34,12 @@ class _Recording:
     """Converts a run's addresses and handles into the numbers of a trace."""
 
     def __init__(self) -> None:
-        self._events: list[Event] = []
+        self._checked = Checked()
         self._numbers = itertools.count()
         self._alive: dict[object, tuple[int, int]] = {}
         self._streams: dict[object, int] = {}
         self._threads: dict[object, int] = {}
         self._began: int | None = None
-        self._rules = Rules()
         self.skipped: Counter[str] = Counter()
 
     def is_alive(self, address: object) -> bool:
@@ -67,12 +66,10 @@ class _Recording:
         streams, threads = self._streams, self._threads
         of_stream = streams.setdefault(stream, len(streams))
         of_thread = threads.setdefault(thread, len(threads))
-        event = Event(action, number, nbytes, of_stream, of_thread, max(time - self._began, 0))
-        self._rules.take(event)
-        self._events.append(event)
+        self._checked.add(Event(action, number, nbytes, of_stream, of_thread, max(time - self._began, 0)))
 
     def trace(self, source: str) -> Trace:
-        return Trace(tuple(self._events), source, dict(self.skipped))
+        return self._checked.trace(source, dict(self.skipped))
 
 
 def _shown(address: object) -> str:

@@ -101,10 +101,10 @@ class Trace:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rules = Rules()
+        checked = Checked()
         for number, event in enumerate(self.events):
             try:
-                rules.take(event)
+                checked.add(event)
             except ValueError as error:
                 raise ValueError(f"event {number}: {error}") from None
 
@@ -151,14 +151,26 @@ class Trace:
         return f"<Trace of {len(self.events):,} events on {self.streams} streams, at most {peak} at once>"
 
 
-class Rules:
-    """Check of the events of a trace, one after the other."""
+class Checked:
+    """Builder of a trace, which checks each event."""
 
     def __init__(self) -> None:
+        self._events: list[Event] = []
         self._alive: dict[int, int] = {}
         self._seen: set[int] = set()
 
-    def take(self, event: Event) -> None:
+    def add(self, event: Event) -> None:
+        """Add an event; raises ``ValueError`` if it does not fit those before."""
+        self._check(event)
+        self._events.append(event)
+
+    def trace(self, source: str, skipped: Mapping[str, int]) -> Trace:
+        """The trace of all events, which are not checked again."""
+        trace = Trace.__new__(Trace)
+        vars(trace).update(events=tuple(self._events), source=source, skipped=skipped)
+        return trace
+
+    def _check(self, event: Event) -> None:
         action, number, nbytes, *_ = event
         if action not in ("allocate", "free"):
             raise ValueError(f"action {action!r}: allowed are 'allocate' and 'free'")
@@ -183,25 +195,16 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
     """The trace in the lines of a file."""
     numbered = enumerate(lines, 1)
     header = _header(next(numbered, (1, ""))[1], file)
-    rules, events = Rules(), []
+    checked = Checked()
     for number, line in numbered:
         try:
             value = json.loads(line)
             if type(value) is not list or len(value) != len(Event._fields):
                 raise ValueError(f"an event is a list of {', '.join(Event._fields)}")
-            event = Event(*value)
-            rules.take(event)
+            checked.add(Event(*value))
         except (ValueError, RecursionError) as error:
             raise TraceFormatError(str(error), file, number) from None
-        events.append(event)
-    return _unchecked(tuple(events), header["source"], header["skipped"])
-
-
-def _unchecked(events: tuple[Event, ...], source: str, skipped: dict[str, int]) -> Trace:
-    """A trace whose events were checked already."""
-    trace = Trace.__new__(Trace)
-    vars(trace).update(events=events, source=source, skipped=skipped)
-    return trace
+    return checked.trace(**header)
 
 
 def _header(line: str, file: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from streamalloc.ipc.exporter.relay import ExporterRelay
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.relay import ImporterRelay
-from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer
+from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer, Slot
 from streamalloc.ipc.ring.protocol import SlotMemory
 from streamalloc.ipc.store.protocol import Connection, Kind, _decoded, pack
 from streamalloc.ipc.transport import handle_server
@@ -466,18 +466,18 @@ class TestRelays:
 
 
 class Settling(Deliveries):
-    """Deliveries of one slot, which the user has returned and which is to be sent as well."""
+    """Deliveries of one slot, which its consumer has released and which is to be sent as well."""
 
     def __init__(self) -> None:
         nothing: Any = SimpleNamespace(close=lambda: None, send=lambda *_, **__: None, closed=True, _at=0)
         super().__init__(nothing, nothing, nothing, 64, 64)
-        slot: Any = object()
-        self.returned.append(slot)
+        words: Any = SimpleNamespace(closing=SimpleNamespace(value=1))
+        slot = Slot(0, nothing, theirs=words, value=1)
         self.unsent[slot] = None
-        self.consumers[ConsumerLink(nothing, {}, [])] = None
+        self.consumers[ConsumerLink(nothing, {}, [], {slot: None})] = None
         self.delivered: list[object] = []
 
-    def _deliver(self, slot: Any, holder: Any = None) -> None:
+    def _deliver(self, slot: Any) -> None:
         del self.unsent[slot]
         self.delivered.append(slot)
 
@@ -524,7 +524,7 @@ class TestRing:
                 state.settle()
 
         for state in interleaved(Deliveries.settle, Settling, first, settle):
-            assert len(state.free) <= 1 and not state.returned
+            assert len(state.free) <= 1
 
     def test_an_item_is_sent_once(self) -> None:
         def deliver(state: Settling) -> None:
@@ -557,18 +557,13 @@ class TestRing:
             _held, _used = True, 0
             _check_usable = SlotMemory._check_usable
 
-        class Handing(Settling):
-            def _deliver(self, slot: Any, holder: Any = None) -> None:
-                self.delivered.append(slot)
-                holder._held = False
-
-        def make() -> tuple[Handing, Any]:
-            state = Handing()
+        def make() -> tuple[Settling, Any]:
+            state = Settling()
             state.unsent.clear()
-            lease = SimpleNamespace(announce=lambda *_: None)
-            return state, Holder(_slot=SimpleNamespace(lease=lease), index=0)
+            lease: Any = SimpleNamespace(announce=lambda *_: None)
+            return state, Holder(_slot=Slot(0, lease), index=0)
 
-        def hand_off(it: tuple[Handing, Any]) -> None:
+        def hand_off(it: tuple[Settling, Any]) -> None:
             try:
                 it[0].hand_off(it[1])
             except sa.ClosedError:

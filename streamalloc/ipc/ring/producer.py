@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from streamalloc.core.errors import ClosedError, size_text, undoing
@@ -48,21 +49,19 @@ _SEND_SECONDS = 10.0
 _packed = PACKET.pack
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """One slot of a producer, through all its uses."""
 
-    __slots__ = ("index", "lease", "theirs", "used", "value")
-
-    def __init__(self, index: int, lease: Lease) -> None:
-        self.index: int = index
-        self.lease: Lease = lease
-        """It has the words that the producer writes."""
-        self.used: int = 0
-        """Bytes of the item."""
-        self.theirs: ImporterWords | None = None
-        """Words of the last consumer; None if there is none to wait for."""
-        self.value: int = 0
-        """Value of those words once the consumer has closed the slot."""
+    index: int
+    lease: Lease
+    """It has the words that the producer writes."""
+    used: int = 0
+    """Bytes of the item."""
+    theirs: ImporterWords | None = None
+    """Words of the last consumer; None if there is none to wait for."""
+    value: int = 0
+    """Value of those words once the consumer has closed the slot."""
 
 
 class RingSlot(SlotMemory):
@@ -121,11 +120,11 @@ class RingSlot(SlotMemory):
         """Free the slot unsent; no effect after :meth:`hand_off`."""
         if self._held:
             self._held = False
-            self._deliveries.returned.append(self._slot)
+            self._deliveries.free.append(self._slot)
 
     def __del__(self) -> None:
         if getattr(self, "_held", False):
-            self._deliveries.returned.append(self._slot)
+            self._deliveries.free.append(self._slot)
 
     def _leave(self, *, failed: bool) -> None:
         try:
@@ -135,23 +134,21 @@ class RingSlot(SlotMemory):
             self.give_back()
 
 
+@dataclass(eq=False, slots=True)
 class ConsumerLink:
     """The producer's record of a consumer."""
 
-    __slots__ = ("blocks", "channel", "in_flight", "turn", "unsent", "words")
-
-    def __init__(self, channel: Channel, blocks: dict[ControlBlock, int], words: list[ImporterWords]) -> None:
-        self.channel: Channel = channel
-        self.blocks: dict[ControlBlock, int] = blocks
-        """Importer number of the consumer on each control block."""
-        self.words: list[ImporterWords] = words
-        """Words of the consumer, by slot."""
-        self.in_flight: dict[Slot, None] = {}
-        """Slots sent to the consumer and not released, oldest first."""
-        self.turn: int = 0
-        """Number of the last item sent to the consumer."""
-        self.unsent: bytes = b""
-        """Last packet, until its send has returned."""
+    channel: Channel
+    blocks: dict[ControlBlock, int]
+    """Importer number of the consumer on each control block."""
+    words: list[ImporterWords]
+    """Words of the consumer, by slot."""
+    in_flight: dict[Slot, None] = field(default_factory=dict)
+    """Slots sent to the consumer and not released, oldest first."""
+    turn: int = 0
+    """Number of the last send to the consumer."""
+    unsent: bytes = b""
+    """Last packet, until its send has returned."""
 
     def send(self) -> None:
         """Repeat the last send if a signal handler may have interrupted it. The consumer ignores a duplicate."""
@@ -183,8 +180,8 @@ def _gone(consumers: Iterable[ConsumerLink]) -> list[ConsumerLink]:
 class Deliveries(RingEnding):
     """The slots and consumers of a producer. Its close ends when the consumers have released all slots.
 
-    Each slot is in one state: in :attr:`free`, held by the user (:class:`RingSlot`), in :attr:`returned`, ``in_flight``
-    to a consumer, or in :attr:`unsent`.
+    Each slot is in one state: in :attr:`free`, held by the user (:class:`RingSlot`), ``in_flight`` to a consumer, or in
+    :attr:`unsent`.
     """
 
     def __init__(self, session: Session, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
@@ -198,15 +195,15 @@ class Deliveries(RingEnding):
         self.lock: contextlib.AbstractContextManager[bool] = Lock()
         self.slots: list[Slot] = []
         self.free: deque[Slot] = deque()
-        self.returned: deque[Slot] = deque()
-        """Slots that users returned without sending; appended without the lock."""
+        """Slots to fill. Users append without the lock those that they do not send."""
         self.unsent: dict[Slot, None] = {}
-        """Filled slots whose consumer is gone without opening them."""
+        """Filled slots that no consumer has: the last one is gone without opening them, or the send has not begun."""
         self.consumers: dict[ConsumerLink, None] = {}
         self.leaving: dict[ConsumerLink, None] = {}
         """Consumers that get no more items but still have slots."""
         self.handed_off: int = 0
         self.redelivered: int = 0
+        self.sends: int = 0
         self._end_sent = False
 
     # -- with the lock held ----------------------------------------------------------------------------------
@@ -227,12 +224,7 @@ class Deliveries(RingEnding):
         return taken
 
     def settle(self) -> bool:
-        """Collect slots that consumers released and users returned. Returns whether a slot is free."""
-        while self.returned:
-            # No call in between: a signal handler that raises there would lose the slot.
-            slot = self.returned[0]
-            del self.returned[0]
-            self.free.appendleft(slot)
+        """Collect the slots that consumers released. Returns whether a slot is free."""
         for consumer in (*self.consumers, *self.leaving):
             with contextlib.suppress(OSError, ClosedError):
                 consumer.send()
@@ -276,14 +268,12 @@ class Deliveries(RingEnding):
     def deliver_unsent(self) -> None:
         """Send the items in :attr:`unsent` to the consumers."""
         while self.unsent and self.consumers:
-            slot = next(iter(self.unsent))
-            self._deliver(slot)
-            self.handed_off -= 1
+            self._deliver(next(iter(self.unsent)))
             self.redelivered += 1
 
-    def _deliver(self, slot: Slot, holder: RingSlot | None = None) -> None:
-        """Send a filled slot, from :attr:`unsent` or from ``holder``, to the consumer with the fewest slots."""
-        while True:
+    def _deliver(self, slot: Slot) -> None:
+        """Send a slot in :attr:`unsent` to the consumer with the fewest slots."""
+        while slot in self.unsent:
             consumer = self._chosen()
             theirs = consumer.words[slot.index]
             value = (theirs.closing.value + 1) % WORD
@@ -291,25 +281,15 @@ class Deliveries(RingEnding):
             # Mark it in flight before the send: a signal handler may raise after the kernel has the packet.
             consumer.unsent = packet
             consumer.in_flight[slot] = None
+            del self.unsent[slot]
             slot.theirs = theirs
             slot.value = value
-            if holder is None:
-                del self.unsent[slot]
-            else:
-                holder._held = False
-            self.handed_off = consumer.turn = self.handed_off + 1
+            self.sends = consumer.turn = self.sends + 1
             try:
                 consumer.send()
-                return
             except (ConnectionError, ClosedError):
                 consumer.unsent = b""
                 self._drop(consumer)
-                if slot not in self.unsent:
-                    return
-                self.handed_off -= 1
-                if holder is not None:
-                    holder._held = True
-                    del self.unsent[slot]
 
     def _chosen(self) -> ConsumerLink:
         while self.consumers:
@@ -338,12 +318,20 @@ class Deliveries(RingEnding):
             holder._check_usable()
             if not self.consumers:
                 self.refuse()
-            if self.unsent:
-                self.deliver_unsent()
+            self.deliver_unsent()
             slot = holder._slot
             slot.used = holder._used
             slot.lease.announce(self.stream)
-            self._deliver(slot, holder)
+            self.unsent[slot] = None
+            holder._held = False
+            self.handed_off += 1
+            try:
+                self._deliver(slot)
+            except (ConnectionError, ClosedError):
+                del self.unsent[slot]
+                holder._held = True
+                self.handed_off -= 1
+                raise
 
     def attempt(self) -> bool:
         """Send the end to the consumers, free the memory, and release the slots once no consumer uses them."""

@@ -18,8 +18,6 @@ class Ring:
     """A stream of data between processes, through slots of memory that are shared once.
 
     One process makes the :meth:`producer`. Every other process makes a :meth:`consumer` over a
-    :class:`~streamalloc.ipc.Channel`; the producer gets the channel's other end by :meth:`RingProducer.add`. Each item
-    goes to one consumer: the one with the fewest items in flight.
     :class:`~streamalloc.ipc.Channel`, whose other end the producer gets by :meth:`RingProducer.add`. Each item goes to
     one consumer: the one with the fewest items in flight. If a consumer dies, the items that it has not taken go to
     others, and those that it has taken and not released are gone with it.

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
+import json
 import os
 import select
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import undoing
@@ -123,37 +125,34 @@ def by_value(values: Sequence[Any], text: str) -> str:
 
 def name_of(call: int) -> str:
     """The name of the call with this number; ``""`` if there is none."""
-    return str(Call(call)) if call in _NUMBERS.values() else ""
+    return _NAMES.get(call, "")
 
 
 # Header of each packet: the call, the number of earlier calls, and the bytes and descriptors of the data. With
-# Call.FAILED: the number of _CULPRIT entries that follow, and the kind of error.
+# Call.FAILED, JSON follows: whether a rank was late, the calls of the ranks at fault, and the error's text.
 _HEAD = struct.Struct("<BxxxIQI")
 _HELLO = struct.Struct("<5sI")
-_CULPRIT = struct.Struct("<IB")
-_NUMBERS = {str(call): int(call) for call in Call if call != Call.FAILED}
-_MOST_CULPRITS = 1000
+_NAMES = {int(call): str(call) for call in Call if call != Call.FAILED}
 _CHUNK = PACKET_DATA - _HEAD.size
-_GONE, _LATE = 0, 1
+_LONGEST_TEXT = 1000
 # Seconds: shortest and longest pause while ranks connect, and the limit for a caller's first message.
 _SHORT = 0.001
 _LONG = 0.02
 _HELLO_SECONDS = 5.0
 
 
+@dataclass(eq=False)
 class _Link:
     """Data received from one other rank in a call, and packets still to send to it."""
 
-    __slots__ = ("channel", "data", "handles", "nbytes", "rank", "received", "unsent")
-
-    def __init__(self, rank: int, channel: Channel, packets: int) -> None:
-        self.rank = rank
-        self.channel = channel
-        self.unsent = packets
-        self.received = False
-        self.data: list[bytes] = []
-        self.nbytes = 0
-        self.handles: list[Fd] = []
+    rank: int
+    channel: Channel
+    unsent: int
+    """Number of packets to send."""
+    received: bool = False
+    """Whether all data was received."""
+    data: bytearray = field(default_factory=bytearray)
+    handles: list[Fd] = field(default_factory=list)
 
 
 class Mesh(Closes):
@@ -224,7 +223,7 @@ class Mesh(Closes):
             self._notify_failure(error)
             raise
         self._calls += 1
-        given = {link.rank: (b"".join(link.data), tuple(link.handles)) for link in links}
+        given = {link.rank: (bytes(link.data), tuple(link.handles)) for link in links}
         given[self._rank] = data, tuple(own)
         return [given[rank] for rank in range(len(given))]
 
@@ -286,11 +285,10 @@ class Mesh(Closes):
                     f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
                     {link.rank: name, self._rank: str(call)},
                 )
-            link.data.append(data[_HEAD.size :])
-            link.nbytes += len(link.data[-1])
-            if link.nbytes > nbytes or len(link.handles) > total:
+            link.data += data[_HEAD.size :]
+            if len(link.data) > nbytes or len(link.handles) > total:
                 raise GroupProtocolError(f"rank {link.rank} sent more than its header says", {link.rank: ""})
-            link.received = link.nbytes == nbytes and len(link.handles) == total
+            link.received = len(link.data) == nbytes and len(link.handles) == total
 
     def _notify_failure(self, error: BaseException) -> None:
         """Notify the other ranks of this rank's error, and close the channels."""
@@ -298,12 +296,9 @@ class Mesh(Closes):
             text = str(error)
         else:
             text = f"rank {self._rank} gave up: {described(error)}"
-        kind = _LATE if isinstance(error, TimeoutError) else _GONE
         calls = error.calls if isinstance(error, GroupError) else {self._rank: ""}
-        culprits = list(calls.items())[:_MOST_CULPRITS]
-        packet = _HEAD.pack(Call.FAILED, self._calls, len(culprits), kind)
-        packet += b"".join(_CULPRIT.pack(rank, _NUMBERS.get(did, 0)) for rank, did in culprits)
-        packet += text.encode(errors="backslashreplace")[:1000]
+        reason = isinstance(error, TimeoutError), list(calls.items()), text[:_LONGEST_TEXT]
+        packet = _HEAD.pack(Call.FAILED, self._calls, 0, 0) + json.dumps(reason).encode()
         for channel in self._channels.values():
             with contextlib.suppress(Exception):
                 channel.send(packet, timeout=0)
@@ -360,10 +355,9 @@ def _why_gone(link: _Link) -> Exception:
 
 def _reason(packet: bytes) -> Exception:
     """The error in a packet of ``Call.FAILED``."""
-    _, _, count, kind = _HEAD.unpack_from(packet)
-    end = _HEAD.size + min(count, _MOST_CULPRITS) * _CULPRIT.size
-    culprits = packet[_HEAD.size : end]
-    found = _CULPRIT.iter_unpack(culprits[: len(culprits) - len(culprits) % _CULPRIT.size])
-    calls = {rank: name_of(did) for rank, did in found}
-    text = packet[end:].decode(errors="replace")
-    return GroupTimeoutError(text, calls) if kind == _LATE else GroupGoneError(text, calls)
+    try:
+        late, calls, text = json.loads(packet[_HEAD.size :])
+        at_fault = {int(rank): str(call) for rank, call in calls}
+        return (GroupTimeoutError if late else GroupGoneError)(str(text), at_fault)
+    except (ValueError, TypeError, RecursionError):
+        return GroupProtocolError("a rank failed for a reason that cannot be read")

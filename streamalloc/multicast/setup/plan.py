@@ -33,8 +33,8 @@ _FABRIC, _POSIX = MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """Identity and capabilities of a device."""
+class RankProfile:
+    """Arguments of one rank, and identity and capabilities of its device."""
 
     device: str
     """UUID and name of the device."""
@@ -44,12 +44,6 @@ class Capabilities:
     posix: bool
     fabric: bool
     multicast_supported: bool
-
-
-@dataclass(frozen=True)
-class RankProfile(Capabilities):
-    """Arguments of one rank, and the capabilities of its device."""
-
     nbytes: int
     signal_pad_bytes: int
     multicast: bool | None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from streamalloc.core.errors import CaptureError, CudaError, undo_all
-from streamalloc.core.internal import Deferred, Device, Fd, QueuedWork
+from streamalloc.core.internal import Deferred, Device, Fd
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import Session, session_of
@@ -172,28 +171,7 @@ class RankResources(Deferred):
 def finish_all(devices: Iterable[Device], deadline: float | None, failures: list[CudaError]) -> None:
     """Block until all work of the devices is done; arguments and errors as for :func:`run_until`."""
     for device in devices:
-        synchronize = functools.partial(session_of(device).call, "cuCtxSynchronize")
-        if _is_idle(device):
-            _run(device, synchronize, failures)
-        else:
-            run_until(device, synchronize, deadline, failures)
-
-
-def _is_idle(device: Device) -> bool:
-    """Whether the device is idle. This check avoids the thread of :func:`run_until`."""
-    with contextlib.suppress(CudaError):
-        return QueuedWork(session_of(device)).done()
-    return False
-
-
-def _run(device: Device, do: Callable[[], object], failures: list[CudaError]) -> None:
-    try:
-        with device.current():
-            do()
-    except CaptureError:
-        raise
-    except CudaError as error:
-        failures.append(error)
+        run_until(device, functools.partial(session_of(device).call, "cuCtxSynchronize"), deadline, failures)
 
 
 def run_until(device: Device, do: Callable[[], object], deadline: float | None, failures: list[CudaError]) -> None:
@@ -209,13 +187,15 @@ def run_until(device: Device, do: Callable[[], object], deadline: float | None, 
     CaptureError
         Other code captures a stream; devices cannot be synchronised then.
     """
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            _run(device, do, failures)
-        except Exception as error:
-            errors.append(error)
+            with device.current():
+                do()
+        except BaseException as error:
+            failed = isinstance(error, CudaError) and not isinstance(error, CaptureError)
+            (failures if failed else errors).append(error)  # type: ignore[arg-type]
 
     waiter = threading.Thread(target=run, name="streamalloc waits for a device", daemon=True)
     waiter.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,13 +20,13 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
 from streamalloc.core.properties import MemHandleType, checked_size, checked_type
-from streamalloc.core.session import PerDriver, Session, session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.ipc import DriverVersionWarning
 from streamalloc.ipc.internal import end_of
 from streamalloc.multicast.objects.multicast_object import MulticastObject
-from streamalloc.multicast.setup.plan import Capabilities, Layout, Plan, RankProfile, layout_of, make_plan, round_up
+from streamalloc.multicast.setup.plan import Layout, Plan, RankProfile, layout_of, make_plan, round_up
 from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.vmm import PhysicalMemory
@@ -132,28 +131,35 @@ def _device_for(device: object, driver: Driver | None) -> Device:
 
 
 def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProfile:
-    check_no_capture(session_of(device))
-    capabilities = _capabilities_of(device)
+    session = session_of(device)
+    check_no_capture(session)
+    granularity = PhysicalMemory.granularity(device, recommended=True)
+    attributes = ("HANDLE_TYPE_FABRIC_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "MULTICAST_SUPPORTED")
+    fabric, posix, supported = (_has(device, name) for name in attributes)
     granularities: dict[str, int] = {}
-    if arguments.multicast is not False and capabilities.multicast_supported and group.size > 1:
+    if arguments.multicast is not False and supported and group.size > 1:
         layout = layout_of(arguments.nbytes, arguments.signal_pad_bytes, group.size)
         kinds = [MemHandleType.NONE]
         if group.communicator is not None:
-            offered = zip(_HANDLE_TYPES, (capabilities.fabric, capabilities.posix), strict=True)
-            kinds = [kind for kind, supported in offered if supported]
+            kinds = [kind for kind, offered in zip(_HANDLE_TYPES, (fabric, posix), strict=True) if offered]
         for kind in kinds:
-            nbytes = round_up(layout.total, capabilities.granularity)
+            nbytes = round_up(layout.total, granularity)
             granularities[str(int(kind))] = MulticastObject.granularity(
                 group.size, nbytes, handle_types=kind, recommended=True, driver=device.driver
             )
     return RankProfile(
+        device=f"{device.uuid} ({device.name})",
+        driver_version=int(session.call("cuDriverGetVersion")),
+        granularity=granularity,
+        posix=posix,
+        fabric=fabric,
+        multicast_supported=supported,
         nbytes=int(arguments.nbytes),
         signal_pad_bytes=int(arguments.signal_pad_bytes),
         multicast=None if arguments.multicast == "auto" else bool(arguments.multicast),
         handle_type=int(arguments.handle_type or 0),
         host="" if group.communicator is None else group.communicator.host,
         multicast_granularity=granularities,
-        **dataclasses.asdict(capabilities),
     )
 
 
@@ -251,25 +257,6 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
         session.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
         session.call("cuStreamSynchronize", stream.raw)
     later.end(stream)
-
-
-_capabilities: PerDriver[dict[int, Capabilities]] = PerDriver(lambda _: {})
-"""Capabilities of a driver's devices by ordinal, constant."""
-
-
-def _capabilities_of(device: Device) -> Capabilities:
-    """Return the capabilities of a device; the first call queries the driver."""
-    known = _capabilities(session_of(device))
-    if device.ordinal not in known:
-        known[device.ordinal] = Capabilities(
-            f"{device.uuid} ({device.name})",
-            int(session_of(device).call("cuDriverGetVersion")),
-            PhysicalMemory.granularity(device, recommended=True),
-            _has(device, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
-            _has(device, "HANDLE_TYPE_FABRIC_SUPPORTED"),
-            _has(device, "MULTICAST_SUPPORTED"),
-        )
-    return known[device.ordinal]
 
 
 def _has(device: Device, attribute: str) -> bool:

@@ -29,7 +29,7 @@ from streamalloc.ipc.transport.communicator import (
     _Group,
     as_communicator,
 )
-from streamalloc.ipc.transport.process_group import Call, Limit
+from streamalloc.ipc.transport.process_group import _HEAD, Call, Limit
 from tests.processes import started
 from tests.support import library, open_descriptors
 
@@ -249,6 +249,16 @@ class TestFaults:
         assert results[1] is None
         for rank in (0, 2, 3, 4):
             assert isinstance(results[rank], PeerGoneError) and "rank 1 gave up: OSError" in str(results[rank])
+
+    @pytest.mark.parametrize("reason", [b"", b"\xff", b"1", b"[1, 2, 3]", b"[false, [[1]], 0]", b"[" * 50_000])
+    def test_a_reason_that_cannot_be_read(self, reason: bytes) -> None:
+        groups = ProcessCommunicator.create(2)
+        together(groups, lambda group: group.barrier())
+        mesh = groups[1]._mesh
+        assert mesh is not None
+        mesh._channels[0].send(_HEAD.pack(Call.FAILED, 1, 0, 0) + reason)
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            groups[0].barrier()
 
     def test_ranks_that_do_different_things(self, groups: list[ProcessCommunicator]) -> None:
         results = together(
