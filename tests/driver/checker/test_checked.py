@@ -452,6 +452,22 @@ def test_a_node_that_nobody_knows_hides_no_others(machine: Any) -> None:
         bench.done(*buffers)
 
 
+@pytest.mark.simulated_only("nobody has read what hardware does next")
+def test_a_capture_goes_on_after_another_thread_ends_it(machine: Any) -> None:
+    driver = sd.checked(machine)
+    with Bench(driver) as bench:
+        memory, stream = bench.new(bench.a), cuda.CUstream(bench.a._raw)
+        bench.a.synchronize()
+        bench.raw("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        with ThreadPoolExecutor(1) as other:
+            assert "WRONG_THREAD" in other.submit(bench.raw, "cuStreamEndCapture", stream).result().name
+        memory.fill(1, bench.a)
+        bench.raw("cuGraphDestroy", bench.raw("cuStreamEndCapture", stream))
+        bench.write(memory, bench.c)  # nothing has run
+        bench.done(memory)
+    assert driver.hazards == []
+
+
 class TestUsed:
     def test_nothing_happens_with_other_drivers(self, machine: Any) -> None:
         traced = sd.traced(machine)
