@@ -234,7 +234,7 @@ class TestModes:
         with Bench(driver) as bench:
             cycles: list[Any] = []
             for _ in range(50):
-                cycle: list[Any] = [bench.new(bench.a)]
+                cycle: list[Any] = [bench.pool.allocate(SIZE, bench.a)]
                 cycle.append(cycle)
                 cycles.append(cycle)
             del cycle
@@ -253,7 +253,7 @@ class TestModes:
         """Its free comes before the next call, which may get the address that it has freed."""
         driver = sd.checked(machine)
         with Bench(driver) as bench:
-            memory = bench.new(bench.a)
+            memory = bench.pool.allocate(SIZE, bench.a)
             address = memory.address
             driver._observing = threading.get_ident()  # the record has just ended
             del memory

@@ -13,8 +13,7 @@ from tests.driver.checker.corpus.nodes import Graph, fill_params
 
 @hazard("race")
 def a_branch_of_a_capture_is_not_joined_in_time(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     with b.a.capture() as graph:
         b.b.wait(b.a)
         x.fill(1, b.b)
@@ -30,8 +29,7 @@ def a_branch_of_a_capture_is_not_joined_in_time(b: Bench, right: bool) -> None:
 
 @hazard("use after free")
 def a_graph_is_launched_after_its_memory_is_freed(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     with b.a.capture() as graph:
         x.fill(1)
     graph.instantiate()
@@ -124,7 +122,6 @@ def a_function_of_a_graph_reads_what_another_stream_copies(b: Bench, right: bool
     if right:
         b.order(b.b, b.a)
     graph.launch(b.a)
-    b.done(x)
 
 
 @hazard("race", simulated=_ONCE)
