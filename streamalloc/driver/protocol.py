@@ -161,6 +161,10 @@ class Driver(Protocol):
     def cuDeviceGraphMemTrim(self, device: Any, /) -> Status: ...
 
 
+FUNCTIONS = frozenset(name for name in vars(Driver) if name.startswith("cu"))
+"""The names of the functions that every driver must have."""
+
+
 class Listener(Protocol):
     """Receiver of notifications by the facade, about memory uses that are not driver calls.
 

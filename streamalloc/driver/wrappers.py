@@ -136,6 +136,9 @@ class Faulty(Wrapper):
         """Names of all calls."""
         self.failed: list[str] = []
         """Names of the refused calls."""
+        self._refuse(call, nth, times, result)
+
+    def _refuse(self, call: str | int, nth: int, times: int, result: str) -> None:
         if isinstance(call, str) and not (call.startswith("cu") and hasattr(cuda, call)):
             raise ValueError(f"call={call!r}: these bindings have no driver function of this name")
         if not hasattr(cuda.CUresult, result):

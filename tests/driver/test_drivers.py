@@ -14,6 +14,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import BINDINGS_VERSION, cuda
+from streamalloc.driver.protocol import FUNCTIONS
 from tests.support import MiB, holds, names
 
 Python = Callable[..., CompletedProcess[str]]
@@ -41,7 +42,6 @@ class Without:
         return getattr(self._driver, name)
 
 
-FUNCTIONS = frozenset(name for name in vars(sd.Driver) if name.startswith("cu"))
 # The bindings of 12.9 have calls of other parameters under two names, which are not modelled.
 COMPARED = sorted(
     FUNCTIONS - (set() if hasattr(cuda, "cuMemGetDefaultMemPool") else {"cuMemAdvise", "cuMemPrefetchAsync"})
