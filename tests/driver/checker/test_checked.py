@@ -622,7 +622,7 @@ def test_the_environment_asks_for_it(
     assert getattr(driver, "_on", "") == on and selection.as_asked(driver) is driver
     if on:
         raises: Any = pytest.raises(sd.DriverMisuseError) if on == "raise" else contextlib.nullcontext()
-        with Bench(driver) as bench, raises:
+        with Bench(driver) as bench, raises:  # type: ignore[arg-type]
             race(bench)
         assert "race: " in capsys.readouterr().err
     monkeypatch.setattr(selection, "_CHECK", "yes")
