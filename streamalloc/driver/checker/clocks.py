@@ -176,7 +176,7 @@ class Timeline:
     # -- order -----------------------------------------------------------------------------------------------
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
-        """Whether an operation (``time`` of actor ``number``) precedes each operation that has this clock."""
+        """Whether the operation at ``time`` of actor ``number`` comes before one with this clock in each run."""
         # A stream is gone once the host has waited for all its work, so later work comes after it.
         return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
 

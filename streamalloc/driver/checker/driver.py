@@ -425,8 +425,9 @@ class Checked(Wrapper):
             # The pointer stays: if a signal handler raised this, the driver may call the function.
             self._alone(call.refused)
             raise
-        if call.node is not None:
-            self._alone(lambda: self._state.name(self._state.stream(stream), call.node))
+        node = call.node
+        if node is not None:
+            self._alone(lambda: self._state.name(self._state.stream(stream), node))
         if answer[0]:
             self._host_functions.pop(pointer, None)
             self._alone(call.refused)

@@ -59,7 +59,7 @@ class Uses(Streams):
         return self.unseen_kernels or self.foreign.may_write
 
     def look(self) -> None:
-        """Check for changes without a call: values in memory, and work of other libraries."""
+        """Read the awaited values in host memory, and query the work of other libraries: both change without a call."""
         if self.timeline.held:
             self.values.look()
         if self.foreign.pending:

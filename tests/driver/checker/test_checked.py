@@ -89,7 +89,6 @@ class TestModes:
             for _ in range(5):
                 for stream in (bench.a, bench.b):
                     bench.write(memory, stream)
-            bench.done(memory)
         assert 1 <= len(driver.hazards) <= 2
 
     def test_warn_warns(self, machine: Any) -> None:
@@ -234,7 +233,7 @@ class TestModes:
         with Bench(driver) as bench:
             cycles: list[Any] = []
             for _ in range(50):
-                cycle: list[Any] = [bench.new(bench.a)]
+                cycle: list[Any] = [bench.pool.allocate(SIZE, bench.a)]
                 cycle.append(cycle)
                 cycles.append(cycle)
             del cycle
@@ -253,7 +252,7 @@ class TestModes:
         """Its free comes before the next call, which may get the address that it has freed."""
         driver = sd.checked(machine)
         with Bench(driver) as bench:
-            memory = bench.new(bench.a)
+            memory = bench.pool.allocate(SIZE, bench.a)
             address = memory.address
             driver._observing = threading.get_ident()  # the record has just ended
             del memory
@@ -271,7 +270,6 @@ class TestModes:
             driver.deferred(memory.address)
             driver._observing = 0
             assert driver.leaks() == []
-            bench.done(memory)
 
     def test_a_host_function_that_the_bindings_refuse(self, machine: Any) -> None:
         """Its stream does not wait for it."""
@@ -283,7 +281,6 @@ class TestModes:
                     bench.raw("cuLaunchHostFunc", cuda.CUstream(bench.a.handle), function, data)
             bench.write(memory, bench.a)
             assert [one.kind for one in driver.hazards] == ["use before allocation"]
-            bench.done(memory)
 
     def test_ended_streams_threads_and_events_are_forgotten(self, machine: Any) -> None:
         driver: Any = sd.checked(machine)
@@ -355,7 +352,6 @@ class TestWords:
         with Bench(driver) as bench, bench.device.create_stream(name="loader") as loader:
             memory = bench.new(bench.a)
             memory.used(loader)
-            bench.done(memory)
         assert "stream 'loader' (created at test_checked.py:" in self._only(driver).what
 
     def test_where_a_graph_was_launched(self, machine: Any) -> None:
@@ -367,7 +363,6 @@ class TestWords:
                 memory.fill(1)  # captured
             bench.keep(graph).launch(bench.a)  # launched
             bench.write(memory, bench.b)
-            bench.done(memory)
         stacks = self._only(driver).stacks
         assert any("# captured" in line for line in stacks["used"])
         assert any("# launched" in line for line in stacks["used, launched"])
@@ -381,7 +376,6 @@ class TestWords:
             again = bench.new(bench.a)
             assert again.address == address
             bench.at(address, bench.b)
-            bench.done(again)
         found = self._only(driver)
         assert "before that allocation of 4 KiB" in found.what
         assert any("# freed" in line for line in found.stacks["freed before"])
@@ -436,7 +430,7 @@ def test_a_node_that_nobody_knows_hides_no_others(machine: Any) -> None:
     """The nodes of a graph within the graph have handles of their own there."""
     driver = sd.checked(machine)
     with Bench(driver) as bench:
-        x, y, z = buffers = [bench.new(bench.a) for _ in range(3)]
+        x, y, z = (bench.new(bench.a) for _ in range(3))
         bench.a.synchronize()
         inner, outer = Graph(bench), Graph(bench)
         inner.fill(x.address)
@@ -449,7 +443,21 @@ def test_a_node_that_nobody_knows_hides_no_others(machine: Any) -> None:
         assert driver.hazards == [] and len(driver.notes) == 1
         y.fill(1, bench.b)
         assert [one.kind for one in driver.hazards] == ["race"]
-        bench.done(*buffers)
+
+
+@pytest.mark.simulated_only("nobody has read what hardware does next")
+def test_a_capture_goes_on_after_another_thread_ends_it(machine: Any) -> None:
+    driver = sd.checked(machine)
+    with Bench(driver) as bench:
+        memory, stream = bench.new(bench.a), cuda.CUstream(bench.a._raw)
+        bench.a.synchronize()
+        bench.raw("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        with ThreadPoolExecutor(1) as other:
+            assert "WRONG_THREAD" in other.submit(bench.raw, "cuStreamEndCapture", stream).result().name
+        memory.fill(1, bench.a)
+        bench.raw("cuGraphDestroy", bench.raw("cuStreamEndCapture", stream))
+        bench.write(memory, bench.c)  # nothing has run
+    assert driver.hazards == []
 
 
 class TestUsed:
@@ -475,7 +483,6 @@ class TestUsed:
             assert driver.hazards == []
             memory[99:].used(bench.b)
             assert [one.kind for one in driver.hazards] == ["race"]
-            bench.done(memory)
 
     def test_of_no_bytes_is_none(self, machine: Any) -> None:
         driver = sd.checked(machine)
@@ -484,7 +491,6 @@ class TestUsed:
             memory[8:8].used(bench.b)
             memory[8:8].view_as("f4", (0, 5)).__dlpack__()
             bench.raw("cuMemcpyAsync", memory.address + 8, memory.address + 16, 0, bench.b.handle)
-            bench.done(memory)
         assert driver.hazards == []
 
     def test_readers_do_not_mind_each_other(self, machine: Any) -> None:
@@ -494,7 +500,6 @@ class TestUsed:
             bench.a.synchronize()
             for stream in (bench.a, bench.b, bench.c):
                 memory.used(stream, write=False)
-            bench.done(memory)
         assert driver.hazards == []
 
 
@@ -617,7 +622,7 @@ def test_the_environment_asks_for_it(
     assert getattr(driver, "_on", "") == on and selection.as_asked(driver) is driver
     if on:
         raises: Any = pytest.raises(sd.DriverMisuseError) if on == "raise" else contextlib.nullcontext()
-        with Bench(driver) as bench, raises:
+        with Bench(driver) as bench, raises:  # type: ignore[arg-type]
             race(bench)
         assert "race: " in capsys.readouterr().err
     monkeypatch.setattr(selection, "_CHECK", "yes")

@@ -37,7 +37,7 @@ def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer]
     capture = state.captures.get(state.stream(args[0]))
 
     def finish(answer: Answer) -> None:
-        if capture is None or (answer[0] and "UNMATCHED" in getattr(answer[0], "name", "")):
+        if capture is None or (answer[0] and state.ask("cuStreamIsCapturing", args[0])):
             return
         capture.ended = True
         state.captures = {stream: one for stream, one in state.captures.items() if one is not capture}

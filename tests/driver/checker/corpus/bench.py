@@ -30,12 +30,13 @@ class Bench:
         self._stack = contextlib.ExitStack()
         self.a, self.b, self.c = (self.stream() for _ in range(3))
         self.pool = self._stack.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP))
+        self._made: list[sa.Buffer] = []
 
     def __enter__(self) -> Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.device.synchronize()
+        self.done(*self._made)
         self._stack.close()
 
     def keep(self, owner: Any) -> Any:
@@ -49,7 +50,15 @@ class Bench:
         return self.keep(self.device.create_event(**options))  # type: ignore[no-any-return]
 
     def new(self, stream: sa.Stream, nbytes: int = SIZE) -> sa.Buffer:
-        return self.pool.allocate(nbytes, stream)
+        """Memory that the end of the bench frees, if nothing else did."""
+        self._made.append(self.pool.allocate(nbytes, stream))
+        return self._made[-1]
+
+    def ready(self, nbytes: int = SIZE) -> sa.Buffer:
+        """Memory whose allocation the host has waited for."""
+        made = self.new(self.a, nbytes)
+        self.a.synchronize()
+        return made
 
     def order(self, before: sa.Stream, after: sa.Stream) -> None:
         after.wait(before.record(self.event()))

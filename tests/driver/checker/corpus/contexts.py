@@ -66,8 +66,7 @@ def pinned_memory_has_ended_with_its_context(b: Bench, right: bool) -> None:
 @hazard("race")
 def memory_of_a_pool_lives_on(b: Bench, right: bool) -> None:
     """The context's streams have done their work when it has ended; those of others have not."""
-    memory = b.new(b.a)
-    b.a.synchronize()
+    memory = b.ready()
     with _context(b) as context:
         stream = b.driver.cuStreamCreate(1)[1]
         if right:
@@ -76,7 +75,6 @@ def memory_of_a_pool_lives_on(b: Bench, right: bool) -> None:
             b.write(memory, b.a)
         _destroy(b, context)
     b.write(memory, b.b)
-    b.done(memory)
 
 
 @hazard("use after free", gpus=2, simulated="whoever else has the primary context of a real device would lose it")

@@ -44,14 +44,12 @@ def a_copy_onto_a_part_of_itself(b: Bench, right: bool) -> None:
     x = b.new(b.a)
     where = x.address + (_HALF if right else _HALF - 1)
     b.raw("cuMemcpyDtoDAsync", where, x.address, _HALF, cuda.CUstream(b.a.handle))
-    b.done(x)
 
 
 @hazard("race")
 def columns_copied_onto_columns_beside_them(b: Bench, right: bool) -> None:
     x = b.new(b.a, 16 * SIZE)
     b.raw("cuMemcpy2DAsync", _columns(x.address, x.address + (512 if right else 256)), cuda.CUstream(b.a.handle))
-    b.done(x)
 
 
 @hazard("race")
@@ -83,26 +81,22 @@ def a_batch_may_read_before_earlier_work(b: Bench, right: bool) -> None:
     if right:
         b.a.synchronize()
     _batch(b, [y.address], [x.address], SIZE, cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
-    b.done(x, y)
 
 
 @hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
 def two_targets_of_a_batch_overlap(b: Bench, right: bool) -> None:
     x, y = b.new(b.a), b.new(b.a)
     _batch(b, [y.address, y.address + (_HALF if right else _HALF // 2)], [x.address, x.address], _HALF)
-    b.done(x, y)
 
 
 @hazard("race")
 def a_captured_copy_onto_a_part_of_itself(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     with b.a.capture() as graph:
         where = x.address + (_HALF if right else 1)
         b.raw("cuMemcpyDtoDAsync", where, x.address, _HALF, cuda.CUstream(b.a.handle))
         x.fill(1, b.a)
     b.keep(graph).launch(b.a)
-    b.done(x)
 
 
 # -- copies that return early ----------------------------------------------------------------------------------
@@ -116,20 +110,16 @@ def _reads_too_early(b: Bench, right: bool, target: int) -> None:
 
 @hazard("race")
 def a_copy_between_device_memory_is_not_waited_for(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    b.a.synchronize()
+    x, y = b.ready(), b.ready()
     b.raw("cuMemcpy", y.address, x.address, SIZE)
     _reads_too_early(b, right, y.address)
-    b.done(x, y)
 
 
 @hazard("race")
 def columns_of_device_memory_are_not_waited_for(b: Bench, right: bool) -> None:
-    x = b.new(b.a, 16 * SIZE)
-    b.a.synchronize()
+    x = b.ready(16 * SIZE)
     b.raw("cuMemcpy2D", _columns(x.address, x.address + 512))
     _reads_too_early(b, right, x.address)
-    b.done(x)
 
 
 # -- planes ----------------------------------------------------------------------------------------------------
@@ -137,11 +127,9 @@ def columns_of_device_memory_are_not_waited_for(b: Bench, right: bool) -> None:
 
 @hazard("race")
 def two_streams_fill_columns_of_a_tall_plane(b: Bench, right: bool) -> None:
-    x = b.new(b.a, 4 * MiB)
-    b.a.synchronize()
+    x = b.ready(4 * MiB)
     for stream, column, height in ((b.a, 0, 4096), (b.b, 512 if right else 511, 4095)):
         b.raw("cuMemsetD2D8Async", x.address + column, 1024, 1, 512, height, cuda.CUstream(stream.handle))
-    b.done(x)
 
 
 # -- the host waits, or does not ---------------------------------------------------------------------------------
@@ -166,7 +154,6 @@ def rows_of_pinned_memory_are_not_waited_for(b: Bench, right: bool) -> None:
     else:
         b.raw("cuMemsetD2D32Async", address, 16, 1, 2, 4, cuda.CUstream(b.b.handle))
     b.raw("cuMemcpyHtoDAsync", x.address, address, 64, cuda.CUstream(b.a.handle))
-    b.done(x)
 
 
 def _box(source: int, target: int, nbytes: int, order: int = 1) -> Any:
@@ -189,7 +176,6 @@ def a_batch_of_boxes_reads_what_is_written(b: Bench, right: bool) -> None:
     if right:
         b.order(b.a, b.b)
     b.raw("cuMemcpy3DBatchAsync", 1, [_box(x.address, y.address, SIZE)], 0, cuda.CUstream(b.b.handle))
-    b.done(x, y)
 
 
 @hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
@@ -198,7 +184,6 @@ def the_source_of_a_box_is_read_in_stream_order(b: Bench, right: bool) -> None:
     box = _box(address, x.address, 64, 2 if right else 1)
     b.raw("cuMemcpy3DBatchAsync", 1, [box], 0, cuda.CUstream(b.a.handle))
     b.driver.used(address, 64, None, True)
-    b.done(x)
 
 
 @hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
@@ -210,7 +195,6 @@ def the_target_of_a_box_is_written_in_stream_order(b: Bench, right: bool) -> Non
     if right:
         b.order(b.b, b.a)
     x.fill(1, b.a)
-    b.done(x)
 
 
 @hazard("race")
@@ -307,7 +291,6 @@ def the_host_writes_a_registered_source(b: Bench, right: bool) -> None:
     source[:] = 2
     b.a.synchronize()
     b.raw("cuMemHostUnregister", source.ctypes.data)
-    b.done(x)
 
 
 @hazard("race")
@@ -330,7 +313,6 @@ def copied_before_anything_is_written(b: Bench, right: bool) -> None:
     if right:
         x[:1].fill(1, b.a)
     y.copy_from(x, b.a)
-    b.done(x, y)
 
 
 @hazard("another type")
@@ -338,7 +320,6 @@ def read_as_another_type(b: Bench, right: bool) -> None:
     x = b.new(b.a)
     x.copy_from(np.zeros(x.nbytes // 4, np.float32), b.a)
     x.copy_to(np.zeros(x.nbytes // 4, np.float32 if right else np.int32), b.a)
-    b.done(x)
 
 
 @hazard("another type")
@@ -349,7 +330,6 @@ def copied_and_read_as_another_type(b: Bench, right: bool) -> None:
     if right:
         y[8:].fill(0, b.a)
     y[8:].copy_to(np.zeros(y.nbytes // 8 - 1, np.float64), b.a)
-    b.done(x, y)
 
 
 @hazard("uninitialized")
@@ -360,4 +340,3 @@ def what_the_owner_before_has_written(b: Bench, right: bool) -> None:
         x.free()
         x = b.new(b.a)
     y.copy_from(x, b.a)
-    b.done(x, y)

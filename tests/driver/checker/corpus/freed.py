@@ -72,7 +72,6 @@ def a_copy_is_refused_as_another_stream_frees(b: Bench, right: bool) -> None:
     x.free()
     if not right:
         b.raw(*copy)
-    b.done(y)
 
 
 @testing.kernel("corpus_write", writes=lambda address, nbytes: [(address, nbytes)])
@@ -114,7 +113,6 @@ def a_kernel_writes_its_neighbour(b: Bench, right: bool) -> None:
     x, y = b.new(b.a, 512), b.new(b.a, 512)
     low = min(x.address, y.address)
     b.at(low, b.a, nbytes=abs(x.address - y.address) + 1 if not right else 512)
-    b.done(x, y)
 
 
 @hazard("use after free", simulated=_GONE)
@@ -191,4 +189,3 @@ def a_function_of_a_graph_follows_a_gate_that_the_host_opens(b: Bench, right: bo
     b.write(x, b.b)
     ctypes.c_uint32.from_address(gate).value = 1
     assert called.wait(10)
-    b.done(x)

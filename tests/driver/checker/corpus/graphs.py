@@ -13,8 +13,7 @@ from tests.driver.checker.corpus.nodes import Graph, fill_params
 
 @hazard("race")
 def a_branch_of_a_capture_is_not_joined_in_time(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     with b.a.capture() as graph:
         b.b.wait(b.a)
         x.fill(1, b.b)
@@ -23,23 +22,18 @@ def a_branch_of_a_capture_is_not_joined_in_time(b: Bench, right: bool) -> None:
         x.fill(2, b.a)
         if not right:
             b.a.wait(b.b)
-    graph.launch(b.a)
-    b.done(x)
-    graph.close()
+    b.keep(graph).launch(b.a)
 
 
 @hazard("use after free")
 def a_graph_is_launched_after_its_memory_is_freed(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     with b.a.capture() as graph:
         x.fill(1)
-    graph.instantiate()
+    b.keep(graph).instantiate()
     if not right:
         x.free()
     graph.launch(b.a)
-    b.done(x)
-    graph.close()
 
 
 @hazard("use before allocation")
@@ -60,21 +54,19 @@ def memory_of_a_graph_is_used_before_its_launch(b: Bench, right: bool) -> None:
 def memory_of_a_graph_is_used_elsewhere(b: Bench, right: bool) -> None:
     with b.a.capture() as graph:
         x = sa.allocate(SIZE, b.a)
-    graph.launch(b.a)
+    b.keep(graph).launch(b.a)
     if right:
         b.b.wait(b.a)
     b.write(x, b.b)
     b.a.wait(b.b)
     x.free(b.a)
-    b.done()
-    graph.close()
 
 
 @hazard("free racing a use")
 def memory_is_freed_by_the_next_launch(b: Bench, right: bool) -> None:
     with b.a.capture() as graph:
         x = b.pool.allocate(SIZE, b.a)
-    graph.instantiate(auto_free_on_launch=True)
+    b.keep(graph).instantiate(auto_free_on_launch=True)
     graph.launch(b.a)
     b.order(b.a, b.b)
     b.at(x.address, b.b)
@@ -82,8 +74,6 @@ def memory_is_freed_by_the_next_launch(b: Bench, right: bool) -> None:
         b.order(b.b, b.a)
     graph.launch(b.a)
     b.raw("cuMemFreeAsync", x.address, cuda.CUstream(b.a.handle))
-    b.device.synchronize()
-    graph.close()
 
 
 @hazard("unmap while in use")
@@ -124,7 +114,6 @@ def a_function_of_a_graph_reads_what_another_stream_copies(b: Bench, right: bool
     if right:
         b.order(b.b, b.a)
     graph.launch(b.a)
-    b.done(x)
 
 
 @hazard("race", simulated=_ONCE)

@@ -168,12 +168,10 @@ def a_peer_uses_a_pool_that_it_was_not_given(b: Bench, right: bool) -> None:
     peer = sa.Device(1, driver=b.driver)
     if right:
         b.pool.set_access(peer, sa.MemAccess.READWRITE)
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     with peer.create_stream() as stream:
         b.write(x, stream)
         stream.synchronize()
-    b.done(x)
 
 
 @hazard("double free")
@@ -193,7 +191,6 @@ def pinned_memory_freed_while_it_is_copied_to(b: Bench, right: bool) -> None:
     if right:
         b.a.synchronize()
     b.raw("cuMemFreeHost", address)
-    b.done(x)
 
 
 @hazard("release while in use", simulated="the real driver waits there, which nobody has promised")
@@ -206,7 +203,6 @@ def host_memory_unregistered_while_it_is_copied_from(b: Bench, right: bool) -> N
     if right:
         b.a.synchronize()
     b.raw("cuMemHostUnregister", address)
-    b.done(x)
 
 
 @hazard("double free")

@@ -56,19 +56,16 @@ def fill_params(address: int, nbytes: int = SIZE) -> Any:
 
 @hazard("race")
 def two_nodes_without_an_edge(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     graph = Graph(b)
     first = graph.fill(x.address)
     graph.fill(x.address, *([first] if right else []))
     graph.launch(b.a)
-    b.done(x)
 
 
 @hazard("race")
 def an_edge_that_is_added_leads_elsewhere(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     graph = Graph(b)
     first, other = graph.fill(x.address), graph.add("Empty", [])
     second = graph.fill(x.address)
@@ -76,7 +73,6 @@ def an_edge_that_is_added_leads_elsewhere(b: Bench, right: bool) -> None:
         rest = ([cuda.CUgraphEdgeData()], 1) if hasattr(cuda, "CUgraphEdgeData") and _takes_data() else (1,)
         b.driver.cuGraphAddDependencies(graph.handle, [first if right else other], [second], *rest)
     graph.launch(b.a)
-    b.done(x)
 
 
 @hazard("race")
@@ -94,13 +90,11 @@ def a_node_was_given_other_memory(b: Bench, right: bool) -> None:
     b.raw("cuGraphMemsetNodeSetParams", first, fill_params(x.address if right else z.address))
     b.order(b.b, b.a)
     graph.launch(b.a)
-    b.done(x, y, z)
 
 
 @hazard("race")
 def a_node_of_a_graph_is_switched_off_and_on(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     graph = Graph(b)
     node = graph.fill(x.address)
     made = graph.launchable()
@@ -109,13 +103,11 @@ def a_node_of_a_graph_is_switched_off_and_on(b: Bench, right: bool) -> None:
     if not right:
         b.raw("cuGraphNodeSetEnabled", made, node, 1)
     b.raw("cuGraphLaunch", made, cuda.CUstream(b.a.handle))
-    b.done(x)
 
 
 @hazard("race", simulated="its arguments differ between bindings")
 def captured_beside_a_node_of_the_graph(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     graph = Graph(b)
     node, stream = graph.fill(x.address), cuda.CUstream(b.a.handle)
     after, relaxed = [node] if right else [], cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -123,7 +115,6 @@ def captured_beside_a_node_of_the_graph(b: Bench, right: bool) -> None:
     x.fill(2, b.a)
     b.raw("cuStreamEndCapture", stream)
     graph.launch(b.a)
-    b.done(x)
 
 
 def _takes_data() -> bool:
@@ -154,8 +145,7 @@ def a_node_frees_what_another_uses(b: Bench, right: bool) -> None:
 
 @hazard("race")
 def a_graph_within_a_graph(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     inner, outer = Graph(b), Graph(b)
     inner.fill(x.address)
     outer.add("ChildGraph", [], inner.handle)
@@ -163,19 +153,16 @@ def a_graph_within_a_graph(b: Bench, right: bool) -> None:
     if right:
         b.order(b.a, b.b)
     b.read(x, b.b)
-    b.done(x)
 
 
 @hazard("race")
 def two_nodes_of_a_graph_within_a_graph(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     inner, outer = Graph(b), Graph(b)
     first = inner.fill(x.address)
     inner.fill(x.address, *([first] if right else []))
     outer.add("ChildGraph", [], inner.handle)
     outer.launch(b.a)
-    b.done(x)
 
 
 @hazard("race")
@@ -193,7 +180,6 @@ def an_event_that_a_node_records(b: Bench, right: bool) -> None:
     if not right:
         b.a.record(event)  # too late
     b.write(x, b.b)
-    b.done(x)
 
 
 # -- planes ----------------------------------------------------------------------------------------------------
@@ -201,8 +187,7 @@ def an_event_that_a_node_records(b: Bench, right: bool) -> None:
 
 @hazard("race")
 def the_node_between_two_was_destroyed(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    b.a.synchronize()
+    x, y = b.ready(), b.ready()
     graph = Graph(b)
     middle = graph.fill(y.address)
     last = graph.fill(x.address, middle)

@@ -20,7 +20,6 @@ def parts_that_overlap_by_a_byte(b: Bench, right: bool) -> None:
     b.order(b.a, b.b)
     b.write(x[:2048], b.a)
     b.write(x[2048 if right else 2047 :], b.b)
-    b.done(x)
 
 
 @hazard("race", simulated="the real driver may make a blocking copy here")
@@ -31,7 +30,6 @@ def pinned_memory_is_written_while_it_is_copied(b: Bench, right: bool) -> None:
     if right:
         b.a.synchronize()
     b.driver.used(address, 64, None, True)
-    b.done(x)
 
 
 @hazard("race")
@@ -43,7 +41,6 @@ def read_back_before_it_is_there(b: Bench, right: bool) -> None:
     if right:
         b.a.record(b.event()).synchronize()
     b.driver.used(address, 64, None, False)
-    b.done(x)
 
 
 def _in_thread(run: Callable[[], object]) -> None:
@@ -54,8 +51,7 @@ def _in_thread(run: Callable[[], object]) -> None:
 
 @hazard("race")
 def per_thread_streams_of_two_threads(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     mine = b.device.per_thread_stream
 
     def other() -> None:
@@ -65,13 +61,11 @@ def per_thread_streams_of_two_threads(b: Bench, right: bool) -> None:
 
     _in_thread(other)
     b.write(x, mine)
-    b.done(x)
 
 
 @hazard("race")
 def work_of_another_thread(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
 
     def other() -> None:
         b.write(x, b.b)
@@ -80,13 +74,11 @@ def work_of_another_thread(b: Bench, right: bool) -> None:
 
     _in_thread(other)
     b.write(x, b.c)
-    b.done(x)
 
 
 @hazard("race")
 def another_event_has_the_handle_of_a_deleted_one(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     b.read(x, b.a)
     event = sa.Event(b.device)
     b.a.record(event)
@@ -101,14 +93,12 @@ def another_event_has_the_handle_of_a_deleted_one(b: Bench, right: bool) -> None
 
 @hazard("race")
 def a_new_stream_knows_what_the_host_knows(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     b.write(x, b.a)
     early = b.stream()
     if right:
         b.a.synchronize()
     b.write(x, early)
-    b.done(x)
 
 
 # -- host functions and words ---------------------------------------------------------------------------------
@@ -116,8 +106,7 @@ def a_new_stream_knows_what_the_host_knows(b: Bench, right: bool) -> None:
 
 @hazard("race")
 def a_host_function_tells_too_early(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     told = threading.Event()
     if right:
         b.write(x, b.b)
@@ -126,13 +115,11 @@ def a_host_function_tells_too_early(b: Bench, right: bool) -> None:
         b.write(x, b.b)
     assert told.wait(10)
     b.write(x, b.c)
-    b.done(x)
 
 
 @hazard("race")
 def a_host_function_holds_a_stream(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     go = threading.Event()
     b.b.launch_host_func(lambda: go.wait(10) and None)
     b.write(x, b.b)
@@ -141,7 +128,6 @@ def a_host_function_holds_a_stream(b: Bench, right: bool) -> None:
         b.c.synchronize()
     go.set()
     b.b.synchronize()
-    b.done(x)
 
 
 def _plain_word(b: Bench) -> int:
@@ -163,7 +149,6 @@ def who_waits_for_a_word_was_queued_first(b: Bench, right: bool) -> None:
     b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, 1, 0)
     if not right:
         b.write(x, b.a)
-    b.done(x)
 
 
 @hazard("race")
@@ -175,7 +160,6 @@ def an_earlier_value_satisfies_the_wait(b: Bench, right: bool) -> None:
     b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, 2, 0)
     b.raw("cuStreamWaitValue32", cuda.CUstream(b.b.handle), word, 2 if right else 1, 0)
     b.write(x, b.b)
-    b.done(x)
 
 
 # -- more streams, threads and devices -------------------------------------------------------------------------
@@ -196,13 +180,11 @@ def an_event_was_recorded_between_two_uses(b: Bench, right: bool) -> None:
     stop.synchronize()
     stop.elapsed_since(start)
     b.driver.used(pinned, 64, None, True)
-    b.done(x)
 
 
 @hazard("race")
 def threads_one_after_the_other_have_streams_of_their_own(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
 
     def work() -> None:
         stream = b.device.per_thread_stream
@@ -214,30 +196,25 @@ def threads_one_after_the_other_have_streams_of_their_own(b: Bench, right: bool)
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    b.done(x)
 
 
 @hazard("race", gpus=2)
 def the_legacy_streams_of_two_devices(b: Bench, right: bool) -> None:
     peer = sa.Device(1, driver=b.driver)
     b.pool.set_access(peer, sa.MemAccess.READWRITE)
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     x.fill(1, b.device.default_stream)
     if right:
         peer.default_stream.wait(b.device.default_stream.record(b.event()))
     x.used(peer.default_stream)
     peer.synchronize()
-    b.done(x)
 
 
 @hazard("race")
 def a_copy_of_the_legacy_stream_waits_for_blocking_streams_only(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     x.fill(1, b.stream(blocking=True) if right else b.a)
     b.raw("cuMemcpyDtoH", bytearray(SIZE), x.address, SIZE)
-    b.done(x)
 
 
 # -- other libraries -------------------------------------------------------------------------------------------
@@ -245,22 +222,18 @@ def a_copy_of_the_legacy_stream_waits_for_blocking_streams_only(b: Bench, right:
 
 @hazard("race")
 def dlpack_was_asked_for_no_order(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     b.write(x, b.a)
     x.__dlpack__(stream=b.b.handle if right else -1)
     b.read(x, b.b)
-    b.done(x)
 
 
 @hazard("race")
 def dlpack_was_asked_for_another_stream(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     b.write(x, b.a)
     x.__dlpack__()  # the same as 1, the legacy stream
     b.read(x, b.device.default_stream if right else b.b)
-    b.done(x)
 
 
 class _Array:
@@ -279,7 +252,6 @@ def an_array_without_a_stream_has_to_be_ready(b: Bench, right: bool) -> None:
     b.device.synchronize()
     b.write(x, b.a)
     y.copy_from(_Array(x, b.a.handle if right else None), b.b)
-    b.done(x, y)
 
 
 @hazard("race")
@@ -288,7 +260,6 @@ def an_array_of_the_wrong_stream(b: Bench, right: bool) -> None:
     b.device.synchronize()
     b.write(y, b.device.default_stream if right else b.c)
     x.copy_to(_Array(y, 1), b.b)
-    b.done(x, y)
 
 
 # -- words -----------------------------------------------------------------------------------------------------
@@ -314,8 +285,7 @@ def a_word_is_set_by_a_fill(b: Bench, right: bool) -> None:
 @hazard("race")
 def the_word_of_one_of_two_writers(b: Bench, right: bool) -> None:
     word = b.word()
-    x, y = b.new(b.a), b.new(b.a)
-    b.a.synchronize()
+    x, y = b.ready(), b.ready()
     for memory, stream, at in ((x, b.a, word), (y, b.b, word + 4)):
         memory.fill(1, stream)
         b.raw("cuStreamWriteValue32", cuda.CUstream(stream.handle), at, 1, 0)
@@ -323,7 +293,6 @@ def the_word_of_one_of_two_writers(b: Bench, right: bool) -> None:
         b.raw("cuStreamWaitValue32", cuda.CUstream(b.c.handle), at, 1, 2)
     x.fill(2, b.c)
     y.fill(2, b.c)
-    b.done(x, y)
 
 
 # -- streams that are held -------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ def used_on_another_stream_at_once(b: Bench, right: bool) -> None:
     if right:
         b.order(b.a, b.b)
     b.write(x, b.b)
-    b.done(x)
 
 
 @hazard("use before allocation")
@@ -30,7 +29,6 @@ def an_event_query_of_another_event(b: Bench, right: bool) -> None:
     while not (after if right else before).query():
         pass
     b.write(x, b.b)
-    b.done(x)
 
 
 @hazard("use before allocation")
@@ -112,7 +110,6 @@ def used_on_the_stream_that_freed(b: Bench, right: bool) -> None:
     if not right:
         x.free()
     b.at(address, b.a)
-    b.done(x)
 
 
 @hazard("use after free")
@@ -123,7 +120,6 @@ def used_after_an_event_of_the_free(b: Bench, right: bool) -> None:
         x.free()
     b.order(b.a, b.b)
     b.at(address, b.b, write=False)
-    b.done(x)
 
 
 @hazard("use after free")
@@ -134,7 +130,6 @@ def used_after_the_host_has_seen_the_free(b: Bench, right: bool) -> None:
         x.free()
     b.a.synchronize()
     b.at(address, b.b)
-    b.done(x)
 
 
 @hazard("use after free")
@@ -177,7 +172,6 @@ def a_stale_pointer_meets_the_next_owner(b: Bench, right: bool) -> None:
     assert y.address == address
     if not right:
         b.at(address, b.c)
-    b.done(y)
 
 
 @hazard("reuse race")
@@ -192,7 +186,6 @@ def a_stale_read_on_the_stream_that_freed(b: Bench, right: bool) -> None:
     assert y.address == address
     if not right:
         b.at(address, b.a, write=False)
-    b.done(y)
 
 
 @hazard("race", portable=False)
@@ -232,10 +225,9 @@ def a_stale_pointer_into_what_is_left_of_a_block(b: Bench, right: bool) -> None:
     if right:
         b.at(at, b.a, nbytes=512)
     x.free(b.a)
-    y = b.new(b.a, 1024)
+    b.new(b.a, 1024)
     if not right:
         b.at(at, b.a, nbytes=512)
-    b.done(y)
 
 
 @hazard("reuse race")
@@ -252,7 +244,6 @@ def a_stale_pointer_into_two_blocks_that_were_joined(b: Bench, right: bool) -> N
     assert z.address <= at < z.address + z.nbytes
     if not right:
         b.at(at, b.b, nbytes=64)
-    b.done(z)
 
 
 # -- ends of blocks and streams --------------------------------------------------------------------------------
@@ -270,7 +261,7 @@ def an_exception_leaves_the_block(b: Bench, right: bool) -> None:
 
 @hazard("free racing a use")
 def dropped_while_another_stream_works(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
+    x = b.pool.allocate(SIZE, b.a)
     b.order(b.a, b.b)
     b.write(x, b.b)
     if right:
@@ -282,8 +273,7 @@ def dropped_while_another_stream_works(b: Bench, right: bool) -> None:
 
 @hazard("release while in use")
 def a_stream_was_destroyed_and_not_waited_for(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     pinned = int(b.raw("cuMemHostAlloc", SIZE, 0))
     stream = b.raw("cuStreamCreate", 1)  # Stream.close() of the facade asks whether the work is done
     b.raw("cuMemcpyHtoDAsync", x.address, pinned, SIZE, stream)
@@ -291,7 +281,6 @@ def a_stream_was_destroyed_and_not_waited_for(b: Bench, right: bool) -> None:
         b.raw("cuStreamSynchronize", stream)
     b.raw("cuStreamDestroy", stream)
     b.raw("cuMemFreeHost", pinned)
-    b.done(x)
 
 
 @hazard("double free")
@@ -323,15 +312,13 @@ def the_current_pool_is_another_one(b: Bench, right: bool) -> None:
 def a_pool_is_taken_away_from_a_peer_that_works(b: Bench, right: bool) -> None:
     peer = sa.Device(1, driver=b.driver)
     b.pool.set_access(peer, sa.MemAccess.READWRITE)
-    x = b.new(b.a)
-    b.a.synchronize()
+    x = b.ready()
     with peer.create_stream() as stream:
         x.used(stream)
         if right:
             stream.synchronize()
         b.pool.set_access(peer, sa.MemAccess.NONE)
         stream.synchronize()
-    b.done(x)
 
 
 _GONE = "calls of hardware on memory that is not there"
@@ -350,4 +337,3 @@ def plain_memory_is_copied_after_its_free(b: Bench, right: bool) -> None:
     copy = ("cuMemcpyDtoDAsync", x.address, address, SIZE, cuda.CUstream(b.a.handle))
     for step in (copy, ("cuMemFree", address))[:: 1 if right else -1]:
         b.raw(*step)
-    b.done(x)

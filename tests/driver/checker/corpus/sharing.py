@@ -147,7 +147,6 @@ def reduced_while_a_replica_is_written(b: Bench, right: bool) -> None:
     if right:
         b.a.wait(b.b)
     multimem_ld_reduce(b.a, x, team.view, 16, np.uint32)
-    b.done(x)
 
 
 @hazard("unmap while in use", gpus=2, simulated=_NO_OBJECTS)
