@@ -215,22 +215,6 @@ def test_many_graphs_that_come_and_go_use_no_addresses_up() -> None:
 
 
 class TestAddresses:
-    def test_are_used_again_only_after_the_free(self) -> None:
-        rig = new_rig()
-        d, one, two = rig.raw, rig.stream(), rig.stream()
-        begin(rig, one)
-        first = int(ok(d.cuMemAllocAsync(MiB, one)))
-        order(rig, two, after=one)
-        ok(d.cuMemFreeAsync(first, one))
-        beside = int(ok(d.cuMemAllocAsync(MiB, two)))
-        assert beside != first, "nothing orders it after the free"
-        after = int(ok(d.cuMemAllocAsync(MiB, one)))
-        assert after == first
-        ok(d.cuMemFreeAsync(beside, two))
-        order(rig, one, after=two)
-        ok(d.cuMemFreeAsync(after, one))
-        ok(d.cuStreamEndCapture(one))
-
     def test_of_a_hole_are_divided(self) -> None:
         rig = new_rig()
         d, stream = rig.raw, rig.stream()
