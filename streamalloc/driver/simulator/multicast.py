@@ -76,12 +76,6 @@ class MulticastTable:
     One byte is the lock for changes. Each holder has a byte, which is free again when the holder is gone for any
     reason. One byte is shared by all exported descriptors. So the table shows whether the process of a binding was
     killed, and whether another process may still add a device.
-
-    Every handle of an object, in whatever process, is a *holder* of its table, and opens the file anew: holders lock
-    bytes of it that way (the bytes stand for nothing, and most lie beyond the end). One byte is the lock around
-    changes. One is each holder's own, and free again when the holder is gone, however that came. One is shared by the
-    descriptors that were exported. So the table tells a binding whose process was killed from one that is there, and
-    whether anybody else may still add a device.
     """
 
     has_fabric_handle = False
