@@ -169,17 +169,6 @@ class TestPools:
         value(rig.raw.cuStreamSynchronize(stream))
         assert rig.reserved(pool) == 0
 
-    def test_importers_keep_what_the_pool_gives_up(self, rig: Rig) -> None:
-        pool, stream, other = rig.pool(0, handle_types=POSIX_FD), rig.stream(), new_rig()
-        fd = export_pool(rig, pool)
-        address, data = allocate(rig, pool, MiB, 7, stream)
-        there = value(pointer(other, import_pool(other, fd), data))
-        os.close(fd)
-        rig.free(address, stream)
-        value(rig.raw.cuStreamSynchronize(stream))
-        assert rig.reserved(pool) == 0
-        assert other.read(there, 4) == [7] * 4
-
     def test_access_of_devices_is_the_importers_own(self) -> None:
         rig, other = new_rig(devices=2), new_rig(devices=2)
         pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
@@ -342,15 +331,6 @@ class TestEvents:
         handle = opaque(other.raw.CUipcEventHandle(), bytes_of(value(rig.raw.cuIpcGetEventHandle(event))))
         return other.own(value(other.raw.cuIpcOpenEventHandle(handle)), other.raw.cuEventDestroy)
 
-    def test_recorded_before_there_was_a_handle(self, rig: Rig) -> None:
-        event, stream, gate, other = rig.event(SHARED_EVENT), rig.stream(), rig.gate(), new_rig()
-        gate.hold(stream)
-        value(rig.raw.cuEventRecord(event, stream))
-        opened = self.opened(rig, event, other)
-        assert said(other.raw.cuEventQuery(opened)) == "NOT_READY"
-        gate.open()
-        assert said(other.raw.cuEventSynchronize(opened)) == "SUCCESS"
-
     def test_many(self, rig: Rig) -> None:
         """More than one table has place for."""
         stream, gate, other = rig.stream(), rig.gate(), new_rig()
@@ -414,17 +394,6 @@ class TestEvents:
 
 
 class TestMemory:
-    def test_counts_until_nobody_has_it(self, another: Callable[..., Peer], rig: Rig) -> None:
-        importer, free, raw = another(), rig.device_free(), rig.raw
-        memory = rig.memory(64 * MiB, handle_types=POSIX_FD)
-        fd = int(value(raw.cuMemExportToShareableHandle(memory, handle_type(rig), 0)))
-        importer.value("cuMemImportFromShareableHandle", Descriptor(fd), FD)
-        os.close(fd)
-        assert rig.release(memory) == "SUCCESS"
-        assert rig.device_free() == free - 64 * MiB
-        importer.kill()
-        assert rig.device_free() == free
-
     def test_plain_memory_is_unmapped_with_its_context(self, rig: Rig) -> None:
         other = new_rig()
         raw, handle = other.raw, bytes_of(value(rig.raw.cuIpcGetMemHandle(rig.plain(MiB))))
