@@ -66,13 +66,6 @@ class TestEveryDriver:
         assert len(required) <= len(ours) <= len(theirs)
         assert [one.name for one in theirs][: len(ours)] == ours
 
-    @pytest.mark.parametrize("function", COMPARED)
-    def test_the_simulated_driver_takes_the_same(self, function: str) -> None:
-        simulated = list(inspect.signature(getattr(sd.simulated(), function)).parameters.values())
-        theirs = list(inspect.signature(getattr(cuda, function)).parameters.values())
-        assert [one.name for one in simulated] == [one.name for one in theirs]
-        assert [one.default is one.empty for one in simulated] == [one.default is one.empty for one in theirs]
-
     def test_what_is_not_modelled_says_so(self) -> None:
         with pytest.raises(NotImplementedError, match="not modelled: cuTexObjectCreate"):
             sd.simulated().cuTexObjectCreate(None, None, None)  # type: ignore[attr-defined]

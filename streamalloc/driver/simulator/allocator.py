@@ -41,10 +41,6 @@ from .constants import CHUNK
 _ALL = 1 << 64
 
 
-def _when_left(block: Block) -> tuple[int, int]:
-    return block.seq, block.stamp
-
-
 Reach = Callable[[int], int]
 """Maps a stream to the sequence number up to which blocks it left can be taken."""
 
@@ -150,7 +146,7 @@ class Line:
             if shelf:
                 limit = reach(stream)
                 found = [one for one in shelf if one.seq <= limit]
-                for block in sorted(found, key=_when_left, reverse=True):
+                for block in sorted(found, key=lambda block: (block.seq, block.stamp), reverse=True):
                     shelf.remove(block)
                     self.free(block)
                     changed = True

@@ -157,32 +157,21 @@ Event = Annotated[events.Event, event, _found_in("events", Result.CUDA_ERROR_CON
 Graph = Annotated[graphs.Graph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
 Node = Annotated[graphs.Node, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
 GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("graphs.executables")]
-_no_array = "using an array that does not exist"
-_no_mipmap = "using a mipmapped array that does not exist"
-Array = Annotated[arrays.Array, Handle(cuda.CUarray), _found_in("arrays.arrays", _no_array)]
+_array, _mipmap = Handle(cuda.CUarray), Handle(cuda.CUmipmappedArray)
+_no_array = ("arrays.arrays", "using an array that does not exist")
+_no_mipmap = ("arrays.mipmapped", "using a mipmapped array that does not exist")
+_gone = Result.CUDA_ERROR_INVALID_HANDLE
+Array = Annotated[arrays.Array, _array, _found_in(*_no_array)]
+MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap)]
 # For calls that destroy the object (a null handle on H200: test_modules).
-EndedArray = Annotated[
-    arrays.Array,
-    Handle(cuda.CUarray),
-    _found_in("arrays.arrays", _no_array, Result.CUDA_ERROR_INVALID_HANDLE),
-]
-EndedMipmap = Annotated[
-    arrays.MipmappedArray,
-    Handle(cuda.CUmipmappedArray),
-    _found_in("arrays.mipmapped", _no_mipmap, Result.CUDA_ERROR_INVALID_HANDLE),
-]
-MipmappedArray = Annotated[
-    arrays.MipmappedArray,
-    Handle(cuda.CUmipmappedArray),
-    _found_in("arrays.mipmapped", _no_mipmap),
-]
+EndedArray = Annotated[arrays.Array, _array, _found_in(*_no_array, _gone)]
+EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap, _gone)]
 MulticastObject = Annotated[
     multicast.MulticastObject,
     Handle(cuda.CUmemGenericAllocationHandle),
     lambda machine, handle: machine.multicast.object(handle),
 ]
 
-_gone = Result.CUDA_ERROR_INVALID_HANDLE
 Module = Annotated[modules.Module, Handle(cuda.CUmodule), _found_in("modules.modules", _gone)]
 Library = Annotated[modules.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
 Function = Annotated[modules.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]

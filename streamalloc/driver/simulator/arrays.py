@@ -96,9 +96,6 @@ class Layout:
         if size > TILE_SIZE or (self.has_tail and not self.mipmapped and (self.solid or self.layers)):
             raise NotModelled("the tail of an array of this shape")
 
-    def tail_offset(self, level: int) -> int:
-        return sum(self.bytes_of(above) for above in range(self.tail_first, level))
-
 
 @dataclass(eq=False)
 class Storage:
@@ -160,7 +157,8 @@ class Storage:
         layer, z = (z, 0) if layout.layers else (0, z)
         if layout.has_tail and level >= layout.tail_first:
             pitch = layout.extent_of(level)[0] * layout.element
-            offset = layout.tail_offset(level) + part.y * pitch + part.x
+            before = sum(layout.bytes_of(above) for above in range(layout.tail_first, level))
+            offset = before + part.y * pitch + part.x
             yield (device, TAIL, layer, 0, 0, 0), 0, 0, (shape.height, shape.width), offset, pitch
             return
         columns, rows, slices = layout.tile

@@ -14,7 +14,7 @@ from typing import Any
 
 from .constants import EventFlag, new_handle
 from .contexts import Context
-from .timeline import Clock, Operation, Stream, Until, Wait, merge
+from .timeline import Clock, Mark, Operation, Stream, Until, merge
 
 # -- events of several processes -------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Event:
         elif record is not None and (record.stream is not stream or record.others):
             # a wait for completed work is no work (observed on H200: test_events)
             joins = stream.peers is not None or not record.complete
-            stream.submit(Wait(), ((record.stream, record.seq), *record.others), joins=joins)
+            stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
             live = stream.timeline.streams
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 

@@ -15,7 +15,7 @@ from .errors import Fault, Result, check
 from .events import Event
 from .graph_memory import GraphMemory
 from .pool import Pool
-from .timeline import Call, Clock, Operation, Stream, merge
+from .timeline import Call, Operation, Stream, merge
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1
@@ -224,13 +224,11 @@ class GraphExec:
         earlier = [use for memory in self.graph.memories.values() for use in memory.uses.unfinished()]
         if self.last is not None:
             earlier.append(self.last)
-        order: Clock = {}
-        for other, seq in earlier:
-            merge(order, {other.id: seq})
         clock = dict(stream.clock)
         stream.catch_up(clock)
         clock[stream.id] = stream.seq
-        merge(clock, order)
+        for other, seq in earlier:
+            merge(clock, {other.id: seq})
         outlives = {node.device for node in self.unfreed}
         slabs = [(memory, memory.prepare(clock, device in outlives)) for device, memory in self.graph.memories.items()]
 

@@ -164,11 +164,6 @@ class Machine:
                 f"{self.cut_call} was interrupted in the middle; make another machine with driver.simulated()"
             )
 
-    def after_fork(self) -> None:
-        """In the child, refuse all calls if the driver was initialised, as on hardware."""
-        if self.ready:
-            self.forked, self.ready = True, False
-
     # -- contexts --------------------------------------------------------------------------------------------
 
     def create_context(self, device: Device, primary: bool = False, flags: int = 0) -> Context:
@@ -299,8 +294,10 @@ _machines: weakref.WeakSet[Machine] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
+    """In the child, refuse all calls if the driver was initialised, as on hardware."""
     for machine in list(_machines):
-        machine.after_fork()
+        if machine.ready:
+            machine.forked, machine.ready = True, False
 
 
 os.register_at_fork(after_in_child=_after_fork)

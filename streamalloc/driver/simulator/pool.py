@@ -14,17 +14,11 @@ from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Loc
 from .errors import Fault, Result, check, need, operating_system
 from .files import Label, Names
 from .memory import Physical, Reservation
-from .timeline import Clock, Operation, Stream, Timeline
+from .timeline import Clock, Mark, Operation, Stream, Timeline
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
 """Bytes of an imported pool that get addresses at first."""
-
-
-class Taken(Operation):
-    """The operation in a stream after which the stream can use an allocation."""
-
-    counts = is_command = False
 
 
 class Freed(Operation):
@@ -137,7 +131,7 @@ class Pool(Accessible):
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
         if self.follow_events:  # other allocations are no work (observed on H200: test_events)
-            stream.submit(Taken())
+            stream.submit(Mark())
         return block
 
     def free(self, block: Block, size: int, stream: Stream) -> None:

@@ -83,8 +83,8 @@ class Call(Operation):
         return True
 
 
-class Wait(Operation):
-    """A wait for operations of other streams."""
+class Mark(Operation):
+    """A place in a stream without work: of a wait for other streams, or from which on it can use an allocation."""
 
     counts = is_command = False
 

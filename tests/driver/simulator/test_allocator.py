@@ -9,8 +9,7 @@ import pytest
 
 from streamalloc.driver.simulator.allocator import Line
 from streamalloc.driver.simulator.blocks import HEAP, USED, Block
-from streamalloc.driver.simulator.constants import CHUNK
-from tests.support import MiB, bytecodes
+from tests.support import bytecodes
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -35,10 +34,6 @@ def take(line: Line, size: int, stream: int = 1, done: object = nothing, ordered
     assert block is not None
     line.back(line.missing(block, size))
     return line.carve(block, size)
-
-
-def takes(line: Line, *sizes: float) -> list[Block]:
-    return [take(line, int(size * MiB)) for size in sizes]
 
 
 def validate(line: Line) -> None:
@@ -100,101 +95,6 @@ def test_random_use_keeps_the_line_consistent(seed: int) -> None:
             if block is not None:
                 live.append(line.carve(block, 1))
         validate(line)
-
-
-def test_growth_uses_the_free_end() -> None:
-    line = Line(1 << 40)
-    assert [block.start // MiB for block in takes(line, 20, 40)] == [0, 20]
-    assert line.reserved == 64 * MiB
-
-
-def test_best_fit_then_longest_free() -> None:
-    line = Line(1 << 40)
-    blocks = takes(line, 5, 1, 3, 1, 5, 1)
-    for block in (blocks[4], blocks[2], blocks[0]):
-        line.free(block)
-    assert [block.start // MiB for block in takes(line, 2, 4, 4)] == [6, 10, 0]
-
-
-def test_the_end_of_the_line_comes_last_however_well_it_fits() -> None:
-    line = Line(1 << 40)
-    large, _ = takes(line, 22, 1)
-    line.free(large)
-    assert take(line, 9 * MiB).start == 0
-
-
-def test_left_memory_is_for_its_own_stream_until_seen() -> None:
-    line = Line(CHUNK)
-    line.free(take(line, 20 * MiB), 1, 1)
-    assert find(line, 20 * MiB, 2, None, nothing) is None
-    assert line.settle(nothing) is False
-    assert find(line, 20 * MiB, 2, None, nothing) is None
-    assert line.settle(lambda stream: 1) is True
-    assert take(line, 20 * MiB, 2).start == 0
-
-
-def test_own_memory_goes_first_and_does_not_join_others() -> None:
-    line = Line(1 << 40)
-    own, _, other, _ = takes(line, 8, 1, 5, 1)
-    line.free(own, 1, 1)
-    line.free(other, 2, 1)
-    assert take(line, 4 * MiB, 1, everything).start == 0
-    assert take(line, 5 * MiB, 1, nothing).start == 15 * MiB
-
-
-def test_what_a_stream_left_side_by_side_is_one() -> None:
-    line = Line(1 << 40)
-    for seq, block in enumerate(takes(line, 8, 8, 1)[:2], 1):
-        line.free(block, 1, seq)
-    assert find(line, 16 * MiB, 2, None, lambda stream: 1).start == 17 * MiB  # type: ignore[union-attr]
-    assert take(line, 16 * MiB, 2, lambda stream: 2).start == 0
-
-
-def test_streams_are_looked_at_in_the_order_of_their_first_use() -> None:
-    line = Line(1 << 40)
-    first, _, second, _ = take(line, 8 * MiB, 5), take(line, MiB, 5), take(line, 4 * MiB, 3), take(line, MiB, 3)
-    line.free(second, 3, 1)
-    line.free(first, 5, 1)
-    assert take(line, 4 * MiB, 9, everything).start == 0
-
-
-def test_what_is_done_joins_where_none_of_it_is_large_enough() -> None:
-    line = Line(CHUNK)
-    one, two, _ = takes(line, 8, 8, 16)
-    line.free(one, 1, 1)
-    line.free(two, 2, 1)
-    assert find(line, 16 * MiB, 3, None, nothing) is None
-    assert take(line, 16 * MiB, 3, everything).start == 0
-
-
-def test_blocks_without_memory_come_after_what_others_left() -> None:
-    line = Line(1 << 40)
-    large, _, left, _ = takes(line, 64, 1, 8, 1)
-    line.free(large)
-    line.unback(line.spare()[:1])
-    line.free(left, 2, 1)
-    assert take(line, 4 * MiB, 1, everything).start == 65 * MiB
-    assert take(line, 4 * MiB, 1, nothing).start == 0
-
-
-def test_spare_chunks_are_whole() -> None:
-    line = Line(1 << 40)
-    _, rest, _ = takes(line, 1, 120, 1)
-    line.free(rest)
-    assert line.spare() == [1, 2]
-    block = find(line, 70 * MiB, 1, None, nothing)
-    assert block is not None and line.spare_besides(block, 70 * MiB) == []
-    line.unback([1, 2])
-    assert line.reserved == 64 * MiB and line.spare() == []
-    assert line.missing(block, 70 * MiB) == [1, 2]
-
-
-def test_spare_chunks_that_have_been_free_longest_come_first() -> None:
-    line = Line(1 << 40)
-    first, _, second, _, end = takes(line, 32, 32, 32, 32, 64)
-    for block in (second, end, first):
-        line.free(block)
-    assert line.spare() == [2, 4, 5, 0]
 
 
 def test_streams_that_are_gone_are_forgotten_once_they_left_nothing() -> None:

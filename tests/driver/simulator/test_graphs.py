@@ -66,27 +66,6 @@ def order(rig: Rig, stream: Any, after: Any) -> None:
 
 
 class TestSharing:
-    def test_in_one_stream(self) -> None:
-        rig = new_rig()
-        stream, graphs = rig.stream(), [Written(rig, 1), Written(rig, 2, 40 * MiB), Written(rig, 3)]
-        for graph in graphs:
-            graph.launch(stream)
-        assert reserved(rig) == 2, "as much as the largest needs"
-        ok(rig.raw.cuStreamSynchronize(stream))
-        assert all(graph.right for graph in graphs)
-
-    def test_not_at_the_same_time(self) -> None:
-        rig = new_rig()
-        one, two, graphs = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
-        graphs[0].gate.value = 0
-        graphs[0].launch(one)
-        graphs[1].launch(two)
-        assert reserved(rig) == 2
-        ok(rig.raw.cuStreamSynchronize(two))
-        graphs[0].gate.value = 1
-        ok(rig.raw.cuStreamSynchronize(one))
-        assert all(graph.right for graph in graphs)
-
     def test_in_streams_that_are_ordered(self) -> None:
         rig = new_rig()
         one, two, graphs = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
@@ -98,45 +77,6 @@ class TestSharing:
         graphs[0].gate.value = 1
         ok(rig.raw.cuStreamSynchronize(two))
         assert all(graph.right for graph in graphs)
-
-    def test_a_relaunch_may_have_other_memory_than_the_launch_that_still_runs(self) -> None:
-        rig = new_rig()
-        one, two, (first, second) = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
-        first.gate.value = second.gate.value = 0
-        first.launch(one)
-        order(rig, two, after=one)
-        second.launch(two)
-        first.launch(one)  # the memory of its first launch is promised to the other graph by now
-        assert reserved(rig) == 2
-        first.gate.value = 1
-        ok(rig.raw.cuStreamSynchronize(one))
-        assert first.right
-        assert rig.query(two) == "NOT_READY"
-        second.gate.value = 1
-        ok(rig.raw.cuStreamSynchronize(two))
-        assert second.right
-
-    def test_allocations_that_outlive_a_launch_have_memory_of_their_own(self) -> None:
-        rig = new_rig()
-        d, stream, shared = rig.raw, rig.stream(), Written(rig, 1)
-        begin(rig, stream)
-        left = int(ok(d.cuMemAllocAsync(64, stream)))
-        ok(d.cuMemsetD8Async(left, 9, 64, stream))
-        executable = ok(d.cuGraphInstantiate(ok(d.cuStreamEndCapture(stream)), 0))
-        shared.launch(stream)
-        ok(d.cuStreamSynchronize(stream))
-        ok(d.cuGraphLaunch(executable, stream))
-        assert reserved(rig) == 1
-        shared.launch(stream)
-        assert reserved(rig) == 2
-        ok(d.cuStreamSynchronize(stream))
-        assert shared.right and ctypes.string_at(left, 64) == b"\x09" * 64
-        ok(d.cuDeviceGraphMemTrim(0))
-        assert reserved(rig) == 1
-        assert ctypes.string_at(left, 64) == b"\x09" * 64
-        ok(d.cuMemFreeAsync(left, stream))
-        ok(d.cuDeviceGraphMemTrim(0))
-        assert reserved(rig) == 0
 
 
 class TestLaunches:
@@ -181,16 +121,6 @@ class TestLaunches:
         assert reserved(rig) == 0
         assert not machine.devices[0].graphs.memories
 
-    def test_after_a_trim(self) -> None:
-        rig = new_rig()
-        d, stream, graph = rig.raw, rig.stream(), Written(rig, 1)
-        for _ in range(2):
-            graph.launch(stream)
-            ok(d.cuStreamSynchronize(stream))
-            assert graph.right and reserved(rig) == 1
-            ok(d.cuDeviceGraphMemTrim(0))
-            assert reserved(rig) == 0
-
     def test_for_which_there_is_no_memory(self) -> None:
         rig = new_rig(memory=2 * STEP + 2 * MiB)  # with what the first graph takes
         d, stream, graph = rig.raw, rig.stream(), Written(rig, 1, 40 * MiB)
@@ -215,22 +145,6 @@ def test_many_graphs_that_come_and_go_use_no_addresses_up() -> None:
 
 
 class TestAddresses:
-    def test_are_used_again_only_after_the_free(self) -> None:
-        rig = new_rig()
-        d, one, two = rig.raw, rig.stream(), rig.stream()
-        begin(rig, one)
-        first = int(ok(d.cuMemAllocAsync(MiB, one)))
-        order(rig, two, after=one)
-        ok(d.cuMemFreeAsync(first, one))
-        beside = int(ok(d.cuMemAllocAsync(MiB, two)))
-        assert beside != first, "nothing orders it after the free"
-        after = int(ok(d.cuMemAllocAsync(MiB, one)))
-        assert after == first
-        ok(d.cuMemFreeAsync(beside, two))
-        order(rig, one, after=two)
-        ok(d.cuMemFreeAsync(after, one))
-        ok(d.cuStreamEndCapture(one))
-
     def test_of_a_hole_are_divided(self) -> None:
         rig = new_rig()
         d, stream = rig.raw, rig.stream()

@@ -6,42 +6,18 @@ import ctypes
 import functools
 import random
 import threading
-import time
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from streamalloc.driver.simulator import call_lock
-from streamalloc.driver.simulator.timeline import Operation, Timeline, merge
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import BLOCKING, MiB
 from tests.facts.support import value as ok
 from tests.support import KEEP, bytecodes, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
-
-
-def test_clocks_merge_to_the_later_of_both() -> None:
-    clock = {1: 5, 2: 1}
-    merge(clock, {2: 3, 3: 4, 1: 2})
-    assert clock == {1: 5, 2: 3, 3: 4}
-
-
-def test_a_wait_orders_after_all_the_event_knew() -> None:
-    rig = new_rig()
-    d = rig.raw
-    one, two, three = rig.stream(), rig.stream(), rig.stream()
-    machine = d._machine
-    first, second = rig.event(), rig.event()
-    ok(d.cuEventRecord(first, one))
-    ok(d.cuStreamWaitEvent(two, first, 0))
-    ok(d.cuEventRecord(second, two))
-    ok(d.cuStreamWaitEvent(three, second, 0))
-    streams = [machine.streams[int(stream)] for stream in (one, two, three)]
-    assert streams[2].clock[streams[0].id] == streams[0].seq
-    assert streams[2].clock[streams[1].id] == streams[1].seq
-    assert streams[0].clock == {}
 
 
 def test_an_event_of_a_context_comes_after_all_its_streams_and_holds_none_of_them() -> None:
@@ -64,17 +40,6 @@ def test_an_event_of_a_context_comes_after_all_its_streams_and_holds_none_of_the
         gate.value = 1
     ok(d.cuEventSynchronize(event))
     ok(d.cuStreamSynchronize(waiting))
-
-
-def test_a_synchronised_event_of_a_context_tells_pools_of_no_frees() -> None:
-    rig = new_rig()
-    d, event, pool, streams = rig.raw, rig.event(), rig.pool(0), [rig.stream(), rig.stream(BLOCKING)]
-    for stream in streams:
-        rig.free(rig.allocate(pool, MiB, stream), stream)
-    ok(d.cuCtxRecordEvent(rig.context, event))
-    assert rig.reserved(pool) == 32 * MiB
-    ok(d.cuEventSynchronize(event))
-    assert rig.reserved(pool) == 32 * MiB
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -101,32 +66,6 @@ def test_an_event_is_recorded_in_its_own_context() -> None:
     d, event = rig.raw, rig.event()
     other = ok(d.cuDevicePrimaryCtxRetain(1))
     assert d.cuCtxRecordEvent(other, event)[0] == d.CUresult.CUDA_ERROR_INVALID_HANDLE
-
-
-def test_a_synchronised_stream_raises_the_hosts_clock_with_all_it_waited_for() -> None:
-    rig = new_rig()
-    d = rig.raw
-    one, two, event = rig.stream(), rig.stream(), rig.event()
-    ok(d.cuEventRecord(event, one))
-    ok(d.cuStreamWaitEvent(two, event, 0))
-    host = d._machine.timeline.host
-    number = d._machine.streams[int(one)].id
-    d.cuStreamQuery(two)
-    assert number not in host
-    ok(d.cuStreamSynchronize(two))
-    assert host[number] == 1
-
-
-def test_work_runs_while_the_host_makes_no_calls() -> None:
-    rig = new_rig()
-    d, stream, word, flag = rig.raw, rig.stream(), rig.word(), rig.word()
-    rig.hold(stream, word)
-    ok(d.cuStreamWriteValue32(stream, ctypes.addressof(flag), 1, 0))
-    time.sleep(0.01)
-    assert flag.value == 0
-    word.value = 1
-    while not flag.value:  # no call is made until the test's own limit ends it
-        time.sleep(0)
 
 
 def test_a_slow_host_function_stops_no_other_stream() -> None:
@@ -230,7 +169,7 @@ def test_chance_shows_a_missing_dependency() -> None:
         seen = np.zeros(64, np.uint8)
         ok(d.cuMemcpyDtoHAsync(seen, memory, 64, two))  # a mistake: nothing orders it after the fill
         stale += seen[0] == 0
-    assert 0 < stale < 8 or stale == 8
+    assert stale
 
 
 def test_nothing_runs_in_the_callers_thread_under_chance() -> None:
@@ -243,15 +182,6 @@ def test_nothing_runs_in_the_callers_thread_under_chance() -> None:
     call_lock.leave()
     ok(rig.raw.cuStreamSynchronize(stream))
     assert rig.query(stream) == "SUCCESS"
-
-
-def test_the_worker_leaves_when_it_is_closed() -> None:
-    timeline = Timeline(None)
-    closed = threading.Event()
-    timeline.on_close = closed.set
-    timeline.close()
-    assert closed.is_set()
-    assert Operation().step()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -70,32 +70,6 @@ def test_a_free_hint_is_honoured(rig: Rig) -> None:
     assert rig.reserve(PAGE, hint=address + PAGE) == address + PAGE
 
 
-def test_a_hint_never_takes_what_something_else_has(rig: Rig) -> None:
-    with mmap.mmap(-1, 2 * PAGE) as taken:
-        taken[:] = b"\7" * len(taken)
-        view = (ctypes.c_char * len(taken)).from_buffer(taken)
-        hint = -(-ctypes.addressof(view) // PAGE) * PAGE
-        assert rig.reserve(PAGE, hint=hint) != hint
-        assert taken[:] == b"\7" * len(taken)
-        del view
-
-
-def test_memory_over_two_reservations_that_touch(rig: Rig) -> None:
-    d = rig.raw
-    address = rig.reserve(4 * PAGE)
-    ok(d.cuMemAddressFree(address, 4 * PAGE))
-    low, high = rig.reserve(2 * PAGE, hint=address), rig.reserve(2 * PAGE, hint=address + 2 * PAGE)
-    assert (low, high) == (address, address + 2 * PAGE)
-    start = rig.map(address + PAGE, rig.memory(2 * PAGE), 2 * PAGE)
-    grant(rig, start, 2 * PAGE)
-    ok(d.cuMemsetD8(start, 5, 2 * PAGE))
-    ok(d.cuCtxSynchronize())
-    assert ctypes.string_at(high - 1, 2) == b"\5\5"
-    ok(d.cuMemUnmap(address, 4 * PAGE))
-    ok(d.cuMemAddressFree(low, 2 * PAGE))
-    ok(d.cuMemAddressFree(high, 2 * PAGE))
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

@@ -29,10 +29,6 @@ _PEER_ATTRIBUTES = _names(cuda.CUdevice_P2PAttribute, "CU_DEVICE_P2P_ATTRIBUTE_"
 _PCI = re.compile(rb"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})(?:\.[0-9a-f])?$")
 
 
-def _pci(device: Device) -> str:
-    return "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(device.attributes)
-
-
 _PROPERTIES = {  # fields of a CUdevprop
     "maxThreadsPerBlock": "MAX_THREADS_PER_BLOCK",
     "sharedMemPerBlock": "MAX_SHARED_MEMORY_PER_BLOCK",
@@ -120,7 +116,7 @@ class ContextCalls(Calls):
         return attributes["COMPUTE_CAPABILITY_MAJOR"], attributes["COMPUTE_CAPABILITY_MINOR"]
 
     def cuDeviceGetPCIBusId(self, length: Int, dev: Device) -> bytes:
-        name = _pci(dev).encode()
+        name = "{PCI_DOMAIN_ID:04x}:{PCI_BUS_ID:02x}:{PCI_DEVICE_ID:02x}.0".format_map(dev.attributes).encode()
         check(length > len(name))
         # observed on H200 (test_device): one terminating zero; the rest of the buffer is unchanged
         return (name + b"\0").ljust(length, b" ")

@@ -43,12 +43,9 @@ _SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 
 
-def _in_pool(allocation: Allocation) -> bool:
-    return isinstance(allocation, (PoolMemory, GraphAllocation))
-
-
+_OF_POOLS = (PoolMemory, GraphAllocation)
 _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
-    "CONTEXT": lambda a, at: cuda.CUcontext(0 if a.context is None or _in_pool(a) else a.context.handle),
+    "CONTEXT": lambda a, at: cuda.CUcontext(a.context.handle if a.context and not isinstance(a, _OF_POOLS) else 0),
     "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
     "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
     "HOST_POINTER": lambda a, at: at if a.on_host or a.managed else None,
@@ -230,10 +227,8 @@ class MemoryCalls(Calls):
         if mapping is not None:
             not_modelled(mapping.is_multicast, "cuMemGetAddressRange of a multicast object")
             check(right_of_current(self._machine, mapping, "ACCESS_FLAGS"), Result.CUDA_ERROR_NOT_FOUND)
-            if (
-                mapping.memory.properties.device is None
-            ):  # the address is not checked (observed on H200: test_host_mappings)
-                base = 0
+            if mapping.memory.properties.device is None:
+                base = 0  # the address is not checked (observed on H200: test_host_mappings)
         return cuda.CUdeviceptr(base), allocation.size
 
     def cuPointerGetAttribute(self, attribute: Any, ptr: DevicePointer) -> Any:

@@ -51,9 +51,8 @@ class PoolCalls(Calls):
     def _check_kind_of_pool(self, place: Place, handle_types: int) -> None:
         """Refuse pool kinds that this profile's devices lack: the real driver's answer is unknown."""
         devices = self._machine.devices if place.device is None else [self._machine.devices[place.device]]
-        known = all(one.attributes.get("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0) & handle_types == handle_types
-                    for one in devices)  # fmt: skip
-        not_modelled(not known, "cuMemPoolCreate with handle types that this profile's device lacks")
+        unable = [one for one in devices if handle_types & ~one.attributes.get("MEMPOOL_SUPPORTED_HANDLE_TYPES", 0)]
+        not_modelled(unable, "cuMemPoolCreate with handle types that this profile's device lacks")
         name = {Location.HOST: "HOST_MEMORY_POOLS", Location.HOST_NUMA: "HOST_NUMA_MEMORY_POOLS"}.get(place.type)
         lacks = name and not self._machine.supports(f"{name}_SUPPORTED")
         not_modelled(lacks, f"cuMemPoolCreate where this profile's device lacks {name}_SUPPORTED")
