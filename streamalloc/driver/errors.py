@@ -1,4 +1,4 @@
-"""Errors about a driver as a whole, and sizes in texts."""
+"""Errors about a driver as a whole."""
 
 from __future__ import annotations
 
@@ -31,11 +31,3 @@ class ForkedProcessError(RuntimeError):
 
     Start processes by ``spawn``, as the programs of :doc:`/docs/guides/ipc` do.
     """
-
-
-def size_text(nbytes: int) -> str:
-    """A size as text: ``64 MiB`` for a whole number of a unit, else ``1,234,567 bytes``."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes and nbytes % scale == 0:
-            return f"{nbytes // scale:,} {unit}"
-    return f"{nbytes:,} byte{'' if nbytes == 1 else 's'}"

@@ -17,7 +17,6 @@ from streamalloc.driver.bindings import (
     runtime,
     version_that_added,
 )
-from streamalloc.driver.errors import size_text
 from streamalloc.driver.locks import Lock, RLock
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import as_asked, default_of_threads, read_choice

@@ -136,8 +136,8 @@ class Timeline:
         """Clock of all work other processes can wait for."""
         self.ready: Clock = Clock()
         """Clock of all announcements of other processes."""
-        self._gone: set[int] = set()
-        """Numbers of ended streams and threads, which precede all later work."""
+        self._live: set[int] = set()
+        """Numbers of actors, without ended streams and threads, which precede all later work."""
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """Choices of the driver: a clock, and the later actor and time."""
         self._searches = 0
@@ -148,6 +148,7 @@ class Timeline:
 
     def _number(self) -> int:
         self._numbers += 1
+        self._live.add(self._numbers)
         return self._numbers
 
     def thread(self, name: str) -> Actor:
@@ -177,12 +178,12 @@ class Timeline:
 
     def certain(self, clock: Clock, number: int, time: int) -> bool:
         """Whether the operation at ``time`` of actor ``number`` comes before one with this clock in each run."""
-        # A stream is gone once the host has waited for all its work, so later work comes after it.
-        return clock.known.get(number, 0) >= time or number in self._gone or self.over.get(number, 0) >= time
+        # A stream is removed once the host has waited for all its work, so later work comes after it.
+        return clock.known.get(number, 0) >= time or number not in self._live or self.over.get(number, 0) >= time
 
     def is_known(self, number: int, time: int) -> bool:
         """Whether the host has waited for an operation, as far as was seen."""
-        return self.host.after(number, time) or number in self._gone
+        return self.host.after(number, time) or number not in self._live
 
     def may_be_known(self, number: int, time: int) -> bool:
         """Whether the host has waited for an operation, or may have done so unseen."""
@@ -374,18 +375,19 @@ class Timeline:
         """Remove ended threads, and destroyed streams whose work the host has waited for."""
         known = self.host.known
         while self.ended_threads:
-            self._gone.add(self.ended_threads.popleft())
+            self._live.discard(self.ended_threads.popleft())
         over = [one for one in self.retired if not one.queue and known.get(one.number, 0) >= one.time]
         self.retired = [one for one in self.retired if one not in over]
-        self._gone |= {one.number for one in over}
         for stream in over:
             del self._streams[stream]
             self.foreign.pop(stream, None)
-        # Remove earlier ones again: clocks of older records may have re-added them.
-        self.forget(self._gone)
+            self.over.pop(stream.number, None)
+        self.forget({one.number for one in over})
 
     def forget(self, numbers: set[int]) -> None:
         """Remove actors, by number, from all clocks except those of recordings."""
+        self._live -= numbers
+        # Also remove earlier ones again: clocks of older records may have re-added them.
         for clock in (self.host, self.published, self.ready, *(stream.clock for stream in self._streams)):
-            for number in [one for one in clock.known if one in numbers]:
+            for number in [one for one in clock.known if one not in self._live]:
                 del clock.known[number]

@@ -72,8 +72,8 @@ class Interprocess:
         """Export data of exported and imported memory."""
         self.entries: dict[Range, Path] = {}
         """File of each open import, see :func:`announcements.open_import`."""
-        self.leaving: dict[Range, tuple[Path, Stream]] = {}
-        """Files of imports with a pending free, and the free's stream."""
+        self.leaving: dict[Range, Stream] = {}
+        """Streams of the pending frees of imports."""
         self.uses: dict[Range, list[_Use]] = {}
         """Uses that others may have to wait for, by range."""
         self._unposted: list[tuple[Range, _Use]] = []
@@ -95,18 +95,19 @@ class Interprocess:
 
     def import_ended(self, range_: Range) -> None:
         """Remove the entry of an import."""
-        entry = self.entries.pop(range_, None) or self.leaving.pop(range_, (None,))[0]
+        self.leaving.pop(range_, None)
+        entry = self.entries.pop(range_, None)
         if entry is not None:
             announcements.close_import(entry)
 
     def notifies(self, stream: Stream) -> None:
         """Record that a stream notifies other processes of its queued work, including frees of imports."""
-        for range_ in [one for one, (_, on) in self.leaving.items() if on is stream]:
+        for range_ in [one for one, on in self.leaving.items() if on is stream]:
             self.import_ended(range_)
 
     def close(self) -> None:
         """Remove everything that is visible to other processes."""
-        for range_ in (*self.entries, *self.leaving):
+        for range_ in tuple(self.entries):
             self.import_ended(range_)
         self.board.close()
 
@@ -118,7 +119,7 @@ class Interprocess:
         if stream is None:
             self.import_ended(range_)
         elif range_ in self.entries:
-            self.leaving[range_] = (self.entries.pop(range_), stream)
+            self.leaving[range_] = stream
             if len(self.leaving) > _MOST_FREES:
                 self.import_ended(next(iter(self.leaving)))
         if range_ in self.uses:

@@ -16,7 +16,6 @@ from typing import Any
 
 from streamalloc.driver.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
 from streamalloc.driver.checker.reports import Stack
-from streamalloc.driver.errors import size_text
 
 NEVER = 1 << 62
 """Time of an operation that has not run yet."""
@@ -296,6 +295,14 @@ def accesses(
         if access is None or not kernel:
             access = made[write] = Access(actor, what, stack, write, atomic)
         yield access, piece
+
+
+def size_text(nbytes: int) -> str:
+    """A size with its unit, such as ``4 KiB``."""
+    for step, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= step and nbytes % step == 0:
+            return f"{nbytes // step} {unit}"
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
 
 
 class Addresses:

@@ -166,7 +166,7 @@ def test_streams_that_are_gone_leave_no_trace() -> None:
         timeline.host_observes(passing.clock)
         timeline.submit(stays, lambda stream: None)
         assert timeline.order(stays.clock, passing.number, 1) == CERTAIN
-    assert len(stays.clock.known) < 100 and len(timeline.host.known) < 100
+    assert len(stays.clock.known) < 100 and len(timeline.host.known) < 100 and len(timeline._live) < 100
 
 
 def test_records_bring_nothing_back() -> None:

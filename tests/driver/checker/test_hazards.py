@@ -14,8 +14,7 @@ from hypothesis import strategies as some
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.clocks import CERTAIN, Timeline
-from streamalloc.driver.checker.ranges import Access, Addresses, Bytes, Moment, Range
-from streamalloc.driver.errors import size_text
+from streamalloc.driver.checker.ranges import Access, Addresses, Bytes, Moment, Range, size_text
 
 LENGTH = 12
 USES = some.lists(
@@ -92,8 +91,7 @@ def test_many_readers_leave_nothing_that_the_host_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 bytes"), (1, "1 byte"), (1000, "1,000 bytes"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")],
+    ("nbytes", "text"), [(1, "1 byte"), (1000, "1000 bytes"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")]
 )
 def test_sizes(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
@@ -345,6 +343,47 @@ def test_what_was_made_may_be_ended(name: str) -> None:
         made = calls.make(kind(0x31), name, graph, *([] if name == "cuGraphClone" else [None]))
         ended = (calls.driver.cuGraphDestroy if name == "cuGraphClone" else calls.driver.cuGraphExecDestroy)(made)
     assert ended == (OK,) and calls.kinds() == []
+
+
+def test_nodes_with_common_parameters() -> None:
+    """Added to a graph, changed in an executable graph, and replaced with those of another graph."""
+    calls = Calls()
+
+    def fill(address: int) -> Any:
+        params = SimpleNamespace(dst=address, pitch=64, elementSize=1, width=64, height=1)
+        return SimpleNamespace(type=cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET, memset=params)
+
+    graphs = []
+    for number in (0, 1):
+        graphs.append(calls.make(cuda.CUgraph(0x30 + number), "cuGraphCreate", 0))
+        node = cuda.CUgraphNode(0x40 + number)
+        calls.make(node, "cuGraphAddNode", graphs[-1], [], 0, fill((1 << 20) + 1024 * number))
+    launchable = calls.make(cuda.CUgraphExec(0x50), "cuGraphInstantiate", graphs[0], 0)
+    calls.driver.cuGraphExecUpdate(launchable, graphs[1])
+    calls.driver.cuGraphLaunch(launchable, calls.a)
+    calls.use(0, 1024)
+    assert calls.kinds() == []
+    calls.use(1024)
+    assert calls.kinds() == ["race"]
+    calls.driver.cuGraphExecNodeSetParams(launchable, cuda.CUgraphNode(0x40), fill((1 << 20) + 2048))
+    calls.driver.cuGraphLaunch(launchable, calls.a)
+    calls.use(2047, 1)
+    assert calls.kinds() == ["race"]
+    calls.use(2048)
+    assert calls.kinds() == ["race"] * 2
+
+
+@pytest.mark.parametrize("waits", ["cuCtxWaitEvent", "cuGreenCtxWaitEvent", "cuWaitExternalSemaphoresAsync", ""])
+def test_a_stream_waits_without_its_own_event(waits: str) -> None:
+    calls = Calls()
+    event = calls.make(cuda.CUevent(0x98), "cuEventCreate", 0)
+    calls.driver.used(1 << 20, 8, calls.a, True)
+    calls.driver.cuEventRecord(event, calls.a)
+    if waits:
+        semaphores = waits.endswith("Async")
+        getattr(calls.driver, waits)(*([[], [], 0, calls.b] if semaphores else [cuda.CUcontext(1), event]))
+    calls.use(0)
+    assert calls.kinds() == ([] if waits else ["race"])
 
 
 def test_another_thread_gets_a_handle_during_its_end() -> None:
