@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, CudaError
-from streamalloc.core.internal import Deferred, Event, QueuedWork, Stream, deferred_queue
+from streamalloc.core.internal import Event, HandleEnd, QueuedWork, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.tiers.disk_file import Block, DiskFile, aligned
 from streamalloc.vmm.tiers.tier import Bytes
@@ -44,29 +44,28 @@ class Staging:
         self.slots = []
         self._end.idle = True
         with contextlib.suppress(CudaError):
-            deferred_queue(self._end.session).end(self._end)
+            deferred_queue(self._end._session).end(self._end)
 
 
-class _Unregister(Deferred):
+class _Unregister(HandleEnd):
     """Deferred unregistration. It keeps the memory alive until then."""
 
-    __slots__ = ("_memory", "_ordinal", "_raw", "_work", "idle", "session")
+    __slots__ = ("_memory", "_ordinal", "_work", "idle")
 
     def __init__(self, session: Session, ordinal: int, memory: Bytes) -> None:
-        self.session = session
+        super().__init__(session, "cuMemHostUnregister", None)
         self.idle = False
         """Whether nothing uses the memory."""
         self._memory = memory
         self._ordinal = ordinal
-        self._raw: int | None = None
         self._work: QueuedWork | None = None
 
     def register(self) -> None:
         """Pin the memory."""
-        with self.session.current(self._ordinal):
+        with self._session.current(self._ordinal):
             self._raw = self._memory.ctypes.data
             try:
-                self.session.call("cuMemHostRegister", self._raw, self._memory.nbytes, _PORTABLE)
+                self._session.call("cuMemHostRegister", self._raw, self._memory.nbytes, _PORTABLE)
             except CudaError:
                 self._raw = None
                 raise
@@ -75,12 +74,12 @@ class _Unregister(Deferred):
         if self._raw is None:
             return True
         if not self.idle:
-            self._work = self._work or QueuedWork(self.session)
+            self._work = self._work or QueuedWork(self._session)
             if not self._work.done():
                 return False
-        with self.session.current(self._ordinal):
+        with self._session.current(self._ordinal):
             try:
-                self.session.release(self, "cuMemHostUnregister")
+                super().attempt()
             except CudaError as error:
                 if error.name != "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED":  # an exception of a signal handler came first
                     raise
@@ -89,9 +88,6 @@ class _Unregister(Deferred):
                 _lost.append(self._memory)
                 raise
         return True
-
-    def memory(self) -> int | None:
-        return 0
 
 
 class _Workers:
