@@ -246,23 +246,26 @@ class Importer(Imports):
     def _release_ended(self) -> None:
         """Release the control blocks and pools of exporters that have ended, and closed pools."""
         with self.lock:
-            sources = [held.source for held in self.allocations.values()]
-            used: set[object] = {source.block for source in sources}
-            used |= {source.handle for source in sources if isinstance(source, PoolSource)}
-            for number, pool in list(self.handles.items()):
-                if pool not in used and not pool.users and pool.ended():
-                    # No descriptor finds the pool from here on.
-                    for name in [name for name, known in self.pools.items() if known is pool]:
-                        del self.pools[name]
-                    for data in [data for data, source in self.sources.items() if source.handle is pool]:
-                        del self.sources[data]
-                    self.deferred.submit(pool)
-                    del self.handles[number]
-            for name, block in list(self.blocks.items()):
-                if block not in used and not block.exporter_alive() and block.idle():
-                    del self.blocks[name]
-                    close = block.close if block.relay is None else block.relay.close
-                    self.deferred.submit(OnceIdle(self.session, close))
+            self._release_unused()
+
+    def _release_unused(self) -> None:
+        sources = [held.source for held in self.allocations.values()]
+        used: set[object] = {source.block for source in sources}
+        used |= {source.handle for source in sources if isinstance(source, PoolSource)}
+        for number, pool in list(self.handles.items()):
+            if pool not in used and not pool.users and pool.ended():
+                # No descriptor finds the pool from here on.
+                for name in [name for name, known in self.pools.items() if known is pool]:
+                    del self.pools[name]
+                for data in [data for data, source in self.sources.items() if source.handle is pool]:
+                    del self.sources[data]
+                self.deferred.submit(pool)
+                del self.handles[number]
+        for name, block in list(self.blocks.items()):
+            if block not in used and not block.exporter_alive() and block.idle():
+                del self.blocks[name]
+                close = block.close if block.relay is None else block.relay.close
+                self.deferred.submit(OnceIdle(self.session, close))
 
     def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
         """Import physical memory. Each import has a separate handle."""
