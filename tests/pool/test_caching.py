@@ -335,6 +335,14 @@ class TestSizes:
         kept.append(cache.allocate(64 * MiB, stream))
         assert cache.pool.statistics().reserved == 576 * MiB
 
+    def test_a_pool_that_holds_more_than_the_allowance_is_trimmed(
+        self, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
+        cache.pool.allocate(1 << 30, stream).free()
+        stream.synchronize()
+        kept = [cache.allocate(64 * MiB, stream) for _ in range(8)]
+        assert cache.pool.statistics().reserved == len(kept) * 64 * MiB
+
     def test_large_ones_are_kept_too(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for _ in range(3):
             cache.allocate(200 * MiB, stream).free()

@@ -314,6 +314,18 @@ class TestOwner:
         one.close()
         two.close()
 
+    def test_no_room_for_the_second_tag(self, device: sa.Device) -> None:
+        with sa.MemoryPool(HOST, max_size=32 << 20) as host:
+            host.set_access(device, READWRITE)
+            group = vmm.SleepGroup(device, backup=host)
+            with group.allocate(SIZE, tag="first"), group.allocate(64 << 20, tag="second"):
+                with pytest.raises(sa.OutOfMemoryError) as refused:
+                    group.sleep()
+                device.synchronize()
+                # The traceback keeps the frames, and through them all that the failed call did not release.
+                assert refused.tb and host.statistics().used == 0
+            group.close()
+
     def test_a_tag_that_is_named_twice(self, device: sa.Device, host: sa.MemoryPool) -> None:
         group = vmm.SleepGroup(device, backup=host)
         buffer = group.allocate(SIZE, tag="a")
