@@ -113,9 +113,10 @@ def test_at_random_times(device: sa.Device) -> None:
         mine: list[sa.Buffer] = []
         end = time.monotonic() + 0.5
         with interrupts(0.002) as signals:
-            while time.monotonic() < end:
+            # A busy machine sends fewer signals.
+            while time.monotonic() < end or signals.came <= 10:
                 with contextlib.suppress(Interrupted):
-                    while time.monotonic() < end:
+                    while time.monotonic() < end or signals.came <= 10:
                         mine.append(cache.allocate(600, streams[0]))
                         mine.append(cache.allocate(5000, streams[1]))
                         cache.allocate(600, streams[1])
@@ -123,7 +124,6 @@ def test_at_random_times(device: sa.Device) -> None:
                             mine.pop(3).free()
                             del mine[4]
                             mine.pop().free(streams[0])
-        assert signals.came > 10
         addresses = {buffer.address for buffer in mine if not buffer.freed}
         assert len(addresses) == sum(not buffer.freed for buffer in mine)
         for buffer in mine:
