@@ -21,6 +21,7 @@ from streamalloc.core.internal import (
     as_stream,
     copy_bytes,
     refuse_capture,
+    work,
 )
 from streamalloc.core.properties import MemLocationType, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
@@ -121,6 +122,8 @@ class RingSlot(SlotMemory):
         if self._held:
             self._held = False
             self._deliveries.free.append(self._slot)
+            if self._deliveries.closed:
+                work(self._deliveries.session)
 
     def __del__(self) -> None:
         if getattr(self, "_held", False):
@@ -334,10 +337,14 @@ class Deliveries(RingEnding):
                 raise
 
     def attempt(self) -> bool:
-        """Send the end to the consumers, free the memory, and release the slots once no consumer uses them."""
+        """Send the end to the consumers, free the memory once no user holds a slot, and release the slots once no
+        consumer uses them.
+        """
         with self.lock:
             if not self._end_sent:
                 self._send_end()
+            if self._any_held():
+                return False
         self.buffer.close()
         with self.lock:
             self._take_unopened(self.leaving)
@@ -357,9 +364,12 @@ class Deliveries(RingEnding):
                 consumer.channel.send(END, timeout=_SEND_SECONDS)
             self.leaving[consumer] = None
             del self.consumers[consumer]
-        self.unsent.clear()
-        self.free.clear()
         self._end_sent = True
+
+    def _any_held(self) -> bool:
+        """Whether a user holds a slot. A copy to it may not be queued yet."""
+        sent = sum(len(one.in_flight) for one in (*self.consumers, *self.leaving))
+        return len(self.slots) > len(self.free) + len(self.unsent) + sent
 
     def _shut_after_fork(self) -> None:
         # The parent owns the consumers, and one of its threads may have held the lock at the fork.
@@ -397,8 +407,8 @@ class RingProducer(RingEnd):
     """The producing end of a ring; made by :meth:`Ring.producer`. Threads may share it.
 
     After :meth:`close` the consumers receive all earlier items, and then the end. The memory is freed in stream order
-    once all consumers have closed their ends. The host does not wait, so synchronise the stream before the process
-    ends.
+    once all consumers have closed their ends, and no slot is held. The host does not wait, so synchronise the stream
+    before the process ends.
     """
 
     __slots__ = ("_blocks", "_deliveries", "_handles", "_hello", "_ordinal", "stream")
@@ -422,9 +432,9 @@ class RingProducer(RingEnd):
         with undoing(state.attempt):
             shared = share(buffer)
             state.slots += [Slot(index, leases_of(self._session).take()) for index in range(slots)]
+            state.free.extend(state.slots)
             self._blocks = list(dict.fromkeys(slot.lease.block for slot in state.slots))
             self._hello, self._handles = self._introduction(shared)
-            state.free.extend(state.slots)
             self._open(state)
         self._session.shut_with_me(self._deliveries)
 

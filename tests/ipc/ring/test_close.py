@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
+from typing import Any
 
 import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
+from streamalloc.core.copies import copy_bytes
 from streamalloc.ipc import Ring, RingProducer
 from streamalloc.ipc.exporter.leases import leases_of
+from streamalloc.ipc.ring import producer
 from streamalloc.testing import Gate
 from tests.ipc.ring.support import (
     SIZE,
@@ -102,6 +105,41 @@ class TestClose:
         with pytest.raises(sa.ClosedError):
             ring.add(ipc.Channel.pair()[0])
 
+    @pytest.mark.parametrize("how", ["given back", "dropped"])
+    def test_while_a_slot_is_filled(
+        self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, how: str
+    ) -> None:
+        """The memory stays until the last copy of another thread's ``put`` is queued."""
+        join(partner, ring)
+        slot = ring.next()
+        ring.close()
+        partner.run(close_there)
+        settled(stream)
+        assert pool.statistics().used
+        if how == "given back":
+            slot.give_back()
+        del slot
+        assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
+
+    def test_during_a_put(
+        self, ring: RingProducer, partner: Partner, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The copy is queued before the memory is freed."""
+        join(partner, ring)
+        queued: list[bool] = []
+
+        def close_and_copy(*args: Any) -> None:
+            ring.close()
+            partner.run(close_there)
+            settled(stream)
+            copy_bytes(*args)
+            queued.append(True)
+
+        monkeypatch.setattr(producer, "copy_bytes", close_and_copy)
+        with pytest.raises(sa.ClosedError):
+            ring.put(b"x")
+        assert queued and eventually(lambda: not settled(stream))
+
     def test_while_it_waits(self, ring: RingProducer, partner: Partner) -> None:
         join(partner, ring)
         for seed in range(4):
@@ -139,6 +177,7 @@ class TestClose:
         stream.close()
         with pytest.raises(sa.ClosedError):
             slot.hand_off()
+        del slot
         ring.close()
         partner.run(take)
         assert partner.run(shows_there, "item", 1)
