@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ class Slot:
     """Words of the last consumer; None if there is none to wait for."""
     value: int = 0
     """Value of those words once the consumer has closed the slot."""
+    holder: weakref.ref[RingSlot] | None = None
+    """Last user."""
 
 
 class RingSlot(SlotMemory):
@@ -222,6 +225,7 @@ class Deliveries(RingEnding):
         if theirs is not None and theirs.closed.value != value and not reached(theirs.closed.value, value):
             slot.lease.block.wait_closed(self.stream, theirs, value)
         taken = RingSlot(self, slot)
+        slot.holder = weakref.ref(taken)
         del self.free[0]
         taken._held = True
         return taken
@@ -364,12 +368,14 @@ class Deliveries(RingEnding):
                 consumer.channel.send(END, timeout=_SEND_SECONDS)
             self.leaving[consumer] = None
             del self.consumers[consumer]
+        self.unsent.clear()
+        self.free.clear()
         self._end_sent = True
 
     def _any_held(self) -> bool:
         """Whether a user holds a slot. A copy to it may not be queued yet."""
-        sent = sum(len(one.in_flight) for one in (*self.consumers, *self.leaving))
-        return len(self.slots) > len(self.free) + len(self.unsent) + sent
+        holders = [slot.holder() for slot in self.slots if slot.holder is not None]
+        return any(holder is not None and holder._held for holder in holders)
 
     def _shut_after_fork(self) -> None:
         # The parent owns the consumers, and one of its threads may have held the lock at the fork.
@@ -432,9 +438,9 @@ class RingProducer(RingEnd):
         with undoing(state.attempt):
             shared = share(buffer)
             state.slots += [Slot(index, leases_of(self._session).take()) for index in range(slots)]
-            state.free.extend(state.slots)
             self._blocks = list(dict.fromkeys(slot.lease.block for slot in state.slots))
             self._hello, self._handles = self._introduction(shared)
+            state.free.extend(state.slots)
             self._open(state)
         self._session.shut_with_me(self._deliveries)
 
