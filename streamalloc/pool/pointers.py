@@ -6,11 +6,12 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from streamalloc.core.errors import InvalidDeviceError, InvalidValueError
+from streamalloc.core.errors import InvalidDeviceError, InvalidValueError, NotSupportedError
 from streamalloc.core.internal import Device, session_for
 from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation, checked_type
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
+from streamalloc.pool.ending import existing_pool
 from streamalloc.pool.pool import MemoryPool
 
 if TYPE_CHECKING:
@@ -157,30 +158,47 @@ def _pool_at(session: Session, ask: _Asker, kind: MemoryKind) -> MemoryPool | No
     if known is not None:
         return known
     allocation_type = MemAllocationType.MANAGED if kind is MemoryKind.MANAGED else MemAllocationType.PINNED
-    location = _location_of_pool(session, raw, kind)
+    location = _location_of_pool(session, raw, kind, allocation_type)
     return None if location is None else MemoryPool._of_handle(session, raw, location, allocation_type)
 
 
-def _location_of_pool(session: Session, raw: Any, kind: MemoryKind) -> MemLocation | None:
+def _location_of_pool(
+    session: Session, raw: Any, kind: MemoryKind, allocation_type: MemAllocationType
+) -> MemLocation | None:
     """The location of a pool that was not made here; None if it cannot be found.
 
     The bindings cannot read the location of a pool yet. A device always has access to its own pool. So if one device
-    has access, it owns the memory. If several have access, the default and current pools of each are compared.
+    has access to device memory, it owns the memory. The locations of default and current pools are known. Every other
+    pool of pinned host memory counts as one of any NUMA node.
     """
-    if kind is not MemoryKind.DEVICE:
-        return MemLocation.host()
-    devices = range(int(session.call("cuDeviceGetCount")))
-    with_access = [ordinal for ordinal in devices if _has_access(session, raw, ordinal)]
-    if len(with_access) == 1:
-        return MemLocation.device(with_access[0])
-    calls = "cuDeviceGetDefaultMemPool", "cuDeviceGetMemPool"
-    named = (one for one in with_access if int(raw) in (int(session.call(call, one)) for call in calls))
-    return next(map(MemLocation.device, named), None)
+    devices = list(map(MemLocation.device, range(int(session.call("cuDeviceGetCount")))))
+    if kind is MemoryKind.DEVICE:
+        candidates = [device for device in devices if _has_access(session, raw, device)]
+        if len(candidates) == 1:
+            return candidates[0]
+    else:
+        nodes = {Device(device.id, driver=session.driver).supports.host_numa_id for device in devices}
+        candidates = [
+            MemLocation.host(),
+            *(MemLocation.host_numa(node) for node in nodes if node is not None and node >= 0),
+        ]
+        if kind is MemoryKind.MANAGED:
+            candidates += [*devices, MemLocation.none()]
+    named = (place for place in candidates if int(raw) in _named_pools(session, place, allocation_type))
+    return next(named, MemLocation.host() if kind is MemoryKind.HOST else None)
 
 
-def _has_access(session: Session, raw: Any, ordinal: int) -> bool:
+def _named_pools(session: Session, location: MemLocation, allocation_type: MemAllocationType) -> list[int]:
+    """Handles of the default and the current pool of a location; none if the driver or the bindings refuse it."""
     try:
-        flags = session.call("cuMemPoolGetAccess", raw, MemLocation.device(ordinal).to_driver())
+        return [int(existing_pool(session, which, location, allocation_type)) for which in ("Default", "")]
+    except (InvalidValueError, InvalidDeviceError, NotSupportedError):
+        return []
+
+
+def _has_access(session: Session, raw: Any, device: MemLocation) -> bool:
+    try:
+        flags = session.call("cuMemPoolGetAccess", raw, device.to_driver())
     except (InvalidValueError, InvalidDeviceError):
         return False
     return int(flags) != MemAccess.NONE

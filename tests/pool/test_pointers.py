@@ -79,6 +79,45 @@ class TestPools:
         stream.synchronize()
         assert machine.cuMemPoolDestroy(handle)[0] == cuda.CUresult.CUDA_SUCCESS
 
+    @pytest.mark.bindings("13.0")
+    def test_the_default_pool_of_a_numa_node(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
+        pinned = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        node = sa.MemLocation.host_numa(0)
+        handle = machine.cuMemGetDefaultMemPool(node.to_driver(), pinned)[1]
+        pointer = machine.cuMemAllocFromPoolAsync(64, handle, cuda.CUstream(stream.handle))[1]
+        found = pointer_attributes(int(pointer)).pool
+        assert found is sa.MemoryPool.default(node) and found.location == node
+        machine.cuMemFreeAsync(pointer, cuda.CUstream(stream.handle))
+
+    @pytest.mark.managed
+    @pytest.mark.bindings("13.0")
+    @pytest.mark.parametrize(
+        "where",
+        [sa.MemLocation.none(), sa.MemLocation.device(0), sa.MemLocation.host(), sa.MemLocation.host_numa(0)],
+        ids=str,
+    )
+    def test_a_default_pool_of_managed_memory(self, machine: Any, stream: sa.Stream, where: sa.MemLocation) -> None:
+        managed = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_MANAGED
+        handle = machine.cuMemGetDefaultMemPool(where.to_driver(), managed)[1]
+        pointer = machine.cuMemAllocFromPoolAsync(64, handle, cuda.CUstream(stream.handle))[1]
+        found = pointer_attributes(int(pointer)).pool
+        assert found is sa.MemoryPool.default(where, sa.MemAllocationType.MANAGED) and found.location == where
+        with found.make_current():
+            pass
+        machine.cuMemFreeAsync(pointer, cuda.CUstream(stream.handle))
+
+    @pytest.mark.managed
+    @pytest.mark.bindings("13.0")
+    def test_another_pool_of_managed_memory(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
+        """Its location cannot be read."""
+        managed = sa.MemPoolProps(alloc_type=sa.MemAllocationType.MANAGED, location=sa.MemLocation.device(0))
+        handle = machine.cuMemPoolCreate(managed.to_driver())[1]
+        pointer = machine.cuMemAllocFromPoolAsync(64, handle, cuda.CUstream(stream.handle))[1]
+        assert pointer_attributes(int(pointer)).pool is None
+        machine.cuMemFreeAsync(pointer, cuda.CUstream(stream.handle))
+        stream.synchronize()
+        assert machine.cuMemPoolDestroy(handle)[0] == cuda.CUresult.CUDA_SUCCESS
+
     @pytest.mark.gpus(2)
     @pytest.mark.parametrize("granted", [False, True])
     def test_a_peer_s_memory(self, device: sa.Device, peer: sa.Device, stream: sa.Stream, granted: bool) -> None:
