@@ -397,6 +397,9 @@ class TestSizes:
             assert cache.statistics().cached == SIZE
             with cache.allocate(SIZE + 1, stream):
                 assert cache.statistics().in_use == SIZE + 1
+            with pytest.raises(AttributeError):
+                cache.largest = 2 * SIZE  # type: ignore[misc]
+            assert cache.largest == SIZE
 
     @pytest.mark.parametrize(
         ("named", "error"),
@@ -569,6 +572,23 @@ class TestComesBack:
         assert pool.statistics().used == SIZE
         del dropped
         assert pool.statistics().used == 0 and not pool.closed
+
+    def test_when_the_cache_is_closed_during_a_capture_of_other_code(
+        self, raw: Any, pool: sa.MemoryPool, stream: sa.Stream
+    ) -> None:
+        """The free block stays until the capture ends. It is not allocated again."""
+        cache = sa.CachingAllocator(pool)
+        cache.allocate(SIZE, stream).free()
+        handle = cuda.CUstream(stream.handle)
+        raw.cuStreamBeginCapture(handle, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        try:
+            cache.close()
+            with pytest.raises(sa.ClosedError):
+                cache.allocate(SIZE, stream)
+        finally:
+            graph = raw.cuStreamEndCapture(handle)[1]
+            raw.cuGraphDestroy(graph)
+        assert pool.statistics().used == 0
 
     def test_dropped_caches_need_no_collection(self, device: sa.Device, stream: sa.Stream) -> None:
         gc.collect()

@@ -15,7 +15,7 @@ import contextlib
 import sys
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from streamalloc.core.errors import (
     CaptureError,
@@ -135,17 +135,15 @@ class CachingAllocator(Allocator, Closes, Shown):
     """
 
     __slots__ = (
-        "_cache_key", "_is_capturing", "_key", "_library_key", "_limit", "_state", "dropped", "largest", "pool",
+        "_cache_key", "_dropped", "_is_capturing", "_key", "_largest", "_library_key", "_limit", "_state", "pool",
     )  # fmt: skip
 
     pool: MemoryPool
     """The pool of the memory."""
-    largest: int
-    """The largest size in bytes that is cached."""
 
     def __init__(self, pool: MemoryPool, *, largest: int = sys.maxsize, limit: int = 0) -> None:
         checked_type("pool", pool, MemoryPool)
-        self.largest = checked_size("largest", largest)
+        self._largest = checked_size("largest", largest)
         self._limit = checked_size("limit", limit)
         if pool.closed:
             raise ClosedError(f"{pool!r} was closed")
@@ -154,7 +152,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state = CacheState(pool)
         self._key, self._library_key, self._cache_key = self._state.keys
         self._is_capturing = session.cuStreamIsCapturing
-        self.dropped: deque[Block] = self._state.dropped
+        self._dropped: deque[Block] = self._state.dropped
         """Dropped buffers' blocks, see :class:`CacheState`."""
         self.location: MemLocation = pool.location
         self._bind(session, None, None)
@@ -163,6 +161,11 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._free = self._state.free_past
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
+
+    @property
+    def largest(self) -> int:
+        """The largest size in bytes that is cached."""
+        return self._largest
 
     @property
     def limit(self) -> int:
@@ -287,38 +290,26 @@ class CachingAllocator(Allocator, Closes, Shown):
         deferred_queue(self._session).end(self._state)
 
     def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
-        # The common case: only the free list is empty. Watched caches and captured streams have no such key.
-        if type(stream) is Stream and type(nbytes) is int and not self.dropped:
-            found: StreamCache | None = stream.free_lists.get(self._cache_key)
-            if found is not None:
-                size = found.class_of.get((nbytes - 1) // UNIT)
-                other = None if size is None else found.take(size, nbytes)
-                if other is not None:
-                    if found.ended:
-                        other.home = None
-                    return filled(CachedBuffer, self, other, nbytes, stream)
         state = self._state
-        if self.dropped:
-            self._state.collect_dropped()
-        for watcher in state.watchers:
-            watcher.asked(self, checked_size("nbytes", nbytes))
+        if self._dropped:
+            state.collect_dropped()
         if state.closed:
             self._check_open()
-        kept: Stream | None = None
-        cache: StreamCache | None = None
-        if type(stream) is Stream:
-            kept, cache = stream, stream.free_lists.get(self._cache_key)
+        # Watched caches and captured streams have no such key.
+        kept: Any = stream
+        cache: StreamCache | None = kept.free_lists.get(self._cache_key) if type(stream) is Stream else None
         if cache is None:
-            kept, ask = self._cacheable(stream)
-        # With cached memory, a checking driver could not tell which use belongs to which allocation.
-        if kept is None or state.session.listener is not None:
-            return self._allocate_past(nbytes, stream)
-        nbytes = checked_size("nbytes", nbytes)
-        if not 0 < nbytes <= self.largest:
-            return self._allocate_past(nbytes, stream)
-        if cache is None:
-            cache = state.open(kept, ask=ask)
-        wanted = cache.class_of.get((nbytes - 1) // UNIT) or cache.size_class(nbytes)
+            found = self._open_stream(nbytes, stream)
+            if found is None:
+                return self._allocate_past(nbytes, stream)
+            kept, cache = found
+        if type(nbytes) is not int:
+            nbytes = checked_size("nbytes", nbytes)
+        wanted = cache.class_of.get((nbytes - 1) // UNIT)
+        if wanted is None:
+            if not 0 < checked_size("nbytes", nbytes) <= self._largest:
+                return self._allocate_past(nbytes, stream)
+            wanted = cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
         if block is None and not (self._limit and self.pool.attributes.used_mem_current + wanted.nbytes > self._limit):
             state.make_room(self.pool, wanted)
@@ -333,6 +324,17 @@ class CachingAllocator(Allocator, Closes, Shown):
             for watcher in state.watchers:
                 watcher.allocated(self, block.address, nbytes, raw_handle(kept))
         return buffer
+
+    def _open_stream(self, nbytes: int, stream: StreamLike) -> tuple[Stream, StreamCache] | None:
+        """Return the stream of the memory, and its stream cache; None if the pool must allocate."""
+        state = self._state
+        for watcher in state.watchers:
+            watcher.asked(self, checked_size("nbytes", nbytes))
+        kept, ask = self._cacheable(stream)
+        # With cached memory, a checking driver could not tell which use belongs to which allocation.
+        if kept is None or state.session.listener is not None:
+            return None
+        return (kept, state.open(kept, ask=ask)) if 0 < checked_size("nbytes", nbytes) <= self._largest else None
 
     def _cacheable(self, stream: StreamLike) -> tuple[Stream | None, bool]:
         """Return the stream whose free lists serve an allocation, or None, and whether each allocation must query for a

@@ -171,7 +171,7 @@ class CachedBuffer(Buffer):
                 return
             except OtherThread:
                 pass
-        self._allocator.dropped.append(block)
+        self._allocator._dropped.append(block)
 
     def _free_on(self, ordered: Stream) -> None:
         self._allocator._free_checked(self, ordered)
