@@ -101,6 +101,7 @@ class Allocator(Unique):
         if type(nbytes) is not int:
             return self._allocate_slowly(nbytes, stream)
         session = self._session
+        held: object = stream
         if type(stream) is Stream:
             kept = stream
         else:
@@ -125,7 +126,7 @@ class Allocator(Unique):
                     return self._allocate_slowly(nbytes, stream)
                 threads = kept._threads
                 if threads is not None:
-                    stream = threads.number or of_this_thread(kept)._thread  # type: ignore[assignment]
+                    held = threads.number or of_this_thread(kept)._thread
         # Another thread may have made the stream usable for fast paths since the handle was read.
         if handle is None:
             return self._allocate_slowly(nbytes, stream)
@@ -134,7 +135,7 @@ class Allocator(Unique):
         buffer._stream = kept
         buffer._allocator = self
         buffer._shared = None
-        buffer._owner = stream
+        buffer._owner = held
         alloc = self._alloc
         try:
             result, buffer._ptr = alloc(nbytes, self._raw, handle)

@@ -325,19 +325,19 @@ class PlainBuffer(Buffer):
         dropping.append(None)
         try:
             # In relaxed mode the free invalidates no capture of this thread.
-            refused, mode = exchange(_RELAXED)
+            failed, mode = exchange(_RELAXED)
             handle = stream._handle
             if handle is None:
                 handle = stream._drop_handle(self)
-            if refused:
+            if failed:
                 mode = _GLOBAL
             elif handle is not None:
-                refused = free(ptr, handle)[0]
+                failed = free(ptr, handle)[0]
         finally:
             exchange(mode)
             dropping.pop()
-        if handle is None or refused:
-            _free_later(session, ptr, self.stream, refused)
+        if handle is None or failed:
+            _free_later(session, ptr, self.stream, failed)
 
 
 PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
@@ -387,10 +387,10 @@ class GraphBuffer(Buffer):
         return capture is self._capture
 
 
-def _free_later(session: Session, ptr: Any, stream: Stream, refused: Any) -> None:
+def _free_later(session: Session, ptr: Any, stream: Stream, failed: Any) -> None:
     """Submit the free of a dropped buffer to the queue, unless its context is lost."""
     _ = stream.closed  # a library's close counts from now on
-    if not (refused and isinstance(error_from(refused, "cuMemFreeAsync"), LOST)):
+    if not (failed and isinstance(error_from(failed, "cuMemFreeAsync"), LOST)):
         deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 

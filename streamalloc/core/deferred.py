@@ -33,6 +33,9 @@ A signal handler may raise between any two calls, but not between two lines that
 item call nothing, so an item is never in no place. Work that needs a lock is a function, or the body of the ``with``
 block of a lock: if a handler raises between the start of a block written in Python and its body, the traceback keeps
 the block, and with it the lock.
+
+An item is independent of other items. Virtual memory and multicast objects must be released in an order, which
+:mod:`streamalloc.vmm.release_order` records; each dropped one of those is also one item.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ contexts, and refuses all calls in a forked child.
 **Fast paths** have one shape. The usual case calls a driver function that was bound beforehand. The session has the
 functions that :data:`DIRECT` names, and an allocator has two of its own. Every other case takes a slow path, such as
 ``_fill_slowly``, which checks arguments and explains errors. A case is usual if the memory is allocated, the arguments
-have the expected types, and the stream has a usable handle. A stream has three slots for this. They are None while the
-stream is closed, is captured by this library, or has an item to attempt before more work is queued
-(:func:`~streamalloc.core.queued_work.queue_behind`):
+have the expected types, and the stream has a usable handle, by these slots of :class:`~streamalloc.core.stream.Stream`.
+They are None while the stream is closed, is captured by this library, or has an item to attempt before more work is
+queued (:func:`~streamalloc.core.queued_work.queue_behind`):
 
 =============  ==========================  ========================================================================
 Slot           Set for                     The call goes straight to the driver
