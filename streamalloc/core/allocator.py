@@ -37,7 +37,7 @@ _IN_GRAPHS = (
 class Allocator(Unique):
     """Source of buffers: a memory pool, or a cache over one."""
 
-    __slots__ = ("__weakref__", "_alloc", "_free", "_home", "_raw", "_session", "location")
+    __slots__ = ("__weakref__", "_alloc", "_free", "_ordinal", "_raw", "_session", "location")
 
     location: MemLocation
     """Location of the memory."""
@@ -47,8 +47,8 @@ class Allocator(Unique):
     _free: Any
     _raw: Any
     _session: Session
-    _home: int | None
-    """Ordinal of the device that owns the memory, see :attr:`Memory._home`."""
+    _ordinal: int | None
+    """Ordinal of the device that owns the memory, see :attr:`Memory._ordinal`."""
 
     def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
         """Bind the two functions of the fast path. ``alloc`` takes the size, ``raw`` and the handle of the stream.
@@ -58,7 +58,7 @@ class Allocator(Unique):
         self._session = session
         location = self.location
         pinned_there = location.type is MemLocationType.DEVICE and location.seen and not self.managed
-        self._home = location.id if pinned_there else None
+        self._ordinal = location.id if pinned_there else None
         self._alloc = alloc
         self._free = session.driver.cuMemFreeAsync
         self._raw = raw

@@ -86,7 +86,11 @@ class Exportable(MemoryBase):
         if ptr is not None:
             stream = self._stream
             # A listener must be notified that other code gets the stream.
-            if stream._handle is not None and self._home == stream.device.ordinal and stream._session.listener is None:
+            if (
+                stream._handle is not None
+                and self._ordinal == stream.device.ordinal
+                and stream._session.listener is None
+            ):
                 return {
                     "shape": (self._nbytes,),
                     "typestr": "|u1",
@@ -152,10 +156,10 @@ class Exportable(MemoryBase):
         if stream == -1 and dl_device is None and not copy:
             ptr = self._ptr
             if ptr is not None:
-                nbytes, home = self._nbytes, self._home
-                if nbytes and home in _cuda_windows:
+                nbytes, ordinal = self._nbytes, self._ordinal
+                if nbytes and ordinal in _cuda_windows:
                     first = int(ptr) - 1
-                    part: Any = _cuda_windows[home][first : first + nbytes]
+                    part: Any = _cuda_windows[ordinal][first : first + nbytes]
                     part.memory = self
                     return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
         part = self._ordered_part(stream, dl_device, copy)

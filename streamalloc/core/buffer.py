@@ -90,8 +90,8 @@ class Buffer(Memory, Closes):
     """
 
     @property
-    def _home(self) -> int | None:  # type: ignore[override]
-        return self._allocator._home
+    def _ordinal(self) -> int | None:  # type: ignore[override]
+        return self._allocator._ordinal
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Buffer is made by MemoryPool.allocate or streamalloc.allocate")

@@ -190,8 +190,8 @@ class CopySide:
 
 def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:
     """Copy by the fast path if it applies; returns whether it did. ``writing``: ``ours`` is the target."""
-    ptr, home = ours._ptr, ours._home
-    if ptr is None or home is None:
+    ptr, ordinal = ours._ptr, ours._ordinal
+    if ptr is None or ordinal is None:
         return False
     own, nbytes = ours._stream, ours._nbytes
     session = own._session
@@ -202,7 +202,7 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
             return False
     handle = queue_handle(ordered, session)
     # The driver refuses the address of an empty array.
-    if handle is None or not nbytes or ordered.device.ordinal != home:
+    if handle is None or not nbytes or ordered.device.ordinal != ordinal:
         return False
     if type(other) is _Array:
         flags = other.flags
@@ -216,13 +216,20 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
             return False
     elif type(other) in kinds:
         there = other._ptr
-        if there is None or other._home != home or other._nbytes != nbytes or other._stream._session is not session:
+        if (
+            there is None
+            or other._ordinal != ordinal
+            or other._nbytes != nbytes
+            or other._stream._session is not session
+        ):
             return False
         to, of = (ptr, there) if writing else (there, ptr)
         result = session.cuMemcpyAsync(to, of, nbytes, handle)[0]
     else:
         return False
-    if result and (result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) in (0, int(session.context(home)))):
+    if result and (
+        result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) in (0, int(session.context(ordinal)))
+    ):
         name = "cuMemcpyAsync" if type(other) in kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
         raise error_from(result, name, ours._access_hint(ordered))
     return not result

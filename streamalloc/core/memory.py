@@ -125,8 +125,8 @@ class BufferView(Memory):
         return self._parent._stream
 
     @property
-    def _home(self) -> int | None:  # type: ignore[override]
-        return self._parent._home
+    def _ordinal(self) -> int | None:  # type: ignore[override]
+        return self._parent._ordinal
 
     @property
     def address(self) -> int:

@@ -31,7 +31,7 @@ class MemoryBase(Unique, Shown, abc.ABC):
     """Pointer for the driver, ``CUdeviceptr`` or int; None for the slow path."""
     _nbytes: int
     _stream: Stream
-    _home: int | None = None
+    _ordinal: int | None = None
     """Ordinal of the owning device; None for host, managed or unknown memory."""
 
     def __init_subclass__(cls) -> None:

@@ -312,7 +312,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             wanted = cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
         if block is None and not (self._limit and self.pool.attributes.used_mem_current + wanted.nbytes > self._limit):
-            state.make_room(self.pool, wanted)
+            state.keep_allowance(self.pool, wanted)
             block = state.buy(self.pool, wanted, kept)
         if block is None:
             return self._allocate_past(nbytes, stream)
@@ -398,12 +398,12 @@ class CachingAllocator(Allocator, Closes, Shown):
         :func:`direct_spares` of the stream, if the caller has them. Returns the event; None if the block must be freed
         in another way.
         """
-        home = block.size_class.owner
-        if len(home.returning) >= MAX_RETURNING:
-            home.collect()
-            if len(home.returning) >= MAX_RETURNING:
+        cache = block.size_class.owner
+        if len(cache.returning) >= MAX_RETURNING:
+            cache.collect()
+            if len(cache.returning) >= MAX_RETURNING:
                 return None
-        if home.ended:
+        if cache.ended:
             return None
         began = 0
         if event is None:
@@ -412,26 +412,26 @@ class CachingAllocator(Allocator, Closes, Shown):
                 event = record_uncaptured(stream)
             else:
                 began = moment()
-                event = home.record(stream)
+                event = cache.record(stream)
         if event is None:
             return None
         if buffer._ptr is block:
             buffer._ptr = None
-            home.put_behind(event, block, source, began)
+            cache.put_behind(event, block, source, began)
         return event
 
     def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
         """Free a buffer on a checked stream: to a free list if possible, otherwise to the pool."""
         state = self._state
         block, watchers = buffer._ptr, state.watchers
-        home: StreamCache = block.size_class.owner
-        if not state.closed and state.known(ordered) is home:
+        cache: StreamCache = block.size_class.owner
+        if not state.closed and state.known(ordered) is cache:
             # First, because from ``put`` on a finaliser may free the block without notifying watchers.
             for watcher in watchers:
                 watcher.freed(block.address, raw_handle(ordered))
             if buffer._ptr is block:
                 buffer._ptr = None
-                home.put(block)
+                cache.put(block)
             if watchers:
                 look(watchers)
             return

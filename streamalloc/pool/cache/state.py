@@ -130,21 +130,21 @@ class StreamCache(Deferred):
         """Remove the smallest free block that fits. The fast path then takes from that free list until it is empty."""
         if self.returning:
             self.collect()
+        block, served_from = None, wanted.free
         for free in wanted.fitting or self._find_fitting(wanted):
             if free:
                 try:
                     block = free.pop()
                 except IndexError:  # another thread took it
                     continue
+                served_from = free
                 break
-        else:
-            block, free = None, wanted.free
         if not self.ended:
             if len(self.lists) >= _MAX_SIZES:
                 self.lists.clear()
             if wanted.count and block is not None and block.size_class.nbytes >= _LARGEST_KEPT * wanted.nbytes:
-                free = wanted.free
-            self.lists[(nbytes - 1) // UNIT] = free
+                served_from = wanted.free
+            self.lists[(nbytes - 1) // UNIT] = served_from
         return block
 
     def _find_fitting(self, wanted: SizeClass) -> tuple[list[Block], ...]:
@@ -479,17 +479,17 @@ class CacheState(Deferred):
         after all threads' work.
         """
         for block in drained(self.dropped.popleft):
-            home: StreamCache = block.size_class.owner
+            cache: StreamCache = block.size_class.owner
             event = None
-            if home.threads is not None:
+            if cache.threads is not None:
                 try:
-                    event = home.after_all_threads()
+                    event = cache.after_all_threads()
                 except CudaError:  # another time
                     self.dropped.append(block)
                     return
             for watcher in self.watchers:
                 watcher.freed(block.address, None)
-            home.put(block) if event is None else home.put_behind(event, block)
+            cache.put(block) if event is None else cache.put_behind(event, block)
 
     @property
     def cached(self) -> int:
@@ -498,7 +498,7 @@ class CacheState(Deferred):
 
     # -- the allowance ---------------------------------------------------------------------------------------
 
-    def make_room(self, pool: MemoryPool, wanted: SizeClass) -> None:
+    def keep_allowance(self, pool: MemoryPool, wanted: SizeClass) -> None:
         """Release all free blocks if an allocation of this size would grow the pool beyond its allowance.
 
         The pool is queried (``cuMemPoolGetAttribute``) only after the cache has allocated as many bytes as were free at
