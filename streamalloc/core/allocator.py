@@ -44,8 +44,13 @@ class Allocator(Unique):
     _alloc_name = "cuMemAllocFromPoolAsync"
     """Name of the driver function behind ``_alloc``, for errors."""
     _alloc: Any
+    """The driver's function, or one in its place: of watchers (:class:`Tap`), of the current pool, or one that raises,
+    for a closed pool and in a forked child.
+    """
     _free: Any
+    """The driver's function, or one of watchers, of a cache, or of a forked child in its place."""
     _raw: Any
+    """``CUmemoryPool``, the second argument of ``_alloc``."""
     _session: Session
     _ordinal: int | None
     """Ordinal of the device that owns the memory, see :attr:`Memory._ordinal`."""
