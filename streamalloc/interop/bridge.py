@@ -154,9 +154,9 @@ class Bridge(Closes, abc.ABC):
         return f"<{type(self).__module__}.{type(self).__name__}, {state}, from {getattr(self, 'sources', None)!r}>"
 
 
-_Used: TypeAlias = "tuple[int, Stream, Any, Callable[[int, Any], Memory], Any]"
-"""The stream that a library last used on a device: the library's handle, our stream, the driver's ``CUstream`` if
-captures must be queried here, the source's ``allocate``, and the stream argument for it.
+_Used: TypeAlias = "tuple[int, object, Stream, Any, Callable[[int, Any], Memory], Any]"
+"""The stream that a library last used on a device: the library's handle and stream object, our stream, the driver's
+``CUstream`` if captures must be queried here, the source's ``allocate``, and the stream argument for it.
 """
 
 
@@ -232,9 +232,10 @@ class Sources:
             No source of this device was given.
         """
         used = self.last.get(ordinal)
-        if used is None or used[0] != handle:
+        # The driver reuses the handle of a stream that the library has closed.
+        if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
-        _, stream, raw, allocate, named = used
+        _, _, stream, raw, allocate, named = used
         if raw is not None or not (in_capture or stream.is_default):
             result, status = self._capturing(raw or raw_handle(stream))
             if result or status:
@@ -271,7 +272,7 @@ class Sources:
             with contextlib.suppress(TypeError):
                 named = owner if raw_handle(as_stream(cast("Any", owner), self.session)) else stream
         raw = raw_handle(stream) if isinstance(source, MemoryPool) and not stream.is_default else None
-        used = self.last[ordinal] = handle, stream, raw, source.allocate, named
+        used = self.last[ordinal] = handle, owner, stream, raw, source.allocate, named
         self.latest[ordinal] = (owner if raw is None else None), source.allocate, named
         return used
 
@@ -478,8 +479,8 @@ class Ledger:
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
         """Allocate by :meth:`Sources.allocate`, keep the memory, and return its address."""
         used = self._last.get(ordinal)
-        if used is not None and used[0] == handle and used[2] is None and in_capture:
-            memory = used[3](nbytes, used[4])
+        if used is not None and used[0] == handle and used[1] is owner and used[3] is None and in_capture:
+            memory = used[4](nbytes, used[5])
         else:
             memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
@@ -510,7 +511,7 @@ class Ledger:
             free_dropped(memory, thread)
         elif self.sources.session.usable:
             try:
-                memory.free(self.sources._use(ordinal, handle, None)[1])
+                memory.free(self.sources._use(ordinal, handle, None)[2])
             except CudaError:
                 deferred_queue(self.sources.session).submit(FreeAfterAll(memory))
         return nbytes

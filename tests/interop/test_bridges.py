@@ -20,7 +20,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
 from streamalloc.driver.bindings import cuda
-from streamalloc.interop.bridge import BATCH, FreeAfterAll, Sources
+from streamalloc.interop.bridge import BATCH, FreeAfterAll, Ledger, Sources
 from streamalloc.interop.cupy import _in_relaxed_mode
 from streamalloc.testing import Faults, Gate
 from tests.interop.conftest import Get
@@ -578,6 +578,36 @@ class TestKindsOfMemory:
         library.finish(bridge)
         device.synchronize()
         assert group.mapped_bytes == group.backup.statistics().used == 0
+
+
+class Closable:
+    """A library's stream object, whose handle the driver may reuse after the close."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle: int | None = handle
+
+    def __cuda_stream__(self) -> tuple[int, Any]:
+        return (0, self.handle)
+
+
+@pytest.mark.parametrize("closed", [None, 0])
+@pytest.mark.parametrize("ledger", [False, True])
+def test_a_stream_with_the_handle_of_a_closed_one(
+    cache: sa.CachingAllocator, stream: sa.Stream, ledger: bool, closed: int | None
+) -> None:
+    sources = Sources([cache])
+    held = Ledger(sources)
+    first, second = Closable(stream.handle), Closable(stream.handle)
+    for theirs in (first, second):
+        if ledger:
+            address = held.allocate(N, 0, stream.handle, theirs)
+            memory = held._held[address][0]
+            held.free(address, 0, stream.handle)
+        else:
+            memory = sources.allocate(N, 0, stream.handle, theirs)
+        assert memory.stream.handle == stream.handle
+        del memory
+        first.handle = closed
 
 
 class TestCaptures:
