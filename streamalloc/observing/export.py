@@ -37,7 +37,7 @@ def snapshot(history: Sequence[Happening], live: Iterable[Allocation]) -> dict[s
     The driver does not report the address ranges of a pool. So a segment is a group of neighbouring allocations, live
     or freed, and its gaps are inactive blocks. Each mapping is a separate segment while it is mapped.
     """
-    live = [one for one in live if _device(one) is not None and one.address]
+    live = [one for one in live if _device(one) is not None]
     happened = [one for one in history if _device(one.allocation) is not None]
     devices = {_device(one) or 0 for one in (*live, *(one.allocation for one in happened))}
     count = 1 + max(devices, default=-1)

@@ -22,6 +22,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces, vmm
+from streamalloc.observing import export
 from tests.support import MiB
 
 
@@ -212,6 +213,11 @@ class TestPyTorch:
             active = [block["requested_size"] for block in segment["blocks"] if block["state"] == "active_allocated"]
             assert segment["allocated_size"] == segment["active_size"] == sum(active)
         assert seen == set(live)
+
+    def test_of_host_memory_is_empty(self, machine: Any, stream: sa.Stream) -> None:
+        with sa.MemoryPool(sa.MemLocation.host()) as pool, sa.observe(pool) as observer, pool.allocate(512, stream):
+            found = export.snapshot(observer.history, observer.live)
+        assert (found["segments"], found["device_traces"]) == ([], [])
 
     def test_fields_of_the_trace(self, observer: sa.Observer, snapshot: dict[str, Any]) -> None:
         (entries,) = snapshot["device_traces"]
