@@ -445,12 +445,13 @@ class PhysicalPages(Claimable):
         """
         with self.lock:
             self._check_open()
-            future: Future[int] = Future()
-            self._tasks.append((future, function))
             if not self._working:
                 # Written in C: a thread pool would keep a lock if a signal handler raised in submit().
                 _thread.start_new_thread(self._work, ())
                 self._working = True
+            # After the start, which may fail: a refused call leaves no task. The thread waits for the lock.
+            future: Future[int] = Future()
+            self._tasks.append((future, function))
             return future
 
     def _work(self) -> None:
