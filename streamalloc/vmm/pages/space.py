@@ -261,7 +261,8 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         places = self._places
         self._check_open()
-        work, stream = Work.of(after, self.device), self._single(after)
+        named = after if after is None else [*each_of(after)]  # an iterator can be read only once
+        work, stream = Work.of(named, self.device), self._single(named)
         zeros, now = None, False
         dropped: dict[int, Kept] = {}
 
