@@ -29,7 +29,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
-from streamalloc.vmm.access import After, copying_stream, each_of, wait, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for_users
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
@@ -261,8 +261,8 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         places = self._places
         self._check_open()
-        named = after if after is None else [*each_of(after)]  # an iterator can be read only once
-        work, stream = Work.of(named, self.device), self._single(named)
+        ends = listed(after)
+        work, stream = Work.of(ends, self.device), self._single(ends)
         zeros, now = None, False
         dropped: dict[int, Kept] = {}
 
@@ -299,12 +299,11 @@ class PageSpace(Memory, Closes):
                     parking.finish()
         return None
 
-    def _single(self, after: After) -> Stream | None:
-        """Return the stream on which released pages can be cleared; None if ``after`` is not such a stream."""
-        each = [*each_of(after)]
-        if len(each) != 1 or each[0] is None or isinstance(each[0], Event):
+    def _single(self, ends: Sequence[Any] | None) -> Stream | None:
+        """Return the stream on which released pages can be cleared; None if ``ends`` is not one such stream."""
+        if ends is None or len(ends) != 1 or isinstance(ends[0], Event):
             return None
-        stream = as_stream(each[0], self._session)
+        stream = as_stream(ends[0], self._session)
         # Deferred items run on any thread, where PER_THREAD names another stream.
         mine = stream.device.ordinal == self.device.ordinal and stream.handle != PER_THREAD
         return stream if mine and not stream.capturing else None
@@ -436,7 +435,8 @@ class PageSpace(Memory, Closes):
         stream
             Stream of the copies, ordered after the work that wrote the pages; default: the space's.
         after
-            Further events or streams whose work may still read these pages. The host does not wait for them.
+            Further events or streams whose work may still read these pages; None for all work of the device. The host
+            does not wait for them.
 
         Raises
         ------
@@ -445,7 +445,7 @@ class PageSpace(Memory, Closes):
         InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         CaptureError
-            ``stream`` is being captured.
+            ``stream`` is being captured, or another stream is and ``after`` is None.
         """
         chosen = self._unique(pages)
         ordered = self._copying_stream(stream)
@@ -453,9 +453,9 @@ class PageSpace(Memory, Closes):
         if not isinstance(tier, BlockTier) or tier.device != self.device:
             raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
         places = self._places
-        others = [*each_of(after)]
+        others = listed(after)
         kept: dict[int, Kept] = {}
-        clear_on = None if others else self._single(ordered)
+        clear_on = self._single([ordered]) if others == [] else None
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         stored = tier._stored(self.page_size)
@@ -479,7 +479,7 @@ class PageSpace(Memory, Closes):
                 held = places.locked(lambda: park(parking))
                 # Under no lock, as this may take long.
                 stored.save(self._addresses(held), ordered)
-                work = Work.of([ordered, *others], self.device)
+                work = Work.of(None if others is None else [ordered, *others], self.device)
             places.locked(lambda: self._begin(parking.behind(work), clear_on))
         self._physical.announce()
         return len(held)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -69,6 +69,21 @@ def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, host: vmm.HostTie
     assert pending(space.stream)
     gate.open()
     assert values(space)[1:3] == [2, 3]
+
+
+@pytest.mark.parametrize("given", [lambda stream: stream, lambda stream: [stream.record()], lambda stream: None])
+def test_swap_out_parks_the_pages_for_other_work(
+    space: vmm.PageSpace, host: vmm.HostTier, gate: Gate, other: sa.Stream, given: Callable[[sa.Stream], Any]
+) -> None:
+    space.commit([1, 2])
+    fill(space, [1, 2])
+    space.stream.synchronize()
+    gate.hold(other)
+    space.swap_out([1, 2], host, after=given(other))
+    space.stream.synchronize()
+    assert pending(other) and space.parked == 2 and not space.kept.size
+    gate.open()
+    assert space.swap_in([1, 2]) == 2 and values(space)[1:3] == [2, 3]
 
 
 def test_few_calls_for_many_copies(device: sa.Device) -> None:
