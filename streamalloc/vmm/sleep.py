@@ -436,7 +436,8 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         ValueError
-            The buffer is awake, its bytes were not kept, or ``target`` is too large.
+            The buffer is awake, its bytes were not kept, or ``target`` is too large. Or the buffer keeps its memory,
+            because a sleep and its undo failed: :meth:`wake` it.
         DamagedBackupError, OSError
             The bytes are damaged, or a file cannot be read.
         """
@@ -459,7 +460,8 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         ValueError
-            The buffer is awake, ``source`` is too large, or it covers only a part of a buffer without kept bytes.
+            The buffer is awake, ``source`` is too large, or it covers only a part of a buffer without kept bytes. Or
+            the buffer keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
         OutOfMemoryError, OSError
             There is no room for bytes that were not kept.
         """
@@ -480,6 +482,8 @@ class SleepGroup(Closes, Claimable):
     def _kept(self, buffer: VirtualBuffer) -> Held:
         if buffer.eviction is None:
             raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
+        if buffer.eviction.held:
+            raise ValueError(f"{buffer!r} keeps its memory, because a sleep and its undo failed: wake() it first")
         if buffer.eviction.saved is None:
             raise ValueError(f"the bytes of {buffer!r} were not kept: replace all of them")
         return buffer.eviction.saved
