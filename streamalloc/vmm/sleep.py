@@ -427,7 +427,7 @@ class SleepGroup(Closes, Claimable):
         Parameters
         ----------
         buffer
-            A sleeping buffer.
+            A sleeping buffer of the group.
         target
             Writable, contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
         offset
@@ -436,8 +436,8 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         ValueError
-            The buffer is awake, its bytes were not kept, or ``target`` is too large. Or the buffer keeps its memory,
-            because a sleep and its undo failed: :meth:`wake` it.
+            The buffer is awake or not in the group, its bytes were not kept, or ``target`` is too large. Or the buffer
+            keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
         DamagedBackupError, OSError
             The bytes are damaged, or a file cannot be read.
         """
@@ -451,7 +451,7 @@ class SleepGroup(Closes, Claimable):
         Parameters
         ----------
         buffer
-            A sleeping buffer.
+            A sleeping buffer of the group.
         source
             Contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
         offset
@@ -460,8 +460,8 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         ValueError
-            The buffer is awake, ``source`` is too large, or it covers only a part of a buffer without kept bytes. Or
-            the buffer keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
+            The buffer is awake or not in the group, ``source`` is too large, or it covers only a part of a buffer
+            without kept bytes. Or the buffer keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
         OutOfMemoryError, OSError
             There is no room for bytes that were not kept.
         """
@@ -530,6 +530,9 @@ class SleepGroup(Closes, Claimable):
         def open_only(claim: Claim) -> T:
             for one in (self, *buffers):
                 one._check_open()
+            for buffer in buffers:
+                if buffer not in self._members:
+                    raise ValueError(f"{buffer!r} is not in the group {self!r}")
             return act(claim)
 
         return claiming((self, *buffers), open_only)
