@@ -403,10 +403,13 @@ class SleepGroup(Closes, Claimable):
         return vote(ranks, "wake", timeout, lambda agree: self._alone(lambda claim: act(claim, agree)))
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
-        """Call ``hook(buffers)`` in each :meth:`sleep`, before memory is released; hooks are called in this order.
+        """Call ``hook(buffers)`` in each :meth:`sleep` and :meth:`resume`, before memory is released.
 
-        ``buffers`` lists the buffers that will sleep; if it is empty, no hook is called. If a later hook or the sleep
-        fails, ``undo(buffers)`` is called, for the last hook first. For example, for registrations of memory::
+        Hooks are called in this order. ``buffers`` lists the buffers with the tags of the call that are awake before
+        the first hook; if it is empty, no hook is called. The hooks and other threads can still use, close, evict or
+        remove these buffers. Then buffers that were evicted or left the group do not sleep, although the hooks got
+        them. If a later hook or the sleep fails, ``undo(buffers)`` is called with the same buffers, for the last hook
+        first. For example, for registrations of memory::
 
             group.before_sleep(deregister, undo=register)
             group.after_wake(register, undo=deregister)
