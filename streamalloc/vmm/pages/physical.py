@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from itertools import filterfalse, groupby, islice
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamalloc.core.errors import (
     LOST,
@@ -37,6 +37,9 @@ from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.tiers.queued import Work
 
+if TYPE_CHECKING:
+    from streamalloc.vmm.pages.places import Parking, Places
+
 T = TypeVar("T")
 _STREAMS = 16
 """Most streams that clear pages. Each may be waiting for other work."""
@@ -57,29 +60,6 @@ class Page(OwnedHandle):
         """Number of places that hold it, protected by :attr:`PhysicalPages.lock`."""
         self.seat: int = 0
         """Address of the committed place that observers know; 0 for none."""
-
-
-class Holder(Protocol):
-    """Places of a space."""
-
-    def retire(self, places: Collection[int], /) -> None:
-        """Unmap the pages of these places: all, or after an error none. Pages without another user become spare."""
-
-
-class Clearing(Protocol):
-    """Released pages for which zeros are queued."""
-
-    @property
-    def before(self) -> Work:
-        """Work that precedes the zeros."""
-
-    def finish(self) -> bool:
-        """Keep the pages if they are cleared; returns whether that is done. Call within
-        :meth:`PhysicalPages.changing`.
-        """
-
-    def synchronize(self) -> None:
-        """Block the host until they are cleared."""
 
 
 def _no_budget() -> None:
@@ -111,17 +91,17 @@ class PhysicalPages(Claimable):
         self._shut_after_fork()
         self.session.shut_with_me(self)
         self.spare: list[Page] = []
-        self.kept: dict[Page, tuple[Holder, int]] = {}
+        self.kept: dict[Page, tuple[Places, int]] = {}
         """Released and cleared pages, still mapped, with their places, oldest first."""
         self.news: dict[int, None] = {}
         """Addresses of newly committed pages, for observers."""
-        self.clearing: dict[Clearing, None] = {}
+        self.clearing: dict[Parking, None] = {}
         """Released pages for which zeros are queued."""
         self.count: int = 0
         """Number of pages that exist or are being created."""
         self._unborn: int = 0
         """Number of pages granted by the budget and not yet created."""
-        self.spaces: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
         """Places of each space."""
         self.closed: bool = False
         self.writable: list[Any] = structs_of({device.location: MemAccess.READWRITE})
@@ -302,7 +282,7 @@ class PhysicalPages(Claimable):
         """
         self._check_open()
         missing = count - len(self.spare)
-        victims: dict[Page, tuple[Holder, int]] = {}
+        victims: dict[Page, tuple[Places, int]] = {}
         if missing > 0:
             usable = len(self.kept) - sum(page in self.kept for page in besides)
             self._check_limit(missing - usable)
@@ -348,7 +328,7 @@ class PhysicalPages(Claimable):
                     self._unborn -= len(room)
                 budget.settle()
 
-    def vacate(self, kept: Mapping[Page, tuple[Holder, int]]) -> None:
+    def vacate(self, kept: Mapping[Page, tuple[Places, int]]) -> None:
         """Unmap kept pages, which become spare. Each space changes completely or not at all. Call within
         :meth:`changing`.
         """
