@@ -19,7 +19,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.backup import Copies
 from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Chunk, Stored
-from streamalloc.vmm.tiers.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned
+from streamalloc.vmm.tiers.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned, padded
 from streamalloc.vmm.tiers.host import PoolTier
 from streamalloc.vmm.tiers.queued import copy_batch
 from streamalloc.vmm.tiers.staging import Loading, Saving, Staging
@@ -44,7 +44,7 @@ class _Slots(Chunk):
 
         Yields the slots of a run, and its blocks: those of whole slots, or a single block of one slot.
         """
-        whole = max(most // (-(-self.nbytes // PAGE) * PAGE), 1)
+        whole = max(most // padded(self.nbytes), 1)
         numbers = (slots - self.address).tolist()
         first = 0
         while first < len(numbers):
@@ -236,7 +236,7 @@ class DiskTier(BlockTier):
         return _Slots(self.folder, nbytes, count, self.block, first)
 
     def _room(self, nbytes: int) -> int:
-        return -(-nbytes // PAGE) * PAGE
+        return padded(nbytes)
 
     def _stored(self, nbytes: int) -> Stored:
         return _Contents(self, nbytes)

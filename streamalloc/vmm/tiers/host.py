@@ -65,15 +65,14 @@ class HostBytes:
 class PoolTier:
     """A pool in host memory, to which the device of the copies has access.
 
-    The buffers of one call are stored side by side, in allocations of at most ``piece`` bytes, because few allocations
-    are pinned and freed faster than many.
+    The buffers of one call are stored side by side, in allocations of at most :data:`PIECE` bytes, because few
+    allocations are pinned and freed faster than many.
     """
 
-    __slots__ = ("_piece", "pool")
+    __slots__ = ("pool",)
 
-    def __init__(self, pool: MemoryPool, piece: int = 0) -> None:
+    def __init__(self, pool: MemoryPool) -> None:
         self.pool: MemoryPool = pool
-        self._piece = piece or PIECE
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
         """Allocate memory for buffers on a stream.
@@ -92,15 +91,15 @@ class PoolTier:
             end = starts[-1] + nbytes
         pieces: list[Backup] = []
         with undoing(lambda: undo_all(functools.partial(piece.leave, 0) for piece in pieces)):
-            for start in range(0, end, self._piece):
-                pieces.append(Backup.allocate(self.pool, min(self._piece, end - start), stream))
+            for start in range(0, end, PIECE):
+                pieces.append(Backup.allocate(self.pool, min(PIECE, end - start), stream))
         return [self._hold(pieces, start, start + nbytes) for start, nbytes in zip(starts, sizes, strict=True)]
 
     def _hold(self, pieces: Sequence[Backup], start: int, stop: int) -> Held:
         parts = []
         while start < stop:
-            index, offset = divmod(start, self._piece)
-            nbytes = min(stop - start, self._piece - offset)
+            index, offset = divmod(start, PIECE)
+            nbytes = min(stop - start, PIECE - offset)
             parts.append(pieces[index].hold(offset, nbytes))
             start += nbytes
         return parts[0] if len(parts) == 1 else HostBytes(parts)
