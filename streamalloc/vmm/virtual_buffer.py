@@ -549,27 +549,29 @@ def evict_all(
                     if buffer._evicted is not None:  # its bytes are in the backup
                         undo_all(entry.close for entry in buffer._unmapped(entries[buffer]))
 
+        def give_back(buffers: Iterable[VirtualBuffer]) -> None:
+            for buffer in buffers:
+                buffer._give_back(entries[buffer], saved.get(buffer))
+
         with undoing(undo):
             copied = {} if stored else saved
             # Unmap memory while the copies of later buffers run.
-            batches: list[tuple[list[VirtualBuffer], Event | None]] = [([], None)]
+            batches: list[tuple[list[VirtualBuffer], Event]] = []
+            batch: list[VirtualBuffer] = []
             queued = 0
             for buffer, one in copied.items():
                 one.save(CopySide.of(buffer), copies)
-                batches[-1][0].append(buffer)
+                batch.append(buffer)
                 queued += one.nbytes
                 if queued >= _BATCH:
-                    batches[-1:] = (batches[-1][0], stream.record()), ([], None)
-                    queued = 0
-            batches[-1][0].extend(buffer for buffer in entries if buffer not in copied)
+                    batches.append((batch, stream.record()))
+                    batch, queued = [], 0
             copies.settle()
-            for buffers, copied_by in batches:
-                if copied_by is None:
-                    copies.synchronize()
-                else:
-                    copied_by.synchronize()
-                for buffer in buffers:
-                    buffer._give_back(entries[buffer], saved.get(buffer))
+            for buffers, end in batches:
+                end.synchronize()
+                give_back(buffers)
+            copies.synchronize()
+            give_back((*batch, *(buffer for buffer in entries if buffer not in copied)))
             if confirm is not None:
                 confirm()
     for buffer, several in entries.items():
