@@ -295,7 +295,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if evicted is None:
             return
         unmapped = self._unmapped(entries)
-        if not all(entry.held for entry in unmapped):
+        if not all(entry.keeps_memory for entry in unmapped):
             # Some of the unmapped memory had no other handle.
             restore_all({self: evicted._replace(held=())}, stream)
             stream.synchronize()

@@ -50,7 +50,7 @@ _PATIENCE = 0.05
 class Page(OwnedHandle):
     """One physical page."""
 
-    __slots__ = ("number", "seat", "users")
+    __slots__ = ("number", "users", "watched_at")
 
     def __init__(self, session: Session, number: int) -> None:
         super().__init__(session)
@@ -58,8 +58,8 @@ class Page(OwnedHandle):
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
         """Number of places that hold it, protected by :attr:`PhysicalPages.lock`."""
-        self.seat: int = 0
-        """Address of the committed place that observers know; 0 for none."""
+        self.watched_at: int = 0
+        """Address of the committed place at which watchers count the page; 0 for none."""
 
 
 def _no_budget() -> None:
@@ -93,13 +93,13 @@ class PhysicalPages(Claimable):
         self.spare: list[Page] = []
         self.kept: dict[Page, tuple[Places, int]] = {}
         """Released and cleared pages, still mapped, with their places, oldest first."""
-        self.news: dict[int, None] = {}
-        """Addresses of newly committed pages, for observers."""
+        self.newly_watched: dict[int, None] = {}
+        """Addresses of newly committed pages that watchers are not yet notified of."""
         self.clearing: dict[Parking, None] = {}
         """Released pages for which zeros are queued."""
         self.count: int = 0
         """Number of pages that exist or are being created."""
-        self._unborn: int = 0
+        self._granted: int = 0
         """Number of pages granted by the budget and not yet created."""
         self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
         """Places of each space."""
@@ -149,11 +149,11 @@ class PhysicalPages(Claimable):
         zeros = self.zero.raw is not None
         return (self.count + zeros) * self.size if self.location == location else 0
 
-    def announce(self) -> None:
-        """Notify observers of newly committed pages. Call without locks: observers may call functions of the user."""
-        while self.news:
+    def notify_watchers(self) -> None:
+        """Notify watchers of newly committed pages. Call without locks: watchers may call functions of the user."""
+        while self.newly_watched:
             try:
-                at, _ = self.news.popitem()
+                at, _ = self.newly_watched.popitem()
             except KeyError:
                 return  # another thread has the last one
             for watcher in self.allocations.watchers:
@@ -162,7 +162,7 @@ class PhysicalPages(Claimable):
     @property
     def claimed(self) -> int:
         """Bytes of the pages that exist or are about to be created."""
-        return (self.count + self._unborn) * self.size
+        return (self.count + self._granted) * self.size
 
     def give(self, nbytes: int) -> int:
         """Release unused pages, at most so many bytes. Returns the bytes released."""
@@ -201,11 +201,13 @@ class PhysicalPages(Claimable):
         """
         return claiming((self,), lambda _: act(), level=1)
 
-    def unless_busy(self, act: Callable[[], T], otherwise: T) -> T:
-        """Call ``act`` if no other call is changing mappings. For deferred items, which must not wait."""
+    def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
+        """Call ``act`` as :meth:`changing` does, or return ``otherwise`` while another call is changing mappings. For
+        deferred items, which must not wait.
+        """
         return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
 
-    def hold_zero(self) -> None:
+    def use_zero(self) -> None:
         """Add a space as a user of :attr:`zero`. The first space creates that page.
 
         Raises
@@ -214,7 +216,7 @@ class PhysicalPages(Claimable):
             The arena was closed.
         """
         self._check_open()
-        self.hold([self.zero])
+        self.add_users([self.zero])
         with undoing(lambda: self.drop([self.zero])), self._filling:
             if self.zero.raw is None:
                 self._obtain(self.zero)
@@ -266,7 +268,7 @@ class PhysicalPages(Claimable):
                 with addresses:
                     addresses.unmap(after=())
             else:
-                self.hold(pages)
+                self.add_users(pages)
 
     def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
         """Return ``count`` pages: spare ones, then kept ones, which are unmapped, then new ones.
@@ -314,7 +316,7 @@ class PhysicalPages(Claimable):
             yield room
             return
         with self.lock:
-            self._unborn += count
+            self._granted += count
         try:
             if not budget.settle(self):
                 why = f"the budget of {size_text(budget.limit)} leaves no room for {count} pages of"
@@ -325,7 +327,7 @@ class PhysicalPages(Claimable):
         finally:
             if room:
                 with self.lock:
-                    self._unborn -= len(room)
+                    self._granted -= len(room)
                 budget.settle()
 
     def vacate(self, kept: Mapping[Page, tuple[Places, int]]) -> None:
@@ -363,7 +365,7 @@ class PhysicalPages(Claimable):
             elif parking.before.done():
                 parking.synchronize()
 
-    def hold(self, pages: Iterable[Page]) -> None:
+    def add_users(self, pages: Iterable[Page]) -> None:
         """Count another user of each page."""
         with self.lock:
             for page in pages:
@@ -464,7 +466,7 @@ class PhysicalPages(Claimable):
             self._vacate_most(0)
 
         with contextlib.suppress(CudaError):
-            self.unless_busy(vacate, None)
+            self.try_changing(vacate, None)
         with contextlib.suppress(CudaError):
             self._trim_spare(0)
         return (before - self.count) * self.size
@@ -475,7 +477,7 @@ class PhysicalPages(Claimable):
             number = self._numbers.pop() if self._numbers else self.count
             self.count += 1
             if self.budget() is not None:
-                self._unborn -= 1
+                self._granted -= 1
                 del room[0]
         page = Page(self.session, number)
         with undoing(lambda: self._forget([page])):

@@ -126,7 +126,7 @@ class Places(MappedBytes):
                 for place, page in pages.items():
                     if self.backing[place] is not None:
                         self._unkeep(place)
-                        self._unseat(place)
+                        self._unwatch(place)
                     self.backing[place] = None if page is zero else page
                     done.add(place)
                 if parking is None:
@@ -191,7 +191,7 @@ class Places(MappedBytes):
         """Release committed places. :meth:`Parking.finish` does the rest once their work has completed."""
         self.numbers[places] = -1
         for place in places:
-            self._unseat(place)
+            self._unwatch(place)
         self.parked.update(dict.fromkeys(places, parking))
         parking.places = places
 
@@ -226,38 +226,38 @@ class Places(MappedBytes):
                 numbers[place] = page.number
                 if page in kept:
                     self._unkeep(place)
-                if not page.seat:
-                    self._seat(page, place)
+                if not page.watched_at:
+                    self._watch(page, place)
             if place in parked:
                 self.parked.pop(place, None)
 
-    # Observers count a page once, at the address of one committed place that holds it: its seat.
+    # Watchers count a page once, at the address of one committed place that holds it.
 
-    def _seat(self, page: Page, place: int) -> None:
-        if not page.seat:
-            page.seat = int(self.reservation.raw) + place * self.physical.size
+    def _watch(self, page: Page, place: int) -> None:
+        if not page.watched_at:
+            page.watched_at = int(self.reservation.raw) + place * self.physical.size
             if self.physical.allocations.watchers:
-                self.physical.news[page.seat] = None
+                self.physical.newly_watched[page.watched_at] = None
 
-    def _unseat(self, place: int) -> None:
+    def _unwatch(self, place: int) -> None:
         page = self.backing[place]
         at = int(self.reservation.raw) + place * self.physical.size
-        if page is not None and page.seat == at:
-            page.seat = 0
-            self.physical.news.pop(at, None)
+        if page is not None and page.watched_at == at:
+            page.watched_at = 0
+            self.physical.newly_watched.pop(at, None)
             watchers = self.physical.allocations.watchers
             for watcher in watchers:
                 watcher.unmapped(at)
             if watchers and page.users > 1:
-                self._seat_elsewhere(page, place)
+                self._watch_elsewhere(page, place)
 
-    def _seat_elsewhere(self, page: Page, besides: int) -> None:
+    def _watch_elsewhere(self, page: Page, besides: int) -> None:
         for reservation in list(self.physical.allocations.reservations):
             for places in reservation.entries:
                 if isinstance(places, Places) and places.physical is self.physical:
                     for place in np.flatnonzero(places.numbers == page.number).tolist():
                         if places is not self or place != besides:
-                            places._seat(page, place)
+                            places._watch(page, place)
                             return
 
     def alone_at(self, place: int) -> bool:
@@ -301,10 +301,10 @@ class Places(MappedBytes):
             if all(parking.done() for parking in set(self.parked.values())):
                 self.unmap_all()
 
-        self.physical.unless_busy(unmap, None)
+        self.physical.try_changing(unmap, None)
 
     def unmap_all(self) -> None:
-        """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.unless_busy`."""
+        """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.try_changing`."""
         if not self.gone and any(self.mapped):
             super().release()  # after an exception of a signal handler, the driver accepts a second unmap
         self.unmapped()
@@ -326,7 +326,7 @@ class Places(MappedBytes):
         for place, held in enumerate(self.backing):
             if held is not None:
                 self._unkeep(place)
-                self._unseat(place)
+                self._unwatch(place)
         self.backing, self.mapped = [], []
         for parking in self.parked.values():
             self.physical.clearing.pop(parking, None)
@@ -371,7 +371,7 @@ class Parking(Deferred):
 
     def attempt(self) -> bool:
         """Keep the pages if they are cleared. Pages that could not be cleared are unmapped after their work."""
-        return self._owner_places.physical.unless_busy(self.finish, otherwise=False)
+        return self._owner_places.physical.try_changing(self.finish, otherwise=False)
 
     def finish(self) -> bool:
         """After the work has completed, keep the pages that are cleared and unmap the others. Returns whether that is

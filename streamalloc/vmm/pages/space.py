@@ -89,7 +89,7 @@ class PageSpace(Memory, Closes):
         self._range._owned = True
         node = self._range._node
         with undoing(self._range._free):
-            physical.hold_zero()
+            physical.use_zero()
         self._places = Places(node, physical)
         node.add(self._places)
         with undoing(lambda: self.close(after=())):
@@ -184,9 +184,9 @@ class PageSpace(Memory, Closes):
             return new
 
         new = self._change(chosen, after, commit)
-        if self._physical.news:
+        if self._physical.newly_watched:
             with undoing(lambda: self.release(new, ())):
-                self._physical.announce()
+                self._physical.notify_watchers()
 
     def prepare(self, pages: Pages) -> Future[int]:
         """Map memory at pages in the background, so that their commit makes no driver call.
@@ -283,7 +283,7 @@ class PageSpace(Memory, Closes):
             with contextlib.suppress(CudaError):
                 queue_if_allowed(self.stream, functools.partial(zeros.work.precede, self.stream), mine=True)
         drop_contents(dropped)
-        self._physical.announce()
+        self._physical.notify_watchers()
         # More items than a release submits, so that the queue does not grow.
         deferred_queue(self._session).work(4)
 
@@ -348,11 +348,11 @@ class PageSpace(Memory, Closes):
             taken = [place for place in wanted if places.numbers[place] >= 0]
             if taken:
                 raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
-            physical.hold(wanted.values())
+            physical.add_users(wanted.values())
             places.exchange(wanted)
 
         self._change(chosen, after, alias)
-        physical.announce()
+        physical.notify_watchers()
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Give each of these pages that shares memory a copy of its own. Returns the number of copies.
@@ -387,7 +387,7 @@ class PageSpace(Memory, Closes):
             found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
             shared = {place: page for place, page in found.items() if page is not None and page.users > 1}
             taken = physical.take(len(shared))
-            physical.hold(shared.values())
+            physical.add_users(shared.values())
             old, unused = shared, taken
 
         def exchange() -> int:
@@ -408,7 +408,7 @@ class PageSpace(Memory, Closes):
         finally:
             physical.drop(unused)
             physical.drop(old.values())
-        physical.announce()
+        physical.notify_watchers()
         return count
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
@@ -481,7 +481,7 @@ class PageSpace(Memory, Closes):
                 stored.save(self._addresses(held), ordered)
                 work = Work.of(None if others is None else [ordered, *others], self.device)
             places.locked(lambda: self._begin(parking.behind(work), clear_on))
-        self._physical.announce()
+        self._physical.notify_watchers()
         return len(held)
 
     @contextlib.contextmanager
@@ -562,7 +562,7 @@ class PageSpace(Memory, Closes):
                             stored.load(indices, self._addresses(mine), ordered)
             moved = places.locked(lambda: self._forget_stored(kept, parking, ordered))
         drop_contents(moved)
-        self._physical.announce()
+        self._physical.notify_watchers()
         return len(kept)
 
     def _give_back(self, left: Mapping[int, Page], parking: Parking, stream: Stream) -> None:
@@ -603,7 +603,7 @@ class PageSpace(Memory, Closes):
         wait_for_users(after, self._session, (places.rights,))
         self._locked_after(lambda: set(places.parked.values()), places.unmap_all, closing=True)
         self._range._free()
-        self._physical.announce()
+        self._physical.notify_watchers()
 
     def _addresses(self, places: Sequence[int]) -> Addresses:
         return self.address + np.array(places, np.int64) * self.page_size

@@ -377,7 +377,7 @@ def test_memory_is_allocated_under_no_lock(
     grow, busy = vmm.HostTier._grow, []
 
     def seen(*args: Any) -> Any:
-        busy.append(not space._physical.unless_busy(lambda: True, otherwise=False))
+        busy.append(not space._physical.try_changing(lambda: True, otherwise=False))
         return grow(*args)
 
     monkeypatch.setattr(vmm.HostTier, "_grow", seen)
@@ -506,7 +506,7 @@ def test_the_end_of_a_space_attempts_no_releases_under_its_lock(arena: vmm.PageA
 
     class Item(Deferred):
         def attempt(self) -> bool:
-            busy.append(not space._physical.unless_busy(lambda: True, otherwise=False))
+            busy.append(not space._physical.try_changing(lambda: True, otherwise=False))
             return True
 
     with arena.space(4 * PAGE) as space:
