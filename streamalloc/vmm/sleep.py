@@ -23,7 +23,7 @@ from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.tiers.agreement import Hook, Ranks, run_hooks, vote
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.host import NearTier
-from streamalloc.vmm.tiers.tier import Bytes, Held, Tier
+from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, Tier
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 
 T = TypeVar("T")
@@ -266,7 +266,7 @@ class SleepGroup(Closes, Claimable):
             if not isinstance(tagged, bool):
                 self._check_tags(tagged, self.buffers)
 
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[SavedBytes]:
                 kept = tagged if isinstance(tagged, bool) else tag in tagged
                 sizes = [buffer.nbytes for buffer in buffers]
                 return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
@@ -279,7 +279,7 @@ class SleepGroup(Closes, Claimable):
         self,
         claim: Claim,
         chosen: dict[VirtualBuffer, str],
-        hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[Held]],
+        hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[SavedBytes]],
         ordered: Stream,
         shared: bool,
         after: After,
@@ -295,7 +295,7 @@ class SleepGroup(Closes, Claimable):
                 del chosen[buffer]
             entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen if not buffer.evicted}
             wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))
-            saved: dict[VirtualBuffer, Held] = {}
+            saved: dict[VirtualBuffer, SavedBytes] = {}
             with undoing(lambda: undo_all(one.leave for one in saved.values())):
                 for tag in dict.fromkeys(chosen.values()):
                     buffers = [buffer for buffer in chosen if chosen[buffer] == tag and buffer.nbytes]
@@ -348,7 +348,7 @@ class SleepGroup(Closes, Claimable):
                 raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
             ordered = self._copying_stream(stream)
 
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[SavedBytes]:
                 return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
 
             return self._evict(claim, self._chosen(tags), hold, ordered, False, after, lambda: None, stored=True)
@@ -475,14 +475,14 @@ class SleepGroup(Closes, Claimable):
             if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
                 self._kept(buffer).write(start, array)
                 return
-            (held,) = self._tier(None).hold([buffer.nbytes], self._copying_stream(None))
-            with undoing(held.leave):
-                held.write(0, array)
-            _replace(buffer, held)
+            (saved,) = self._tier(None).hold([buffer.nbytes], self._copying_stream(None))
+            with undoing(saved.leave):
+                saved.write(0, array)
+            _replace(buffer, saved)
 
         self._alone(act, buffer)
 
-    def _kept(self, buffer: VirtualBuffer) -> Held:
+    def _kept(self, buffer: VirtualBuffer) -> SavedBytes:
         if buffer.eviction is None:
             raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
         if buffer.eviction.held:
@@ -595,11 +595,11 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
     return start, found
 
 
-def _replace(buffer: VirtualBuffer, held: Held) -> None:
+def _replace(buffer: VirtualBuffer, saved: SavedBytes) -> None:
     """Replace the kept bytes of a sleeping buffer."""
     eviction = buffer._evicted
     assert eviction is not None
-    buffer._evicted = eviction._replace(saved=held, held=())
+    buffer._evicted = eviction._replace(saved=saved, held=())
     for entry in eviction.held:
         entry.close()
     if eviction.saved is not None:

@@ -268,11 +268,11 @@ class PageSpace(Memory, Closes):
 
         def release() -> None:
             nonlocal zeros, now
-            held = [place for place in chosen if places.numbers[place] >= 0]
-            if held:
+            committed = [place for place in chosen if places.numbers[place] >= 0]
+            if committed:
                 now = stream is None and work.done()
                 parking = Parking(places, work)
-                places.park(held, parking)
+                places.park(committed, parking)
                 zeros = self._begin(parking, stream)
             dropped.update({place: places.stored.pop(place) for place in chosen if place in places.stored})
 
@@ -461,13 +461,13 @@ class PageSpace(Memory, Closes):
         stored = tier._stored(self.page_size)
 
         def park(parking: Parking) -> list[int]:
-            held = [place for place in chosen if places.numbers[place] >= 0]
-            tier._take(len(held), stored)
+            committed = [place for place in chosen if places.numbers[place] >= 0]
+            tier._take(len(committed), stored)
             # First, so that an exception of a signal handler loses no contents.
-            kept.update({place: (stored, index) for index, place in enumerate(held)})
+            kept.update({place: (stored, index) for index, place in enumerate(committed)})
             places.stored |= kept
-            places.park(held, parking)
-            return held
+            places.park(committed, parking)
+            return committed
 
         def take_back() -> None:
             if kept:
@@ -476,13 +476,13 @@ class PageSpace(Memory, Closes):
         # Marked as in use: another thread may release the pages before their copies are queued.
         with self._alone() as parking, stored.in_use():
             with undoing(stored.drop), undoing(take_back):
-                held = places.locked(lambda: park(parking))
+                committed = places.locked(lambda: park(parking))
                 # Under no lock, as this may take long.
-                stored.save(self._addresses(held), ordered)
+                stored.save(self._addresses(committed), ordered)
                 work = Work.of(None if others is None else [ordered, *others], self.device)
             places.locked(lambda: self._begin(parking.behind(work), clear_on))
         self._physical.notify_watchers()
-        return len(held)
+        return len(committed)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[Parking]:

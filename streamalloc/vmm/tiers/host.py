@@ -14,7 +14,7 @@ from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.backup import Backup, BackupRange, Copies
-from streamalloc.vmm.tiers.tier import Bytes, Held, overlapping, part_of
+from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, overlapping, part_of
 
 PIECE = 1 << 30
 """Most bytes per allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
@@ -74,7 +74,7 @@ class PoolTier:
     def __init__(self, pool: MemoryPool) -> None:
         self.pool: MemoryPool = pool
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[SavedBytes]:
         """Allocate memory for buffers on a stream.
 
         Raises
@@ -95,7 +95,7 @@ class PoolTier:
                 pieces.append(Backup.allocate(self.pool, min(PIECE, end - start), stream))
         return [self._hold(pieces, start, start + nbytes) for start, nbytes in zip(starts, sizes, strict=True)]
 
-    def _hold(self, pieces: Sequence[Backup], start: int, stop: int) -> Held:
+    def _hold(self, pieces: Sequence[Backup], start: int, stop: int) -> SavedBytes:
         parts = []
         while start < stop:
             index, offset = divmod(start, PIECE)
@@ -144,7 +144,7 @@ class NearTier:
         """The pool that is used first."""
         return self._pools[0]
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[SavedBytes]:
         """Allocate memory for buffers on a stream; errors as for :meth:`PoolTier.hold`."""
         try:
             return PoolTier(self.pool).hold(sizes, stream)

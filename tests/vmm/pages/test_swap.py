@@ -432,7 +432,7 @@ def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: 
         stored.drop([0, 0, -3])
         assert tier.used == 2 * 4096
         stored.drop([1, 1, 0])
-        assert tier.used == 4096 and stored._held.tolist() == [False, False, True]
+        assert tier.used == 4096 and stored._present.tolist() == [False, False, True]
         stored.drop()
         assert tier.used == 0
 
@@ -490,12 +490,12 @@ def test_copies_that_are_noted_while_completed_ones_are_forgotten(
             def done(self) -> bool:
                 if not self.asked:  # as another thread does
                     self.asked = True
-                    chunk._end.settle()
+                    chunk._end.forget_completed()
                     chunk.use(late)
                 return True
 
         chunk.use(Asked(device))
-        chunk._end.settle()
+        chunk._end.forget_completed()
         assert list(chunk._end.work) == [late] and done.done()
         gate.open()
         stored.drop()
