@@ -86,6 +86,29 @@ def test_swap_out_parks_the_pages_for_other_work(
     assert space.swap_in([1, 2]) == 2 and values(space)[1:3] == [2, 3]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda space, after: space.commit(0, after),
+        lambda space, after: space.alias(0, space, 1, after),
+        lambda space, after: space.make_private(1, after=after),
+        lambda space, after: space.swap_in(3, after=after),
+    ],
+    ids=["commit", "alias", "make_private", "swap_in"],
+)
+def test_the_host_waits_for_other_work(
+    space: vmm.PageSpace, host: vmm.HostTier, gate: Gate, other: sa.Stream, change: Callable[[vmm.PageSpace, Any], Any]
+) -> None:
+    space.commit([1, 3])
+    space.alias(2, space, 1)
+    space.swap_out(3, host)
+    space.stream.synchronize()
+    gate.hold(other)
+    with opening(gate):
+        change(space, [other])
+        assert not pending(other)
+
+
 def test_few_calls_for_many_copies(device: sa.Device) -> None:
     traced = sd.traced(device.driver)
     device = sa.Device(0, driver=traced)
