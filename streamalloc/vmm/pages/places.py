@@ -5,6 +5,26 @@ that uses the page has completed and the page is cleared. Then it is *kept*: the
 The next commit of the place uses the page again without a mapping call, unless another place has taken the page. A page
 that other places share is not cleared. Instead the place gets the arena's page of zeros, which devices may only read.
 Every place without a page has it.
+
+States of a place, of a page and of a space, and the attributes that record them:
+
+==============  =======================================  ==============================================================
+State           Recorded by                              Meaning
+==============  =======================================  ==============================================================
+held            :attr:`Places.backing`                   The place has the page; :attr:`Page.users` counts its places.
+committed       :attr:`Places.numbers`, not -1           The user may write to the page of the place.
+parked          :attr:`Places.parked`                    The place waits for a :class:`Parking`: for work or zeros.
+clearing        :attr:`PhysicalPages.clearing`           Zeros are queued for the places of a parking.
+kept            :attr:`PhysicalPages.kept`               The page is cleared, and still mapped at its last place.
+spare           :attr:`PhysicalPages.spare`              The page has no place.
+stored          :attr:`Places.stored`                    The contents of the place are in a tier.
+set aside       :attr:`Places.parked`                    The place is parked for an ``Unfinished`` work: a swap that a
+                                                         thread is queueing. It may have no page yet.
+broken          ``Places._broken``                       The driver maps another page or permission than recorded.
+failed          :attr:`Places.failed`                    A call and its undo failed, so some places stay broken.
+==============  =======================================  ==============================================================
+
+A committed, parked or kept place holds a page, except one that is parked for a swap. A stored place is not committed.
 """
 
 from __future__ import annotations
@@ -47,7 +67,7 @@ class Places(MappedBytes):
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page committed at each place; -1 for none."""
         self._broken: set[int] = set()
-        """Places with a wrong page or permission; empty outside of :meth:`locked`."""
+        """Places with a wrong page or permission; empty outside of :meth:`locked`, unless :attr:`failed`."""
         self.failed: bool = False
         """True if a call and its undo failed, leaving such places."""
         physical.spaces.add(self)
@@ -335,19 +355,16 @@ class Places(MappedBytes):
 
 
 class Parking(Deferred):
-    """Released places that wait for the work that uses their pages, and then for zeros.
-
-    :attr:`work` is first the work that uses the pages, then the clearing.
-    """
+    """Released places that wait for the work that uses their pages; or, made by :meth:`clear`, for zeros."""
 
     __slots__ = ("_cleared", "_owner_places", "before", "places", "work")
 
     def __init__(self, owner: Places, work: Work, before: Work | None = None) -> None:
         self._owner_places = owner
         self.before: Work = work if before is None else before
-        """The work that uses the pages."""
+        """The work that uses the pages; the zeros are queued after it."""
         self.work: Work = work
-        """The work, and then the zeros."""
+        """The work that the places wait for: :attr:`before`, or the zeros."""
         self._cleared = False
         """Whether :attr:`work` is the zeros."""
         self.places: Sequence[int] = ()
