@@ -20,7 +20,7 @@ from streamalloc.vmm.access import After, copying_stream, wait_for_users
 from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.resident import Residents
-from streamalloc.vmm.tiers.agreement import Hook, Ranks, run_hooks, vote
+from streamalloc.vmm.tiers.agreement import Hook, Ranks, Votes, run_hooks
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.host import NearTier
 from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, Tier
@@ -259,7 +259,7 @@ class SleepGroup(Closes, Claimable):
             :meth:`wake` them.
         """
 
-        def act(claim: Claim, agree: Callable[[], object]) -> int:
+        def act(claim: Claim) -> int:
             chosen = self._chosen(tags)
             ordered = self._copying_stream(stream)
             tagged = {keep} if isinstance(keep, str) else keep
@@ -271,9 +271,10 @@ class SleepGroup(Closes, Claimable):
                 sizes = [buffer.nbytes for buffer in buffers]
                 return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
 
-            return self._evict(claim, chosen, hold, ordered, shared, after, agree)
+            return self._evict(claim, chosen, hold, ordered, after, shared=shared, agree=votes.agree)
 
-        return vote(ranks, "sleep", timeout, lambda agree: self._alone(lambda claim: act(claim, agree)))
+        votes = Votes(ranks, "sleep", timeout)
+        return votes.run(lambda: self._alone(act))
 
     def _evict(
         self,
@@ -281,11 +282,11 @@ class SleepGroup(Closes, Claimable):
         chosen: dict[VirtualBuffer, str],
         hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[SavedBytes]],
         ordered: Stream,
-        shared: bool,
         after: After,
-        agree: Callable[[], object],
         *,
+        shared: bool = False,
         stored: bool = False,
+        agree: Callable[[], object] | None = None,
     ) -> int:
         def evict() -> int:
             claim.take(chosen)
@@ -351,7 +352,7 @@ class SleepGroup(Closes, Claimable):
             def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[SavedBytes]:
                 return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
 
-            return self._evict(claim, self._chosen(tags), hold, ordered, False, after, lambda: None, stored=True)
+            return self._evict(claim, self._chosen(tags), hold, ordered, after, stored=True)
 
         return self._alone(act)
 
@@ -391,16 +392,17 @@ class SleepGroup(Closes, Claimable):
             buffers are still asleep, with their bytes.
         """
 
-        def act(claim: Claim, agree: Callable[[], object]) -> int:
+        def act(claim: Claim) -> int:
             chosen = self._chosen(tags)
             claim.take(chosen)
             found = {buffer: buffer.eviction for buffer in chosen}
             evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
-            hooks = functools.partial(run_hooks, self._after_wake, list(evictions), agree)
+            hooks = functools.partial(run_hooks, self._after_wake, list(evictions), votes.agree)
             restore_all(evictions, self._copying_stream(stream), hooks)
             return sum(eviction.nbytes for eviction in evictions.values())
 
-        return vote(ranks, "wake", timeout, lambda agree: self._alone(lambda claim: act(claim, agree)))
+        votes = Votes(ranks, "wake", timeout)
+        return votes.run(lambda: self._alone(act))
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Call ``hook(buffers)`` in each :meth:`sleep` and :meth:`resume`, before memory is released.
