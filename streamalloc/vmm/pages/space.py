@@ -45,6 +45,10 @@ _BATCH = 64
 """Pages that are mapped before their contents are copied."""
 
 
+class _ParkedAgainError(Exception):
+    """Another thread has parked some of the places meanwhile: wait again."""
+
+
 class PageSpace(Memory, Closes):
     """A range of addresses with memory at the pages that are committed; made by :meth:`PageArena.space`.
 
@@ -647,13 +651,12 @@ class PageSpace(Memory, Closes):
         """
         physical = self._physical
 
-        def attempt(short: bool) -> list[T]:
-            # Another thread may have released some of the places meanwhile.
+        def attempt(short: bool) -> T:
             if not all(parking.done() for parking in parkings()):
-                return []
+                raise _ParkedAgainError
             if short:
                 physical.finish_clearing()
-            return [act()]
+            return act()
 
         while True:
             for parking in parkings():
@@ -663,9 +666,8 @@ class PageSpace(Memory, Closes):
                 # Makes pages of other places available once their work has completed. No lock may be held here.
                 physical.allocations.work()
                 physical.finish_clearing(wait=True)
-            done = self._places.locked(functools.partial(attempt, short), closing=closing)
-            if done:
-                return done[0]
+            with contextlib.suppress(_ParkedAgainError):
+                return self._places.locked(functools.partial(attempt, short), closing=closing)
 
     def _check_here(self, chosen: Sequence[int]) -> None:
         stored = self._places.stored
