@@ -219,7 +219,7 @@ class PhysicalPages(Claimable):
         self.add_users([self.zero])
         with undoing(lambda: self.drop([self.zero])), self._filling:
             if self.zero.raw is None:
-                self._obtain(self.zero)
+                self.spec.create(self.zero, self.size, wait=False)
                 with (
                     undoing(self.zero.attempt),
                     self.device.create_stream() as stream,
@@ -481,19 +481,8 @@ class PhysicalPages(Claimable):
                 del room[0]
         page = Page(self.session, number)
         with undoing(lambda: self._forget([page])):
-            self._obtain(page)
+            self.spec.create(page, self.size, wait=False)  # a space's claim may be held
         return page
-
-    def _obtain(self, page: Page) -> None:
-        """Create the memory of a page (``cuMemCreate``)."""
-        session = self.session
-        session.check_process()
-        for last in (False, True):
-            result, raw = session.cuMemCreate(self.size, self.spec.struct, 0)
-            if not result:
-                page._raw = raw
-                return
-            self.spec.refused(result, self.size, last=last, wait=False)  # a space's lock may be held
 
     def _check_limit(self, missing: int) -> None:
         """Raise if the limit has no room for this many more pages."""
