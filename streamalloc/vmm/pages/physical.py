@@ -62,10 +62,6 @@ class Page(OwnedHandle):
         """Address of the committed place at which watchers count the page; 0 for none."""
 
 
-def _no_budget() -> None:
-    """In place of a reference to a budget."""
-
-
 class PhysicalPages(Claimable):
     """The physical pages of an arena and its spaces. The object lives as long as any of these.
 
@@ -85,7 +81,7 @@ class PhysicalPages(Claimable):
         """Bytes of all pages; None for no limit."""
         # Weak, because the arena keeps the budget. Reservations keep this object, and the budget's function may refer
         # to the arena.
-        self.budget: Callable[[], PageBudget | None] = _no_budget if budget is None else weakref.ref(budget)
+        self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
         """Limit shared with other arenas and processes; None if there is none."""
         self.allocations: Allocations = allocations_of(self.session)
         self._shut_after_fork()
@@ -225,7 +221,7 @@ class PhysicalPages(Claimable):
                     self.device.create_stream() as stream,
                     self.mapped([self.zero], stream) as address,
                 ):
-                    self.session.call("cuMemsetD8Async", address, 0, self.size, raw_handle(stream))
+                    self.clear(address, self.size, stream)
 
     @contextlib.contextmanager
     def mapped(self, pages: Sequence[Page], stream: Stream) -> Iterator[int]:

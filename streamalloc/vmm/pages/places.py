@@ -77,6 +77,9 @@ class Places(MappedBytes):
         """One character for the memory in drawings of an address range."""
         return self.physical.spec.mark
 
+    def _address(self, place: int) -> int:
+        return int(self.reservation.raw) + place * self.physical.size
+
     def locked(self, act: Callable[[], T], *, closing: bool = False) -> T:
         """Call ``act`` while no other thread changes the places, see :meth:`PhysicalPages.changing`.
 
@@ -104,9 +107,7 @@ class Places(MappedBytes):
         Call within :meth:`locked`, for places that are not committed.
         """
         for watcher in self.physical.allocations.watchers if places else ():
-            watcher.to_be_mapped(
-                int(self.reservation.raw) + places[0] * self.physical.size, len(places) * self.physical.size
-            )
+            watcher.to_be_mapped(self._address(places[0]), len(places) * self.physical.size)
         ready, _ = self.split(places)
         if len(ready) == len(places):
             return ready, {}
@@ -225,10 +226,10 @@ class Places(MappedBytes):
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
         """Notify the listener that pages which stay mapped were released, or are in use again."""
-        listener, size = self.physical.session.listener, self.physical.size
+        listener = self.physical.session.listener
         if listener is not None:
             for run in adjacent(places):
-                listener.released(int(self.reservation.raw) + run.start * size, len(run) * size, released)
+                listener.released(self._address(run.start), len(run) * self.physical.size, released)
 
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""
@@ -255,13 +256,13 @@ class Places(MappedBytes):
 
     def _watch(self, page: Page, place: int) -> None:
         if not page.watched_at:
-            page.watched_at = int(self.reservation.raw) + place * self.physical.size
+            page.watched_at = self._address(place)
             if self.physical.allocations.watchers:
                 self.physical.newly_watched[page.watched_at] = None
 
     def _unwatch(self, place: int) -> None:
         page = self.backing[place]
-        at = int(self.reservation.raw) + place * self.physical.size
+        at = self._address(place)
         if page is not None and page.watched_at == at:
             page.watched_at = 0
             self.physical.newly_watched.pop(at, None)
@@ -305,10 +306,9 @@ class Places(MappedBytes):
 
     def clear(self, places: Collection[int], stream: Stream) -> None:
         """Queue zeros for places, one call for each run of adjacent ones."""
-        size, start = self.physical.size, int(self.reservation.raw)
         with stream.device.current():
             for run in adjacent(places):
-                self.physical.clear(start + run.start * size, len(run) * size, stream)
+                self.physical.clear(self._address(run.start), len(run) * self.physical.size, stream)
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
         """Return what these places are parked for."""
