@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -206,7 +206,7 @@ class SleepGroup(Closes, Claimable):
     def sleep(
         self,
         *tags: str,
-        keep: bool | Collection[str] = True,
+        keep: bool | Iterable[str] = True,
         shared: bool = False,
         stream: StreamLike | None = None,
         after: After = None,
@@ -262,7 +262,7 @@ class SleepGroup(Closes, Claimable):
         def act(claim: Claim) -> int:
             chosen = self._chosen(tags)
             ordered = self._copying_stream(stream)
-            tagged = {keep} if isinstance(keep, str) else keep
+            tagged = keep if isinstance(keep, bool) else {keep} if isinstance(keep, str) else set(keep)
             if not isinstance(tagged, bool):
                 self._check_tags(tagged, self.buffers)
 

@@ -229,6 +229,13 @@ class TestAllOrNothing:
         assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
 
 
+def test_tags_given_by_an_iterator_keep_their_bytes(group: vmm.SleepGroup) -> None:
+    several = buffers(group, "weights", "cache", "weights")
+    group.sleep(keep=iter(["weights"]))
+    group.wake()
+    assert shows(several[0], 0) and shows(several[2], 2)
+
+
 def test_a_misspelt_tag_loses_no_bytes(device: sa.Device) -> None:
     with vmm.SleepGroup(device) as group:
         weights = group.allocate(100, tag="weights")
