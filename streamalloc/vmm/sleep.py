@@ -175,11 +175,11 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         EvictedError
-            The buffer is asleep: wake it first.
+            The buffer of the group is asleep: wake it first.
         """
 
         def act(_: Claim) -> None:
-            if buffer.evicted:
+            if buffer.evicted and buffer in self._members:
                 raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
             self._members.pop(buffer, None)
 
