@@ -60,14 +60,14 @@ def run_hooks(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any],
 class Votes:
     """The votes of all ranks on one call: each rank votes once, for the call or against it."""
 
-    __slots__ = ("_cast", "_name", "_ranks", "_timeout")
+    __slots__ = ("_name", "_ranks", "_timeout", "_voted")
 
     def __init__(self, ranks: Ranks | None, name: str, timeout: float | None) -> None:
         self._ranks = ranks
         self._name = name
         """Name of the call."""
         self._timeout = timeout
-        self._cast = False
+        self._voted = False
         """Whether this rank has voted."""
 
     def agree(self) -> None:
@@ -86,7 +86,7 @@ class Votes:
         try:
             return act()
         except BaseException as first:
-            if not self._cast:
+            if not self._voted:
                 try:
                     self._vote(f"{type(first).__name__}: {first}")
                 except Exception as later:
@@ -94,9 +94,10 @@ class Votes:
             raise
 
     def _vote(self, refusal: str) -> None:
+        """Exchange the votes. An empty ``refusal`` is a vote for the call."""
         if self._ranks is None:
             return
-        self._cast = True
+        self._voted = True
         text = f"{self._name}\n{refusal}".encode(errors="backslashreplace")[:_LONGEST_REASON]
         for rank, theirs in enumerate(self._ranks.allgather(text, timeout=self._timeout)):
             call, _, reason = bytes(theirs).decode(errors="replace").partition("\n")
