@@ -279,7 +279,7 @@ class SleepGroup(Closes, Claimable):
     def _evict(
         self,
         claim: Claim,
-        chosen: dict[VirtualBuffer, str],
+        chosen: Mapping[VirtualBuffer, str],
         hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[SavedBytes]],
         ordered: Stream,
         after: After,
@@ -291,15 +291,14 @@ class SleepGroup(Closes, Claimable):
         def evict() -> int:
             claim.take(chosen)
             # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
-            staying = self.buffers
-            for buffer in [one for one in chosen if one not in staying or (one.evicted and not stored)]:
-                del chosen[buffer]
-            entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen if not buffer.evicted}
+            left = self.buffers
+            going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
+            entries = {buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted}
             wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))
             saved: dict[VirtualBuffer, SavedBytes] = {}
             with undoing(lambda: undo_all(one.leave for one in saved.values())):
-                for tag in dict.fromkeys(chosen.values()):
-                    buffers = [buffer for buffer in chosen if chosen[buffer] == tag and buffer.nbytes]
+                for tag in dict.fromkeys(going.values()):
+                    buffers = [buffer for buffer in going if going[buffer] == tag and buffer.nbytes]
                     saved.update(zip(buffers, hold(tag, buffers) if buffers else (), strict=False))
             asleep = {buffer: saved.pop(buffer) for buffer in list(saved) if buffer not in entries}
             with undoing(lambda: undo_all(one.leave for one in asleep.values())):
