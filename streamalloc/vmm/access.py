@@ -121,6 +121,13 @@ def each_of(after: object) -> Iterable[Any]:
     return after if several else (after,)  # type: ignore[return-value]
 
 
+def listed(after: After) -> list[Any] | None:
+    """Return the events and streams that the argument names as a list, because an iterator can be read only once; None
+    for all work.
+    """
+    return None if after is None else [*each_of(after)]
+
+
 def copying_stream(stream: StreamLike, session: Session) -> Stream:
     """Check the stream of an eviction or a restore."""
     ordered = as_stream(stream, session)

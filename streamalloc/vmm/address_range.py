@@ -278,7 +278,7 @@ class AddressRange(OwnsNode):
         kind = MappedObject if memory._node.kind is Kind.OBJECT else MappedBytes
         entry = kind(node, offset, stop, {})
         with node.adding(entry):
-            entry.hold(memory)
+            entry.set_memory(memory)
             entry.map(raw)
             node.grant((entry,), rights or {})
         return entry

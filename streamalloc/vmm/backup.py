@@ -32,7 +32,7 @@ from streamalloc.pool import MemoryPool
 class Copies:
     """The copies that one call queues on one stream, from or to backups; made by :func:`copying`."""
 
-    __slots__ = ("_end", "_staged", "backups", "finished", "stream", "work")
+    __slots__ = ("_end", "_staged", "backups", "finished", "stream", "transfers")
 
     def __init__(self, stream: Stream) -> None:
         self.backups: weakref.WeakSet[Backup] = weakref.WeakSet()
@@ -41,35 +41,35 @@ class Copies:
         """Stream of the copies; None after the call."""
         self.finished: bool = False
         """True if the host has synchronised with the copies."""
-        self.work: dict[Any, Any] = {}
-        """The host's unfinished reads and writes of files, by tier; each value has ``settle()`` and ``abandon()``."""
+        self.transfers: dict[Any, Any] = {}
+        """Unfinished transfers from and to files, by tier; each has ``finish()`` and ``abandon()``."""
         self._staged = False
         self._end: Event | None = None
 
-    def by_host(self, key: object, make: Callable[[Stream], Any]) -> Any:
-        """Return the host's part with this key. If it is missing, ``make`` makes it for the stream of the copies."""
-        if key not in self.work:
+    def transfer(self, key: object, make: Callable[[Stream], Any]) -> Any:
+        """Return the transfer with this key. If it is missing, ``make`` makes it for the stream of the copies."""
+        if key not in self.transfers:
             assert self.stream is not None
             self._staged = True
-            self.work[key] = make(self.stream)
-        return self.work[key]
+            self.transfers[key] = make(self.stream)
+        return self.transfers[key]
 
-    def settle(self) -> None:
-        """Block the host until its part of the copies is done.
+    def finish_transfers(self) -> None:
+        """Block the host until all transfers are done.
 
         Raises
         ------
         OSError, DamagedBackupError
             A file cannot be written, or cannot be read.
         """
-        for key in list(self.work):
-            self.work[key].settle()
-            del self.work[key]
+        for key in list(self.transfers):
+            self.transfers[key].finish()
+            del self.transfers[key]
 
     def abandon(self) -> None:
-        """Stop the host's unfinished part of the copies, after an error."""
-        while self.work:
-            self.work.popitem()[1].abandon()
+        """Stop the unfinished transfers, after an error."""
+        while self.transfers:
+            self.transfers.popitem()[1].abandon()
 
     def synchronize(self) -> None:
         """Block the host until the copies have completed."""
@@ -146,9 +146,9 @@ class Backup:
 
     def hold(self, offset: int, nbytes: int) -> BackupRange:
         """Reserve the range of one buffer. Each range needs its own offset."""
-        held = BackupRange(self, offset, nbytes)
+        made = BackupRange(self, offset, nbytes)
         self._ranges.add(offset)
-        return held
+        return made
 
     def use(self, copies: Copies) -> Stream:
         """Register copies that use the memory; return their stream."""

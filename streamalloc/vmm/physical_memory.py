@@ -127,15 +127,20 @@ class MemorySpec:
         OutOfMemoryError
             There is not enough memory, even after dropped and recycled memory was released.
         """
-        session = self.session
-        if not session.forked:
+        if not self.session.forked:
             self.allocations.deferred.work()
+        self.create(owner, nbytes)
+
+    def create(self, owner: OwnsHandle, nbytes: int, *, wait: bool = True) -> None:
+        """Call ``cuMemCreate`` as :meth:`obtain` does, without a preceding point of work. ``wait``: as for
+        :meth:`refused`.
+        """
         for last in (False, True):
-            result, raw = session.cuMemCreate(nbytes, self.struct, 0)
+            result, raw = self.session.cuMemCreate(nbytes, self.struct, 0)
             if not result:
                 owner._raw = raw
                 return
-            self.refused(result, nbytes, last=last)
+            self.refused(result, nbytes, last=last, wait=wait)
 
     def refused(self, result: Any, nbytes: int, *, last: bool = False, wait: bool = True) -> None:
         """Handle an error of ``cuMemCreate``: return if another attempt may succeed, else raise.

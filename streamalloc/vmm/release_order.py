@@ -4,6 +4,10 @@
 of their kinds, whichever was closed or dropped first. Unrelated nodes do not wait for each other. Every link points
 from a smaller kind to a larger one, so links cannot form a cycle.
 
+A node is for a resource that must be released before or after others. A release that waits only for queued work or for
+other processes is an item of :mod:`streamalloc.core.deferred`. A node whose owner was dropped is attempted by such an
+item.
+
 Driver 580 requires this order for multicast objects: unbind, unmap and release the object, release the memory that was
 bound to it, free the addresses.
 """

@@ -71,7 +71,7 @@ class MappedBytes(Node):
         return raw is not None and int(raw) not in self.reservation.allocations.by_handle
 
     @property
-    def held(self) -> bool:
+    def keeps_memory(self) -> bool:
         """Whether a handle keeps the memory alive after its unmapping."""
         return self._raw is not None or (self._memory is not None and not self._memory.closed)
 
@@ -80,7 +80,7 @@ class MappedBytes(Node):
         """Ordinals of the devices with access."""
         return accessing((self.rights,))
 
-    def hold(self, memory: GenericAllocation) -> None:
+    def set_memory(self, memory: GenericAllocation) -> None:
         """Set the memory object, and relate the mapping to the nodes of multicast objects."""
         handle = memory._node
         order = self.reservation.allocations.order

@@ -86,8 +86,7 @@ class Residents(Shown):
         yield "other mapped memory", self.mapped
         yield "page arenas", self.pages
         yield "recyclers", self.spare
-        for name, nbytes in self.pools.items():
-            yield name, nbytes
+        yield from self.pools.items()
         yield "graphs", self.graphs
         for owner, nbytes in self.measured.items():
             yield f"{owner}, as measured", nbytes

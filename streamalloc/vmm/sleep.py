@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +20,10 @@ from streamalloc.vmm.access import After, copying_stream, wait_for_users
 from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.resident import Residents
-from streamalloc.vmm.tiers.agreement import Hook, Ranks, run_hooks, vote
+from streamalloc.vmm.tiers.agreement import Hook, Ranks, Votes, run_hooks
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.host import NearTier
-from streamalloc.vmm.tiers.tier import Bytes, Held, Tier
+from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, Tier
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
 
 T = TypeVar("T")
@@ -175,11 +175,11 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         EvictedError
-            The buffer is asleep: wake it first.
+            The buffer of the group is asleep: wake it first.
         """
 
         def act(_: Claim) -> None:
-            if buffer.evicted:
+            if buffer.evicted and buffer in self._members:
                 raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
             self._members.pop(buffer, None)
 
@@ -206,7 +206,7 @@ class SleepGroup(Closes, Claimable):
     def sleep(
         self,
         *tags: str,
-        keep: bool | Collection[str] = True,
+        keep: bool | Iterable[str] = True,
         shared: bool = False,
         stream: StreamLike | None = None,
         after: After = None,
@@ -259,46 +259,46 @@ class SleepGroup(Closes, Claimable):
             :meth:`wake` them.
         """
 
-        def act(claim: Claim, agree: Callable[[], object]) -> int:
+        def act(claim: Claim) -> int:
             chosen = self._chosen(tags)
             ordered = self._copying_stream(stream)
-            tagged = {keep} if isinstance(keep, str) else keep
+            tagged = keep if isinstance(keep, bool) else {keep} if isinstance(keep, str) else set(keep)
             if not isinstance(tagged, bool):
                 self._check_tags(tagged, self.buffers)
 
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[SavedBytes]:
                 kept = tagged if isinstance(tagged, bool) else tag in tagged
                 sizes = [buffer.nbytes for buffer in buffers]
                 return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
 
-            return self._evict(claim, chosen, hold, ordered, shared, after, agree)
+            return self._evict(claim, chosen, hold, ordered, after, shared=shared, agree=votes.agree)
 
-        return vote(ranks, "sleep", timeout, lambda agree: self._alone(lambda claim: act(claim, agree)))
+        votes = Votes(ranks, "sleep", timeout)
+        return votes.run(lambda: self._alone(act))
 
     def _evict(
         self,
         claim: Claim,
-        chosen: dict[VirtualBuffer, str],
-        hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[Held]],
+        chosen: Mapping[VirtualBuffer, str],
+        hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[SavedBytes]],
         ordered: Stream,
-        shared: bool,
         after: After,
-        agree: Callable[[], object],
         *,
+        shared: bool = False,
         stored: bool = False,
+        agree: Callable[[], object] | None = None,
     ) -> int:
         def evict() -> int:
             claim.take(chosen)
             # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
-            staying = self.buffers
-            for buffer in [one for one in chosen if one not in staying or (one.evicted and not stored)]:
-                del chosen[buffer]
-            entries = {buffer: buffer._evictable(shared=shared) for buffer in chosen if not buffer.evicted}
+            left = self.buffers
+            going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
+            entries = {buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted}
             wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))
-            saved: dict[VirtualBuffer, Held] = {}
+            saved: dict[VirtualBuffer, SavedBytes] = {}
             with undoing(lambda: undo_all(one.leave for one in saved.values())):
-                for tag in dict.fromkeys(chosen.values()):
-                    buffers = [buffer for buffer in chosen if chosen[buffer] == tag and buffer.nbytes]
+                for tag in dict.fromkeys(going.values()):
+                    buffers = [buffer for buffer in going if going[buffer] == tag and buffer.nbytes]
                     saved.update(zip(buffers, hold(tag, buffers) if buffers else (), strict=False))
             asleep = {buffer: saved.pop(buffer) for buffer in list(saved) if buffer not in entries}
             with undoing(lambda: undo_all(one.leave for one in asleep.values())):
@@ -348,10 +348,10 @@ class SleepGroup(Closes, Claimable):
                 raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
             ordered = self._copying_stream(stream)
 
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[Held]:
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[SavedBytes]:
                 return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
 
-            return self._evict(claim, self._chosen(tags), hold, ordered, False, after, lambda: None, stored=True)
+            return self._evict(claim, self._chosen(tags), hold, ordered, after, stored=True)
 
         return self._alone(act)
 
@@ -391,22 +391,26 @@ class SleepGroup(Closes, Claimable):
             buffers are still asleep, with their bytes.
         """
 
-        def act(claim: Claim, agree: Callable[[], object]) -> int:
+        def act(claim: Claim) -> int:
             chosen = self._chosen(tags)
             claim.take(chosen)
             found = {buffer: buffer.eviction for buffer in chosen}
             evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
-            hooks = functools.partial(run_hooks, self._after_wake, list(evictions), agree)
+            hooks = functools.partial(run_hooks, self._after_wake, list(evictions), votes.agree)
             restore_all(evictions, self._copying_stream(stream), hooks)
             return sum(eviction.nbytes for eviction in evictions.values())
 
-        return vote(ranks, "wake", timeout, lambda agree: self._alone(lambda claim: act(claim, agree)))
+        votes = Votes(ranks, "wake", timeout)
+        return votes.run(lambda: self._alone(act))
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
-        """Call ``hook(buffers)`` in each :meth:`sleep`, before memory is released; hooks are called in this order.
+        """Call ``hook(buffers)`` in each :meth:`sleep` and :meth:`resume`, before memory is released.
 
-        ``buffers`` lists the buffers that will sleep; if it is empty, no hook is called. If a later hook or the sleep
-        fails, ``undo(buffers)`` is called, for the last hook first. For example, for registrations of memory::
+        Hooks are called in this order. ``buffers`` lists the buffers with the tags of the call that are awake before
+        the first hook; if it is empty, no hook is called. The hooks and other threads can still use, close, evict or
+        remove these buffers. Then buffers that were evicted or left the group do not sleep, although the hooks got
+        them. If a later hook or the sleep fails, ``undo(buffers)`` is called with the same buffers, for the last hook
+        first. For example, for registrations of memory::
 
             group.before_sleep(deregister, undo=register)
             group.after_wake(register, undo=deregister)
@@ -427,7 +431,7 @@ class SleepGroup(Closes, Claimable):
         Parameters
         ----------
         buffer
-            A sleeping buffer.
+            A sleeping buffer of the group.
         target
             Writable, contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
         offset
@@ -436,7 +440,8 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         ValueError
-            The buffer is awake, its bytes were not kept, or ``target`` is too large.
+            The buffer is awake or not in the group, its bytes were not kept, or ``target`` is too large. Or the buffer
+            keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
         DamagedBackupError, OSError
             The bytes are damaged, or a file cannot be read.
         """
@@ -450,7 +455,7 @@ class SleepGroup(Closes, Claimable):
         Parameters
         ----------
         buffer
-            A sleeping buffer.
+            A sleeping buffer of the group.
         source
             Contiguous array or object with the buffer protocol. Its size is the number of bytes to copy.
         offset
@@ -459,7 +464,8 @@ class SleepGroup(Closes, Claimable):
         Raises
         ------
         ValueError
-            The buffer is awake, ``source`` is too large, or it covers only a part of a buffer without kept bytes.
+            The buffer is awake or not in the group, ``source`` is too large, or it covers only a part of a buffer
+            without kept bytes. Or the buffer keeps its memory, because a sleep and its undo failed: :meth:`wake` it.
         OutOfMemoryError, OSError
             There is no room for bytes that were not kept.
         """
@@ -470,16 +476,18 @@ class SleepGroup(Closes, Claimable):
             if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
                 self._kept(buffer).write(start, array)
                 return
-            (held,) = self._tier(None).hold([buffer.nbytes], self._copying_stream(None))
-            with undoing(held.leave):
-                held.write(0, array)
-            _replace(buffer, held)
+            (saved,) = self._tier(None).hold([buffer.nbytes], self._copying_stream(None))
+            with undoing(saved.leave):
+                saved.write(0, array)
+            _replace(buffer, saved)
 
         self._alone(act, buffer)
 
-    def _kept(self, buffer: VirtualBuffer) -> Held:
+    def _kept(self, buffer: VirtualBuffer) -> SavedBytes:
         if buffer.eviction is None:
             raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
+        if buffer.eviction.held:
+            raise ValueError(f"{buffer!r} keeps its memory, because a sleep and its undo failed: wake() it first")
         if buffer.eviction.saved is None:
             raise ValueError(f"the bytes of {buffer!r} were not kept: replace all of them")
         return buffer.eviction.saved
@@ -526,6 +534,9 @@ class SleepGroup(Closes, Claimable):
         def open_only(claim: Claim) -> T:
             for one in (self, *buffers):
                 one._check_open()
+            for buffer in buffers:
+                if buffer not in self._members:
+                    raise ValueError(f"{buffer!r} is not in the group {self!r}")
             return act(claim)
 
         return claiming((self, *buffers), open_only)
@@ -585,11 +596,11 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
     return start, found
 
 
-def _replace(buffer: VirtualBuffer, held: Held) -> None:
+def _replace(buffer: VirtualBuffer, saved: SavedBytes) -> None:
     """Replace the kept bytes of a sleeping buffer."""
     eviction = buffer._evicted
     assert eviction is not None
-    buffer._evicted = eviction._replace(saved=held, held=())
+    buffer._evicted = eviction._replace(saved=saved, held=())
     for entry in eviction.held:
         entry.close()
     if eviction.saved is not None:

@@ -23,7 +23,7 @@ from streamalloc.vmm.claims import Claim, Claimable, claimed
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
-from streamalloc.vmm.tiers.tier import Held
+from streamalloc.vmm.tiers.tier import SavedBytes
 
 _BATCH = 64 << 20
 """Bytes per batch: unmapped after their copy, while later copies run."""
@@ -45,7 +45,7 @@ class Eviction(NamedTuple):
 
     pieces: tuple[ChunkSpec, ...]
     """Chunks that :meth:`VirtualBuffer.restore` creates again."""
-    saved: Held | None
+    saved: SavedBytes | None
     """The bytes in a backup; None without a backup."""
     held: tuple[MappedBytes, ...] = ()
     """Unmapped memory with the bytes, if an eviction and its undo failed."""
@@ -280,7 +280,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
                 raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
         return entries
 
-    def _give_back(self, entries: Sequence[MappedBytes], saved: Held | None) -> None:
+    def _give_back(self, entries: Sequence[MappedBytes], saved: SavedBytes | None) -> None:
         """Unmap memory whose bytes are in a backup. The handles stay open for :meth:`_take_back`."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
         self._evicted = Eviction(chunks, saved)
@@ -295,7 +295,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if evicted is None:
             return
         unmapped = self._unmapped(entries)
-        if not all(entry.held for entry in unmapped):
+        if not all(entry.keeps_memory for entry in unmapped):
             # Some of the unmapped memory had no other handle.
             restore_all({self: evicted._replace(held=())}, stream)
             stream.synchronize()
@@ -353,7 +353,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._session)
 
-    def _load(self, saved: Held, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
+    def _load(self, saved: SavedBytes, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
         """Queue the copy of the bytes into new memory."""
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
@@ -364,7 +364,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         # The copying device needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
         saved.load(target, copies)
-        copies.settle()
+        copies.finish_transfers()
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
@@ -462,7 +462,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         """Return the mappings whose memory no recycler has taken."""
         return entries
 
-    def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> Held | None:
+    def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> SavedBytes | None:
         if backup is None:
             return None
         if not isinstance(backup, Memory):
@@ -514,7 +514,7 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
 
 def evict_all(
     entries: Mapping[VirtualBuffer, Sequence[MappedBytes]],
-    saved: Mapping[VirtualBuffer, Held],
+    saved: Mapping[VirtualBuffer, SavedBytes],
     stream: Stream,
     *,
     stored: bool = False,
@@ -549,27 +549,29 @@ def evict_all(
                     if buffer._evicted is not None:  # its bytes are in the backup
                         undo_all(entry.close for entry in buffer._unmapped(entries[buffer]))
 
+        def give_back(buffers: Iterable[VirtualBuffer]) -> None:
+            for buffer in buffers:
+                buffer._give_back(entries[buffer], saved.get(buffer))
+
         with undoing(undo):
             copied = {} if stored else saved
             # Unmap memory while the copies of later buffers run.
-            batches: list[tuple[list[VirtualBuffer], Event | None]] = [([], None)]
+            batches: list[tuple[list[VirtualBuffer], Event]] = []
+            batch: list[VirtualBuffer] = []
             queued = 0
             for buffer, one in copied.items():
                 one.save(CopySide.of(buffer), copies)
-                batches[-1][0].append(buffer)
+                batch.append(buffer)
                 queued += one.nbytes
                 if queued >= _BATCH:
-                    batches[-1:] = (batches[-1][0], stream.record()), ([], None)
-                    queued = 0
-            batches[-1][0].extend(buffer for buffer in entries if buffer not in copied)
-            copies.settle()
-            for buffers, copied_by in batches:
-                if copied_by is None:
-                    copies.synchronize()
-                else:
-                    copied_by.synchronize()
-                for buffer in buffers:
-                    buffer._give_back(entries[buffer], saved.get(buffer))
+                    batches.append((batch, stream.record()))
+                    batch, queued = [], 0
+            copies.finish_transfers()
+            for buffers, end in batches:
+                end.synchronize()
+                give_back(buffers)
+            copies.synchronize()
+            give_back((*batch, *(buffer for buffer in entries if buffer not in copied)))
             if confirm is not None:
                 confirm()
     for buffer, several in entries.items():
@@ -610,7 +612,7 @@ def restore_all(
                 made[buffer] = buffer._create_chunks(eviction.pieces)
                 if eviction.saved is not None:
                     buffer._load(eviction.saved, made[buffer], copies, stream)
-            copies.settle()
+            copies.finish_transfers()
             for buffer in made:
                 buffer._evicted = None
             if confirm is not None:

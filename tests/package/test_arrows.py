@@ -32,7 +32,7 @@ VOCABULARY = ("errors", "html", "properties", "allocation_properties", "resource
 KNOW_EACH_OTHER = [
     {f"streamalloc.core.{name}" for name in names.split()}
     for names in ("device event graph stream stream_resolution closed_streams", "allocator buffer")
-]
+] + [{f"streamalloc.vmm.pages.{name}" for name in ("physical", "places")}]
 
 
 def _name(path: Path) -> str:

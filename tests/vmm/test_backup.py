@@ -30,6 +30,7 @@ from tests.support import (
     filled,
     holds,
     in_a_thread,
+    pattern,
     pending,
     read,
     shows,
@@ -646,6 +647,28 @@ def test_memory_is_released_where_the_undo_fails_too(machine: Any, objects: bool
     group.close()
     device.synchronize()
     assert account.left == {} and kept.value
+
+
+def test_bytes_that_stay_in_memory_are_neither_read_nor_replaced(machine: Any) -> None:
+    inner = refusing(machine)
+    faults = refusing(inner)
+    with vmm.SleepGroup(sa.Device(0, driver=faults)) as group:
+        buffer, other = group.allocate(PAGE), group.allocate(PAGE)
+        filled(buffer, 1)
+        faults.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
+        inner.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuMemUnmap"):
+            group.sleep(keep=False)
+        faults.stop()
+        inner.stop()
+        assert buffer.evicted and not other.evicted
+        for call in (group.read, group.write):
+            with pytest.raises(ValueError, match=r"keeps its memory.*wake\(\)"):
+                call(buffer, pattern(PAGE, 2))
+        group.wake()
+        assert shows(buffer, 1)
+        buffer.close()
+        other.close()
 
 
 def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:

@@ -349,6 +349,8 @@ def test_a_forked_child_waits_for_no_growth_of_its_parent(monkeypatch: pytest.Mo
 def test_a_buffer_that_was_removed_before_the_group_sleeps_stays_awake(machine: Any) -> None:
     device = sa.Device(0, driver=machine)
     with vmm.SleepGroup(device) as group, group.allocate(SIZE) as stays, group.allocate(SIZE) as leaves:
+        listed: list[list[vmm.VirtualBuffer]] = []
         group.before_sleep(lambda _: group.remove(leaves))
+        group.before_sleep(listed.append)
         assert group.sleep(keep=False) == PAGE
-        assert stays.evicted and not leaves.evicted
+        assert stays.evicted and not leaves.evicted and listed == [[stays, leaves]]

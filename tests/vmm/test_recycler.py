@@ -66,6 +66,15 @@ class TestTake:
         assert recycler.take(PAGE).handle == handle
         assert made(account) == 1
 
+    @pytest.mark.supports("compression", "gpu_direct_rdma_with_vmm")
+    @pytest.mark.parametrize(("compressible", "rdma"), [(False, False), (True, False), (False, True)])
+    def test_memory_has_the_properties_asked_for(self, device: sa.Device, compressible: bool, rdma: bool) -> None:
+        recycler = vmm.MemoryRecycler(device, LIMIT, compressible=compressible, gpu_direct_rdma=rdma)
+        for _ in range(2):
+            with recycler.take(PAGE) as memory:
+                assert memory.compressible == compressible
+                assert memory.query().alloc_flags.gpu_direct_rdma_capable == rdma
+
     def test_another_size_is_new(self, account: Account, recycler: vmm.MemoryRecycler) -> None:
         recycler.take(2 * PAGE).close()
         memory = recycler.take(PAGE)

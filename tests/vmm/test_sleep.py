@@ -176,6 +176,15 @@ class TestMembers:
         assert group.buffers == {buffer: "weights"}
         assert source.location == device.location and buffer.stream is stream
 
+    def test_a_buffer_of_another_group_is_not_removed(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        with vmm.SleepGroup(device) as other:
+            (buffer,) = buffers(other, "a")
+            other.sleep()
+            group.remove(buffer)
+            assert other.buffers == {buffer: "a"}
+            other.wake()
+            assert shows(buffer, 0)
+
     def test_unknown_tags(self, group: vmm.SleepGroup) -> None:
         several = buffers(group, "a")
         for call in (group.sleep, group.wake):
@@ -227,6 +236,13 @@ class TestAllOrNothing:
         taken.close()
         group.wake()
         assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
+
+
+def test_tags_given_by_an_iterator_keep_their_bytes(group: vmm.SleepGroup) -> None:
+    several = buffers(group, "weights", "cache", "weights")
+    group.sleep(keep=iter(["weights"]))
+    group.wake()
+    assert shows(several[0], 0) and shows(several[2], 2)
 
 
 def test_a_misspelt_tag_loses_no_bytes(device: sa.Device) -> None:

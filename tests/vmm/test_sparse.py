@@ -503,6 +503,10 @@ class TestMipmaps:
                     same = np.array_equal(read(array, stream, shape, level=level, layer=layer), data)
                     found.append((layer, level, same))
             assert found == [(0, 1, True), (0, 2, False), (1, 1, False), (1, 2, True)]
+            array.unmap_tail(stream=stream)
+            assert array.mapped_bytes == 2 * TILE
+            array.unmap_tail(layer=1, stream=stream)
+            assert array.mapped_bytes == TILE and not read(array, stream, (64, 64), level=2, layer=1).any()
 
     def test_pool_that_is_too_small(
         self, device: sa.Device, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream

@@ -24,7 +24,7 @@ class ArenaStatistics(NamedTuple):
     spare: int
     """Physical pages that no space uses."""
     parked: int
-    """Released pages still in use or being cleared, except shared ones."""
+    """Released pages still in use or being cleared. Memory that several of them share counts for each."""
     kept: int
     """Released and cleared pages that stay mapped until needed elsewhere."""
 

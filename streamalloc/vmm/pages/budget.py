@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.internal import Fd, members
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
@@ -221,9 +221,9 @@ class PageBudget(Closes):
         """Count the pages of an arena."""
         self._check_open()
         with self._lock:
-            self._users.add(user)
             if self._socket is None:
                 self._listen()
+            self._users.add(user)
 
     def settle(self, asking: User | None = None) -> bool:
         """Publish the bytes of this process; returns whether there is room. If not, request memory from other users and
@@ -299,7 +299,16 @@ class PageBudget(Closes):
         thread = threading.Thread(
             target=_serve, args=(weakref.ref(self), server), name="streamalloc-budget", daemon=True
         )
-        thread.start()
+        with undoing(self._stop_listening):
+            thread.start()
+
+    def _stop_listening(self, *, forked: bool = False) -> None:
+        server, self._socket = self._socket, None
+        if server is not None:
+            if not forked:  # a child has the parent's socket
+                with contextlib.suppress(OSError):
+                    server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            server.close()
 
     def _wake(self, at: int) -> None:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
@@ -343,12 +352,7 @@ class PageBudget(Closes):
     def _end(self, *, forked: bool = False) -> None:
         self.closed = True
         self._file.close()
-        server, self._socket = self._socket, None
-        if server is not None:
-            if not forked:  # a child has the parent's socket
-                with contextlib.suppress(OSError):
-                    server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            server.close()
+        self._stop_listening(forked=forked)
 
     def __del__(self) -> None:
         if getattr(self, "_socket", None) is not None:

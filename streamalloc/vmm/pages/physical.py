@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from itertools import filterfalse, groupby, islice
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamalloc.core.errors import (
     LOST,
@@ -37,6 +37,9 @@ from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.tiers.queued import Work
 
+if TYPE_CHECKING:
+    from streamalloc.vmm.pages.places import Parking, Places
+
 T = TypeVar("T")
 _STREAMS = 16
 """Most streams that clear pages. Each may be waiting for other work."""
@@ -47,7 +50,7 @@ _PATIENCE = 0.05
 class Page(OwnedHandle):
     """One physical page."""
 
-    __slots__ = ("number", "seat", "users")
+    __slots__ = ("number", "users", "watched_at")
 
     def __init__(self, session: Session, number: int) -> None:
         super().__init__(session)
@@ -55,35 +58,8 @@ class Page(OwnedHandle):
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
         """Number of places that hold it, protected by :attr:`PhysicalPages.lock`."""
-        self.seat: int = 0
-        """Address of the committed place that observers know; 0 for none."""
-
-
-class Holder(Protocol):
-    """Places of a space."""
-
-    def retire(self, places: Collection[int], /) -> None:
-        """Unmap the pages of these places: all, or after an error none. Pages without another user become spare."""
-
-
-class Clearing(Protocol):
-    """Released pages for which zeros are queued."""
-
-    @property
-    def before(self) -> Work:
-        """Work that precedes the zeros."""
-
-    def finish(self) -> bool:
-        """Keep the pages if they are cleared; returns whether that is done. Call within
-        :meth:`PhysicalPages.changing`.
-        """
-
-    def synchronize(self) -> None:
-        """Block the host until they are cleared."""
-
-
-def _no_budget() -> None:
-    """In place of a reference to a budget."""
+        self.watched_at: int = 0
+        """Address of the committed place at which watchers count the page; 0 for none."""
 
 
 class PhysicalPages(Claimable):
@@ -105,23 +81,23 @@ class PhysicalPages(Claimable):
         """Bytes of all pages; None for no limit."""
         # Weak, because the arena keeps the budget. Reservations keep this object, and the budget's function may refer
         # to the arena.
-        self.budget: Callable[[], PageBudget | None] = _no_budget if budget is None else weakref.ref(budget)
+        self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
         """Limit shared with other arenas and processes; None if there is none."""
         self.allocations: Allocations = allocations_of(self.session)
         self._shut_after_fork()
         self.session.shut_with_me(self)
         self.spare: list[Page] = []
-        self.kept: dict[Page, tuple[Holder, int]] = {}
+        self.kept: dict[Page, tuple[Places, int]] = {}
         """Released and cleared pages, still mapped, with their places, oldest first."""
-        self.news: dict[int, None] = {}
-        """Addresses of newly committed pages, for observers."""
-        self.clearing: dict[Clearing, None] = {}
+        self.newly_watched: dict[int, None] = {}
+        """Addresses of newly committed pages that watchers are not yet notified of."""
+        self.clearing: dict[Parking, None] = {}
         """Released pages for which zeros are queued."""
         self.count: int = 0
         """Number of pages that exist or are being created."""
-        self._unborn: int = 0
+        self._granted: int = 0
         """Number of pages granted by the budget and not yet created."""
-        self.spaces: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
         """Places of each space."""
         self.closed: bool = False
         self.writable: list[Any] = structs_of({device.location: MemAccess.READWRITE})
@@ -169,11 +145,11 @@ class PhysicalPages(Claimable):
         zeros = self.zero.raw is not None
         return (self.count + zeros) * self.size if self.location == location else 0
 
-    def announce(self) -> None:
-        """Notify observers of newly committed pages. Call without locks: observers may call functions of the user."""
-        while self.news:
+    def notify_watchers(self) -> None:
+        """Notify watchers of newly committed pages. Call without locks: watchers may call functions of the user."""
+        while self.newly_watched:
             try:
-                at, _ = self.news.popitem()
+                at, _ = self.newly_watched.popitem()
             except KeyError:
                 return  # another thread has the last one
             for watcher in self.allocations.watchers:
@@ -182,7 +158,7 @@ class PhysicalPages(Claimable):
     @property
     def claimed(self) -> int:
         """Bytes of the pages that exist or are about to be created."""
-        return (self.count + self._unborn) * self.size
+        return (self.count + self._granted) * self.size
 
     def give(self, nbytes: int) -> int:
         """Release unused pages, at most so many bytes. Returns the bytes released."""
@@ -221,11 +197,13 @@ class PhysicalPages(Claimable):
         """
         return claiming((self,), lambda _: act(), level=1)
 
-    def unless_busy(self, act: Callable[[], T], otherwise: T) -> T:
-        """Call ``act`` if no other call is changing mappings. For deferred items, which must not wait."""
+    def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
+        """Call ``act`` as :meth:`changing` does, or return ``otherwise`` while another call is changing mappings. For
+        deferred items, which must not wait.
+        """
         return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
 
-    def hold_zero(self) -> None:
+    def use_zero(self) -> None:
         """Add a space as a user of :attr:`zero`. The first space creates that page.
 
         Raises
@@ -234,16 +212,16 @@ class PhysicalPages(Claimable):
             The arena was closed.
         """
         self._check_open()
-        self.hold([self.zero])
+        self.add_users([self.zero])
         with undoing(lambda: self.drop([self.zero])), self._filling:
             if self.zero.raw is None:
-                self._obtain(self.zero)
+                self.spec.create(self.zero, self.size, wait=False)
                 with (
                     undoing(self.zero.attempt),
                     self.device.create_stream() as stream,
                     self.mapped([self.zero], stream) as address,
                 ):
-                    self.session.call("cuMemsetD8Async", address, 0, self.size, raw_handle(stream))
+                    self.clear(address, self.size, stream)
 
     @contextlib.contextmanager
     def mapped(self, pages: Sequence[Page], stream: Stream) -> Iterator[int]:
@@ -286,7 +264,7 @@ class PhysicalPages(Claimable):
                 with addresses:
                     addresses.unmap(after=())
             else:
-                self.hold(pages)
+                self.add_users(pages)
 
     def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
         """Return ``count`` pages: spare ones, then kept ones, which are unmapped, then new ones.
@@ -302,7 +280,7 @@ class PhysicalPages(Claimable):
         """
         self._check_open()
         missing = count - len(self.spare)
-        victims: dict[Page, tuple[Holder, int]] = {}
+        victims: dict[Page, tuple[Places, int]] = {}
         if missing > 0:
             usable = len(self.kept) - sum(page in self.kept for page in besides)
             self._check_limit(missing - usable)
@@ -334,7 +312,7 @@ class PhysicalPages(Claimable):
             yield room
             return
         with self.lock:
-            self._unborn += count
+            self._granted += count
         try:
             if not budget.settle(self):
                 why = f"the budget of {size_text(budget.limit)} leaves no room for {count} pages of"
@@ -345,10 +323,10 @@ class PhysicalPages(Claimable):
         finally:
             if room:
                 with self.lock:
-                    self._unborn -= len(room)
+                    self._granted -= len(room)
                 budget.settle()
 
-    def vacate(self, kept: Mapping[Page, tuple[Holder, int]]) -> None:
+    def vacate(self, kept: Mapping[Page, tuple[Places, int]]) -> None:
         """Unmap kept pages, which become spare. Each space changes completely or not at all. Call within
         :meth:`changing`.
         """
@@ -383,7 +361,7 @@ class PhysicalPages(Claimable):
             elif parking.before.done():
                 parking.synchronize()
 
-    def hold(self, pages: Iterable[Page]) -> None:
+    def add_users(self, pages: Iterable[Page]) -> None:
         """Count another user of each page."""
         with self.lock:
             for page in pages:
@@ -445,12 +423,13 @@ class PhysicalPages(Claimable):
         """
         with self.lock:
             self._check_open()
-            future: Future[int] = Future()
-            self._tasks.append((future, function))
             if not self._working:
                 # Written in C: a thread pool would keep a lock if a signal handler raised in submit().
                 _thread.start_new_thread(self._work, ())
                 self._working = True
+            # After the start, which may fail: a refused call leaves no task. The thread waits for the lock.
+            future: Future[int] = Future()
+            self._tasks.append((future, function))
             return future
 
     def _work(self) -> None:
@@ -483,7 +462,7 @@ class PhysicalPages(Claimable):
             self._vacate_most(0)
 
         with contextlib.suppress(CudaError):
-            self.unless_busy(vacate, None)
+            self.try_changing(vacate, None)
         with contextlib.suppress(CudaError):
             self._trim_spare(0)
         return (before - self.count) * self.size
@@ -494,23 +473,12 @@ class PhysicalPages(Claimable):
             number = self._numbers.pop() if self._numbers else self.count
             self.count += 1
             if self.budget() is not None:
-                self._unborn -= 1
+                self._granted -= 1
                 del room[0]
         page = Page(self.session, number)
         with undoing(lambda: self._forget([page])):
-            self._obtain(page)
+            self.spec.create(page, self.size, wait=False)  # a space's claim may be held
         return page
-
-    def _obtain(self, page: Page) -> None:
-        """Create the memory of a page (``cuMemCreate``)."""
-        session = self.session
-        session.check_process()
-        for last in (False, True):
-            result, raw = session.cuMemCreate(self.size, self.spec.struct, 0)
-            if not result:
-                page._raw = raw
-                return
-            self.spec.refused(result, self.size, last=last, wait=False)  # a space's lock may be held
 
     def _check_limit(self, missing: int) -> None:
         """Raise if the limit has no room for this many more pages."""

@@ -5,6 +5,26 @@ that uses the page has completed and the page is cleared. Then it is *kept*: the
 The next commit of the place uses the page again without a mapping call, unless another place has taken the page. A page
 that other places share is not cleared. Instead the place gets the arena's page of zeros, which devices may only read.
 Every place without a page has it.
+
+States of a place, of a page and of a space, and the attributes that record them:
+
+==============  =======================================  ==============================================================
+State           Recorded by                              Meaning
+==============  =======================================  ==============================================================
+held            :attr:`Places.backing`                   The place has the page; :attr:`Page.users` counts its places.
+committed       :attr:`Places.numbers`, not -1           The user may write to the page of the place.
+parked          :attr:`Places.parked`                    The place waits for a :class:`Parking`: for work or zeros.
+clearing        :attr:`PhysicalPages.clearing`           Zeros are queued for the places of a parking.
+kept            :attr:`PhysicalPages.kept`               The page is cleared, and still mapped at its last place.
+spare           :attr:`PhysicalPages.spare`              The page has no place.
+stored          :attr:`Places.stored`                    The contents of the place are in a tier.
+set aside       :attr:`Places.parked`                    The place is parked for an ``Unfinished`` work: a swap that a
+                                                         thread is queueing. It may have no page yet.
+broken          ``Places._broken``                       The driver maps another page or permission than recorded.
+failed          :attr:`Places.failed`                    A call and its undo failed, so some places stay broken.
+==============  =======================================  ==============================================================
+
+A committed, parked or kept place holds a page, except one that is parked for a swap. A stored place is not committed.
 """
 
 from __future__ import annotations
@@ -47,7 +67,7 @@ class Places(MappedBytes):
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page committed at each place; -1 for none."""
         self._broken: set[int] = set()
-        """Places with a wrong page or permission; empty outside of :meth:`locked`."""
+        """Places with a wrong page or permission; empty outside of :meth:`locked`, unless :attr:`failed`."""
         self.failed: bool = False
         """True if a call and its undo failed, leaving such places."""
         physical.spaces.add(self)
@@ -56,6 +76,9 @@ class Places(MappedBytes):
     def mark(self) -> str:
         """One character for the memory in drawings of an address range."""
         return self.physical.spec.mark
+
+    def _address(self, place: int) -> int:
+        return int(self.reservation.raw) + place * self.physical.size
 
     def locked(self, act: Callable[[], T], *, closing: bool = False) -> T:
         """Call ``act`` while no other thread changes the places, see :meth:`PhysicalPages.changing`.
@@ -84,9 +107,7 @@ class Places(MappedBytes):
         Call within :meth:`locked`, for places that are not committed.
         """
         for watcher in self.physical.allocations.watchers if places else ():
-            watcher.to_be_mapped(
-                int(self.reservation.raw) + places[0] * self.physical.size, len(places) * self.physical.size
-            )
+            watcher.to_be_mapped(self._address(places[0]), len(places) * self.physical.size)
         ready, _ = self.split(places)
         if len(ready) == len(places):
             return ready, {}
@@ -126,7 +147,7 @@ class Places(MappedBytes):
                 for place, page in pages.items():
                     if self.backing[place] is not None:
                         self._unkeep(place)
-                        self._unseat(place)
+                        self._unwatch(place)
                     self.backing[place] = None if page is zero else page
                     done.add(place)
                 if parking is None:
@@ -191,7 +212,7 @@ class Places(MappedBytes):
         """Release committed places. :meth:`Parking.finish` does the rest once their work has completed."""
         self.numbers[places] = -1
         for place in places:
-            self._unseat(place)
+            self._unwatch(place)
         self.parked.update(dict.fromkeys(places, parking))
         parking.places = places
 
@@ -205,10 +226,10 @@ class Places(MappedBytes):
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
         """Notify the listener that pages which stay mapped were released, or are in use again."""
-        listener, size = self.physical.session.listener, self.physical.size
+        listener = self.physical.session.listener
         if listener is not None:
             for run in adjacent(places):
-                listener.released(int(self.reservation.raw) + run.start * size, len(run) * size, released)
+                listener.released(self._address(run.start), len(run) * self.physical.size, released)
 
     def unpark(self, places: Collection[int]) -> None:
         """Commit parked places again, with the pages that they hold."""
@@ -226,38 +247,38 @@ class Places(MappedBytes):
                 numbers[place] = page.number
                 if page in kept:
                     self._unkeep(place)
-                if not page.seat:
-                    self._seat(page, place)
+                if not page.watched_at:
+                    self._watch(page, place)
             if place in parked:
                 self.parked.pop(place, None)
 
-    # Observers count a page once, at the address of one committed place that holds it: its seat.
+    # Watchers count a page once, at the address of one committed place that holds it.
 
-    def _seat(self, page: Page, place: int) -> None:
-        if not page.seat:
-            page.seat = int(self.reservation.raw) + place * self.physical.size
+    def _watch(self, page: Page, place: int) -> None:
+        if not page.watched_at:
+            page.watched_at = self._address(place)
             if self.physical.allocations.watchers:
-                self.physical.news[page.seat] = None
+                self.physical.newly_watched[page.watched_at] = None
 
-    def _unseat(self, place: int) -> None:
+    def _unwatch(self, place: int) -> None:
         page = self.backing[place]
-        at = int(self.reservation.raw) + place * self.physical.size
-        if page is not None and page.seat == at:
-            page.seat = 0
-            self.physical.news.pop(at, None)
+        at = self._address(place)
+        if page is not None and page.watched_at == at:
+            page.watched_at = 0
+            self.physical.newly_watched.pop(at, None)
             watchers = self.physical.allocations.watchers
             for watcher in watchers:
                 watcher.unmapped(at)
             if watchers and page.users > 1:
-                self._seat_elsewhere(page, place)
+                self._watch_elsewhere(page, place)
 
-    def _seat_elsewhere(self, page: Page, besides: int) -> None:
+    def _watch_elsewhere(self, page: Page, besides: int) -> None:
         for reservation in list(self.physical.allocations.reservations):
             for places in reservation.entries:
                 if isinstance(places, Places) and places.physical is self.physical:
                     for place in np.flatnonzero(places.numbers == page.number).tolist():
                         if places is not self or place != besides:
-                            places._seat(page, place)
+                            places._watch(page, place)
                             return
 
     def alone_at(self, place: int) -> bool:
@@ -285,10 +306,9 @@ class Places(MappedBytes):
 
     def clear(self, places: Collection[int], stream: Stream) -> None:
         """Queue zeros for places, one call for each run of adjacent ones."""
-        size, start = self.physical.size, int(self.reservation.raw)
         with stream.device.current():
             for run in adjacent(places):
-                self.physical.clear(start + run.start * size, len(run) * size, stream)
+                self.physical.clear(self._address(run.start), len(run) * self.physical.size, stream)
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
         """Return what these places are parked for."""
@@ -301,10 +321,10 @@ class Places(MappedBytes):
             if all(parking.done() for parking in set(self.parked.values())):
                 self.unmap_all()
 
-        self.physical.unless_busy(unmap, None)
+        self.physical.try_changing(unmap, None)
 
     def unmap_all(self) -> None:
-        """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.unless_busy`."""
+        """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.try_changing`."""
         if not self.gone and any(self.mapped):
             super().release()  # after an exception of a signal handler, the driver accepts a second unmap
         self.unmapped()
@@ -326,7 +346,7 @@ class Places(MappedBytes):
         for place, held in enumerate(self.backing):
             if held is not None:
                 self._unkeep(place)
-                self._unseat(place)
+                self._unwatch(place)
         self.backing, self.mapped = [], []
         for parking in self.parked.values():
             self.physical.clearing.pop(parking, None)
@@ -335,19 +355,16 @@ class Places(MappedBytes):
 
 
 class Parking(Deferred):
-    """Released places that wait for the work that uses their pages, and then for zeros.
-
-    :attr:`work` is first the work that uses the pages, then the clearing.
-    """
+    """Released places that wait for the work that uses their pages; or, made by :meth:`clear`, for zeros."""
 
     __slots__ = ("_cleared", "_owner_places", "before", "places", "work")
 
     def __init__(self, owner: Places, work: Work, before: Work | None = None) -> None:
         self._owner_places = owner
         self.before: Work = work if before is None else before
-        """The work that uses the pages."""
+        """The work that uses the pages; the zeros are queued after it."""
         self.work: Work = work
-        """The work, and then the zeros."""
+        """The work that the places wait for: :attr:`before`, or the zeros."""
         self._cleared = False
         """Whether :attr:`work` is the zeros."""
         self.places: Sequence[int] = ()
@@ -371,7 +388,7 @@ class Parking(Deferred):
 
     def attempt(self) -> bool:
         """Keep the pages if they are cleared. Pages that could not be cleared are unmapped after their work."""
-        return self._owner_places.physical.unless_busy(self.finish, otherwise=False)
+        return self._owner_places.physical.try_changing(self.finish, otherwise=False)
 
     def finish(self) -> bool:
         """After the work has completed, keep the pages that are cleared and unmap the others. Returns whether that is

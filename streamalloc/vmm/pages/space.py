@@ -29,7 +29,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
-from streamalloc.vmm.access import After, copying_stream, each_of, wait, wait_for_users
+from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for_users
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
@@ -43,6 +43,10 @@ Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 T = TypeVar("T")
 _BATCH = 64
 """Pages that are mapped before their contents are copied."""
+
+
+class _ParkedAgainError(Exception):
+    """Another thread has parked some of the places meanwhile: wait again."""
 
 
 class PageSpace(Memory, Closes):
@@ -89,7 +93,7 @@ class PageSpace(Memory, Closes):
         self._range._owned = True
         node = self._range._node
         with undoing(self._range._free):
-            physical.hold_zero()
+            physical.use_zero()
         self._places = Places(node, physical)
         node.add(self._places)
         with undoing(lambda: self.close(after=())):
@@ -184,9 +188,9 @@ class PageSpace(Memory, Closes):
             return new
 
         new = self._change(chosen, after, commit)
-        if self._physical.news:
+        if self._physical.newly_watched:
             with undoing(lambda: self.release(new, ())):
-                self._physical.announce()
+                self._physical.notify_watchers()
 
     def prepare(self, pages: Pages) -> Future[int]:
         """Map memory at pages in the background, so that their commit makes no driver call.
@@ -261,17 +265,18 @@ class PageSpace(Memory, Closes):
         chosen = self._unique(pages)
         places = self._places
         self._check_open()
-        work, stream = Work.of(after, self.device), self._single(after)
+        ends = listed(after)
+        work, stream = Work.of(ends, self.device), self._single(ends)
         zeros, now = None, False
         dropped: dict[int, Kept] = {}
 
         def release() -> None:
             nonlocal zeros, now
-            held = [place for place in chosen if places.numbers[place] >= 0]
-            if held:
+            committed = [place for place in chosen if places.numbers[place] >= 0]
+            if committed:
                 now = stream is None and work.done()
                 parking = Parking(places, work)
-                places.park(held, parking)
+                places.park(committed, parking)
                 zeros = self._begin(parking, stream)
             dropped.update({place: places.stored.pop(place) for place in chosen if place in places.stored})
 
@@ -282,7 +287,7 @@ class PageSpace(Memory, Closes):
             with contextlib.suppress(CudaError):
                 queue_if_allowed(self.stream, functools.partial(zeros.work.precede, self.stream), mine=True)
         drop_contents(dropped)
-        self._physical.announce()
+        self._physical.notify_watchers()
         # More items than a release submits, so that the queue does not grow.
         deferred_queue(self._session).work(4)
 
@@ -298,12 +303,11 @@ class PageSpace(Memory, Closes):
                     parking.finish()
         return None
 
-    def _single(self, after: After) -> Stream | None:
-        """Return the stream on which released pages can be cleared; None if ``after`` is not such a stream."""
-        each = [*each_of(after)]
-        if len(each) != 1 or each[0] is None or isinstance(each[0], Event):
+    def _single(self, ends: Sequence[Any] | None) -> Stream | None:
+        """Return the stream on which released pages can be cleared; None if ``ends`` is not one such stream."""
+        if ends is None or len(ends) != 1 or isinstance(ends[0], Event):
             return None
-        stream = as_stream(each[0], self._session)
+        stream = as_stream(ends[0], self._session)
         # Deferred items run on any thread, where PER_THREAD names another stream.
         mine = stream.device.ordinal == self.device.ordinal and stream.handle != PER_THREAD
         return stream if mine and not stream.capturing else None
@@ -348,11 +352,11 @@ class PageSpace(Memory, Closes):
             taken = [place for place in wanted if places.numbers[place] >= 0]
             if taken:
                 raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
-            physical.hold(wanted.values())
+            physical.add_users(wanted.values())
             places.exchange(wanted)
 
         self._change(chosen, after, alias)
-        physical.announce()
+        physical.notify_watchers()
 
     def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
         """Give each of these pages that shares memory a copy of its own. Returns the number of copies.
@@ -387,7 +391,7 @@ class PageSpace(Memory, Closes):
             found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
             shared = {place: page for place, page in found.items() if page is not None and page.users > 1}
             taken = physical.take(len(shared))
-            physical.hold(shared.values())
+            physical.add_users(shared.values())
             old, unused = shared, taken
 
         def exchange() -> int:
@@ -408,7 +412,7 @@ class PageSpace(Memory, Closes):
         finally:
             physical.drop(unused)
             physical.drop(old.values())
-        physical.announce()
+        physical.notify_watchers()
         return count
 
     def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
@@ -435,7 +439,8 @@ class PageSpace(Memory, Closes):
         stream
             Stream of the copies, ordered after the work that wrote the pages; default: the space's.
         after
-            Further events or streams whose work may still read these pages. The host does not wait for them.
+            Further events or streams whose work may still read these pages; None for all work of the device. The host
+            does not wait for them.
 
         Raises
         ------
@@ -444,7 +449,7 @@ class PageSpace(Memory, Closes):
         InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         CaptureError
-            ``stream`` is being captured.
+            ``stream`` is being captured, or another stream is and ``after`` is None.
         """
         chosen = self._unique(pages)
         ordered = self._copying_stream(stream)
@@ -452,21 +457,21 @@ class PageSpace(Memory, Closes):
         if not isinstance(tier, BlockTier) or tier.device != self.device:
             raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
         places = self._places
-        others = [*each_of(after)]
+        others = listed(after)
         kept: dict[int, Kept] = {}
-        clear_on = None if others else self._single(ordered)
+        clear_on = self._single([ordered]) if others == [] else None
         # Under no lock, as this takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         stored = tier._stored(self.page_size)
 
         def park(parking: Parking) -> list[int]:
-            held = [place for place in chosen if places.numbers[place] >= 0]
-            tier._take(len(held), stored)
+            committed = [place for place in chosen if places.numbers[place] >= 0]
+            tier._take(len(committed), stored)
             # First, so that an exception of a signal handler loses no contents.
-            kept.update({place: (stored, index) for index, place in enumerate(held)})
+            kept.update({place: (stored, index) for index, place in enumerate(committed)})
             places.stored |= kept
-            places.park(held, parking)
-            return held
+            places.park(committed, parking)
+            return committed
 
         def take_back() -> None:
             if kept:
@@ -475,13 +480,13 @@ class PageSpace(Memory, Closes):
         # Marked as in use: another thread may release the pages before their copies are queued.
         with self._alone() as parking, stored.in_use():
             with undoing(stored.drop), undoing(take_back):
-                held = places.locked(lambda: park(parking))
+                committed = places.locked(lambda: park(parking))
                 # Under no lock, as this may take long.
-                stored.save(self._addresses(held), ordered)
-                work = Work.of([ordered, *others], self.device)
+                stored.save(self._addresses(committed), ordered)
+                work = Work.of(None if others is None else [ordered, *others], self.device)
             places.locked(lambda: self._begin(parking.behind(work), clear_on))
-        self._physical.announce()
-        return len(held)
+        self._physical.notify_watchers()
+        return len(committed)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[Parking]:
@@ -561,7 +566,7 @@ class PageSpace(Memory, Closes):
                             stored.load(indices, self._addresses(mine), ordered)
             moved = places.locked(lambda: self._forget_stored(kept, parking, ordered))
         drop_contents(moved)
-        self._physical.announce()
+        self._physical.notify_watchers()
         return len(kept)
 
     def _give_back(self, left: Mapping[int, Page], parking: Parking, stream: Stream) -> None:
@@ -602,7 +607,7 @@ class PageSpace(Memory, Closes):
         wait_for_users(after, self._session, (places.rights,))
         self._locked_after(lambda: set(places.parked.values()), places.unmap_all, closing=True)
         self._range._free()
-        self._physical.announce()
+        self._physical.notify_watchers()
 
     def _addresses(self, places: Sequence[int]) -> Addresses:
         return self.address + np.array(places, np.int64) * self.page_size
@@ -646,13 +651,12 @@ class PageSpace(Memory, Closes):
         """
         physical = self._physical
 
-        def attempt(short: bool) -> list[T]:
-            # Another thread may have released some of the places meanwhile.
+        def attempt(short: bool) -> T:
             if not all(parking.done() for parking in parkings()):
-                return []
+                raise _ParkedAgainError
             if short:
                 physical.finish_clearing()
-            return [act()]
+            return act()
 
         while True:
             for parking in parkings():
@@ -662,9 +666,8 @@ class PageSpace(Memory, Closes):
                 # Makes pages of other places available once their work has completed. No lock may be held here.
                 physical.allocations.work()
                 physical.finish_clearing(wait=True)
-            done = self._places.locked(functools.partial(attempt, short), closing=closing)
-            if done:
-                return done[0]
+            with contextlib.suppress(_ParkedAgainError):
+                return self._places.locked(functools.partial(attempt, short), closing=closing)
 
     def _check_here(self, chosen: Sequence[int]) -> None:
         stored = self._places.stored

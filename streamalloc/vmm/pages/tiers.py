@@ -36,10 +36,10 @@ class _End(HandleEnd):
         return address
 
     def attempt(self) -> bool:
-        self.settle()
+        self.forget_completed()
         return not self.work and super().attempt()
 
-    def settle(self) -> None:
+    def forget_completed(self) -> None:
         """Forget copies that have completed."""
         for one in list(self.work):
             if one.done():
@@ -63,7 +63,7 @@ class _Pinned(Chunk):
         end = self._end
         end.work[work] = None
         if len(end.work) > 64:
-            end.settle()
+            end.forget_completed()
 
 
 class _Contents(Stored):
@@ -115,7 +115,7 @@ class _Contents(Stored):
         """Compare checksums."""
         for block in blocks if self._sums else ():
             with self.tier._lock:  # another thread may drop it
-                changed = self._held[block] and zlib.crc32(self.array(block).data) != self._sums[block]
+                changed = self._present[block] and zlib.crc32(self.array(block).data) != self._sums[block]
             if changed:
                 why = "the contents of a page have changed while it was swapped out: its checksum differs"
                 raise DamagedBackupError(why, block)

@@ -57,35 +57,49 @@ def run_hooks(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any],
         return run_hooks(tuple(hooks[1:]), buffers, then)
 
 
-def vote(ranks: Ranks | None, name: str, timeout: float | None, act: Callable[[Callable[[], object]], T]) -> T:
-    """Call ``act(agree)``. ``act`` calls ``agree`` before its last step; it returns when all ranks have called theirs,
-    or raises.
+class Votes:
+    """The votes of all ranks on one call: each rank votes once, for the call or against it."""
 
-    Raises
-    ------
-    RankRefusedError
-        Another rank has raised an error, or makes another call. An error of the communicator propagates; then some
-        ranks may have agreed.
-    """
-    if ranks is None:
-        return act(lambda: None)
-    voted = False
+    __slots__ = ("_name", "_ranks", "_timeout", "_voted")
 
-    def cast(answer: str) -> None:
-        nonlocal voted
-        voted = True
-        text = f"{name}\n{answer}".encode(errors="backslashreplace")[:_LONGEST_REASON]
-        for rank, theirs in enumerate(ranks.allgather(text, timeout=timeout)):
+    def __init__(self, ranks: Ranks | None, name: str, timeout: float | None) -> None:
+        self._ranks = ranks
+        self._name = name
+        """Name of the call."""
+        self._timeout = timeout
+        self._voted = False
+        """Whether this rank has voted."""
+
+    def agree(self) -> None:
+        """Vote for the call; returns when all ranks have done so.
+
+        Raises
+        ------
+        RankRefusedError
+            Another rank has raised an error, or makes another call. An error of the communicator propagates; then some
+            ranks may have agreed.
+        """
+        self._vote("")
+
+    def run(self, act: Callable[[], T]) -> T:
+        """Call ``act``, which calls :meth:`agree` before its last step. If it raises before, vote against the call."""
+        try:
+            return act()
+        except BaseException as first:
+            if not self._voted:
+                try:
+                    self._vote(f"{type(first).__name__}: {first}")
+                except Exception as later:
+                    attach(first, later)
+            raise
+
+    def _vote(self, refusal: str) -> None:
+        """Exchange the votes. An empty ``refusal`` is a vote for the call."""
+        if self._ranks is None:
+            return
+        self._voted = True
+        text = f"{self._name}\n{refusal}".encode(errors="backslashreplace")[:_LONGEST_REASON]
+        for rank, theirs in enumerate(self._ranks.allgather(text, timeout=self._timeout)):
             call, _, reason = bytes(theirs).decode(errors="replace").partition("\n")
-            if rank != ranks.rank and (call != name or reason):
+            if rank != self._ranks.rank and (call != self._name or reason):
                 raise RankRefusedError(rank, reason or f"it makes another call: {call}")
-
-    try:
-        return act(lambda: cast(""))
-    except BaseException as first:
-        if not voted:
-            try:
-                cast(f"{type(first).__name__}: {first}")
-            except Exception as later:
-                attach(first, later)
-        raise

@@ -93,7 +93,7 @@ def _may_run(work: Work) -> bool:
 class Stored(Unique, abc.ABC):
     """The contents of blocks of one size in a tier; made by :meth:`BlockTier.save`."""
 
-    __slots__ = ("_addresses", "_bases", "_busy", "_chunks", "_dropped", "_held", "_works", "nbytes", "tier")
+    __slots__ = ("_addresses", "_bases", "_busy", "_chunks", "_dropped", "_present", "_works", "nbytes", "tier")
 
     def __init__(self, tier: BlockTier, nbytes: int) -> None:
         self.tier: BlockTier = tier
@@ -103,7 +103,7 @@ class Stored(Unique, abc.ABC):
         self._addresses = self._bases = np.empty(0, np.int64)
         self._chunks: dict[int, Any] = {}
         """Chunks by base address; :attr:`_bases` has a block's base address."""
-        self._held = np.empty(0, np.bool_)
+        self._present = np.empty(0, np.bool_)
         """Whether each block has contents."""
         self._dropped: list[Addresses] = []
         """Dropped blocks whose room is not yet back in the tier."""
@@ -118,7 +118,7 @@ class Stored(Unique, abc.ABC):
     @property
     def complete(self) -> bool:
         """Whether no block was dropped."""
-        return bool(self._held.all())
+        return bool(self._present.all())
 
     def _add(self, chunk: Chunk, addresses: Addresses, works: Sequence[Work]) -> None:
         """Add room; under the tier's lock."""
@@ -127,7 +127,7 @@ class Stored(Unique, abc.ABC):
         bases = np.full(len(addresses), chunk.address)
         if len(self):
             bases, addresses = np.concatenate((self._bases, bases)), np.concatenate((self._addresses, addresses))
-        self._bases, self._addresses, self._held = bases, addresses, np.ones(len(addresses), np.bool_)
+        self._bases, self._addresses, self._present = bases, addresses, np.ones(len(addresses), np.bool_)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -161,10 +161,10 @@ class Stored(Unique, abc.ABC):
     def drop(self, blocks: Sequence[int] | None = None) -> None:
         """Return the room of all blocks, or of these, to the tier, which reuses it after the copies. Idempotent."""
         with self.tier._lock:
-            every = np.arange(len(self._held))
+            every = np.arange(len(self._present))
             chosen = every if blocks is None else np.unique(every[np.array(blocks, np.int64)])
-            chosen = chosen[self._held[chosen]]
-            self._held[chosen] = False
+            chosen = chosen[self._present[chosen]]
+            self._present[chosen] = False
             self._dropped.append(chosen)
             self._return_dropped()
 
@@ -173,7 +173,7 @@ class Stored(Unique, abc.ABC):
             return
         chosen, self._dropped = np.concatenate(self._dropped), []
         addresses, bases, chunks = self._addresses[chosen], self._bases[chosen], self._chunks
-        left = np.unique(self._bases[np.flatnonzero(self._held)]).tolist()
+        left = np.unique(self._bases[np.flatnonzero(self._present)]).tolist()
         self._chunks = {base: chunks[base] for base in left}
         for base in np.unique(bases).tolist():
             chunks[base].give(addresses[bases == base], self._works)

@@ -19,11 +19,11 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.backup import Copies
 from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Chunk, Stored
-from streamalloc.vmm.tiers.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned
+from streamalloc.vmm.tiers.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned, padded
 from streamalloc.vmm.tiers.host import PoolTier
 from streamalloc.vmm.tiers.queued import copy_batch
 from streamalloc.vmm.tiers.staging import Loading, Saving, Staging
-from streamalloc.vmm.tiers.tier import Bytes, Held, Tier, overlapping, part_of
+from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, Tier, overlapping, part_of
 
 _SLOTS = 16
 _LONGEST = 255 - len("..part")
@@ -44,7 +44,7 @@ class _Slots(Chunk):
 
         Yields the slots of a run, and its blocks: those of whole slots, or a single block of one slot.
         """
-        whole = max(most // (-(-self.nbytes // PAGE) * PAGE), 1)
+        whole = max(most // padded(self.nbytes), 1)
         numbers = (slots - self.address).tolist()
         first = 0
         while first < len(numbers):
@@ -87,7 +87,7 @@ class _Contents(Stored):
                         names = np.asarray(blocks)[mine[which]].tolist()
                         copy = functools.partial(_copy, device[mine[which]], some, stream, kind is Saving)
                         transfer.move(chunk.file, some, copy, names)
-                transfer.settle()
+                transfer.finish()
 
 
 def _copy(device: Addresses, blocks: Sequence[Block], stream: Stream, out: bool, room: Bytes) -> None:
@@ -178,7 +178,7 @@ class DiskTier(BlockTier):
         """Staging memory that no call uses."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[SavedBytes]:
         """Create a file for buffers of these sizes. With a name, in a persistent tier, the file outlives the buffers.
 
         Raises
@@ -190,9 +190,9 @@ class DiskTier(BlockTier):
         """
         self._check(stream)
         stays = self.persistent and name is not None
-        return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
+        return self._bytes_of(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
-    def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Held]:
+    def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[SavedBytes]:
         """Open the complete file that an earlier :meth:`hold` made under this name, for buffers of the same sizes.
 
         Raises
@@ -205,7 +205,7 @@ class DiskTier(BlockTier):
             The tier was closed.
         """
         self._check(stream)
-        return self._held(DiskFile.open(self.folder / self._name(name), sizes, self.block))
+        return self._bytes_of(DiskFile.open(self.folder / self._name(name), sizes, self.block))
 
     @staticmethod
     def _name(name: str) -> str:
@@ -214,7 +214,7 @@ class DiskTier(BlockTier):
             raise ValueError(f"a file named after {name!r} has {len(file)} bytes in its name: allowed are {_LONGEST}")
         return file
 
-    def _held(self, file: DiskFile) -> Sequence[Held]:
+    def _bytes_of(self, file: DiskFile) -> Sequence[SavedBytes]:
         holders: set[int] = set(range(len(file.sizes)))
         return [DiskBytes(self, file, index, holders) for index in range(len(file.sizes))]
 
@@ -236,7 +236,7 @@ class DiskTier(BlockTier):
         return _Slots(self.folder, nbytes, count, self.block, first)
 
     def _room(self, nbytes: int) -> int:
-        return -(-nbytes // PAGE) * PAGE
+        return padded(nbytes)
 
     def _stored(self, nbytes: int) -> Stored:
         return _Contents(self, nbytes)
@@ -297,7 +297,7 @@ class DiskBytes:
 
     def _move(self, kind: type[Any], side: CopySide, copies: Copies) -> None:
         tier, file = self._tier, self._opened()
-        transfer = copies.by_host((tier, kind), functools.partial(tier._moving, kind))
+        transfer = copies.transfer((tier, kind), functools.partial(tier._moving, kind))
         for block in file.blocks(self._index):
             part = part_of(side, block.offset, block.nbytes)
             transfer.move(file, [block], functools.partial(_copy_side, part, copies.stream, kind is Saving))

@@ -134,8 +134,9 @@ def aligned(nbytes: int) -> Bytes:
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
-def _up(nbytes: int, step: int = PAGE) -> int:
-    return -(-nbytes // step) * step
+def padded(nbytes: int) -> int:
+    """Round a size up to a multiple of :data:`PAGE`."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 class DiskFile:
@@ -161,7 +162,7 @@ class DiskFile:
         starts, number, position = [], 0, self._header_bytes
         for size, count in zip(self.sizes, counts, strict=True):
             starts.append((number, position))
-            number, position = number + count, position + _up(size)
+            number, position = number + count, position + padded(size)
         self._starts = (*starts, (number, position))
         """Number and position of each buffer's first block, and the ends."""
         self.direct: bool = False
@@ -238,7 +239,7 @@ class DiskFile:
 
     @property
     def _header_bytes(self) -> int:
-        return _up(_HEAD.size + 8 * len(self.sizes) + 4 * len(self._sums) + 4)
+        return padded(_HEAD.size + 8 * len(self.sizes) + 4 * len(self._sums) + 4)
 
     def _read_header(self, refuse: Callable[[str], DamagedBackupError]) -> None:
         text = os.pread(self._fd.fileno(), self._header_bytes, 0)
@@ -290,8 +291,8 @@ class DiskFile:
         for block in blocks:
             stop = block.position - start + block.nbytes
             self._sums[block.number] = zlib.crc32(room[stop - block.nbytes : stop].data)
-            room[stop : _up(stop)] = 0
-        self._write_at(start, room[: _up(stop)])
+            room[stop : padded(stop)] = 0
+        self._write_at(start, room[: padded(stop)])
 
     def _write_at(self, position: int, data: Bytes) -> None:
         done = 0
@@ -307,7 +308,7 @@ class DiskFile:
             A checksum differs, or the file was truncated; ``block`` is the entry of ``names``.
         """
         start, last = blocks[0].position, blocks[-1]
-        done, end = 0, _up(last.position - start + last.nbytes)
+        done, end = 0, padded(last.position - start + last.nbytes)
         while done < end:
             step = self._transfer(os.preadv, room[done:end], start + done)
             if not step:

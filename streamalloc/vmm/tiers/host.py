@@ -14,7 +14,7 @@ from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.backup import Backup, BackupRange, Copies
-from streamalloc.vmm.tiers.tier import Bytes, Held, overlapping, part_of
+from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, overlapping, part_of
 
 PIECE = 1 << 30
 """Most bytes per allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
@@ -65,17 +65,16 @@ class HostBytes:
 class PoolTier:
     """A pool in host memory, to which the device of the copies has access.
 
-    The buffers of one call are stored side by side, in allocations of at most ``piece`` bytes, because few allocations
-    are pinned and freed faster than many.
+    The buffers of one call are stored side by side, in allocations of at most :data:`PIECE` bytes, because few
+    allocations are pinned and freed faster than many.
     """
 
-    __slots__ = ("_piece", "pool")
+    __slots__ = ("pool",)
 
-    def __init__(self, pool: MemoryPool, piece: int = 0) -> None:
+    def __init__(self, pool: MemoryPool) -> None:
         self.pool: MemoryPool = pool
-        self._piece = piece or PIECE
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[SavedBytes]:
         """Allocate memory for buffers on a stream.
 
         Raises
@@ -92,15 +91,15 @@ class PoolTier:
             end = starts[-1] + nbytes
         pieces: list[Backup] = []
         with undoing(lambda: undo_all(functools.partial(piece.leave, 0) for piece in pieces)):
-            for start in range(0, end, self._piece):
-                pieces.append(Backup.allocate(self.pool, min(self._piece, end - start), stream))
+            for start in range(0, end, PIECE):
+                pieces.append(Backup.allocate(self.pool, min(PIECE, end - start), stream))
         return [self._hold(pieces, start, start + nbytes) for start, nbytes in zip(starts, sizes, strict=True)]
 
-    def _hold(self, pieces: Sequence[Backup], start: int, stop: int) -> Held:
+    def _hold(self, pieces: Sequence[Backup], start: int, stop: int) -> SavedBytes:
         parts = []
         while start < stop:
-            index, offset = divmod(start, self._piece)
-            nbytes = min(stop - start, self._piece - offset)
+            index, offset = divmod(start, PIECE)
+            nbytes = min(stop - start, PIECE - offset)
             parts.append(pieces[index].hold(offset, nbytes))
             start += nbytes
         return parts[0] if len(parts) == 1 else HostBytes(parts)
@@ -145,7 +144,7 @@ class NearTier:
         """The pool that is used first."""
         return self._pools[0]
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Held]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[SavedBytes]:
         """Allocate memory for buffers on a stream; errors as for :meth:`PoolTier.hold`."""
         try:
             return PoolTier(self.pool).hold(sizes, stream)

@@ -193,7 +193,7 @@ class _Transfer(abc.ABC):
         """Wait for the first part of a step and begin the second; return its event or result."""
 
     @abc.abstractmethod
-    def _finish(self, step: Step) -> None:
+    def _end_second(self, step: Step) -> None:
         """Wait for the second part of a step."""
 
     def _slot(self) -> Bytes:
@@ -210,10 +210,10 @@ class _Transfer(abc.ABC):
 
     def _end_oldest(self) -> None:
         step = self._second.popleft()
-        self._finish(step)
+        self._end_second(step)
         self._free.append(step.slot)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Block the host until all blocks are through."""
         while self._first:
             self._advance_oldest()
@@ -255,7 +255,7 @@ class Saving(_Transfer):
         step.end.close()
         return self._threads.submit(step.file.write, step.blocks, step.slot)
 
-    def _finish(self, step: Step) -> None:
+    def _end_second(self, step: Step) -> None:
         _wait(step.end)
 
     def _complete(self) -> None:
@@ -273,6 +273,6 @@ class Loading(_Transfer):
         _wait(step.end)
         return self._copied(step)
 
-    def _finish(self, step: Step) -> None:
+    def _end_second(self, step: Step) -> None:
         step.end.synchronize()
         step.end.close()

@@ -1,7 +1,7 @@
 """The interface of a tier: it stores bytes of device memory, and copies them back to device memory.
 
-A tier returns one :class:`Held` for each buffer. Copies from and to it are queued on one stream
-(:class:`~streamalloc.vmm.backup.Copies`). The host's part of a copy ends with ``copies.settle()``.
+A tier returns one :class:`SavedBytes` for each buffer. Copies from and to it are queued on one stream
+(:class:`~streamalloc.vmm.backup.Copies`). ``copies.finish_transfers()`` ends the host's reads and writes of files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A writable, contiguous array of bytes."""
 
 
-class Held(Protocol):
+class SavedBytes(Protocol):
     """The bytes of one buffer in a tier."""
 
     nbytes: int
@@ -36,10 +36,14 @@ class Held(Protocol):
         """Whether :meth:`leave` releases the store."""
 
     def save(self, source: CopySide, copies: Copies, /) -> None:
-        """Queue the copy of device memory to the tier; complete after ``copies.settle()`` and the stream's work."""
+        """Queue the copy of device memory to the tier. It is complete after ``copies.finish_transfers()`` and the
+        stream's work.
+        """
 
     def load(self, target: CopySide, copies: Copies, /) -> None:
-        """Queue the copy of the bytes to device memory; it is complete on the stream after ``copies.settle()``."""
+        """Queue the copy of the bytes to device memory. It is complete on the stream after
+        ``copies.finish_transfers()``.
+        """
 
     def read(self, offset: int, target: Bytes, /) -> None:
         """Copy bytes from ``offset`` on to a host array. Blocks the host."""
@@ -60,7 +64,7 @@ class Held(Protocol):
 class Tier(Protocol):
     """A store for the bytes of device memory."""
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None, /) -> Sequence[Held]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None, /) -> Sequence[SavedBytes]:
         """Reserve room for buffers of these sizes in bytes, each at least 1: for all, or for none after an error.
 
         Parameters

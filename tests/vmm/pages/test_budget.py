@@ -262,3 +262,24 @@ def test_a_failed_release_is_asked_for_again_where_warnings_are_errors(device: s
         space.release([0], after=())
         assert other.wait(PAGE, timeout=60)
         its_space.commit([0])
+
+
+def test_an_arena_without_a_thread_leaves_the_next_one_answering(
+    device: sa.Device, budget: vmm.PageBudget, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            vmm.PageArena(device, budget=budget)
+    with (
+        vmm.PageArena(device, budget=budget) as arena,
+        arena.space(PAGES * PAGE) as space,
+        vmm.PageBudget(path) as other,
+    ):
+        space.commit(range(8))
+        space.release(range(8), after=())
+        settled(arena)
+        assert other.wait(PAGE, timeout=5)

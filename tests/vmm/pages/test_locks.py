@@ -141,7 +141,7 @@ class TestPhysicalPages:
             physical.changing(body)
 
         def attempt(physical: PhysicalPages) -> None:
-            found.append(physical.unless_busy(lambda: True, otherwise=False))
+            found.append(physical.try_changing(lambda: True, otherwise=False))
 
         outcomes = set()
         for _ in interleaved(body, make, change, attempt, at="line"):
@@ -153,8 +153,8 @@ class TestPhysicalPages:
     def test_the_page_of_zeros_is_created_once(self, make: Callable[[], PhysicalPages], stream: sa.Stream) -> None:
         driver: Any = stream.device.driver
         driver.calls.clear()
-        hold = PhysicalPages.hold_zero
-        for physical in interleaved(hold, make, hold, hold, at="line"):
+        use = PhysicalPages.use_zero
+        for physical in interleaved(use, make, use, use, at="line"):
             assert names(driver, "cuMemCreate") == ["cuMemCreate"] and physical.zero.users == 3
             physical.drop([physical.zero, physical.zero])
             physical.close()
@@ -163,19 +163,19 @@ class TestPhysicalPages:
     def test_a_closed_arena_has_no_page_of_zeros(self, make: Callable[[], PhysicalPages]) -> None:
         refused: list[bool] = []
 
-        def hold(physical: PhysicalPages) -> None:
+        def use(physical: PhysicalPages) -> None:
             try:
-                physical.hold_zero()
+                physical.use_zero()
             except sa.ClosedError:
                 refused.append(True)
 
-        for physical in interleaved(PhysicalPages.hold_zero, make, hold, PhysicalPages.close, at="line"):
+        for physical in interleaved(PhysicalPages.use_zero, make, use, PhysicalPages.close, at="line"):
             assert bool(refused) == (physical.zero.raw is None) == (not physical.zero.users)
             if physical.zero.users:
                 physical.drop([physical.zero])
             refused.clear()
 
-    @pytest.mark.parametrize("act", ["hold", "drop"])
+    @pytest.mark.parametrize("act", ["add_users", "drop"])
     def test_users_are_counted(self, make: Callable[[], PhysicalPages], act: str) -> None:
         pages: list[Page] = []
 
@@ -189,7 +189,7 @@ class TestPhysicalPages:
             getattr(physical, act)(pages)
 
         for physical in interleaved(getattr(PhysicalPages, act), begin, count, count):
-            assert pages[0].users == (4 if act == "hold" else 0) and len(physical.spare) == (act == "drop")
+            assert pages[0].users == (4 if act == "add_users" else 0) and len(physical.spare) == (act == "drop")
             physical.spare[:] = pages
             physical.close()
 
@@ -273,15 +273,15 @@ class TestPhysicalPages:
 
         def ask(physical: PhysicalPages) -> None:
             with physical._room(1):
-                assert physical._unborn
+                assert physical._granted
 
         def open_room(physical: PhysicalPages) -> None:
             open_rooms.enter_context(physical._room(1))
 
         for physical in interleaved(PhysicalPages._room.__wrapped__, begin, ask, open_room):  # type: ignore[attr-defined]
-            assert physical._unborn == 1
+            assert physical._granted == 1
             open_rooms.close()
-            assert physical._unborn == 0
+            assert physical._granted == 0
 
     def test_two_threads_close_one(self, make: Callable[[], PhysicalPages]) -> None:
         for physical in interleaved(PhysicalPages.close, make, PhysicalPages.close, PhysicalPages.close):

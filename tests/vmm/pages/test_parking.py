@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupt, Interrupted
@@ -61,6 +62,17 @@ class TestRelease:
         space.release(2)
         assert values(space) == [0] * PAGES
         assert settled(arena) == (3, 0, 3)
+
+    def test_after_an_iterator_clears_on_its_stream(self, device: sa.Device) -> None:
+        traced = sd.traced(device.driver)
+        own = sa.Device(0, driver=traced)
+        with vmm.PageArena(own) as arena, arena.space(PAGES * PAGE) as space, own.create_stream() as stream:
+            space.commit([1, 2])
+            traced.calls.clear()
+            space.release(1, after=[stream])
+            space.release(2, after=iter([stream]))
+            cleared = [call.args[-1] for call in traced.calls if call.name == "cuMemsetD8Async"]
+            assert [int(raw) for raw in cleared] == [stream.handle] * 2
 
     def test_other_pages_move_meanwhile(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
         space.commit([1, 2])

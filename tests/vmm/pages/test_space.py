@@ -150,6 +150,19 @@ class TestBatches:
             space.commit(4)
             assert len(names(traced, "cuMemCreate")) == 1
 
+    def test_a_call_without_a_thread_leaves_no_task(
+        self, arena: vmm.PageArena, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object) -> int:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("_thread.start_new_thread", refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                arena.prepare(3)
+        assert arena.prepare(1).result() == 1
+        assert settled(arena) == (1, 1, 0)
+
     def test_pages_return_and_are_used_again(self, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
         for first in range(0, PAGES, 4):
             space.commit(range(first, first + 4))

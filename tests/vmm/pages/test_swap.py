@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -69,6 +69,44 @@ def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, host: vmm.HostTie
     assert pending(space.stream)
     gate.open()
     assert values(space)[1:3] == [2, 3]
+
+
+@pytest.mark.parametrize("given", [lambda stream: stream, lambda stream: [stream.record()], lambda stream: None])
+def test_swap_out_parks_the_pages_for_other_work(
+    space: vmm.PageSpace, host: vmm.HostTier, gate: Gate, other: sa.Stream, given: Callable[[sa.Stream], Any]
+) -> None:
+    space.commit([1, 2])
+    fill(space, [1, 2])
+    space.stream.synchronize()
+    gate.hold(other)
+    space.swap_out([1, 2], host, after=given(other))
+    space.stream.synchronize()
+    assert pending(other) and space.parked == 2 and not space.kept.size
+    gate.open()
+    assert space.swap_in([1, 2]) == 2 and values(space)[1:3] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda space, after: space.commit(0, after),
+        lambda space, after: space.alias(0, space, 1, after),
+        lambda space, after: space.make_private(1, after=after),
+        lambda space, after: space.swap_in(3, after=after),
+    ],
+    ids=["commit", "alias", "make_private", "swap_in"],
+)
+def test_the_host_waits_for_other_work(
+    space: vmm.PageSpace, host: vmm.HostTier, gate: Gate, other: sa.Stream, change: Callable[[vmm.PageSpace, Any], Any]
+) -> None:
+    space.commit([1, 3])
+    space.alias(2, space, 1)
+    space.swap_out(3, host)
+    space.stream.synchronize()
+    gate.hold(other)
+    with opening(gate):
+        change(space, [other])
+        assert not pending(other)
 
 
 def test_few_calls_for_many_copies(device: sa.Device) -> None:
@@ -362,7 +400,7 @@ def test_memory_is_allocated_under_no_lock(
     grow, busy = vmm.HostTier._grow, []
 
     def seen(*args: Any) -> Any:
-        busy.append(not space._physical.unless_busy(lambda: True, otherwise=False))
+        busy.append(not space._physical.try_changing(lambda: True, otherwise=False))
         return grow(*args)
 
     monkeypatch.setattr(vmm.HostTier, "_grow", seen)
@@ -417,7 +455,7 @@ def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: 
         stored.drop([0, 0, -3])
         assert tier.used == 2 * 4096
         stored.drop([1, 1, 0])
-        assert tier.used == 4096 and stored._held.tolist() == [False, False, True]
+        assert tier.used == 4096 and stored._present.tolist() == [False, False, True]
         stored.drop()
         assert tier.used == 0
 
@@ -475,12 +513,12 @@ def test_copies_that_are_noted_while_completed_ones_are_forgotten(
             def done(self) -> bool:
                 if not self.asked:  # as another thread does
                     self.asked = True
-                    chunk._end.settle()
+                    chunk._end.forget_completed()
                     chunk.use(late)
                 return True
 
         chunk.use(Asked(device))
-        chunk._end.settle()
+        chunk._end.forget_completed()
         assert list(chunk._end.work) == [late] and done.done()
         gate.open()
         stored.drop()
@@ -491,7 +529,7 @@ def test_the_end_of_a_space_attempts_no_releases_under_its_lock(arena: vmm.PageA
 
     class Item(Deferred):
         def attempt(self) -> bool:
-            busy.append(not space._physical.unless_busy(lambda: True, otherwise=False))
+            busy.append(not space._physical.try_changing(lambda: True, otherwise=False))
             return True
 
     with arena.space(4 * PAGE) as space:

@@ -221,6 +221,22 @@ class TestRanks:
         assert together(ranks, "sleep") == ["RankRefusedError", "ClosedError"]
         assert all(rank.right for rank in ranks)
 
+    @pytest.mark.parametrize("timeout", [None, 2.5])
+    def test_votes_have_the_timeout_of_the_call(self, group: vmm.SleepGroup, timeout: float | None) -> None:
+        given: list[float | None] = []
+
+        class Alone:
+            rank = 0
+
+            def allgather(self, data: bytes, /, *, timeout: float | None = None) -> list[bytes]:
+                given.append(timeout)
+                return [data]
+
+        made(group)
+        group.sleep(ranks=Alone(), timeout=timeout)
+        group.wake(ranks=Alone(), timeout=timeout)
+        assert given == [timeout, timeout]
+
     def test_one_that_is_gone(self, ranks: list[Rank]) -> None:
         together(ranks, "sleep")
         ranks[1].communicator.close()

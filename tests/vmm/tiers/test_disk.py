@@ -272,6 +272,19 @@ class TestFiles:
             group.wake()
             assert not read(several[0]).any() and shows(several[2], 2)
 
+    def test_a_stream_that_cannot_undo_a_resume_is_refused(self, device: sa.Device, kept: vmm.DiskTier) -> None:
+        with vmm.SleepGroup(device, backup=kept) as group, device.create_stream() as stream:
+            several = made(group)
+            group.sleep()
+            group.wake()
+            with stream.capture() as graph, pytest.raises(sa.CaptureError):
+                group.resume(stream=stream, after=())
+            graph.close()
+            assert not group.asleep and right(several)
+            group.resume(stream=stream)
+            group.wake()
+            assert right(several)
+
     def test_bytes_of_one_buffer_alone_have_no_file(self, device: sa.Device, kept: vmm.DiskTier) -> None:
         with vmm.SleepGroup(device, backup=kept) as group:
             several = made(group)

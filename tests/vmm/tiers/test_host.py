@@ -181,3 +181,13 @@ class TestReplacing:
             for call in (group.read, group.write):
                 with pytest.raises(sa.ClosedError):
                     call(buffer, array, offset)
+
+    def test_a_buffer_of_another_group(self, device: sa.Device) -> None:
+        with vmm.SleepGroup(device) as group, vmm.SleepGroup(device) as other, group.allocate(5000) as buffer:
+            filled(buffer, 1)
+            group.sleep()
+            for call in (other.read, other.write):
+                with pytest.raises(ValueError, match="not in the group"):
+                    call(buffer, pattern(5000, 2))
+            group.wake()
+            assert shows(buffer, 1)
