@@ -287,16 +287,17 @@ def send(
     thing
         As for :func:`share`, or a result of it, whose hold moves to the message.
     stream, hold
-        As for :func:`share`; not allowed if ``thing`` is a result of it. Without ``hold``, do not free the memory
-        before the other end has opened it. With ``hold``, the message keeps the memory until the message is opened,
-        refused or dropped, or can no longer be received.
+        As for :func:`share`. A result of it was shared already: ``stream`` is not allowed, and ``hold`` only if it is
+        :attr:`~Shared.held`. Without a hold, do not free the memory before the other end has opened it. With a hold,
+        the message keeps the memory until the message is opened, refused or dropped, or can no longer be received.
     timeout
         Seconds until ``TimeoutError``; None: the channel's.
 
     Raises
     ------
     ValueError
-        As for :func:`share`; or ``thing`` is a result of :func:`share`, and ``stream`` or ``hold`` was given.
+        As for :func:`share`. Or ``thing`` is a result of :func:`share`, and ``stream`` was given, or ``hold`` although
+        ``thing`` is not held.
     CudaError
         The driver refuses a call. If the message was sent before, the importer finds the memory
         :attr:`~ImportedBuffer.lost`.
