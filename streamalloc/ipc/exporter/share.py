@@ -58,7 +58,7 @@ from streamalloc.ipc.wire.descriptor import (
     Flags,
     Foreign,
     Mechanism,
-    pack_rest,
+    pack_allocation,
 )
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import MemoryKind, pointer_attributes
@@ -416,15 +416,15 @@ def _share_buffer(
     lease, address, nbytes, ordered, view = _first_lease(buffer, stream) or _any_lease(buffer, stream)
     pool: Any = lease.pool
     exports, block = pool.exports, lease.block
-    head, handles = pool.heads.get((block, exports.endpoint)) or pool.head(block)
+    header, handles = pool.headers.get((block, exports.endpoint)) or pool.header(block)
     offset, size = part or (0, nbytes)
     if holding is not None:
         lease.hold(holding, kept=False)
     shared = Shared(b"", handles, lease, holding, exports)
 
     def describe(ready: int) -> bool:
-        rest = pack_rest(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
-        shared._data = data = head.data + rest + zlib.crc32(rest, head.checksum).to_bytes(4, "little")
+        fields = pack_allocation(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
+        shared._data = data = header.data + fields + zlib.crc32(fields, header.checksum).to_bytes(4, "little")
         if exports.session.listener is not None:
             _notify_listener(lease, ready, address + offset, size, ordered)
         return offer is not None and view is not None and offer(data, handles)

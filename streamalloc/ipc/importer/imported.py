@@ -52,7 +52,7 @@ from streamalloc.driver.internal import OpaqueStruct, RLock, cuda, opaque_struct
 from streamalloc.ipc.importer.announcement import Announcement
 from streamalloc.ipc.importer.background import OnceIdle, release_dropped
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
-from streamalloc.ipc.wire.descriptor import Flags, Foreign, Head, Rest
+from streamalloc.ipc.wire.descriptor import AllocationFields, Flags, Foreign, PoolHeader
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
 _LAZY_PEER_ACCESS = 1
@@ -249,11 +249,11 @@ class _Source:
 class PoolSource(_Source):
     """A pool of another process, for allocations with leases in one control block."""
 
-    __slots__ = ("_struct", "handle", "head")
+    __slots__ = ("_struct", "handle", "header")
 
-    def __init__(self, head: Head, handle: PoolHandle, device: Device, block: ControlBlock | None) -> None:
-        super().__init__(handle.imports, device, block, head.flags)
-        self.head: Head = head
+    def __init__(self, header: PoolHeader, handle: PoolHandle, device: Device, block: ControlBlock | None) -> None:
+        super().__init__(handle.imports, device, block, header.flags)
+        self.header: PoolHeader = header
         self.handle: PoolHandle = handle
         self.lock: AbstractContextManager[bool] = self.imports.lock
         self.allocations: dict[bytes, Import] = self.imports.allocations
@@ -358,9 +358,7 @@ class LegacySource(_Source):
 
 
 class Import:
-    """One imported allocation of another process, shared by all its objects in this process; see
-    :func:`open_import`.
-    """
+    """One imported allocation of another process, with one or more :class:`ImportedBuffer` in this process."""
 
     __slots__ = ("_raw", "address", "count", "generation", "key", "number", "passed", "source", "words")
 
@@ -380,62 +378,7 @@ class Import:
         self.count: int = 1
         """Open objects."""
         self.passed: tuple[Event, ...] = ()
-        """Ends of the work of objects closed before the last."""
-
-
-def open_import(source: PoolSource | LegacySource, rest: Rest, stream: Stream) -> ImportedBuffer:
-    """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
-    slot, generation, ready, offset, size, base_size, hold, key = rest
-    block = source.block
-    mine: Any = None
-    if block is not None:
-        mine = block.importers.get((slot, block.importer)) or block.importer_words(slot, block.importer)
-        if source.holds:
-            block.mark("hold", hold)  # raises if there is no such mark
-    opened = ImportedBuffer()
-    opened._import = None
-    opened._source = source
-    opened._words = mine
-    opened._ready = ready
-    opened._offset = offset
-    opened._nbytes = size
-    opened._stream = stream
-    opened._contents = None
-    try:
-        with source.lock:
-            imported = source.allocations.get(key)
-            if imported is None or imported._raw is None:
-                imported = Import(source, key)
-                # Set before the acquisition, so that the handler below can release it.
-                source.allocations[key] = opened._import = imported
-                if source.leased:
-                    source.count_open(imported, mine, generation)
-                source.acquire(imported)
-                imported.address = int(imported._raw)
-            else:
-                imported.count += 1
-                opened._import = imported
-                if source.leased:
-                    _join(imported, source, mine, generation)
-        result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, imported.address)
-        if result:
-            raise error_from(result, "cuPointerGetAttribute")
-        if found != base_size:
-            raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {size_text(int(found))}")
-        if block is not None and (mine.slot_words.ready.value != ready or source.session.listener is not None):
-            announced = Announcement(block, slot, generation, ready)
-            announced.notify_listener(opened, stream)
-            announced.precede(stream)
-    except BaseException as first:
-        try:
-            _release(opened, stream, used=False)
-        except CudaError as later:
-            attach(first, later)
-        raise
-    finally:
-        if block is not None and source.holds:
-            block.end_hold(hold)
-    return opened
+        """Events after the work of the objects that are already closed; the stream of the last close waits for them."""
 
 
 def _join(imported: Import, source: PoolSource | LegacySource, mine: ImporterWords, generation: int) -> None:
@@ -510,18 +453,62 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
     __slots__ = ("__weakref__", "_contents", "_import", "_nbytes", "_offset", "_ready", "_source", "_stream", "_words")
 
-    _contents: Announcement | None
-    """Set if it was opened without a stream."""
-    _import: Import | None
-    """None once closed."""
-    _source: PoolSource | LegacySource
-    _words: ImporterWords | None
-    """This importer's words of its slot."""
-    _ready: int
-    """Value of the slot's ``ready`` that announces the contents."""
-    _offset: int
-    _nbytes: int
-    _stream: Stream
+    def __init__(self, source: PoolSource | LegacySource, fields: AllocationFields, stream: Stream) -> None:
+        """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
+        slot, generation, ready, offset, size, base_size, hold, key = fields
+        block = source.block
+        mine: Any = None
+        if block is not None:
+            mine = block.importers.get((slot, block.importer)) or block.importer_words(slot, block.importer)
+            if source.holds:
+                block.mark("hold", hold)  # raises if there is no such mark
+        self._import: Import | None = None
+        """None once closed."""
+        self._source = source
+        self._words: ImporterWords | None = mine
+        """This importer's words of its slot."""
+        self._ready = ready
+        """Value of the slot's ``ready`` that announces the contents."""
+        self._offset = offset
+        self._nbytes = size
+        self._stream = stream
+        self._contents: Announcement | None = None
+        """Set if it was opened without a stream."""
+        try:
+            with source.lock:
+                imported = source.allocations.get(key)
+                if imported is None or imported._raw is None:
+                    imported = Import(source, key)
+                    # Set before the acquisition, so that the handler below can release it.
+                    source.allocations[key] = self._import = imported
+                    if source.leased:
+                        source.count_open(imported, mine, generation)
+                    source.acquire(imported)
+                    imported.address = int(imported._raw)
+                else:
+                    imported.count += 1
+                    self._import = imported
+                    if source.leased:
+                        _join(imported, source, mine, generation)
+            result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, imported.address)
+            if result:
+                raise error_from(result, "cuPointerGetAttribute")
+            if found != base_size:
+                found = size_text(int(found))
+                raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {found}")
+            if block is not None and (mine.slot_words.ready.value != ready or source.session.listener is not None):
+                announced = Announcement(block, slot, generation, ready)
+                announced.notify_listener(self, stream)
+                announced.precede(stream)
+        except BaseException as first:
+            try:
+                _release(self, stream, used=False)
+            except CudaError as later:
+                attach(first, later)
+            raise
+        finally:
+            if block is not None and source.holds:
+                block.end_hold(hold)
 
     @property
     def address(self) -> int:
