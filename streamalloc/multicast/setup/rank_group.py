@@ -123,8 +123,8 @@ class RankGroup:
             self.step(name, exchange, deadline)
         return received
 
-    def settle(self, deadline: float | None) -> None:
-        """Wait until all reachable ranks have undone a failed step."""
+    def barrier_after_failure(self, deadline: float | None) -> None:
+        """Wait until all ranks that can be reached have undone a failed step (a barrier)."""
         if self.communicator is None or self.failed:
             return
         try:
