@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import streamalloc as sa
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.testing import Faults
 from tests.multicast.ranks import Crew, Rank
+from tests.processes import SECONDS
 from tests.support import Account, MiB, end_what_was_dropped, filled, holds, in_a_thread, shows
 
 NBYTES = 3 * MiB + 40
@@ -195,6 +197,26 @@ class TestRanks:
 
         with Crew(2) as crew:
             assert crew.run(use) == [(True, True)] * 2
+            assert crew.left == [{}] * 2
+
+    @pytest.mark.parametrize("step", ["sleep", "wake"])
+    def test_a_call_has_its_own_timeout(self, step: str) -> None:
+        """The other rank never calls it. The memory stays as it was."""
+
+        def use(rank: Rank) -> bool:
+            memory = rank.memory(multicast=False)
+            if step == "wake":
+                memory.sleep()
+            begun = time.monotonic()
+            if rank.number == 0:
+                with pytest.raises(SymmetricMemoryError, match="rank 1 did not come"):
+                    getattr(memory, step)(timeout=0.2)
+                assert memory.asleep == (step == "wake")
+            memory.abandon()
+            return time.monotonic() - begun < SECONDS / 2
+
+        with Crew(2) as crew:
+            assert crew.run(use) == [True, True]
             assert crew.left == [{}] * 2
 
 
