@@ -514,7 +514,7 @@ class SymmetricMemory(Closes, Shown):
         self._release()
         self._close_communicator()
         if failures:
-            raise failures[0]
+            raise failures.pop(0)
 
     def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
         """Release this rank's resources without the other ranks, for example after one has died; idempotent.
@@ -541,7 +541,7 @@ class SymmetricMemory(Closes, Shown):
         _satisfy_and_finish(self._resources, self._signals, deadline_after(timeout), failures)
         self._release()
         if failures:
-            raise failures[0]
+            raise failures.pop(0)
 
     def _deadline(self, timeout: float | None) -> float | None:
         return deadline_after(self.timeout if timeout is None else timeout)
@@ -611,7 +611,7 @@ class SymmetricMemory(Closes, Shown):
             failures: list[CudaError] = []
             finish_all([self._resources.devices[rank]], deadline, failures)
             if failures:
-                raise failures[0]
+                raise failures.pop(0)
             saved[rank] = _SavedContents.of(self._resources, self._plan.layout, rank, backup)
 
         with undoing(lambda: [contents.close() for contents in saved.values()]):

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,27 @@ def test_two_calls_fail(machine: Any, step: str) -> None:
         if not reached:
             break
     assert met == {0, 1, 2}
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.filterwarnings("ignore:.*was dropped without close:ResourceWarning")
+@pytest.mark.parametrize("step", ["sleep", "close", "abandon"])
+def test_an_error_that_was_dropped_keeps_nothing(machine: Any, step: str) -> None:
+    driver: Any = Faults(machine)
+    memory = SymmetricMemory.local([sa.Device(0, driver=driver)], 5000, multicast=False)
+    driver.fail(2, result="CUDA_ERROR_UNKNOWN")
+    gc.disable()
+    try:
+        with contextlib.suppress(sa.CudaError, SymmetricMemoryError):
+            getattr(memory, step)()
+        assert driver.failed
+        driver.stop()
+        found = weakref.ref(memory)
+        del memory
+        assert found() is None
+    finally:
+        gc.enable()
+        end_what_was_dropped()
 
 
 @pytest.mark.simulated_only("the ranks are threads, each with a machine of its own")

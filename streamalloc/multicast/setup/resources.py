@@ -206,4 +206,4 @@ def run_until(device: Device, do: Callable[[], object], deadline: float | None, 
     if waiter.is_alive():
         raise TimeoutError(f"{device!r} has not done its work in time")
     if errors:
-        raise errors[0]
+        raise errors.pop()  # not errors[0]: its traceback has this frame, and would refer to itself

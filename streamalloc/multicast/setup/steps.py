@@ -105,7 +105,7 @@ def agree(
         packets = group.step("agree", profile, deadline)
     except SymmetricMemoryError:
         if mistakes:
-            raise mistakes[0] from None
+            raise mistakes.pop(0) from None
         raise
     profiles = [RankProfile.from_bytes(packet) for packet in packets]
     versions = {profile.driver_version for profile in profiles}
