@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
@@ -429,16 +429,29 @@ class _FreeDropped(Deferred):
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
 
 
-def plain_parts(buffer: Buffer) -> tuple[Allocator, Any, int, Stream, Any, bool] | None:
-    """Return allocator, ``CUdeviceptr``, size, stream and :func:`direct_view` of memory that was neither shared nor
-    freed. Returns None for other memory.
-    """
+class PlainParts(NamedTuple):
+    """Parts of a buffer that was neither shared nor freed."""
+
+    allocator: Allocator
+    pointer: Any
+    """``CUdeviceptr``."""
+    nbytes: int
+    stream: Stream
+    view: tuple[Any, bool]
+    """The stream's :func:`direct_view`."""
+
+
+_make = tuple.__new__  # a third of the cost of the constructor
+
+
+def plain_parts(buffer: Buffer) -> PlainParts | None:
+    """Return the parts of a buffer; None if it was shared or freed."""
     ptr = buffer._ptr
     if ptr is None:
         return None
     stream, allocator = buffer._stream, buffer._allocator
     handle = stream._handle if stream._direct is allocator._session else None
-    return allocator, ptr, buffer._nbytes, stream, handle, stream._sees_all
+    return _make(PlainParts, (allocator, ptr, buffer._nbytes, stream, (handle, stream._sees_all)))
 
 
 def pool_of(buffer: Buffer) -> object:

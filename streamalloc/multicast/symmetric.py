@@ -30,7 +30,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
-from streamalloc.ipc.internal import end_of, left
+from streamalloc.ipc.internal import deadline_after, left
 from streamalloc.multicast.setup import steps
 from streamalloc.multicast.setup.plan import Layout, Plan
 from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
@@ -50,7 +50,7 @@ _GRACE = 1.0
 class Tables(NamedTuple):
     """Device addresses of two ``uint64`` arrays in a rank's memory, indexed by rank.
 
-    :attr:`SymmetricMemory.tables` returns it.
+    :meth:`SymmetricMemory.tables` returns it.
     """
 
     buffers: int
@@ -201,7 +201,7 @@ class SymmetricMemory(Closes, Shown):
         arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
         given = dict(enumerate(devices or ())) if device is None else {self.rank: device}
         deadline = steps.deadline_or_none(timeout)
-        with undoing(self._close_communicator), undoing(functools.partial(self._group.settle, deadline)):
+        with undoing(self._close_communicator), undoing(functools.partial(self._group.barrier_after_failure, deadline)):
             plan, chosen = steps.agree(self._group, arguments, given, driver, deadline)
             self._resources = resources = RankResources(session_of(chosen[self.rank]), chosen, self.size)
             with undoing(functools.partial(deferred_queue(resources.session).end, resources)):
@@ -351,7 +351,10 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def signal_offset(self) -> int:
-        """Bytes from the start of a rank's memory to its signal pad."""
+        """Bytes from the start of a rank's memory to its signal pad, equal on all ranks.
+
+        At this offset the multicast view (:attr:`multicast_address`) has the signal pads of all ranks.
+        """
         return self._plan.layout.signal_pad
 
     @property
@@ -373,12 +376,12 @@ class SymmetricMemory(Closes, Shown):
 
     @property
     def buffer_table(self) -> int:
-        """Device address of this rank's table of :attr:`addresses`, an array of ``uint64``."""
+        """Device address of this rank's table of :attr:`addresses`, an array of ``uint64``: ``tables().buffers``."""
         return self.tables().buffers
 
     @property
     def signal_table(self) -> int:
-        """Device address of this rank's table of :attr:`signal_addresses`, an array of ``uint64``."""
+        """Device address of this rank's table of :attr:`signal_addresses`: ``tables().signal_pads``."""
         return self.tables().signal_pads
 
     def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
@@ -511,7 +514,7 @@ class SymmetricMemory(Closes, Shown):
         self._release()
         self._close_communicator()
         if failures:
-            raise failures[0]
+            raise failures.pop(0)
 
     def abandon(self, timeout: float = _ABANDON_TIMEOUT) -> None:
         """Release this rank's resources without the other ranks, for example after one has died; idempotent.
@@ -535,13 +538,13 @@ class SymmetricMemory(Closes, Shown):
             return
         steps.check_no_capture(self._resources.session)
         failures: list[CudaError] = []
-        _satisfy_and_finish(self._resources, self._signals, end_of(timeout), failures)
+        _satisfy_and_finish(self._resources, self._signals, deadline_after(timeout), failures)
         self._release()
         if failures:
-            raise failures[0]
+            raise failures.pop(0)
 
     def _deadline(self, timeout: float | None) -> float | None:
-        return end_of(self.timeout if timeout is None else timeout)
+        return deadline_after(self.timeout if timeout is None else timeout)
 
     def _finish_together(self, step: str, do: Callable[[int], None], deadline: float | None) -> None:
         """Run a step that waits for devices, after all ranks have queued the work that other ranks wait for."""
@@ -549,7 +552,7 @@ class SymmetricMemory(Closes, Shown):
         self._group.step(step, do, deadline)
 
     def _release(self) -> None:
-        self._resources.attempt()
+        self._resources.release()
         asleep, self._asleep = self._asleep or {}, None
         for contents in asleep.values():
             contents.close()
@@ -608,7 +611,7 @@ class SymmetricMemory(Closes, Shown):
             failures: list[CudaError] = []
             finish_all([self._resources.devices[rank]], deadline, failures)
             if failures:
-                raise failures[0]
+                raise failures.pop(0)
             saved[rank] = _SavedContents.of(self._resources, self._plan.layout, rank, backup)
 
         with undoing(lambda: [contents.close() for contents in saved.values()]):
@@ -646,7 +649,7 @@ class SymmetricMemory(Closes, Shown):
 
         if resources.memories:
             self._release_memory()  # left over by a wake that failed
-        with undoing(functools.partial(self._group.settle, deadline)), undoing(self._release_memory):
+        with undoing(functools.partial(self._group.barrier_after_failure, deadline)), undoing(self._release_memory):
             steps.set_up(self._group, resources, self._plan, deadline, restore)
         self._asleep = None
         for contents in asleep.values():
@@ -654,7 +657,7 @@ class SymmetricMemory(Closes, Shown):
 
     def _release_memory(self) -> None:
         """Release the memory of a failed wake, after the copies into it."""
-        finish_all(self._resources.devices.values(), end_of(_ABANDON_TIMEOUT), [])
+        finish_all(self._resources.devices.values(), deadline_after(_ABANDON_TIMEOUT), [])
         self._resources.release_memory()
 
     def _leave(self, *, failed: bool) -> None:

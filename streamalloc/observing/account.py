@@ -87,7 +87,7 @@ class Account:
         """Notes to enter: kind, allocation or address, stream, thread, time."""
         self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
         self._unreported: deque[Allocation] = deque()
-        """Freed allocations that the hook was not called with."""
+        """Freed allocations for which ``on_free`` has not been called yet."""
         for session in self.sessions:
             session.shut_with_me(self)
         self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +21,8 @@ from streamalloc.driver import traced
 from streamalloc.traces.subjects import ALLOCATORS, Subject, of_allocator
 from streamalloc.traces.trace import Trace
 
-# Events between two clock readings. Progress is reported there, outside of the timed parts.
+# Events between two clock readings.
 _CHUNK = 8192
-
-Progress = Callable[[int], object]
 
 
 class Figures(NamedTuple):
@@ -110,7 +108,7 @@ class Replay:
         self.failures: int = 0
         """Failed allocations of the last run."""
 
-    def run(self, progress: Progress | None = None) -> float:
+    def run(self) -> float:
         """Replay the trace once, then free the remaining allocations. Returns the seconds of the replay alone."""
         self.failures = 0
         self._subject.begin()
@@ -120,8 +118,6 @@ class Replay:
         try:
             for chunk in self._chunks:
                 total += self._run(chunk)
-                if progress is not None:
-                    progress(len(chunk))
         finally:
             if collecting:
                 gc.enable()
@@ -221,14 +217,7 @@ def figures(trace: Trace, on: str | Allocator, device: Device) -> Figures:
         return prepared.figures()
 
 
-def replay(
-    trace: Trace,
-    on: str | Allocator,
-    device: Device | None = None,
-    *,
-    rounds: int = 3,
-    progress: Progress | None = None,
-) -> Replayed:
+def replay(trace: Trace, on: str | Allocator, device: Device | None = None, *, rounds: int = 3) -> Replayed:
     """Replay a trace on an allocator.
 
     For a name, two allocators are made: one is measured after each allocation, the other one is timed. A pool of yours
@@ -244,8 +233,6 @@ def replay(
         Device of the memory and streams; default: device 0 of the default driver.
     rounds
         Number of timed replays after the first replay.
-    progress
-        Function called with the number of events replayed since its last call; ``rounds + 1`` replays call it.
 
     Raises
     ------
@@ -273,5 +260,5 @@ def replay(
         seconds = []
         for _ in range(rounds + 1):
             device.synchronize()
-            seconds.append(prepared.run(progress))
+            seconds.append(prepared.run())
     return Replayed(title, len(trace.events), statistics.median(seconds[1:]), seconds[0], *found)

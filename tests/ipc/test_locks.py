@@ -224,7 +224,7 @@ class TestImporter:
         ("function", "call"),
         [
             (Importer.pool, "cuMemPoolImportFromShareableHandle"),
-            (imported.open_import, "cuMemPoolImportPointer"),
+            (imported.ImportedBuffer.__init__, "cuMemPoolImportPointer"),
         ],
     )
     def test_two_open_one_descriptor(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import streamalloc as sa
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.testing import Faults
 from tests.multicast.ranks import Crew, Rank
+from tests.processes import SECONDS
 from tests.support import Account, MiB, end_what_was_dropped, filled, holds, in_a_thread, shows
 
 NBYTES = 3 * MiB + 40
@@ -129,7 +132,6 @@ def test_two_calls_fail(machine: Any, step: str) -> None:
                 memory.wake()
             assert shows(memory.buffers[0], 3), (first, gap, reached)
             memory.close()
-            gc.collect()  # an error that was dropped has referred to itself
             end_what_was_dropped()
             device.synchronize()
             assert pool.statistics().used == 0, (first, gap, reached)
@@ -140,6 +142,27 @@ def test_two_calls_fail(machine: Any, step: str) -> None:
         if not reached:
             break
     assert met == {0, 1, 2}
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.filterwarnings("ignore:.*was dropped without close:ResourceWarning")
+@pytest.mark.parametrize("step", ["sleep", "close", "abandon"])
+def test_an_error_that_was_dropped_keeps_nothing(machine: Any, step: str) -> None:
+    driver: Any = Faults(machine)
+    memory = SymmetricMemory.local([sa.Device(0, driver=driver)], 5000, multicast=False)
+    driver.fail(2, result="CUDA_ERROR_UNKNOWN")
+    gc.disable()
+    try:
+        with contextlib.suppress(sa.CudaError, SymmetricMemoryError):
+            getattr(memory, step)()
+        assert driver.failed
+        driver.stop()
+        found = weakref.ref(memory)
+        del memory
+        assert found() is None
+    finally:
+        gc.enable()
+        end_what_was_dropped()
 
 
 @pytest.mark.simulated_only("the ranks are threads, each with a machine of its own")
@@ -196,6 +219,26 @@ class TestRanks:
 
         with Crew(2) as crew:
             assert crew.run(use) == [(True, True)] * 2
+            assert crew.left == [{}] * 2
+
+    @pytest.mark.parametrize("step", ["sleep", "wake"])
+    def test_a_call_has_its_own_timeout(self, step: str) -> None:
+        """The other rank never calls it. The memory stays as it was."""
+
+        def use(rank: Rank) -> bool:
+            memory = rank.memory(multicast=False)
+            if step == "wake":
+                memory.sleep()
+            begun = time.monotonic()
+            if rank.number == 0:
+                with pytest.raises(SymmetricMemoryError, match="rank 1 did not come"):
+                    getattr(memory, step)(timeout=0.2)
+                assert memory.asleep == (step == "wake")
+            memory.abandon()
+            return time.monotonic() - begun < SECONDS / 2
+
+        with Crew(2) as crew:
+            assert crew.run(use) == [True, True]
             assert crew.left == [{}] * 2
 
 

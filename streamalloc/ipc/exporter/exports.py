@@ -30,7 +30,7 @@ from streamalloc.ipc.exporter.leases import NOT_EXPORTABLE, Hold, Lease, Leases,
 from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.wire.control_block import ControlBlock, Mark
-from streamalloc.ipc.wire.descriptor import NOWHERE, PAYLOAD_BYTES, Chunk, Descriptor, Flags, Head, Mechanism
+from streamalloc.ipc.wire.descriptor import NOWHERE, PAYLOAD_BYTES, Chunk, Descriptor, Flags, Mechanism, PoolHeader
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
@@ -49,12 +49,12 @@ _serving = Lock()
 
 
 class ExportedPool:
-    """The handle, the id and the descriptor heads of one pool's allocations.
+    """The handle, the id and the descriptor headers of one pool's allocations.
 
     The object exists while the pool is open or a lease needs it. Importers detect its end by its marks.
     """
 
-    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "heads", "origin")
+    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "headers", "origin")
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
         name = "cuMemPoolExportToShareableHandle"
@@ -62,8 +62,8 @@ class ExportedPool:
         self.fd: Fd = Fd.made_by(exports.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=NOT_EXPORTABLE)
         self.origin: bytes = secrets.token_bytes(16)
         self.device: Device = device
-        self.heads: dict[tuple[ControlBlock, bytes], tuple[Head, dict[bytes, Fd]]] = {}
-        """The results of :meth:`head`, by control block and endpoint."""
+        self.headers: dict[tuple[ControlBlock, bytes], tuple[PoolHeader, dict[bytes, Fd]]] = {}
+        """The results of :meth:`header`, by control block and endpoint."""
         self._marks: dict[bytes, Mark] = {}
 
     def mark(self, block: ControlBlock) -> int:
@@ -73,10 +73,10 @@ class ExportedPool:
             mark = self._marks.setdefault(block.id, block.new_mark("pool"))
         return mark.number
 
-    def head(self, block: ControlBlock) -> tuple[Head, dict[bytes, Fd]]:
-        """Return the descriptors' head, and the handles by id, of allocations with leases in ``block``."""
+    def header(self, block: ControlBlock) -> tuple[PoolHeader, dict[bytes, Fd]]:
+        """Return the descriptors' header, and the handles by id, of allocations with leases in ``block``."""
         endpoint = self.exports.endpoint
-        found = self.heads.get((block, endpoint))
+        found = self.headers.get((block, endpoint))
         if found is None:
             exports = self.exports
             described = Descriptor(
@@ -84,10 +84,10 @@ class ExportedPool:
                 driver_version=exports.version, handle_type=int(POSIX), payload=bytes(PAYLOAD_BYTES),
                 pool_mark=self.mark(block),
             )  # fmt: skip
-            head = Head(described.to_bytes())
+            header = PoolHeader(described.to_bytes())
             handles = {self.origin: self.fd, block.id: block.fd}
             publish(handles)
-            found = self.heads[block, endpoint] = (head, handles)
+            found = self.headers[block, endpoint] = (header, handles)
         return found
 
 

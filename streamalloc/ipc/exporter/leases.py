@@ -91,7 +91,9 @@ def hung_up(end: Fd | Channel | int) -> bool:
 class Lease(SharedState):
     """A slot of a control block: the words of one allocation, or of one announcement.
 
-    A lease frees its buffer (:class:`SharedState`). Dropping the lease releases the slot.
+    A lease frees its buffer (:class:`SharedState`). :meth:`end` returns whether importers let it do so. If they do
+    not, or if the buffer was dropped (:meth:`drop`), a :class:`_DeferredFree` calls it again at points of work. The
+    end of the lease object releases the slot (:meth:`release`), which is used again once it is :meth:`quiet`.
     """
 
     __slots__ = (

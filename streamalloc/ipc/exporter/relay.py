@@ -82,8 +82,8 @@ class ExporterRelay(Relay):
         now = time.monotonic()
         for entry in np.flatnonzero(self._claims["id"] | self._grants["id"]).tolist():
             self._serve(entry, self._claims[entry], now)
-        # Before the words are read: either the importer's open precedes the exporter's check for opens, or the
-        # importer's check sees the free.
+        # The importers' words are in the control block before the exporter's words are read. So of an open and a free
+        # at the same time, either the free counts the open, or the copied words have the new generation.
         fence()
         self._copy_words()
         self._beat = (self._beat + 1) % (1 << 32)

@@ -8,7 +8,7 @@ import secrets
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from streamalloc.core.errors import size_text
 from streamalloc.core.html import Row, Shown, mib
@@ -58,7 +58,7 @@ from streamalloc.ipc.wire.descriptor import (
     Flags,
     Foreign,
     Mechanism,
-    pack_rest,
+    pack_allocation,
 )
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import MemoryKind, pointer_attributes
@@ -287,16 +287,17 @@ def send(
     thing
         As for :func:`share`, or a result of it, whose hold moves to the message.
     stream, hold
-        As for :func:`share`; not allowed if ``thing`` is a result of it. Without ``hold``, do not free the memory
-        before the other end has opened it. With ``hold``, the message keeps the memory until the message is opened,
-        refused or dropped, or can no longer be received.
+        As for :func:`share`. A result of it was shared already: ``stream`` is not allowed, and ``hold`` only if it is
+        :attr:`~Shared.held`. Without a hold, do not free the memory before the other end has opened it. With a hold,
+        the message keeps the memory until the message is opened, refused or dropped, or can no longer be received.
     timeout
         Seconds until ``TimeoutError``; None: the channel's.
 
     Raises
     ------
     ValueError
-        As for :func:`share`; or ``thing`` is a result of :func:`share`, and ``stream`` or ``hold`` was given.
+        As for :func:`share`. Or ``thing`` is a result of :func:`share`, and ``stream`` was given, or ``hold`` although
+        ``thing`` is not held.
     CudaError
         The driver refuses a call. If the message was sent before, the importer finds the memory
         :attr:`~ImportedBuffer.lost`.
@@ -305,14 +306,8 @@ def send(
     """
     names = channel._carried
     if isinstance(thing, PlainBuffer) and not hold and (timeout is None or timeout >= 0):
-        sent = False
-
-        def offer(data: bytes, handles: dict[bytes, Fd]) -> bool:
-            nonlocal sent
-            sent = names.issuperset(handles) and channel._offer(data)
-            return sent
-
-        shared = _share_buffer(thing, stream, offer=offer)
+        leased = _first_lease(thing, stream) or _any_lease(thing, stream)
+        shared, sent = _share_leased(leased, channel=channel)
         if sent:
             shared._exports.leases.prepare()  # type: ignore[union-attr]
             return
@@ -357,10 +352,19 @@ def serve(driver: Driver | None = None) -> None:
 # -- allocations of pools ------------------------------------------------------------------------------------
 
 
-_Leased: TypeAlias = "tuple[leases.Lease, int, int, Stream, tuple[Any, bool] | None]"
-"""An allocation's lease, address and size, the stream that announces its contents, and the stream's
-:func:`direct_view`: None if possibly shared before.
-"""
+class _Leased(NamedTuple):
+    """An allocation with a lease."""
+
+    lease: leases.Lease
+    address: int
+    nbytes: int
+    stream: Stream
+    """The stream that announces the contents."""
+    view: tuple[Any, bool] | None
+    """The stream's :func:`direct_view`. None if the allocation may have been shared before."""
+
+
+_make = tuple.__new__  # a third of the cost of the constructor
 
 
 def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
@@ -368,19 +372,18 @@ def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
     plain = plain_parts(buffer) if type(buffer) is PlainBuffer else None
     if plain is None:
         return None
-    ordered: Any
-    pool, pointer, nbytes, ordered, *own = plain
-    view: Any = own
-    index = exported_pools.get(weakref.ref(pool))
-    known = index and index()
-    if not known or not nbytes or known.exports.session.forked:
+    allocator, pointer, nbytes, ordered, view = plain
+    index = exported_pools.get(weakref.ref(allocator))
+    pool = index and index()
+    if not pool or not nbytes or pool.exports.session.forked:
         return None
     if stream is not None:
-        ordered, view = stream, direct_view(stream, known.exports.session)
+        view = direct_view(stream, pool.exports.session)
+        ordered = stream  # type: ignore[assignment]
     if view[0] is None:
         return None
-    lease = known.exports.leases.add(buffer, pointer, known)
-    return None if lease is None else (lease, int(pointer), nbytes, ordered, view)
+    lease = pool.exports.leases.add(buffer, pointer, pool)
+    return None if lease is None else _make(_Leased, (lease, int(pointer), nbytes, ordered, view))
 
 
 def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
@@ -395,43 +398,49 @@ def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
     ordered: Any = buffer.stream if stream is None else stream
     if direct_view(ordered, session)[0] is None:
         ordered = _ordered(ordered, session)
-    return exports.lease(buffer, address), address, nbytes, ordered, None
+    return _Leased(exports.lease(buffer, address), address, nbytes, ordered, None)
 
 
 def _share_buffer(
-    buffer: Buffer,
-    stream: StreamLike | None = None,
-    hold: bool = False,
-    part: tuple[int, int] | None = None,
-    offer: Callable[[bytes, dict[bytes, Fd]], bool] | None = None,
+    buffer: Buffer, stream: StreamLike | None = None, hold: bool = False, part: tuple[int, int] | None = None
 ) -> Shared:
-    """Share an allocation; ``part``: offset and size in bytes.
+    """Share an allocation; ``part``: offset and size in bytes."""
+    return _share_leased(_first_lease(buffer, stream) or _any_lease(buffer, stream), hold, part)[0]
 
-    ``offer`` may send the descriptor before the stream announces the contents, so that the importer can begin; it
-    returns whether it did. It is called only for an allocation's first descriptor, because that lease has no earlier
-    announcement.
+
+def _share_leased(
+    leased: _Leased, hold: bool = False, part: tuple[int, int] | None = None, channel: Channel | None = None
+) -> tuple[Shared, bool]:
+    """Share an allocation; ``part``: offset and size in bytes. Returns also whether the descriptor was sent.
+
+    It is sent to ``channel`` before the stream announces the contents, so that the importer can begin. This needs an
+    allocation without an earlier announcement, and an importer that has the handles.
     """
+    lease, address, nbytes, ordered, view = leased
     holding = leases.Hold() if hold else None
-    lease, address, nbytes, ordered, view = _first_lease(buffer, stream) or _any_lease(buffer, stream)
     pool: Any = lease.pool
     exports, block = pool.exports, lease.block
-    head, handles = pool.heads.get((block, exports.endpoint)) or pool.head(block)
+    header, handles = pool.headers.get((block, exports.endpoint)) or pool.header(block)
     offset, size = part or (0, nbytes)
     if holding is not None:
         lease.hold(holding, kept=False)
     shared = Shared(b"", handles, lease, holding, exports)
+    sent = False
 
     def describe(ready: int) -> bool:
-        rest = pack_rest(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
-        shared._data = data = head.data + rest + zlib.crc32(rest, head.checksum).to_bytes(4, "little")
+        nonlocal sent
+        fields = pack_allocation(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
+        shared._data = data = header.data + fields + zlib.crc32(fields, header.checksum).to_bytes(4, "little")
         if exports.session.listener is not None:
             _notify_listener(lease, ready, address + offset, size, ordered)
-        return offer is not None and view is not None and offer(data, handles)
+        if channel is not None and view is not None and channel._carried.issuperset(handles):
+            sent = channel._offer(data)
+        return sent
 
     lease.announce(ordered, describe, view)
     if exports.deferred.has_work():
         exports.deferred.work()
-    return shared
+    return shared, sent
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:

@@ -52,7 +52,7 @@ from streamalloc.driver.internal import OpaqueStruct, RLock, cuda, opaque_struct
 from streamalloc.ipc.importer.announcement import Announcement
 from streamalloc.ipc.importer.background import OnceIdle, release_dropped
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
-from streamalloc.ipc.wire.descriptor import Flags, Foreign, Head, Rest
+from streamalloc.ipc.wire.descriptor import AllocationFields, Flags, Foreign, PoolHeader
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
 _LAZY_PEER_ACCESS = 1
@@ -72,7 +72,7 @@ class Imports:
         self.deferred: DeferredQueue = deferred_queue(session)
         self.handles: dict[int, PoolHandle] = {}
         """Pools by ``CUmemoryPool``. The driver returns the same handle for repeated imports."""
-        self.allocations: dict[bytes, Import] = {}
+        self.allocations: dict[bytes, ImportedAllocation] = {}
         """Pool allocations by the driver's export data."""
         self._dropped: SimpleQueue[bool] = SimpleQueue()
         """Wakes the thread; finalisers may put into a SimpleQueue."""
@@ -235,7 +235,7 @@ class _Source:
         """Whether descriptors hold the allocation until they are opened."""
         self.lock: AbstractContextManager[bool]
         """Held while imports are counted."""
-        self.allocations: dict[bytes, Import]
+        self.allocations: dict[bytes, ImportedAllocation]
         """Imports by the driver's export data."""
 
     @property
@@ -249,18 +249,18 @@ class _Source:
 class PoolSource(_Source):
     """A pool of another process, for allocations with leases in one control block."""
 
-    __slots__ = ("_struct", "handle", "head")
+    __slots__ = ("_struct", "handle", "header")
 
-    def __init__(self, head: Head, handle: PoolHandle, device: Device, block: ControlBlock | None) -> None:
-        super().__init__(handle.imports, device, block, head.flags)
-        self.head: Head = head
+    def __init__(self, header: PoolHeader, handle: PoolHandle, device: Device, block: ControlBlock | None) -> None:
+        super().__init__(handle.imports, device, block, header.flags)
+        self.header: PoolHeader = header
         self.handle: PoolHandle = handle
         self.lock: AbstractContextManager[bool] = self.imports.lock
-        self.allocations: dict[bytes, Import] = self.imports.allocations
+        self.allocations: dict[bytes, ImportedAllocation] = self.imports.allocations
         # One struct for all calls, because ``acquire`` is called under the lock.
         self._struct = OpaqueStruct("CUmemPoolPtrExportData")
 
-    def acquire(self, imported: Import) -> None:
+    def acquire(self, imported: ImportedAllocation) -> None:
         """Import an allocation (``cuMemPoolImportPointer``)."""
         data = self._struct.filled(imported.key)
         result, imported._raw = self.session.cuMemPoolImportPointer(self.handle._raw, data)
@@ -268,7 +268,7 @@ class PoolSource(_Source):
             imported._raw = None
             raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
 
-    def count_open(self, imported: Import, words: ImporterWords, generation: int) -> None:
+    def count_open(self, imported: ImportedAllocation, words: ImporterWords, generation: int) -> None:
         """Count the open in a lease.
 
         Raises
@@ -287,7 +287,7 @@ class PoolSource(_Source):
                 words.opened.value, imported.words = (number - 1) % WORD, None
             raise StaleDescriptorError(_STALE)
 
-    def end(self, imported: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
+    def end(self, imported: ImportedAllocation, stream: Stream, handle: Any, sees_all: bool) -> None:
         """End an import after the work of a stream (``cuMemFreeAsync``), and count the close.
 
         ``handle``, ``sees_all``: as for :meth:`ControlBlock.write_by`.
@@ -331,22 +331,22 @@ class LegacySource(_Source):
         super().__init__(imports, device, block, flags)
         # A separate lock, because the release waits for a stream.
         self.lock: AbstractContextManager[bool] = RLock()
-        self.allocations: dict[bytes, Import] = {}
+        self.allocations: dict[bytes, ImportedAllocation] = {}
         self._lease: HostLease | None = None
 
-    def acquire(self, imported: Import) -> None:
+    def acquire(self, imported: ImportedAllocation) -> None:
         """Open it (``cuIpcOpenMemHandle``)."""
         handle = opaque_struct("CUipcMemHandle", imported.key)
         with self.device.current():
             self.session.create(imported, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
 
-    def count_open(self, imported: Import, words: ImporterWords, generation: int) -> None:
+    def count_open(self, imported: ImportedAllocation, words: ImporterWords, generation: int) -> None:
         """Count the open in a lease; errors as for a pool."""
         imported.words = words
         assert self.block is not None
         self._lease = HostLease(self.imports, self.block, words, generation, self.device)
 
-    def end(self, imported: Import, stream: Stream, handle: Any, sees_all: bool) -> None:
+    def end(self, imported: ImportedAllocation, stream: Stream, handle: Any, sees_all: bool) -> None:
         """Close the allocation and count the close (``cuIpcCloseMemHandle``). Not stream-ordered: the host waits."""
         if imported._raw is not None:
             stream.synchronize()
@@ -357,10 +357,8 @@ class LegacySource(_Source):
             self._lease.end()
 
 
-class Import:
-    """One imported allocation of another process, shared by all its objects in this process; see
-    :func:`open_import`.
-    """
+class ImportedAllocation:
+    """An allocation of another process, imported once, with one or more :class:`ImportedBuffer` in this process."""
 
     __slots__ = ("_raw", "address", "count", "generation", "key", "number", "passed", "source", "words")
 
@@ -380,65 +378,12 @@ class Import:
         self.count: int = 1
         """Open objects."""
         self.passed: tuple[Event, ...] = ()
-        """Ends of the work of objects closed before the last."""
+        """Events after the work of the objects that are already closed; the stream of the last close waits for them."""
 
 
-def open_import(source: PoolSource | LegacySource, rest: Rest, stream: Stream) -> ImportedBuffer:
-    """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
-    slot, generation, ready, offset, size, base_size, hold, key = rest
-    block = source.block
-    mine: Any = None
-    if block is not None:
-        mine = block.importers.get((slot, block.importer)) or block.importer_words(slot, block.importer)
-        if source.holds:
-            block.mark("hold", hold)  # raises if there is no such mark
-    opened = ImportedBuffer()
-    opened._import = None
-    opened._source = source
-    opened._words = mine
-    opened._ready = ready
-    opened._offset = offset
-    opened._nbytes = size
-    opened._stream = stream
-    opened._contents = None
-    try:
-        with source.lock:
-            imported = source.allocations.get(key)
-            if imported is None or imported._raw is None:
-                imported = Import(source, key)
-                # Set before the acquisition, so that the handler below can release it.
-                source.allocations[key] = opened._import = imported
-                if source.leased:
-                    source.count_open(imported, mine, generation)
-                source.acquire(imported)
-                imported.address = int(imported._raw)
-            else:
-                imported.count += 1
-                opened._import = imported
-                if source.leased:
-                    _join(imported, source, mine, generation)
-        result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, imported.address)
-        if result:
-            raise error_from(result, "cuPointerGetAttribute")
-        if found != base_size:
-            raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {size_text(int(found))}")
-        if block is not None and (mine.slot_words.ready.value != ready or source.session.listener is not None):
-            announced = Announcement(block, slot, generation, ready)
-            announced.notify_listener(opened, stream)
-            announced.precede(stream)
-    except BaseException as first:
-        try:
-            _release(opened, stream, used=False)
-        except CudaError as later:
-            attach(first, later)
-        raise
-    finally:
-        if block is not None and source.holds:
-            block.end_hold(hold)
-    return opened
-
-
-def _join(imported: Import, source: PoolSource | LegacySource, mine: ImporterWords, generation: int) -> None:
+def _join(
+    imported: ImportedAllocation, source: PoolSource | LegacySource, mine: ImporterWords, generation: int
+) -> None:
     """Check that an import has the lease of another descriptor. An import without a lease gets this one."""
     if imported.words is None:
         imported.source = source
@@ -485,8 +430,8 @@ class _DroppedImport(Deferred):
 
     __slots__ = ("_import", "_stream")
 
-    def __init__(self, imported: Import, stream: Stream) -> None:
-        self._import: Import | None = imported
+    def __init__(self, imported: ImportedAllocation, stream: Stream) -> None:
+        self._import: ImportedAllocation | None = imported
         self._stream = stream
 
     def attempt(self) -> bool:
@@ -510,18 +455,62 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
     __slots__ = ("__weakref__", "_contents", "_import", "_nbytes", "_offset", "_ready", "_source", "_stream", "_words")
 
-    _contents: Announcement | None
-    """Set if it was opened without a stream."""
-    _import: Import | None
-    """None once closed."""
-    _source: PoolSource | LegacySource
-    _words: ImporterWords | None
-    """This importer's words of its slot."""
-    _ready: int
-    """Value of the slot's ``ready`` that announces the contents."""
-    _offset: int
-    _nbytes: int
-    _stream: Stream
+    def __init__(self, source: PoolSource | LegacySource, fields: AllocationFields, stream: Stream) -> None:
+        """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
+        slot, generation, ready, offset, size, base_size, hold, key = fields
+        block = source.block
+        mine: Any = None
+        if block is not None:
+            mine = block.importers.get((slot, block.importer)) or block.importer_words(slot, block.importer)
+            if source.holds:
+                block.mark("hold", hold)  # raises if there is no such mark
+        self._import: ImportedAllocation | None = None
+        """None once closed."""
+        self._source = source
+        self._words: ImporterWords | None = mine
+        """This importer's words of its slot."""
+        self._ready = ready
+        """Value of the slot's ``ready`` that announces the contents."""
+        self._offset = offset
+        self._nbytes = size
+        self._stream = stream
+        self._contents: Announcement | None = None
+        """Set if it was opened without a stream."""
+        try:
+            with source.lock:
+                imported = source.allocations.get(key)
+                if imported is None or imported._raw is None:
+                    imported = ImportedAllocation(source, key)
+                    # Set before the acquisition, so that the handler below can release it.
+                    source.allocations[key] = self._import = imported
+                    if source.leased:
+                        source.count_open(imported, mine, generation)
+                    source.acquire(imported)
+                    imported.address = int(imported._raw)
+                else:
+                    imported.count += 1
+                    self._import = imported
+                    if source.leased:
+                        _join(imported, source, mine, generation)
+            result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, imported.address)
+            if result:
+                raise error_from(result, "cuPointerGetAttribute")
+            if found != base_size:
+                found = size_text(int(found))
+                raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {found}")
+            if block is not None and (mine.slot_words.ready.value != ready or source.session.listener is not None):
+                announced = Announcement(block, slot, generation, ready)
+                announced.notify_listener(self, stream)
+                announced.precede(stream)
+        except BaseException as first:
+            try:
+                _release(self, stream, used=False)
+            except CudaError as later:
+                attach(first, later)
+            raise
+        finally:
+            if block is not None and source.holds:
+                block.end_hold(hold)
 
     @property
     def address(self) -> int:
@@ -619,7 +608,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
         alive = {True: "alive", False: "gone", None: "not known"}[self.owner_alive]
         yield "owner", f"another process, {alive}{', and the contents never came' if self.lost else ''}"
 
-    def _checked_import(self) -> Import:
+    def _checked_import(self) -> ImportedAllocation:
         if self._import is None:
             raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")
         return self._import

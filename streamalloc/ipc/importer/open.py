@@ -43,13 +43,22 @@ from streamalloc.ipc.importer.imported import (
     LegacySource,
     PoolHandle,
     PoolSource,
-    open_import,
 )
 from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
-from streamalloc.ipc.wire.descriptor import FABRIC, HEAD_BYTES, NOWHERE, Chunk, Descriptor, Flags, Head, Mechanism, Rest
+from streamalloc.ipc.wire.descriptor import (
+    FABRIC,
+    HEADER_BYTES,
+    NOWHERE,
+    AllocationFields,
+    Chunk,
+    Descriptor,
+    Flags,
+    Mechanism,
+    PoolHeader,
+)
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable, import_memory
 
@@ -133,7 +142,7 @@ class Importer(Imports):
         self.pools: dict[bytes, PoolHandle] = {}
         """Imported pools by id."""
         self.sources: dict[bytes, PoolSource] = {}
-        """Sources by descriptor head, after the first open: later descriptors with the head need not be decoded."""
+        """Sources by descriptor header, after the first open: a header that is known is not decoded again."""
         self.ranges: weakref.WeakValueDictionary[bytes, ImportedRange] = weakref.WeakValueDictionary()
         self._devices: dict[bytes, Device] = {}
 
@@ -348,14 +357,14 @@ def open(
     if session is None or (driver is not None and session.driver is not driver):
         session = Session.of(driver if driver is not None else default_driver())
     if not handles and type(data) is bytes and not session.forked and (kind is None or kind is ImportedBuffer):
-        # A later descriptor of a known pool: its head is decoded and its handles are imported.
+        # A later descriptor of a known pool: its header is decoded and its handles are imported.
         importer = importer_of(session)
-        source = importer.sources.get(data[:HEAD_BYTES])
-        rest = None if source is None else source.head.rest(data)
-        if source is not None and rest is not None:
+        source = importer.sources.get(data[:HEADER_BYTES])
+        fields = None if source is None else source.header.decode(data)
+        if source is not None and fields is not None:
             if importer.deferred.has_work():
                 importer.deferred.work()
-            return _open_allocation(source, rest, stream)  # type: ignore[return-value]
+            return _open_allocation(source, fields, stream)  # type: ignore[return-value]
     given = Handles(handles)
     try:
         return _open_first(session, data, given, stream, kind)  # type: ignore[return-value]
@@ -453,8 +462,8 @@ def _open_first(
 
 @contextlib.contextmanager
 def _arriving(request: _Request) -> Iterator[None]:
-    """A ``with`` block that opens a descriptor and then releases its hold. For buffers, :func:`open_import` does
-    that.
+    """A ``with`` block that opens a descriptor and then releases its hold. For buffers,
+    :class:`ImportedBuffer` does that.
     """
     hold = request.described.hold
     block = request.block if hold else None
@@ -478,31 +487,34 @@ def _ordered(stream: StreamLike, session: Session) -> Stream:
     return ordered
 
 
-def _open_allocation(source: PoolSource | LegacySource, rest: Rest, stream: StreamLike | None) -> ImportedBuffer:
+def _open_allocation(
+    source: PoolSource | LegacySource, fields: AllocationFields, stream: StreamLike | None
+) -> ImportedBuffer:
     """Open an allocation by its first descriptor or a later one."""
     if direct_handle(stream, source.session) is not None:  # type: ignore[arg-type]
-        return open_import(source, rest, stream)  # type: ignore[arg-type]
+        return ImportedBuffer(source, fields, stream)  # type: ignore[arg-type]
     ordered = source.default_stream if stream is None else _ordered(stream, source.session)
     announced: Announcement | None = None
     if source.block is not None:
-        announced = Announcement(source.block, rest.slot, rest.generation, rest.ready)
+        announced = Announcement(source.block, fields.slot, fields.generation, fields.ready)
         if ordered.is_default and not announced.written:
             # Before the import, because it could not be released on a captured stream.
             refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
-    opened = open_import(source, rest, ordered)
+    opened = ImportedBuffer(source, fields, ordered)
     if stream is None and announced is not None and not announced.seen(opened):
         opened._contents = announced
     return opened
 
 
 def _open_pointer(request: _Request) -> ImportedBuffer:
-    importer, described, data, handles, device, stream, _ = request
+    importer, described = request.importer, request.described
     known = described.origin in importer.pools
     try:
-        pool = importer.pool(described, handles)
-        source = PoolSource(Head(data), pool, device, importer.watch(described, handles, pool))
+        pool = importer.pool(described, request.handles)
+        block = importer.watch(described, request.handles, pool)
+        source = PoolSource(PoolHeader(request.data), pool, request.device, block)
         importer.start_thread()
-        opened = _open_allocation(source, described.rest, stream)
+        opened = _open_allocation(source, AllocationFields.of(described), request.stream)
     except (StaleDescriptorError, CaptureError):
         raise
     except BaseException:
@@ -510,29 +522,26 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
             # The handle that came with the message may belong to another pool.
             importer.pools.pop(described.origin, None)
         raise
-    if source.leased and source.head.plain and source.head.driver_version == importer.version:
-        importer.sources[source.head.data] = source
+    if source.leased and source.header.plain and source.header.driver_version == importer.version:
+        importer.sources[source.header.data] = source
     return opened
 
 
 def _open_legacy(request: _Request) -> ImportedBuffer:
-    importer, described, _, _, device, stream, _ = request
-    source = LegacySource(importer, device, request.block, described.flags)
-    importer.start_thread()
-    return _open_allocation(source, described.rest, stream)
+    source = LegacySource(request.importer, request.device, request.block, request.described.flags)
+    request.importer.start_thread()
+    return _open_allocation(source, AllocationFields.of(request.described), request.stream)
 
 
 def _open_pool(request: _Request) -> ImportedPool:
-    importer, described, _, handles, device, _, _ = request
-    pool = importer.pool(described, handles)
-    opened = ImportedPool(pool, device)
-    importer.watch(described, handles, pool)
+    pool = request.importer.pool(request.described, request.handles)
+    opened = ImportedPool(pool, request.device)
+    request.importer.watch(request.described, request.handles, pool)
     return opened
 
 
 def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
-    importer, described, _, handles, _, stream, _ = request
-    chunks = described.chunks
+    described, chunks = request.described, request.described.chunks
     total = sum(chunk.nbytes for chunk in chunks)
     growable = bool(described.flags & Flags.GROWABLE)
     if not chunks or described.offset + described.size > total or (not growable and described.base_size != total):
@@ -545,21 +554,20 @@ def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
     if len(chunks) != 1:
         raise ValueError(f"the descriptor is of one chunk of physical memory, and names {len(chunks)}")
     ordered = request.ordered
-    memory = importer.memory(chunks[0], handles)
+    memory = request.importer.memory(chunks[0], request.handles)
     with undoing(memory.close):
         check_mappable(memory)
         announced = request.announced
         if announced is not None:
             announced.precede(ordered)
-    if stream is None and announced is not None:
+    if request.stream is None and announced is not None:
         # The using stream is unknown, so the host waits.
         announced.wait(None)
     return memory
 
 
 def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
-    importer, described, _, handles, device, stream, block = request
-    chunks = described.chunks
+    importer, described, device, block = request.importer, request.described, request.device, request.fabric_block
     streams = [request.ordered]
     with contextlib.ExitStack() as undo:
         lease: HostLease | None = None
@@ -579,8 +587,8 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
         elif opened.stream.handle != streams[0].handle:
             streams.append(opened.stream)
         # Compare without handles: the same chunk may be shared by different handles.
-        ids = [chunk[:2] for chunk in chunks]
-        opened.set_chunks(ids, lambda index: importer.memory(chunks[index], handles), described.size)
+        ids = [chunk[:2] for chunk in described.chunks]
+        opened.set_chunks(ids, lambda index: importer.memory(described.chunks[index], request.handles), described.size)
         announced = request.announced
         if announced is not None:
             for ordered in streams:
@@ -592,7 +600,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
         importer.ranges[described.origin] = opened
     if announced is not None:
         opened._announced = announced
-        if stream is None and opened.stream.is_default:
+        if request.stream is None and opened.stream.is_default:
             # If it was opened before on another stream, that stream waits.
             opened._contents = tuple(one for one in (*opened._contents, announced) if not one.seen(opened))
     return opened

@@ -19,7 +19,7 @@ from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingEnd, RingEnding, SlotMemory, answer
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
-from streamalloc.ipc.transport.deadlines import end_of, left, now
+from streamalloc.ipc.transport.deadlines import deadline_after, left, now
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
 # Seconds between two checks that the producer is alive. The channel alone is not enough: a forked child may keep a copy
@@ -127,7 +127,7 @@ class RingConsumer(RingEnd):
         """Seconds, default for :meth:`next`; None: no limit."""
         self.taken: int = 0
         """Number of items taken so far."""
-        end = end_of(timeout)
+        end = deadline_after(timeout)
         with undoing(channel.close):
             message = channel.receive(timeout=timeout)
             first = Introduction.of(message)

@@ -41,7 +41,7 @@ from streamalloc.ipc.ring.protocol import (
     importers_in,
 )
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
-from streamalloc.ipc.transport.deadlines import end_of, left
+from streamalloc.ipc.transport.deadlines import deadline_after, left
 from streamalloc.ipc.wire.control_block import IMPORTERS, WORD, ControlBlock, ImporterWords, reached
 from streamalloc.pool import MemoryPool
 
@@ -467,7 +467,7 @@ class RingProducer(RingEnd):
         """
         checked_type("channel", channel, Channel)
         self._check_open()
-        end = end_of(timeout)
+        end = deadline_after(timeout)
         with undoing(channel.close):
             channel.send(self._hello, self._handles, timeout=timeout)
             answer = channel.receive(timeout=None if end is None else left(end))
@@ -571,7 +571,7 @@ class RingProducer(RingEnd):
     def _wait_for_slot(self, timeout: float | None) -> None:
         """Block until a slot is free. Another thread may still take it first."""
         state = self._deliveries
-        end = end_of(timeout)
+        end = deadline_after(timeout)
         now = time.monotonic()
         spun = now + _SPIN_SECONDS
         check = now + _LIVENESS_SECONDS

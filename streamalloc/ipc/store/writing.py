@@ -137,9 +137,10 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return self.place(name, self.layout[to])
 
     def place(self, name: str, tensor: Tensor) -> TypedView[Any]:
-        """Name allocated memory: a part of a tensor, a transposed tensor, or memory of :meth:`reserve`.
+        """Give a name to allocated memory: a part of a tensor, a transposed tensor, or memory of :meth:`reserve`.
 
-        ``tensor`` contains the offset in the range, and strides if it is not C-contiguous.
+        ``tensor`` describes the memory: dtype, shape, offset in bytes in the range, and strides if it is not
+        C-contiguous.
 
         Raises
         ------

@@ -30,7 +30,7 @@ from typing_extensions import Buffer as BytesLike
 from streamalloc.core.errors import ClosedError, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
+from streamalloc.ipc.transport.deadlines import deadline_after, left, milliseconds
 
 Address: TypeAlias = Union[str, bytes, "os.PathLike[str]"]
 """Address of a :class:`Listener`: a path, or an abstract name that begins with ``@`` or a zero byte."""
@@ -434,7 +434,7 @@ class Channel(_SocketOwner):
         TimeoutError
             The listener's queue stayed full.
         """
-        end = end_of(timeout)
+        end = deadline_after(timeout)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with undoing(connection.close):
             # A full queue gives EAGAIN, and poll() has no event for it.
@@ -551,13 +551,13 @@ class Channel(_SocketOwner):
         """
         wait = self.timeout if timeout is None else timeout
         if wait is not None and not wait > 0:
-            end_of(wait)  # raises if it is negative
+            deadline_after(wait)  # raises if it is negative
         end: float | None = None
         while True:
             try:
                 packet, extra, flags, _ = self._receive(PACKET_BYTES, _RIGHTS_BYTES, _RECEIVE)
             except OSError as error:
-                end = end_of(wait) if end is None else end
+                end = deadline_after(wait) if end is None else end
                 self._await(error, wait, end)
                 continue
             if (
@@ -569,11 +569,11 @@ class Channel(_SocketOwner):
             message = self._take(packet, _handles_in(extra), flags)
             if message is not None:
                 return message
-            end = end_of(wait) if end is None else end
+            end = deadline_after(wait) if end is None else end
 
     def _send_packets(self, packets: Iterable[Packet], wait: float | None) -> None:
         """Send packets; wait for room if the receiver's queue is full."""
-        end = end_of(wait)
+        end = deadline_after(wait)
         for packet, handles in packets:
             rights = rights_of(handles)
             while True:
@@ -717,7 +717,7 @@ class Listener(_SocketOwner):
         ClosedError
             The listener was closed, perhaps during this call.
         """
-        end = end_of(timeout)
+        end = deadline_after(timeout)
         while True:
             try:
                 connection, _ = self._socket.accept()

@@ -12,26 +12,26 @@ now: Callable[[], float] = time.monotonic
 """Seconds on the monotonic clock."""
 
 
-def end_of(wait: float | None) -> float | None:
-    """Return the deadline of a timeout, in seconds on the monotonic clock; None for none.
+def deadline_after(timeout: float | None) -> float | None:
+    """Return the deadline ``timeout`` seconds from now, in seconds on the monotonic clock; None for none.
 
     Raises
     ------
     ValueError
         The timeout is negative or not a number.
     """
-    if wait is None:
+    if timeout is None:
         return None
-    if not wait >= 0:
-        raise ValueError(f"timeout={wait!r}: it must be 0 or more seconds, or None for no limit")
-    return now() + wait
+    if not timeout >= 0:
+        raise ValueError(f"timeout={timeout!r}: it must be 0 or more seconds, or None for no limit")
+    return now() + timeout
 
 
-def left(end: float | None) -> float:
-    """Seconds until a deadline, 0 or more."""
-    return math.inf if end is None else max(0.0, end - now())
+def left(deadline: float | None) -> float:
+    """Seconds until a deadline, 0 or more; infinite without one."""
+    return math.inf if deadline is None else max(0.0, deadline - now())
 
 
-def milliseconds(end: float | None) -> int:
+def milliseconds(deadline: float | None) -> int:
     """Milliseconds until a deadline, at most a day, because ``poll`` takes a 32-bit int."""
-    return math.ceil(min(left(end), _DAY) * 1000)
+    return math.ceil(min(left(deadline), _DAY) * 1000)

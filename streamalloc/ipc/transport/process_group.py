@@ -30,7 +30,7 @@ from streamalloc.ipc.transport.channel import (
     ProtocolError,
     number_of,
 )
-from streamalloc.ipc.transport.deadlines import end_of, left, milliseconds
+from streamalloc.ipc.transport.deadlines import deadline_after, left, milliseconds
 
 
 class Call(enum.IntEnum):
@@ -55,7 +55,7 @@ class Limit(NamedTuple):
     @classmethod
     def of(cls, seconds: float | None) -> Limit:
         """Return a limit of ``seconds`` from now; None for no limit."""
-        return cls(seconds, end_of(seconds))
+        return cls(seconds, deadline_after(seconds))
 
     def passed(self) -> bool:
         """Whether the deadline has passed."""

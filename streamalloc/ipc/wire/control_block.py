@@ -1,28 +1,61 @@
 """Control blocks: words in shared memory by which exporter and importers order their streams and count their uses.
 
 The driver does not protect importers: freed memory may be reused while they read it. So each exporting process has a
-control block, a page-locked in-memory file that importers also map. It has a *slot* for each shared allocation:
+control block, a page-locked in-memory file that importers also map. It has a *slot* for each shared allocation, and
+*marks*, which keep one value while an object of the exporter exists (:class:`Mark`). Each slot has one column of
+``opened``, ``closing`` and ``closed`` for each importer. The words of slots count up modulo 2^32. A stream's write is
+made by the host if the stream is idle (:meth:`ControlBlock.write_by`).
 
-* ``generation``: the allocation that the slot stands for; counted up at its free, so that older descriptors are stale;
-* ``announced``: the value that ``ready`` reaches once all queued work has run;
-* ``ready``: written by the exporter's streams when the contents are there; importers' streams wait for it;
-* ``lost``: the number of announcements that were written in place of the exporter's stream, because the exporter died
-  or its driver refused the call;
-* ``opened``, ``closing``, ``closed``, one word for each importer: the importer's host counts ``opened`` up at the open
-  and sets ``closing`` to the same value at the close; its stream writes that value to ``closed`` after its work. The
-  exporter's stream waits for ``closed`` before it frees.
+==============  =================================================  ==================================================
+Word            Written by                                         Read by
+==============  =================================================  ==================================================
+``generation``  the exporter's host: counted up at the end of the  importers, after their open: if it is not that of
+                lease; back again if the free has to wait          the descriptor, the open is refused as stale
+``announced``   the exporter's host, before it queues the write    importers, before their stream waits: it waits for
+                of ``ready``                                       no value that was not announced
+``ready``       the exporter's stream, after the contents          importers' streams, which wait for the value in the
+                                                                   descriptor; the exporter's next announcing stream;
+                                                                   all hosts
+``lost``        whoever writes ``ready`` in place of that stream,  importers: values of ``ready`` above
+                before it: the number of such values; 0 once a     ``ready - lost`` announce no contents
+                stream begins to announce
+``opened``      the importer's host: counted up at the open;       the exporter's host, after it has counted up
+                ended at once if the open is refused               ``generation``
+``closed``      the importer's stream, after its work: the value   the exporter's host: if it is ``opened``, no work is
+                that ``opened`` had at the open                    left; its stream, which waits for it before a free
+``closing``     the importer's host, once the write of ``closed``  the exporter's host: if it is ``opened``, a stream
+                is queued: the same value                          can wait for ``closed``
+``hold``        the exporter's host: the mark of a descriptor in   the exporter's host: if the value has changed, the
+                transit; 0 by the importer that opens it           hold is over
+``pool``        the exporter's host: the mark of a shared pool; 0  importers: if the value has changed, the pool has
+                at its end                                         ended
+==============  =================================================  ==================================================
 
-Beside the slots there are *marks*, words that keep one value while an object of the exporter exists (:class:`Mark`):
-``hold`` for a descriptor in transit, set to 0 by the importer that opens it; ``pool`` for a shared pool.
+A free while another process opens. Each side writes, executes a :func:`fence` and reads, so at least one of them sees
+the other. While a hold lasts, the exporter does not begin::
 
-Every word has one writing process: its stream writes or, if the stream is idle, its host (:meth:`ControlBlock.write`).
+    importer                                       exporter
+    opened += 1; fence                             generation += 1; fence
+    generation is that of the descriptor: import   opened == closed in all columns: free
+      else: refuse, end the open                   else opened == closing in all columns: the stream waits for
+    the stream waits for ready                       closed, then the free follows
+    ...                                            else: generation -= 1, or the free is deferred: the next point
+    close: the stream writes closed; closing         of work begins again
+
+A death. Each process locks one byte of the file. The kernel releases the lock when the process dies, so a thread that
+waits for the lock waits for the death. It starts before a stream waits for a word of the other process::
+
+    importer dies               The exporter's thread sets closing and closed to opened. Streams that wait for closed
+                                go on. A deferred free is made at the next point of work, not before.
+    exporter dies               The importer's thread counts up lost, and sets ready to the values that its streams
+                                wait for.
+    driver refuses to write     The exporter's host sets lost and ready, if the descriptor may have been sent. Else it
+    ready                       sets announced back.
+
 A hostile importer could write the words of others, so the exporter keeps private copies of the values that it announced
-and waits for.
+and waits for. The file is sealed against truncation.
 
 Importers on other machines have a replica of the control block (:mod:`streamalloc.ipc.wire.relay`).
-
-Each process locks one byte of the file. The kernel releases the lock when the process dies, so a wait for the lock is a
-wait for the death. The file is sealed against truncation.
 """
 
 from __future__ import annotations
@@ -161,7 +194,7 @@ class Mark:
         self._word.value = value
 
     def over(self) -> bool:
-        """Whether an importer has set the word to 0."""
+        """Whether the word has another value than this mark: an importer opened the descriptor, or changed the word."""
         return self._word is not None and self._word.value != self._value
 
     def __del__(self) -> None:

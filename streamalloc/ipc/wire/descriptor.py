@@ -44,17 +44,17 @@ FABRIC = 8
 FABRIC_BYTES = 64
 """Bytes of a fabric handle."""
 
-# The head, equal for all descriptors of one pool with leases in one control block: magic, version, mechanism, total
+# The header, equal for all descriptors of one pool with leases in one control block: magic, version, mechanism, total
 # length; device, origin, control block, endpoint; pool mark; flags, driver version, handle type; payload length, number
 # of chunks.
-_HEAD = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
-HEAD_BYTES = _HEAD.size
-"""Bytes of a head."""
-# The rest, which differs by allocation: slot, generation, ready; offset, size, base size; hold.
-_REST = struct.Struct("<IIIQQQQ")
-_BODY = _HEAD.size + _REST.size
+_HEADER = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
+HEADER_BYTES = _HEADER.size
+"""Bytes of a header."""
+# The numbers that differ by allocation: slot, generation, ready; offset, size, base size; hold.
+_NUMBERS = struct.Struct("<IIIQQQQ")
+_BODY = _HEADER.size + _NUMBERS.size
 _HOLD = struct.Struct("<Q")
-_FLAGS_AT = _HEAD.size - struct.calcsize("<IIIHH")
+_FLAGS_AT = _HEADER.size - struct.calcsize("<IIIHH")
 _HOLD_AT = _BODY - _HOLD.size
 _CHUNK = struct.Struct("<16sQ")
 _FABRIC_CHUNK = struct.Struct("<16sQ64s")
@@ -64,11 +64,11 @@ NOWHERE = bytes(16)
 """The id that stands for no control block, endpoint or origin."""
 PAYLOAD_BYTES = 64
 """Bytes of ``CUmemPoolPtrExportData``."""
-# The bytes after the head of an allocation: the rest, the driver's export data, the checksum.
-_ALLOCATION = struct.Struct(f"{_REST.format}{PAYLOAD_BYTES}s")
-_ALLOCATION_BYTES = _HEAD.size + _ALLOCATION.size + _CHECK.size
-pack_rest: Callable[..., bytes] = _ALLOCATION.pack
-"""Packs a :class:`Rest`: the bytes between head and checksum of an allocation."""
+# The bytes between header and checksum of an allocation: its numbers, and the driver's export data.
+_ALLOCATION = struct.Struct(f"{_NUMBERS.format}{PAYLOAD_BYTES}s")
+_ALLOCATION_BYTES = _HEADER.size + _ALLOCATION.size + _CHECK.size
+pack_allocation: Callable[..., bytes] = _ALLOCATION.pack
+"""Packs :class:`AllocationFields`."""
 _unpack, _crc = struct.Struct(_ALLOCATION.format + "I").unpack_from, zlib.crc32
 
 MOST_CHUNKS = 2048
@@ -117,8 +117,8 @@ class Flags:
     """The shared part is an array; the payload ends with its type and shape."""
 
 
-class Rest(NamedTuple):
-    """The fields of a descriptor that differ between allocations of a pool."""
+class AllocationFields(NamedTuple):
+    """The fields of a descriptor that differ between allocations of a pool. :class:`PoolHeader` has the other ones."""
 
     slot: int
     generation: int
@@ -129,38 +129,43 @@ class Rest(NamedTuple):
     hold: int
     payload: bytes
 
+    @classmethod
+    def of(cls, described: Descriptor) -> AllocationFields:
+        """The fields of a decoded descriptor."""
+        return _make(cls, (*described[6:9], *described[11:14], described.hold, described.payload))
 
-_make = tuple.__new__  # a third of the cost of the constructors below
+
+_make = tuple.__new__  # a third of the cost of the constructors
 
 
-class Head:
-    """The common first bytes of descriptors of one pool's allocations, and their fields."""
+class PoolHeader:
+    """The first bytes of the descriptors of one pool's allocations, which are the same in all, and their fields."""
 
     __slots__ = ("checksum", "data", "driver_version", "flags", "plain")
 
     def __init__(self, data: bytes) -> None:
         """``data``: a descriptor that :meth:`Descriptor.from_bytes` accepts."""
-        self.data: bytes = data[:HEAD_BYTES]
+        self.data: bytes = data[:HEADER_BYTES]
         self.checksum: int = zlib.crc32(self.data)
-        """CRC-32 of the head; a descriptor's CRC continues from it."""
+        """CRC-32 of the header; a descriptor's CRC continues from it."""
         self.flags: int
         self.driver_version: int
-        _, _, _, total, *_, self.flags, self.driver_version, _, extra, _ = _HEAD.unpack(self.data)
+        _, _, _, total, *_, self.flags, self.driver_version, _, extra, _ = _HEADER.unpack(self.data)
         self.plain: bool = (total, extra) == (_ALLOCATION_BYTES, PAYLOAD_BYTES) and not self.flags & Flags.ARRAY
-        """Whether :meth:`rest` can decode descriptors with this head."""
+        """Whether :meth:`decode` can decode descriptors with this header."""
 
-    def rest(self, data: bytes) -> Rest | None:
-        """Read the rest of a descriptor with this head, which must be :attr:`plain`; None if it is invalid.
+    def decode(self, data: bytes) -> AllocationFields | None:
+        """Decode a descriptor that begins with this header, which must be :attr:`plain`; None if it is invalid.
 
         :meth:`Descriptor.from_bytes` then raises the error.
         """
         if len(data) != _ALLOCATION_BYTES:
             return None
-        fields = _unpack(data, HEAD_BYTES)
+        fields = _unpack(data, HEADER_BYTES)
         _, _, _, offset, size, base_size, _, _, checksum = fields
-        if _crc(data[HEAD_BYTES:-4], self.checksum) != checksum or not offset + size <= base_size <= _MOST_BYTES:
+        if _crc(data[HEADER_BYTES:-4], self.checksum) != checksum or not offset + size <= base_size <= _MOST_BYTES:
             return None
-        return _make(Rest, fields[:8])
+        return _make(AllocationFields, fields[:8])
 
 
 def with_hold(data: bytes, hold: int) -> bytes:
@@ -263,11 +268,6 @@ class Descriptor(NamedTuple):
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
-    @property
-    def rest(self) -> Rest:
-        """The fields that an allocation is opened by."""
-        return _make(Rest, (*self[6:9], *self[11:14], self.hold, self.payload))
-
     def to_bytes(self) -> bytes:
         """Pack the descriptor."""
         if self.handle_type == FABRIC:
@@ -277,8 +277,8 @@ class Descriptor(NamedTuple):
         payload = self.payload + (_pack_array(self.dtype, self.shape) if self.flags & Flags.ARRAY else b"")
         total = _SHORTEST + len(payload) + len(chunks)
         fields = (self.flags, self.driver_version, self.handle_type, len(payload), len(self.chunks))
-        body = _HEAD.pack(MAGIC, VERSION, self.mechanism, total, *self[1:5], self.pool_mark, *fields)
-        body += _REST.pack(*self[6:9], *self[11:14], self.hold) + payload + chunks
+        body = _HEADER.pack(MAGIC, VERSION, self.mechanism, total, *self[1:5], self.pool_mark, *fields)
+        body += _NUMBERS.pack(*self[6:9], *self[11:14], self.hold) + payload + chunks
         return body + _CHECK.pack(zlib.crc32(body))
 
     @classmethod
@@ -298,13 +298,13 @@ class Descriptor(NamedTuple):
         if length < _SHORTEST or not data.startswith(MAGIC):
             raise ValueError(f"these {length} bytes are no descriptor of shared memory")
         _, version, mechanism, total, *ids, pool_mark, flags, driver_version, handle_type, extra, count = (
-            _HEAD.unpack_from(data)
+            _HEADER.unpack_from(data)
         )
         if version != VERSION:
             raise ValueError(f"a descriptor of version {version}: this library reads version {VERSION}")
         if total != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
             raise ValueError("the descriptor is damaged: its length or checksum is wrong")
-        slot, generation, ready, offset, size, base_size, hold = _REST.unpack_from(data, HEAD_BYTES)
+        slot, generation, ready, offset, size, base_size, hold = _NUMBERS.unpack_from(data, HEADER_BYTES)
         form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != _SHORTEST + extra + form.size * count:
             raise ValueError("the descriptor is damaged: its parts do not fit its length")

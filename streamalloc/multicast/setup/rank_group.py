@@ -96,7 +96,12 @@ class RankGroup:
                 # An interrupt is also an outcome, because the other ranks wait for one.
                 outcomes[rank] = error
                 break
-        return self._share(name, outcomes, deadline)
+        try:
+            return self._share(name, outcomes, deadline)
+        finally:
+            # The traceback of an error has this frame. A reference from here to the error would be a cycle, which keeps
+            # what the frames of the error have until a collection.
+            outcomes.clear()
 
     def exchange(self, name: str, handles: Sequence[Fd], deadline: float | None) -> list[tuple[Fd, ...]]:
         """Send file descriptors to all ranks as a step; return the duplicates that each rank sent."""
@@ -118,8 +123,8 @@ class RankGroup:
             self.step(name, exchange, deadline)
         return received
 
-    def settle(self, deadline: float | None) -> None:
-        """Wait until all reachable ranks have undone a failed step."""
+    def barrier_after_failure(self, deadline: float | None) -> None:
+        """Wait until all ranks that can be reached have undone a failed step (a barrier)."""
         if self.communicator is None or self.failed:
             return
         try:

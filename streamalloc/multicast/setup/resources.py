@@ -150,12 +150,15 @@ class RankResources(Deferred):
             self.memories.clear()
             self.releasing = False
 
-    def attempt(self) -> bool:
+    def release(self) -> None:
         """Release everything: the memory as :meth:`release_memory` does, then the addresses."""
         with self._lock:
             self.release_memory()
             undo_all(range.close for range in self.ranges)
             self.ranges.clear()
+
+    def attempt(self) -> bool:
+        self.release()
         return True
 
     @property
@@ -203,4 +206,4 @@ def run_until(device: Device, do: Callable[[], object], deadline: float | None, 
     if waiter.is_alive():
         raise TimeoutError(f"{device!r} has not done its work in time")
     if errors:
-        raise errors[0]
+        raise errors.pop()  # not errors[0]: its traceback has this frame, and would refer to itself

@@ -24,7 +24,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.ipc import DriverVersionWarning
-from streamalloc.ipc.internal import end_of
+from streamalloc.ipc.internal import deadline_after
 from streamalloc.multicast.objects.multicast_object import MulticastObject
 from streamalloc.multicast.setup.plan import Layout, Plan, RankProfile, layout_of, make_plan, round_up
 from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
             raise ValueError(f"multicast={self.multicast!r}: allowed are True, False and 'auto'")
         if self.handle_type is not None and self.handle_type not in _HANDLE_TYPES:
             raise ValueError(f"handle_type={self.handle_type!r}: allowed are FABRIC, POSIX_FILE_DESCRIPTOR and None")
-        end_of(self.timeout)
+        deadline_after(self.timeout)
 
 
 def check_devices(communicator: Any, device: Device | None, devices: Sequence[Device], handle_type: object) -> None:
@@ -81,7 +81,7 @@ def deadline_or_none(timeout: float | None) -> float | None:
     For an invalid timeout it also returns None; :meth:`Arguments.check` reports that to all ranks.
     """
     with contextlib.suppress(TypeError, ValueError):
-        return end_of(timeout)
+        return deadline_after(timeout)
     return None
 
 
@@ -105,7 +105,7 @@ def agree(
         packets = group.step("agree", profile, deadline)
     except SymmetricMemoryError:
         if mistakes:
-            raise mistakes[0] from None
+            raise mistakes.pop(0) from None
         raise
     profiles = [RankProfile.from_bytes(packet) for packet in packets]
     versions = {profile.driver_version for profile in profiles}
@@ -204,7 +204,7 @@ def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: fl
 
         def create(rank: int, kind: MemHandleType = kind) -> bytes:
             if kind != kinds[0]:
-                resources.attempt()
+                resources.release()
             resources.kind = kind
             resources.physical_bytes = plan.physical_bytes[kind]
             try:
