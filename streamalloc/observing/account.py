@@ -8,6 +8,7 @@ and remove a note make no call, so a signal handler that raises can neither lose
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import weakref
@@ -38,6 +39,10 @@ Hook = Callable[[Allocation], object]
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
 # Number of recent frees to remember, because the driver may still refuse them.
 _REMEMBERED = 256
+# Number of notes that a thread enters for other threads at most, beside those that are present when it begins.
+_MORE_NOTES = 64
+# Number of waiting notes from which on threads that add some let the thread that enters them run.
+_MOST_NOTES = 1024
 
 
 @dataclass(eq=False, repr=False)
@@ -66,6 +71,8 @@ class Account:
     _log: Log | None = None
     _logged: bool = False
     """Whether the file of the log was begun."""
+    _entered: int = 0
+    """Number of notes entered."""
     _entering: int | None = None
     """Identifier of the thread that enters notes; readers wait for it."""
 
@@ -119,7 +126,7 @@ class Account:
 
     def _end(self) -> None:
         self.started = False
-        self._enter_notes(threading.get_ident())
+        self._enter_until(math.inf)  # no thread adds any from now on
         self._close_log()
 
     def _close_log(self) -> None:
@@ -254,6 +261,8 @@ class Account:
     def look(self) -> None:
         """Enter the notes unless another thread is doing it, and call the hook of frees."""
         self._enter_notes(threading.get_ident())
+        if len(self._notes) > _MOST_NOTES:
+            time.sleep(0)  # lets the thread that enters them run
         while self._unreported and self.on_free is not None:
             try:
                 one = self._unreported.popleft()
@@ -270,28 +279,37 @@ class Account:
                 for allocator in watching_of(session).allocators():
                     if isinstance(allocator, CachingAllocator) and self.wants(allocator):
                         collect_dropped(allocator)
+        self._enter_until(len(self._notes) + self._entered)
+        self.look()
+
+    def _enter_until(self, number: float) -> None:
+        """Block until so many notes were entered, or none is left."""
+        me = threading.get_ident()
         # If a signal handler reads during _enter(), it gets the account without the note in progress.
-        while self._notes and self._entering != me:
+        while self._notes and self._entered < number and self._entering != me:
             self._enter_notes(me)
             if self._notes:
                 time.sleep(0)
-        self.look()
 
     def _enter_notes(self, me: int) -> None:
-        """Enter the notes unless another thread does."""
-        while self._notes:
+        """Enter the notes unless another thread does.
+
+        Other threads may add notes as fast as this one enters them. Then they enter the rest with their next ones.
+        """
+        number = len(self._notes) + self._entered + _MORE_NOTES
+        while self._notes and self._entered < number:
             if self._entering is not None:
                 return
             self._entering = me
             try:
                 # No loop inside try: on Python 3.12 and 3.13 a signal handler that raises at a loop's jump back skips
                 # "finally".
-                self._enter_all()
+                self._enter_some(number)
             finally:
                 self._entering = None
 
-    def _enter_all(self) -> None:
-        while self._notes:
+    def _enter_some(self, number: int) -> None:
+        while self._notes and self._entered < number:
             self._enter(*self._notes[0])
         if self._unwritten and self._log is not None:
             self._write(self._log, len(self._unwritten))
@@ -345,6 +363,7 @@ class Account:
             if self.on_free is not None:
                 self._unreported += (removed,)
         del self._notes[0]
+        self._entered += 1
         if self.profiler is not None:
             self.profiler.sample(total)
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.allocator import Allocator
+from streamalloc.core.internal import watching_of
 from streamalloc.interop.bridge import Sources
 from streamalloc.observing import LeakError
+from streamalloc.observing.account import Account
 from tests.interrupting import Interrupt, Interrupted
 from tests.processes import fork
 from tests.support import MiB
@@ -658,6 +661,50 @@ class TestTogether:
         finally:
             gc.set_threshold(*thresholds)
         assert pool.statistics().used == 0
+
+    @pytest.mark.parametrize("read", [lambda observer: observer.nbytes, sa.Observer.stop], ids=["read", "stop"])
+    def test_notes_that_come_as_fast_as_they_are_entered(
+        self, pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch, read: Any
+    ) -> None:
+        enter, entered = Account._enter, itertools.count()
+
+        def enter_and_add(account: Account, *note: Any) -> None:
+            assert next(entered) < 5_000
+            enter(account, *note)
+            if account in watching_of(stream._session).watchers:
+                account.freed(0, None)
+
+        with sa.observe(pool) as observer, pool.allocate(512, stream):
+            monkeypatch.setattr(Account, "_enter", enter_and_add)
+            observer._account.freed(0, None)
+            assert read(observer) in (512, None)
+            monkeypatch.undo()
+
+    def test_notes_of_busy_threads_stay_few(self, device: sa.Device, pool: sa.MemoryPool, tmp_path: Path) -> None:
+        over = threading.Event()
+        made = [0] * 8
+
+        def work(number: int) -> None:
+            with device.create_stream() as stream:
+                while not over.is_set():
+                    pool.allocate(512, stream).free()
+                    made[number] += 1
+
+        with sa.observe(pool, log=tmp_path / "log.csv") as observer:
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+            for thread in threads:
+                thread.start()
+            try:
+                most = 0
+                for _ in range(100):
+                    time.sleep(0.01)
+                    most = max(most, len(observer._account._notes))
+                assert observer.peak <= 8 * 512
+            finally:
+                over.set()
+                for thread in threads:
+                    thread.join()
+        assert most < 4096 and min(made) > 0
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references' callbacks
     @pytest.mark.simulated_only("where a signal may come is the same on any driver")
