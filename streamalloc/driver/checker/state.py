@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from streamalloc.driver.account import Account
+from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.capture import Capture, Event, Graph, Node
 from streamalloc.driver.checker.clocks import Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
 from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
-from streamalloc.driver.checker.streams import Streams, number_of
+from streamalloc.driver.checker.streams import Streams
 from streamalloc.driver.checker.uses import Finish, Uses, nothing
 
 

@@ -13,9 +13,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-import numpy as np
-
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Capture, Node
 from streamalloc.driver.checker.clocks import Actor, Stream, Timeline
 from streamalloc.driver.checker.reports import Stack, place_of
@@ -135,17 +133,6 @@ class ForeignStreams:
 MEMORY_TYPE: Any = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
 _IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
-
-
-def number_of(value: Any) -> int:
-    """The number of a handle or address; 0 for None. For a host object with bytes, their address."""
-    if value is None:
-        return 0
-    if isinstance(value, np.ndarray):
-        return int(value.ctypes.data)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
-    return int(value)
 
 
 def rights_of_process(low: int, high: int) -> list[str]:

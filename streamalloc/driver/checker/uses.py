@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.capture import Event, Node
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
 from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
@@ -12,7 +13,7 @@ from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
 from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range, accesses
 from streamalloc.driver.checker.reports import Hazard, Stack, here
-from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of, rights_of_process
+from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, rights_of_process
 from streamalloc.driver.checker.wait_values import WaitValues
 
 Touch = tuple[int, int, bool]

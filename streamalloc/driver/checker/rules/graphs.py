@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.reports import here
@@ -16,7 +16,6 @@ from streamalloc.driver.checker.rules.order import batch_of_values
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, ends, rules
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.state import Executable, State
-from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import KERNEL, Finish, Touch
 
 _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
