@@ -754,6 +754,14 @@ class TestWrongArguments:
         driver: Any = sd.checked(_with_context(machine))
         assert driver.cuLaunchHostFunc(0, 0, 0) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
+    def test_an_array_frees_host_memory(self, machine: Any) -> None:
+        """The bindings take the address of an object with a buffer."""
+        driver: Any = sd.checked(_with_context(machine))
+        _, address = driver.cuMemHostAlloc(64, 0)
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * 64).from_address(int(address)))
+        assert not driver.cuMemFreeHost(array)[0]
+        assert not driver.outstanding()
+
     def test_a_mistake_of_a_rule_is_no_wrong_argument(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def mistake(*_: object) -> Any:
             raise AttributeError("a mistake")
