@@ -40,9 +40,9 @@ class Node:
 class _Inside:
     """A timeline and ranges only for one graph, to check its operations against each other."""
 
-    def __init__(self, found: Callable[[Hazard], None]) -> None:
+    def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
-        self._judge: Judge = Judge(self.timeline, found)
+        self._judge: Judge = Judge(self.timeline, on_hazard)
         self._ranges: dict[Range, Range] = {}
         self._bytes: dict[Bytes, Bytes] = {}
 
@@ -86,9 +86,9 @@ class Graph:
         self.handles.setdefault(handle, []).append(node)
         self.after.setdefault(handle, []).extend(after)
 
-    def judge(self, found: Callable[[Hazard], None]) -> None:
+    def judge(self, on_hazard: Callable[[Hazard], None]) -> None:
         """Check the explicitly added nodes, in the order of their edges."""
-        self.play(_Inside(found))
+        self.play(_Inside(on_hazard))
 
     def play(self, inside: _Inside) -> dict[int, Stream]:
         """Run the explicitly added nodes, each in a separate stream. Returns the streams by node handle."""
@@ -113,10 +113,10 @@ class Graph:
 class Capture:
     """A capture under way."""
 
-    def __init__(self, found: Callable[[Hazard], None]) -> None:
+    def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.graph: Graph = Graph()
         self.ended = False
-        self._inside = _Inside(found)
+        self._inside = _Inside(on_hazard)
         self._streams: dict[Stream, Stream] = {}
         self._done: dict[int, Clock] = {}
         """Clock after each node, by handle."""

@@ -124,8 +124,8 @@ class Executable:
 class State(Uses):
     """All state known from calls, guarded by the lock of its owner."""
 
-    def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
-        super().__init__(driver, found)
+    def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None]) -> None:
+        super().__init__(driver, on_hazard)
         self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, Executable] = {}
         self.host_calls: dict[int, HostCall] = {}

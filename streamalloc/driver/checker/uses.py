@@ -34,14 +34,14 @@ def nothing(answer: tuple[Any, ...]) -> None:
 class Uses(Streams):
     """The memory of a driver by address, and its uses."""
 
-    def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
+    def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None]) -> None:
         super().__init__(driver)
-        self.found: Callable[[Hazard], None] = found
+        self.on_hazard: Callable[[Hazard], None] = on_hazard
         self.addresses: Addresses = Addresses()
         self.reserved: Addresses = Addresses()
         """Address ranges of ``cuMemAddressReserve``."""
         self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)
-        self.judge: Judge = Judge(self.timeline, found, self.timeline.published)
+        self.judge: Judge = Judge(self.timeline, on_hazard, self.timeline.published)
         self.events: dict[int, Event] = {}
         self.interprocess: Interprocess = Interprocess(
             self.timeline, self.addresses, self.values, self.events, self.judge
