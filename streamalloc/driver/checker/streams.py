@@ -177,7 +177,7 @@ class Streams:
 
     # -- queries of the driver ---------------------------------------------------------------------------------
 
-    def answer(self, name: str, *args: Any) -> tuple[Any, ...]:
+    def query(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Call a driver function and return its values. Returns an empty tuple if it is missing or fails."""
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,) if function is None else function(*args)
@@ -185,7 +185,7 @@ class Streams:
 
     def ask(self, name: str, *args: Any) -> int | None:
         """Call a driver function and return its first value as a number; None if there is none."""
-        values = self.answer(name, *args)
+        values = self.query(name, *args)
         return int(values[0]) if values else None
 
     def context(self) -> int:
@@ -309,6 +309,6 @@ class Streams:
         capture = self.captures.get(stream)
         if capture is None:
             return
-        answer = self.answer("cuStreamGetCaptureInfo", stream.handle)
+        answer = self.query("cuStreamGetCaptureInfo", stream.handle)
         there = answer[3] if len(answer) > 4 else None
         capture.name(stream, int(there[0]) if there and int(answer[-1]) == 1 else 0, nodes)

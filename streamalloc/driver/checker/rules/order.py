@@ -192,7 +192,7 @@ def _ends_context(context: Callable[[State, Arguments], int], last: bool = False
 
 
 def _is_active(state: State, device: object) -> bool:
-    answer = state.answer("cuDevicePrimaryCtxGetState", device)
+    answer = state.query("cuDevicePrimaryCtxGetState", device)
     return not answer or bool(answer[1])
 
 
