@@ -230,7 +230,7 @@ class Checked(Wrapper):
             rule.after(state, name, args, answer)
         shared = state.interprocess
         if shared.posted or shared.leaving or shared.uses:
-            shared.settle()
+            shared.update_announcements()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
         self._after(name, args, answer, self._apply(name, args))
@@ -339,7 +339,7 @@ class Checked(Wrapper):
         else:
             self._state.use_on_device(self._state.stream(stream), address, nbytes, write)
             if self._state.interprocess.uses:
-                self._state.interprocess.settle()
+                self._state.interprocess.update_announcements()
 
     def _lend(self, handle: Any, used: bool) -> None:
         foreign, stream = self._state.foreign, self._state.stream(handle)
@@ -402,7 +402,7 @@ class Checked(Wrapper):
         def run(*args: Any) -> None:
             self._alone(self._state.look)
             self._alone(call.begins)
-            self._alone(self._state.interprocess.settle)
+            self._alone(self._state.interprocess.update_announcements)
             try:
                 function(*args)
             finally:

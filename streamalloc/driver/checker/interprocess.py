@@ -269,7 +269,7 @@ class Interprocess:
         after += [(actor.number, 1) for one, actor in self._actors.items() if one.process != found.post.process]
         return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
-    def settle(self) -> None:
+    def update_announcements(self) -> None:
         """Announce the uses of this call, and remove announcements of completed work."""
         for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
             self.import_ended(range_)

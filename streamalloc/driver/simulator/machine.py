@@ -252,7 +252,7 @@ class Machine:
             self.timeline.wait(finished)
         host = self.timeline.host
         merge(host, clock)
-        self.pools.settle(host, told)
+        self.pools.host_has_seen(host, told)
         if self.freed:
             self._release_freed(lambda stream, seq: host.get(stream.id, 0) >= seq or stream.destroyed)
         for gone in [number for number in clock if number not in self.timeline.streams]:

@@ -197,11 +197,11 @@ class Pool(Accessible):
 
     # -- releasing memory ------------------------------------------------------------------------------------
 
-    def settle(self, clock: Clock) -> bool:
+    def free_left(self, clock: Clock) -> bool:
         """Make blocks freed up to ``clock`` free for all streams. If there are any, release memory above the
         threshold.
         """
-        news = self.line.settle(lambda stream: clock.get(stream, 0))
+        news = self.line.free_left(lambda stream: clock.get(stream, 0))
         if news:
             self.release()
         return news
@@ -353,13 +353,13 @@ class Pools:
         pool = self.current.get(self.key(place, allocation_type))
         return self.default(place, allocation_type) if pool is None else pool
 
-    def settle(self, clock: Clock, told: bool) -> None:
+    def host_has_seen(self, clock: Clock, told: bool) -> None:
         """Record that the host has seen all operations in ``clock``. ``told``: it synchronised. If that is news to any
         pool, or :attr:`to_release` is set, all pools release memory above their thresholds (observed on H200:
         test_placements).
         """
         pools = list(self.pools.values())
-        news = [pool.settle(clock) for pool in pools]
+        news = [pool.free_left(clock) for pool in pools]
         if told and (self.to_release or any(news)):
             for pool in pools:
                 pool.release()
