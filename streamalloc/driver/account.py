@@ -46,7 +46,7 @@ ENDERS = {
 _UNCOUNTED = ("cuMemPoolImportFromShareableHandle", "cuMipmappedArrayGetLevel")
 
 
-class Account:
+class HandleCounts:
     """The number of owners of each handle or address."""
 
     def __init__(self) -> None:
@@ -115,4 +115,4 @@ class Account:
 
 
 COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap", *_UNCOUNTED))
-"""The calls that change an account."""
+"""The calls that change the counts."""

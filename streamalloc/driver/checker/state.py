@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from streamalloc.driver.account import Account
+from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.capture import Capture, Event, Graph, Node
 from streamalloc.driver.checker.clocks import Obstacle, Stream
@@ -130,7 +130,7 @@ class State(Uses):
         self.executables: dict[int, Executable] = {}
         self.host_calls: dict[int, HostCall] = {}
         """Host functions by the pointer passed to the driver."""
-        self.account: Account = Account()
+        self.account: HandleCounts = HandleCounts()
         self.physical: dict[int, Physical] = {}
         self.arrays: dict[int, Array] = {}
         self.mipmapped: dict[int, tuple[Any, dict[int, None]]] = {}

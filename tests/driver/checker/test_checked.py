@@ -21,8 +21,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver import selection
-from streamalloc.driver.account import COUNTED, MAKERS
-from streamalloc.driver.account import Account as AllocationAccount
+from streamalloc.driver.account import COUNTED, MAKERS, HandleCounts
 from streamalloc.driver.bindings import cuda, parameters
 from streamalloc.driver.checker import driver as checker_driver
 from streamalloc.driver.checker.rules.all_calls import RULES
@@ -172,7 +171,7 @@ class TestModes:
             if lost == "answer":
                 inner.error = Interrupted
             else:
-                owner, name = (AllocationAccount, "note") if lost == "account" else (State, "allocate")
+                owner, name = (HandleCounts, "note") if lost == "account" else (State, "allocate")
                 monkeypatch.setattr(owner, name, _interrupted)
             with pytest.raises(Interrupted):
                 bench.new(bench.a)
