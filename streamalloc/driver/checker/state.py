@@ -16,7 +16,7 @@ from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
 from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
 from streamalloc.driver.checker.streams import Streams
-from streamalloc.driver.checker.uses import Finish, Uses, nothing
+from streamalloc.driver.checker.uses import Finish, UsedMemory, nothing
 
 
 @dataclass(eq=False, slots=True)
@@ -121,7 +121,7 @@ class Executable:
     """End of the latest launch."""
 
 
-class State(Uses):
+class State(UsedMemory):
     """All state known from calls, guarded by the lock of its owner."""
 
     def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None]) -> None:

@@ -31,7 +31,7 @@ def nothing(answer: tuple[Any, ...]) -> None:
     """Do nothing with the answer."""
 
 
-class Uses(Streams):
+class UsedMemory(Streams):
     """The memory of a driver by address, and its uses."""
 
     def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None]) -> None:
