@@ -71,7 +71,7 @@ class Interprocess:
         self.names: dict[Range, bytes] = {}
         """Export data of exported and imported memory."""
         self.entries: dict[Range, Path] = {}
-        """File of each open import, see :func:`announcements.open_import`."""
+        """File of each open import, see :func:`announcements.add_import`."""
         self.leaving: dict[Range, Stream] = {}
         """Streams of the pending frees of imports."""
         self.uses: dict[Range, list[_Use]] = {}
@@ -98,7 +98,7 @@ class Interprocess:
         self.leaving.pop(range_, None)
         entry = self.entries.pop(range_, None)
         if entry is not None:
-            announcements.close_import(entry)
+            announcements.remove_import(entry)
 
     def notifies(self, stream: Stream) -> None:
         """Record that a stream notifies other processes of its queued work, including frees of imports."""

@@ -46,7 +46,7 @@ def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
     state.interprocess.follow(made)
-    entry = announcements.open_import(data)
+    entry = announcements.add_import(data)
     if entry is not None:
         state.interprocess.entries[made] = entry
 
