@@ -12,7 +12,7 @@ from .banks import Banks, Space
 from .blocks import HEAP, Block, round_up
 from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Location, Place, new_handle
 from .errors import Fault, Result, check, need, operating_system
-from .files import Label, Names
+from .files import Label, Labels
 from .memory import Physical, Reservation
 from .timeline import Clock, Mark, Operation, Stream, Timeline
 
@@ -81,7 +81,7 @@ class Pool(Accessible):
         self.managed: bool = self.allocation_type != PINNED
         banks = self._banks = self.owner.banks
         self._timeline = self.owner.timeline
-        self.label: Label = self.owner.names.new("pool", self.place)
+        self.label: Label = self.owner.labels.new("pool", self.place)
         bank = banks.bank(self.device)
         # A pool has addresses for twice its maximum size; with several devices more (observed on H200:
         # test_placements).
@@ -309,7 +309,7 @@ class ImportedPool(Accessible):
 class Pools:
     """The pools of a machine."""
 
-    names: Names
+    labels: Labels
     banks: Banks
     timeline: Timeline
     poolless: frozenset[int] = frozenset()

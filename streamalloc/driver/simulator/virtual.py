@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .allocations import Allocations, MappedMemory
 from .banks import Bank, Banks
 from .errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, operating_system
-from .files import Names
+from .files import Labels
 from .memory import AddressMap, AddressRange, Physical
 from .physical import Mappable, Mapping, Memory, Properties
 from .timeline import Timeline
@@ -31,7 +31,7 @@ _LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: te
 class VirtualMemory:
     """The physical memory, address ranges and mappings of a machine."""
 
-    names: Names
+    labels: Labels
     banks: Banks
     allocations: Allocations
     timeline: Timeline
@@ -52,7 +52,7 @@ class VirtualMemory:
             not_modelled(self.banks.make_room(bank, size), "cuMemCreate of memory that pools hold in reserve")
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         if properties.handle_types:
-            label = self.names.new("memory", properties.place, properties.compression)
+            label = self.labels.new("memory", properties.place, properties.compression)
             physical, offset = Physical(str(label), size), 0
         else:
             if self._shared is None:
