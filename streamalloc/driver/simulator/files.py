@@ -111,7 +111,9 @@ def is_locked(fd: int, first: int, count: int = 1) -> bool:
 
 
 class Labels:
-    """Factory of labels for a machine's files. ``host``: its name in the IMEX domain; "" without a domain."""
+    """Makes the labels of one machine's files, and numbers its devices. ``host``: the machine's name in the IMEX
+    domain, "" if it is in none.
+    """
 
     def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
         self.numbers: list[int] = list(range(devices))

@@ -61,7 +61,7 @@ class Machine:
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
         self.banks: Banks = banks
-        self.devices: list[Device] = [self._device(labels, *numbered) for numbered in enumerate(banks.devices)]
+        self.devices: list[Device] = [self._device(*numbered) for numbered in enumerate(banks.devices)]
         self._all_devices = tuple(self.devices)
         banks.alone = spec.devices == 1 and not self.devices[0].attributes["MULTICAST_SUPPORTED"]
         for device in self.devices:
@@ -95,7 +95,7 @@ class Machine:
             bank.share(usage, number)
         return usage
 
-    def _device(self, labels: Labels, ordinal: int, bank: Bank) -> Device:
+    def _device(self, ordinal: int, bank: Bank) -> Device:
         attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast
         if wanted is None:  # it needs two devices; a profile of one device may hide others (H200: test_device)
@@ -108,7 +108,7 @@ class Machine:
         digest = hashlib.sha256(f"{self.identity}{host}/{ordinal}".encode()).digest()[:16]
         banks = self.banks
         regions = Regions(banks, bank.total + banks.host.total, self.profile.context_free)
-        heap = Heap(str(labels.own("heap", device_place(ordinal))), banks, bank, regions)
+        heap = Heap(str(self.labels.own("heap", device_place(ordinal))), banks, bank, regions)
         pinned = Heap("pinned", banks, banks.host, regions)
         graphs = DeviceGraphMemory(banks, bank)
         return Device(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)

@@ -273,8 +273,8 @@ class ImportedPool(Accessible):
         self.freed: dict[int, tuple[Stream, int]] = {}
         """By stream: the last free of an import."""
         self._whole = os.fstat(fd).st_size
-        # The file is sparse and already contains the owner's later growth. Most pools are far smaller than their
-        # device, and a process has addresses for only some hundred ranges of full size.
+        # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
+        # ranges of full size. The sparse file is as large as the pool can become, so more can be mapped later.
         self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
         self._views[0].map(self._views[0].base, self._views[0].size, fd, 0)
         self._arenas.add(self._views[0])

@@ -115,7 +115,7 @@ def test_nothing_stays_behind(name: str) -> None:
     machine = Labels(name).machine
 
     def left() -> tuple[int, int]:
-        """Labels of sockets, and descriptors of tables."""
+        """Names of sockets, and descriptors of tables."""
         links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
         tables = [link for link in links if os.path.exists(link) and f"usage:{machine}:" in os.readlink(link)]
         with open("/proc/net/unix") as lines:

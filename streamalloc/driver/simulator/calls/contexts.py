@@ -18,7 +18,7 @@ from .base import Calls, call
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
-    """Labels by driver number. Some numbers have two names in the bindings."""
+    """Names by driver number. Some numbers have two names in the bindings."""
     return {int(value): name.removeprefix(prefix) for name, value in enum.__members__.items()}
 
 

@@ -362,7 +362,7 @@ class KernelCalls(Calls):
         pairs = ((read, False), (written, True))
         return [(start, end - start, write) for ranges, write in pairs for start, end in ranges]
 
-    # -- linking: the texts that are added, one after the other ------------------------------------------------
+    # -- linking: the result is the concatenation of the added PTX texts -----------------------------------------
 
     def cuLinkCreate(self, numOptions: UnsignedInt, options: Any, optionValues: Any) -> Any:
         self._machine.current()
