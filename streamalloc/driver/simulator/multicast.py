@@ -464,7 +464,7 @@ class Multicast:
             not_modelled(len(self.virtual.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
             start = memory.offset + address - mapping.base
             return Backing(memory.physical, start, memory.properties.device, memory)
-        check(address + size <= allocation.base + allocation.size)
+        check(address + size <= allocation.end)
         check(pool is not None)  # as documented: memory of cuMemCreate or of a pool
         pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
         return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)

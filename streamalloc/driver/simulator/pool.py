@@ -14,24 +14,17 @@ from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Loc
 from .errors import Fault, Result, check, need, operating_system
 from .files import Label, Labels
 from .memory import Physical, Reservation
-from .timeline import Clock, Mark, Operation, Stream, Timeline
+from .timeline import Call, Clock, Mark, Operation, Stream, Timeline
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
 """Bytes of an imported pool that get addresses at first."""
 
 
-class Freed(Operation):
+class Freed(Call):
     """The operation in a stream after which a pool allocation is free."""
 
     is_command = False
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def step(self) -> bool:
-        self._pool.returned()
-        return True
 
 
 class Accessible:
@@ -139,7 +132,7 @@ class Pool(Accessible):
         if stream.id not in self._timeline.ranks:
             self._timeline.rank(stream)
         self.used -= size
-        seq = stream.last_free = stream.submit(Freed(self))
+        seq = stream.last_free = stream.submit(Freed(self.returned))
         if not self.destroyed or self._outstanding:
             self.line.free(block, stream.id, seq)
 

@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.driver.simulator.banks import Bank, Banks, Space
-from streamalloc.driver.simulator.memory import FREED, AddressMap, AddressRange, Intervals
+from streamalloc.driver.simulator.memory import FREED, AddressMap, AddressRange, Extent, Intervals
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
@@ -34,12 +34,12 @@ def test_intervals_merge_and_split() -> None:
 
 
 def test_address_map_finds_what_holds_an_address() -> None:
-    class Extent:
+    class Part(Extent):
         def __init__(self, base: int, size: int) -> None:
             self.base, self.size = base, size
 
-    found: AddressMap[Extent] = AddressMap()
-    extents = [Extent(base, 10) for base in range(100, 1000, 20)]
+    found: AddressMap[Part] = AddressMap()
+    extents = [Part(base, 10) for base in range(100, 1000, 20)]
     for extent in extents:
         found.add(extent)
     assert found.find(105) is extents[0]

@@ -98,7 +98,7 @@ class CopyCalls(Calls):
             check(least_right(mappings, device_place(context.device.ordinal)) == READ_WRITE)
             self._check_team(address, size)
         else:
-            check(address + size <= allocation.base + allocation.size)
+            check(address + size <= allocation.end)
             check(is_reachable(allocation, context))
             not_modelled(is_gone(allocation, address, size), GONE)
         return allocation
@@ -241,7 +241,7 @@ class CopyCalls(Calls):
         check(not (must_be_device and allocation.pool is not None and allocation.on_host))
         # For pool memory the driver checks the span of the rows from the allocation's start, even if the rows begin
         # elsewhere (observed on H200: test_planes).
-        check((address if allocation.pool is None else start) + size <= allocation.base + allocation.size)
+        check((address if allocation.pool is None else start) + size <= allocation.end)
         check(allocation.pool is None or allocation.pool.usable(context.device.ordinal))
         arena = self._machine.banks.arenas.find(start) if skipped else None
         not_modelled(arena and address + size > arena.end, "a copy of rows that lie behind the addresses of a pool")

@@ -134,7 +134,7 @@ def _may_use(machine: Machine, context: Context, address: int, size: int, write:
         not_modelled(on_team, "a view of multicast memory: use testing.multimem_st, _red and _ld_reduce")
         if not _has_right(allocation, context, write):
             return False
-        at = allocation.base + allocation.size
+        at = allocation.end
     return there and machine.banks.is_mapped(address, size, write)
 
 
