@@ -14,7 +14,7 @@ from . import call_lock, visibility
 from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory, OpenedMemory
 from .arrays import Arrays
 from .banks import Bank, Banks
-from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
+from .constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
 from .contexts import Context, Device
 from .errors import BrokenMachineError, Fault, Result, check, need
 from .events import Event
@@ -46,9 +46,9 @@ class Machine:
         """Driver function that was interrupted midway; None: none was."""
         self.timeline: Timeline = Timeline(spec.seed)
         self.timeline.on_close = self._release
-        self.contexts: dict[int, Context] = {}
-        self.streams: dict[int, Stream] = {}
-        self.events: dict[int, Event] = {}
+        self.contexts: Handles[Context] = Handles()
+        self.streams: Handles[Stream] = Handles()
+        self.events: Handles[Event] = Handles()
         self.freed: list[tuple[Allocation, Stream, int]] = []
         """cuMemAlloc memory that was freed in a stream. It stays allocated until the host synchronises with the free
         (observed on H200: test_plain_memory).
@@ -167,9 +167,8 @@ class Machine:
     # -- contexts --------------------------------------------------------------------------------------------
 
     def create_context(self, device: Device, primary: bool = False, flags: int = 0) -> Context:
-        context = Context(device, self.timeline, self.streams, next(self._context_numbers), primary, flags)
-        self.contexts[context.handle] = context
-        return context
+        number = next(self._context_numbers)
+        return self.contexts.add(Context(device, self.timeline, self.streams, number, primary, flags))
 
     def close_context(self, context: Context) -> None:
         """Destroy a context with its streams, events, modules and cuMemAlloc memory."""

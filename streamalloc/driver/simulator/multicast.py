@@ -405,7 +405,7 @@ class Multicast:
     def _adopt(self, table: MulticastTable, imported: bool) -> MulticastObject:
         made = MulticastObject(self, table, imported)
         self.objects.add(made)
-        self.virtual.name(made)
+        self.virtual.handles.add(made)
         return made
 
     def object(self, handle: int) -> MulticastObject:

@@ -10,7 +10,7 @@ from typing import Any
 from .allocator import Line
 from .banks import Banks, Space
 from .blocks import HEAP, Block, round_up
-from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Location, Place, new_handle
+from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Handles, Location, Place, new_handle
 from .errors import Fault, Result, check, need, operating_system
 from .files import Label, Labels
 from .memory import Physical, Reservation
@@ -307,7 +307,7 @@ class Pools:
     timeline: Timeline
     poolless: frozenset[int] = frozenset()
     """Devices without MEMORY_POOLS_SUPPORTED."""
-    pools: dict[int, Pool] = field(default_factory=dict)
+    pools: Handles[Pool] = field(default_factory=Handles)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
     """Whether the next synchronisation releases memory of all pools even without new frees: a threshold was set below a
@@ -321,9 +321,7 @@ class Pools:
         """
         able = not self.poolless if place.device is None else place.device not in self.poolless
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
-        pool = Pool(self, place, *description, **more)
-        self.pools[pool.handle] = pool
-        return pool
+        return self.pools.add(Pool(self, place, *description, **more))
 
     def get(self, handle: int) -> Pool:
         found = self.pools.get(handle)

@@ -23,7 +23,7 @@ from streamalloc.driver.processes import alive
 from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
 from .banks import Banks
 from .blocks import USED, Block
-from .constants import BLOCK, HANDLE_BYTES, HIDDEN, Location, device_place
+from .constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
 from .contexts import Context, Device
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .events import TABLE_BYTES, Event, EventTable, SharedEvent
@@ -87,8 +87,7 @@ class Sharing:
     allocations: Allocations
     timeline: Timeline
     devices: list[Device]
-    pools: dict[int, ImportedPool] = field(default_factory=dict)
-    """By handle."""
+    pools: Handles[ImportedPool] = field(default_factory=Handles)
     _handed_out: dict[int, int] = field(default_factory=dict)
     """Descriptors of plain memory with handles, by allocation number."""
     _blocks: dict[tuple[int, ...], OpenedBlock] = field(default_factory=dict)
@@ -142,8 +141,7 @@ class Sharing:
         pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
         if pool is None:
             with operating_system():
-                pool = ImportedPool(self.banks, label, fd)
-            self.pools[pool.handle] = pool
+                pool = self.pools.add(ImportedPool(self.banks, label, fd))
         return pool
 
     def destroy_pool(self, pool: ImportedPool) -> None:

@@ -72,7 +72,7 @@ class KernelCalls(Calls):
     def _load(self, image: Any, *options: Any) -> Any:
         context = self._machine.current()
         self._unsafe_during_capture()
-        return cuda.CUmodule(self._machine.modules.add(modules.Module(modules.load(image), context)).handle)
+        return cuda.CUmodule(self._machine.modules.modules.add(modules.Module(modules.load(image), context)).handle)
 
     def _load_file(self, name: Any) -> Any:
         self._machine.current()
@@ -121,7 +121,7 @@ class KernelCalls(Calls):
     # -- libraries -------------------------------------------------------------------------------------------
 
     def _load_library(self, code: Any, *options: Any) -> Any:
-        return cuda.CUlibrary(self._machine.modules.add(modules.Module(modules.load(code), None)).handle)
+        return cuda.CUlibrary(self._machine.modules.modules.add(modules.Module(modules.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
     cuLibraryLoadData: Any = call(f"code {_OPTIONS}", _load_library)
@@ -366,9 +366,7 @@ class KernelCalls(Calls):
 
     def cuLinkCreate(self, numOptions: UnsignedInt, options: Any, optionValues: Any) -> Any:
         self._machine.current()
-        made = modules.Link()
-        self._machine.modules.links[made.handle] = made
-        return cuda.CUlinkState(made.handle)
+        return cuda.CUlinkState(self._machine.modules.links.add(modules.Link()).handle)
 
     def _add_text(self, link: Link, typename: Any, data: Any, size: int, *rest: Any) -> None:
         check(size)
