@@ -314,7 +314,7 @@ class KernelCalls(Calls):
             return Operation(), ()
         cells = unpack(function.name, params, extra, function.types)
         arguments_of = tuple(map(plain, cells))
-        return Launch(self, self._machine, context, function.name, kernel, shape, arguments_of), cells
+        return Launch(self, context, function.name, kernel, shape, arguments_of), cells
 
     def _launch_kernel(self, cooperative: bool, function: Function, *more: Any) -> None:
         *sizes, stream, params = more[:9]

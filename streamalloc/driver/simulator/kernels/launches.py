@@ -49,18 +49,11 @@ class Launch(HostFunction):
     """
 
     def __init__(
-        self,
-        driver: Any,
-        machine: Machine,
-        context: Context,
-        name: str,
-        kernel: Kernel,
-        shape: Shape,
-        arguments: tuple[Any, ...],
+        self, driver: Any, context: Context, name: str, kernel: Kernel, shape: Shape, arguments: tuple[Any, ...]
     ) -> None:
-        super().__init__(machine.timeline, self._call)
+        self._machine: Machine = driver._machine
+        super().__init__(self._machine.timeline, self._call)
         self._driver = weakref.ref(driver)  # its end closes the machine
-        self._machine = machine
         self._context = context
         self._kernel = kernel
         self._arguments = arguments
