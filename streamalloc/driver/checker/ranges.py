@@ -78,6 +78,7 @@ class _Segment:
 
 _start = attrgetter("start")
 Order = Callable[[Clock, int, int], int]
+Forget = Callable[[dict[int, Access]], object]
 
 
 class Bytes:
@@ -96,13 +97,7 @@ class Bytes:
         self._segments: list[_Segment] = []
 
     def touch(
-        self,
-        start: int,
-        end: int,
-        access: Access,
-        clock: Clock,
-        order: Order,
-        forget: Callable[[dict[int, Access]], None] = lambda reads: None,
+        self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
     ) -> list[tuple[Access, int]]:
         """Record a use of the bytes from ``start`` to ``end``. Returns earlier conflicting uses without a certain
         order.

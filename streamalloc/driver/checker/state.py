@@ -219,7 +219,7 @@ class State(UsedMemory):
                     continue
                 launched = Launched(node.stack, stack)
                 if node.kind == "use":
-                    self.touch(stream, node.pieces, node.what, launched, kernel=node.kernel, device=device)
+                    self.touch(stream, node, launched, device)
                 elif node.kind == "free":
                     self.judge.free(node.range, stream, stream.clock, node.what, launched)
                 else:

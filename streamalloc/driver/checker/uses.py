@@ -167,7 +167,7 @@ class UsedMemory(Streams):
 
     def queue_use(self, stream: Stream, node: Node, atomic: bool = False, checks_rights: bool = False) -> None:
         """Queue a use, or add it to the capture of its stream. ``atomic``: it does not race with other atomic uses."""
-        pieces, what, stack, kernel = node.pieces, node.what, node.stack, node.kernel
+        pieces, what, stack = node.pieces, node.what, node.stack
         self._prepare(pieces)
         self.types.forget(pieces)
         capture = self.capture_of(stream)
@@ -182,7 +182,7 @@ class UsedMemory(Streams):
                 remedy = "take the memory into use again before the write: commit the page."
                 self.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
         device = self.devices.get(stream) if checks_rights else None
-        self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel, device))
+        self.timeline.submit(stream, lambda stream: self.touch(stream, node, stack, device, atomic))
         self.sources.add(stream, pieces, what, stack)
         if stream.obstacle is not None:
             for (range_, _, _), write in pieces:
@@ -192,20 +192,11 @@ class UsedMemory(Streams):
                     range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
         self.foreign.did(stream)
 
-    def touch(
-        self,
-        stream: Stream,
-        pieces: Pieces,
-        what: str,
-        stack: Stack,
-        atomic: bool = False,
-        kernel: bool = False,
-        device: int | None = None,
-    ) -> None:
+    def touch(self, stream: Stream, node: Node, stack: Stack, device: int | None, atomic: bool = False) -> None:
         """Check the reads and writes of an operation at the time when its stream runs it."""
         shared = self.interprocess.uses
-        for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
-            if self.uninitialized and not (access.write or kernel or self.unseen_writes()):
+        for access, piece in accesses(stream, node.pieces, node.what, stack, atomic, node.kernel):
+            if self.uninitialized and not (access.write or node.kernel or self.unseen_writes()):
                 self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
             if shared and piece[0] in shared:
