@@ -234,8 +234,14 @@ class Streams:
             return self.legacy(self.context())
         if kind == _PER_THREAD:
             return self._own(self.context())
+        capturing = self.ask("cuStreamIsCapturing", number)
+        if capturing is None:
+            # The driver does not know the handle, and will refuse the call.
+            unknown = self.timeline.stream(f"stream {number:#x}", handle=number)
+            self.timeline.retire(unknown)
+            return unknown
         # Querying the flags of a captured stream would invalidate the capture.
-        flags = 1 if self.ask("cuStreamIsCapturing", number) else self.ask("cuStreamGetFlags", number) or 0
+        flags = 1 if capturing else self.ask("cuStreamGetFlags", number) or 0
         where = self.ask("cuStreamGetCtx", number) or 0
         self.legacy(where)
         # The driver was queried without the lock, so another thread may have added the stream.
