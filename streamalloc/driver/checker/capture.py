@@ -4,13 +4,13 @@ can belong to a capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
+from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
-from streamalloc.driver.checker.ranges import Bytes, Piece, Range, accesses
+from streamalloc.driver.checker.ranges import Access, Bytes, Piece, Range
 from streamalloc.driver.checker.reports import Hazard, Stack
 
 
@@ -35,6 +35,15 @@ class Node:
     """Called with the stream of a launch."""
     calls: Any = None
     """Host function that the step calls."""
+
+    def accesses(self, actor: Actor, stack: Stack, atomic: bool = False) -> Iterator[tuple[Access, Piece]]:
+        """Make one access per piece; for a kernel, one for all its reads and one for all its writes."""
+        made: dict[bool, Access] = {}
+        for piece, write in self.pieces:
+            access = made.get(write)
+            if access is None or not self.kernel:
+                access = made[write] = Access(actor, self.what, stack, write, atomic)
+            yield access, piece
 
 
 class _Inside:
@@ -61,7 +70,7 @@ class _Inside:
 
     def _judge_now(self, stream: Stream, node: Node) -> None:
         if node.kind == "use":
-            for access, (range_, low, high) in accesses(stream, node.pieces, node.what, node.stack, kernel=node.kernel):
+            for access, (range_, low, high) in node.accesses(stream, node.stack):
                 self._judge.use(((self._shadow(range_), low, high),), access, stream.clock)
         elif node.kind == "allocate":
             self._judge.allocate(self._shadow(node.range), stream)

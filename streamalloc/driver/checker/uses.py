@@ -11,7 +11,7 @@ from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
 from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
-from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range, accesses
+from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range
 from streamalloc.driver.checker.reports import Hazard, Stack, here
 from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, rights_of_process
 from streamalloc.driver.checker.wait_values import WaitValues
@@ -195,7 +195,7 @@ class UsedMemory(Streams):
     def touch(self, stream: Stream, node: Node, stack: Stack, device: int | None, atomic: bool = False) -> None:
         """Check the reads and writes of an operation at the time when its stream runs it."""
         shared = self.interprocess.uses
-        for access, piece in accesses(stream, node.pieces, node.what, stack, atomic, node.kernel):
+        for access, piece in node.accesses(stream, stack, atomic):
             if self.uninitialized and not (access.write or node.kernel or self.unseen_writes()):
                 self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
