@@ -186,14 +186,12 @@ def _known(name: str, types: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 def _addresses(slots: int, count: int) -> tuple[int, ...]:
     """The addresses of the arguments, read from a ``void**``."""
-    size = _WORD * count
-    not_modelled(count and not is_accessible(slots, size), "arguments where nothing lies: the real driver crashes")
-    return tuple((ctypes.c_uint64 * count).from_address(slots))
+    return tuple(_read(slots, ctypes.c_uint64 * count, "arguments")) if count else ()
 
 
-def _read(address: int, kind: Any) -> Any:
+def _read(address: int, kind: Any, what: str = "an argument") -> Any:
     size = ctypes.sizeof(kind)
-    not_modelled(not is_accessible(address, size), "an argument where nothing lies: the real driver crashes")
+    not_modelled(not is_accessible(address, size), f"{what} where nothing lies: the real driver crashes")
     return kind.from_buffer_copy(ctypes.string_at(address, size))
 
 
@@ -225,8 +223,7 @@ def plain(cell: Any) -> Any:
 
 
 def _word(address: int) -> int:
-    not_modelled(not is_accessible(address, _WORD), "extra where nothing lies: the real driver crashes")
-    return ctypes.c_uint64.from_address(address).value
+    return int(_read(address, ctypes.c_uint64, "extra").value)
 
 
 def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:
