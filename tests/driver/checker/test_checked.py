@@ -724,7 +724,10 @@ class TestQuestions:
 
 
 class TestWrongArguments:
-    """The driver's answer to them, or the error of the bindings, reaches the program as without a checker."""
+    """The driver's answer to them, or the error of the bindings, reaches the program as without a checker.
+
+    On hardware some of these calls end the process.
+    """
 
     @pytest.mark.parametrize("wrong", [None, "x"])
     @pytest.mark.parametrize("poison", [False, True])
@@ -743,29 +746,29 @@ class TestWrongArguments:
                 there = outcome(plain, name, count)
                 assert outcome(checked, name, count) == there, f"{name} of {count} arguments"
 
-    def test_a_late_record(self, machine: Any) -> None:
+    def test_a_late_record(self) -> None:
         """A finaliser makes the call while its own thread records another one."""
-        driver: Any = sd.checked(_with_context(machine))
+        driver: Any = sd.checked(_with_context(sd.simulated()))
         driver._alone(lambda: driver.cuMemcpy2D(None))
         assert not driver.hazards
 
-    def test_a_host_function_at_0(self, machine: Any) -> None:
-        driver: Any = sd.checked(_with_context(machine))
+    def test_a_host_function_at_0(self) -> None:
+        driver: Any = sd.checked(_with_context(sd.simulated()))
         assert driver.cuLaunchHostFunc(0, 0, 0) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
 
-    def test_an_array_frees_host_memory(self, machine: Any) -> None:
+    def test_an_array_frees_host_memory(self) -> None:
         """The bindings take the address of an object with a buffer."""
-        driver: Any = sd.checked(_with_context(machine))
+        driver: Any = sd.checked(_with_context(sd.simulated()))
         _, address = driver.cuMemHostAlloc(64, 0)
         array = np.ctypeslib.as_array((ctypes.c_uint8 * 64).from_address(int(address)))
         assert not driver.cuMemFreeHost(array)[0]
         assert not driver.outstanding()
 
-    def test_a_mistake_of_a_rule_is_no_wrong_argument(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_mistake_of_a_rule_is_no_wrong_argument(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def mistake(*_: object) -> Any:
             raise AttributeError("a mistake")
 
-        driver: Any = sd.checked(_with_context(machine))
+        driver: Any = sd.checked(_with_context(sd.simulated()))
         _, address = driver.cuMemAlloc(64)
         monkeypatch.setitem(RULES, "cuMemsetD8", RULES["cuMemsetD8"]._replace(before=mistake))
         assert driver.cuMemsetD8(1, 0, 64) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
