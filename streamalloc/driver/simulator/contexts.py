@@ -13,7 +13,7 @@ from .constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, new_handle
 from .errors import Fault
 from .graph_memory import DeviceGraphMemory
 from .heap import Heap, Regions
-from .timeline import Clock, Operation, Stream, Timeline, learn, merge
+from .timeline import Clock, Operation, Points, Stream, Timeline, learn, merge
 
 
 @dataclass(eq=False)
@@ -145,7 +145,7 @@ class Context:
             clock[stream.id] = stream.seq
         return clock
 
-    def unfinished(self) -> tuple[tuple[Stream, int], ...]:
+    def unfinished(self) -> Points:
         """The streams with unfinished work, destroyed ones included, with their last operations."""
         live = self._timeline.streams
         gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]

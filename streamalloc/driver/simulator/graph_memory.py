@@ -18,7 +18,7 @@ from .blocks import round_up
 from .constants import ALIGNMENT, CHUNK
 from .errors import Result, check
 from .memory import Physical, Reservation
-from .timeline import Clock, Operation, Stream
+from .timeline import Clock, Operation, Points, Stream
 
 
 class LastUses:
@@ -30,7 +30,7 @@ class LastUses:
     def add(self, stream: Stream, seq: int) -> None:
         self._last[stream.id] = (stream, seq)
 
-    def unfinished(self) -> tuple[tuple[Stream, int], ...]:
+    def unfinished(self) -> Points:
         self._last = {number: (stream, seq) for number, (stream, seq) in self._last.items() if stream.done < seq}
         return tuple(self._last.values())
 
