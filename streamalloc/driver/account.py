@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from streamalloc.driver.bindings import number_of
+
 SETTLERS: list[Callable[[], int | None]] = []
 """Functions of the facade that attempt deferred releases before leaks are reported. A number is that of the remaining
 items.
@@ -44,7 +46,7 @@ ENDERS = {
 _UNCOUNTED = ("cuMemPoolImportFromShareableHandle", "cuMipmappedArrayGetLevel")
 
 
-class Account:
+class HandleCounts:
     """The number of owners of each handle or address."""
 
     def __init__(self) -> None:
@@ -79,7 +81,7 @@ class Account:
                 self._uncounted.discard(handle)
                 self._live[MAKERS[name], handle] += 1
         elif name in ENDERS:
-            handle = int(args[0] or 0)
+            handle = number_of(args[0])
             for kind in ENDERS[name]:
                 if self._live[kind, handle] > 1:
                     self._live[kind, handle] -= 1
@@ -113,4 +115,4 @@ class Account:
 
 
 COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap", *_UNCOUNTED))
-"""The calls that change an account."""
+"""The calls that change the counts."""

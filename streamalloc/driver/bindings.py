@@ -97,6 +97,19 @@ def value_count(name: str) -> int:
     return max(sum(bool(line[:1].strip()) for line in listed.split("\n")) - 1, 0)
 
 
+def number_of(value: Any) -> int:
+    """The number of a handle or address; 0 for None. For a host object with bytes, their address."""
+    if value is None:
+        return 0
+    if hasattr(value, "__array_interface__"):
+        return int(value.__array_interface__["data"][0])
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        import numpy as np  # slow to import
+
+        return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
+    return int(value)
+
+
 def handle_types_member(value: int) -> Any:
     """A ``CUmemAllocationHandleType`` for any combination of flags.
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.driver.account import COUNTED, SETTLERS, Account
+from streamalloc.driver.account import COUNTED, SETTLERS, HandleCounts
 from streamalloc.driver.bindings import (
     BINDINGS_VERSION,
     OpaqueStruct,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import COUNTED, Account, RLock, Stack, Wrapper, here, lines
+from streamalloc.driver.internal import COUNTED, HandleCounts, RLock, Stack, Wrapper, here, lines
 
 
 class Leak(NamedTuple):
@@ -59,7 +59,7 @@ class Accounts(Wrapper):
         super().__init__(driver)
         # Reentrant: a finaliser may call the driver while its thread holds the lock.
         self._lock = RLock()
-        self._account = Account()
+        self._account = HandleCounts()
         self._made: dict[int, tuple[str, Stack]] = {}
         self.exported: dict[tuple[int, int, int], Stack] = {}
         """Stacks of calls that returned file descriptors, by :func:`descriptor_key`."""

@@ -51,7 +51,7 @@ def digest(exported: bytes) -> bytes:
     return hashlib.sha256(exported).hexdigest()[:32].encode()
 
 
-def open_import(exported: bytes) -> Path | None:
+def add_import(exported: bytes) -> Path | None:
     """Add a file for an import by this process; returns None if the directory is not writable."""
     path = directory() / f"{digest(exported).decode()}-{os.getpid()}-{next(_numbers)}"
     try:
@@ -61,7 +61,7 @@ def open_import(exported: bytes) -> Path | None:
     return path
 
 
-def close_import(entry: Path) -> None:
+def remove_import(entry: Path) -> None:
     """Remove an entry."""
     with contextlib.suppress(OSError):
         entry.unlink()
@@ -77,7 +77,7 @@ def importers(exported: bytes) -> list[int]:
         if alive(process):
             found.append(process)
         else:
-            close_import(entry)
+            remove_import(entry)
     return sorted(set(found))
 
 

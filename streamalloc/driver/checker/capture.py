@@ -4,13 +4,13 @@ can belong to a capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
+from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
-from streamalloc.driver.checker.ranges import Bytes, Piece, Range, accesses
+from streamalloc.driver.checker.ranges import Access, Bytes, Piece, Range
 from streamalloc.driver.checker.reports import Hazard, Stack
 
 
@@ -36,13 +36,22 @@ class Node:
     calls: Any = None
     """Host function that the step calls."""
 
+    def accesses(self, actor: Actor, stack: Stack, atomic: bool = False) -> Iterator[tuple[Access, Piece]]:
+        """Make one access per piece; for a kernel, one for all its reads and one for all its writes."""
+        made: dict[bool, Access] = {}
+        for piece, write in self.pieces:
+            access = made.get(write)
+            if access is None or not self.kernel:
+                access = made[write] = Access(actor, self.what, stack, write, atomic)
+            yield access, piece
+
 
 class _Inside:
     """A timeline and ranges only for one graph, to check its operations against each other."""
 
-    def __init__(self, found: Callable[[Hazard], None]) -> None:
+    def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
-        self._judge: Judge = Judge(self.timeline, found)
+        self._judge: Judge = Judge(self.timeline, on_hazard)
         self._ranges: dict[Range, Range] = {}
         self._bytes: dict[Bytes, Bytes] = {}
 
@@ -61,7 +70,7 @@ class _Inside:
 
     def _judge_now(self, stream: Stream, node: Node) -> None:
         if node.kind == "use":
-            for access, (range_, low, high) in accesses(stream, node.pieces, node.what, node.stack, kernel=node.kernel):
+            for access, (range_, low, high) in node.accesses(stream, node.stack):
                 self._judge.use(((self._shadow(range_), low, high),), access, stream.clock)
         elif node.kind == "allocate":
             self._judge.allocate(self._shadow(node.range), stream)
@@ -86,9 +95,9 @@ class Graph:
         self.handles.setdefault(handle, []).append(node)
         self.after.setdefault(handle, []).extend(after)
 
-    def judge(self, found: Callable[[Hazard], None]) -> None:
+    def judge(self, on_hazard: Callable[[Hazard], None]) -> None:
         """Check the explicitly added nodes, in the order of their edges."""
-        self.play(_Inside(found))
+        self.play(_Inside(on_hazard))
 
     def play(self, inside: _Inside) -> dict[int, Stream]:
         """Run the explicitly added nodes, each in a separate stream. Returns the streams by node handle."""
@@ -113,10 +122,10 @@ class Graph:
 class Capture:
     """A capture under way."""
 
-    def __init__(self, found: Callable[[Hazard], None]) -> None:
+    def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.graph: Graph = Graph()
         self.ended = False
-        self._inside = _Inside(found)
+        self._inside = _Inside(on_hazard)
         self._streams: dict[Stream, Stream] = {}
         self._done: dict[int, Clock] = {}
         """Clock after each node, by handle."""

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.clocks import Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Addresses, Bytes, Piece, Range
 from streamalloc.driver.checker.reports import Stack, here
-from streamalloc.driver.checker.streams import ForeignStreams, number_of
+from streamalloc.driver.checker.streams import ForeignStreams
 
 
 class Typed(NamedTuple):

@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard, Stack, here
@@ -44,8 +44,10 @@ _PATIENCE = 1.0
 _EXIT_PRIORITY = -100
 """Priority among multiprocessing's exit functions: after those of programs."""
 _INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
-_REFUSED = (AttributeError, NotImplementedError, TypeError, ValueError)
-"""Errors of the bindings for wrong arguments, and of a simulated machine for what it does not model."""
+_REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
+"""Errors of the bindings for wrong arguments, and of a simulated machine for what it does not model. A rule that
+converts such arguments raises them too.
+"""
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -119,7 +121,7 @@ class Checked(Wrapper):
             if finish is None:
                 return _INVALID
         poison = self._poison
-        if poison is not None:
+        if poison is not None and not isinstance(finish, _Failed):
             poison.fill(name, args)
         answer = ()
         try:
@@ -183,7 +185,7 @@ class Checked(Wrapper):
         state = self._state
         state.look()
         if name in ENDERS:
-            handle = int(args[0] or 0) if args else 0
+            handle = _handle(args)
             if handle and not state.account.may_end(name, handle):
                 self._refuse(name, handle)
                 return None
@@ -192,12 +194,15 @@ class Checked(Wrapper):
                 range_ = state.addresses.find(handle)
                 if range_ is not None and range_.ended is not None:
                     state.addresses.remove(range_.base)
+        return self._apply(name, args)
+
+    def _apply(self, name: str, args: tuple[Any, ...]) -> Finish:
+        """Apply the part of a rule that precedes its call. Returns a function for the answer."""
         rule = RULES.get(name)
         try:
-            return nothing if rule is None or rule.before is None else rule.before(state, name, args)
-        except _REFUSED:
-            # The bindings report wrong arguments.
-            return nothing
+            return nothing if rule is None or rule.before is None else rule.before(self._state, name, args)
+        except _REFUSED as error:
+            return _Failed(error)
 
     def _refuse(self, name: str, handle: int) -> None:
         range_ = self._state.addresses.find(handle)
@@ -225,12 +230,10 @@ class Checked(Wrapper):
             rule.after(state, name, args, answer)
         shared = state.interprocess
         if shared.posted or shared.leaving or shared.uses:
-            shared.settle()
+            shared.update_announcements()
 
     def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
-        rule = RULES.get(name)
-        before = None if rule is None else rule.before
-        self._after(name, args, answer, None if before is None else before(self._state, name, args))
+        self._after(name, args, answer, self._apply(name, args))
 
     # -- hazards ---------------------------------------------------------------------------------------------
 
@@ -336,7 +339,7 @@ class Checked(Wrapper):
         else:
             self._state.use_on_device(self._state.stream(stream), address, nbytes, write)
             if self._state.interprocess.uses:
-                self._state.interprocess.settle()
+                self._state.interprocess.update_announcements()
 
     def _lend(self, handle: Any, used: bool) -> None:
         foreign, stream = self._state.foreign, self._state.stream(handle)
@@ -399,7 +402,7 @@ class Checked(Wrapper):
         def run(*args: Any) -> None:
             self._alone(self._state.look)
             self._alone(call.begins)
-            self._alone(self._state.interprocess.settle)
+            self._alone(self._state.interprocess.update_announcements)
             try:
                 function(*args)
             finally:
@@ -415,9 +418,14 @@ class Checked(Wrapper):
 
     def _queue_host_function(self, name: str, launch: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         kind, pointers = _QUEUES_HOST_FUNCTION[name]
-        stream, theirs, *rest = args
-        number = int(theirs)
-        call = self._alone(lambda: self._state.host_function(self._state.stream(stream)))
+        try:
+            stream, theirs, *rest = args
+            handle, number = number_of(stream), int(theirs)
+        except _REFUSED:
+            handle = number = 0
+        if not number:
+            return self._record(name, launch, args)  # the driver refuses it
+        call = self._alone(lambda: self._state.host_function(self._state.stream(handle)))
         pointer = self._stand_in(kind, number, call)
         try:
             answer = self._record(name, launch, (stream, getattr(cuda, pointers)(pointer), *rest))
@@ -427,14 +435,14 @@ class Checked(Wrapper):
             raise
         node = call.node
         if node is not None:
-            self._alone(lambda: self._state.name(self._state.stream(stream), node))
+            self._alone(lambda: self._state.name(self._state.stream(handle), node))
         if answer[0]:
             self._host_functions.pop(pointer, None)
             self._alone(call.refused)
         return answer
 
     def _add_host_node(self, name: str, call: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        params = args[_NODE_OF_HOST_FUNCTION[name]]
+        params: Any = next(iter(args[_NODE_OF_HOST_FUNCTION[name] :]), None)
         if hasattr(params, "type"):
             params = params.host if "HOST" in getattr(params.type, "name", "") else None
         theirs = int(getattr(params, "fn", None) or 0)
@@ -464,6 +472,18 @@ class Checked(Wrapper):
         for atomic, touched in watched.items():
             node = Node("use", "multimem_launch", stack, state.pieces(touched), kernel=True)
             state.queue_use(state.stream(handle), node, atomic)
+
+
+class _Failed:
+    """The end of a rule that raised an error before its call."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __call__(self, answer: tuple[Any, ...]) -> None:
+        # The driver refuses wrong arguments. If it accepts them, the rule is wrong.
+        if not answer[0]:
+            raise self._error
 
 
 class _Asked:
@@ -500,6 +520,14 @@ class _WatchedLaunch:
         self._there.gather(target, address, size, combine)
         self._watched[True].append((address, size, False))
         self._watched[False].append((target, size, True))
+
+
+def _handle(args: tuple[Any, ...]) -> int:
+    """The handle that a call ends; 0 for wrong arguments, which the driver refuses."""
+    try:
+        return number_of(args[0])
+    except _REFUSED:
+        return 0
 
 
 def _keeps_convention(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:

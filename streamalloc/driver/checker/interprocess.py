@@ -71,7 +71,7 @@ class Interprocess:
         self.names: dict[Range, bytes] = {}
         """Export data of exported and imported memory."""
         self.entries: dict[Range, Path] = {}
-        """File of each open import, see :func:`announcements.open_import`."""
+        """File of each open import, see :func:`announcements.add_import`."""
         self.leaving: dict[Range, Stream] = {}
         """Streams of the pending frees of imports."""
         self.uses: dict[Range, list[_Use]] = {}
@@ -98,7 +98,7 @@ class Interprocess:
         self.leaving.pop(range_, None)
         entry = self.entries.pop(range_, None)
         if entry is not None:
-            announcements.close_import(entry)
+            announcements.remove_import(entry)
 
     def notifies(self, stream: Stream) -> None:
         """Record that a stream notifies other processes of its queued work, including frees of imports."""
@@ -269,7 +269,7 @@ class Interprocess:
         after += [(actor.number, 1) for one, actor in self._actors.items() if one.process != found.post.process]
         return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
-    def settle(self) -> None:
+    def update_announcements(self) -> None:
         """Announce the uses of this call, and remove announcements of completed work."""
         for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
             self.import_ended(range_)

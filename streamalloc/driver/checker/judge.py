@@ -12,11 +12,11 @@ _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 
 class Judge:
-    """Records operations on ranges and reports hazards to ``found``."""
+    """Records operations on ranges and reports hazards to ``on_hazard``."""
 
-    def __init__(self, timeline: Timeline, found: Callable[[Hazard], None], published: Clock | None = None) -> None:
+    def __init__(self, timeline: Timeline, on_hazard: Callable[[Hazard], None], published: Clock | None = None) -> None:
         self.timeline = timeline
-        self._found = found
+        self._on_hazard = on_hazard
         self._published = Clock() if published is None else published
         """Work that other processes can wait for, and may have."""
 
@@ -210,7 +210,7 @@ class Judge:
             shown.append((name, stack))
             if isinstance(stack, Launched):
                 shown.append((f"{name}, launched", stack.launch))
-        self._found(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(shown)))
+        self._on_hazard(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(shown)))
 
 
 def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.rules.memory import granted
 from streamalloc.driver.checker.state import State
-from streamalloc.driver.checker.streams import number_of
 
 ALLOCATED, FREED = 0xCB, 0xDB
 """Byte values of allocated and of freed memory."""

@@ -9,7 +9,7 @@ compared.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -78,6 +78,7 @@ class _Segment:
 
 _start = attrgetter("start")
 Order = Callable[[Clock, int, int], int]
+Forget = Callable[[dict[int, Access]], object]
 
 
 class Bytes:
@@ -96,13 +97,7 @@ class Bytes:
         self._segments: list[_Segment] = []
 
     def touch(
-        self,
-        start: int,
-        end: int,
-        access: Access,
-        clock: Clock,
-        order: Order,
-        forget: Callable[[dict[int, Access]], None] = lambda reads: None,
+        self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
     ) -> list[tuple[Access, int]]:
         """Record a use of the bytes from ``start`` to ``end``. Returns earlier conflicting uses without a certain
         order.
@@ -283,18 +278,6 @@ Piece = tuple[Range, int, int]
 """A range, and the first and end address of a part."""
 Pieces = list[tuple[Piece, bool]]
 """Parts of ranges, and whether they are written."""
-
-
-def accesses(
-    actor: Actor, pieces: Pieces, what: str, stack: Stack, atomic: bool = False, kernel: bool = False
-) -> Iterator[tuple[Access, Piece]]:
-    """Make one access per piece; for a kernel, one for all its reads and one for all its writes."""
-    made: dict[bool, Access] = {}
-    for piece, write in pieces:
-        access = made.get(write)
-        if access is None or not kernel:
-            access = made[write] = Access(actor, what, stack, write, atomic)
-        yield access, piece
 
 
 def size_text(nbytes: int) -> str:

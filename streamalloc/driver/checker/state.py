@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from streamalloc.driver.account import Account
+from streamalloc.driver.account import HandleCounts
+from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.capture import Capture, Event, Graph, Node
 from streamalloc.driver.checker.clocks import Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
 from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
-from streamalloc.driver.checker.streams import Streams, number_of
-from streamalloc.driver.checker.uses import Finish, Uses, nothing
+from streamalloc.driver.checker.streams import Streams
+from streamalloc.driver.checker.uses import Finish, UsedMemory, nothing
 
 
 @dataclass(eq=False, slots=True)
@@ -120,16 +121,16 @@ class Executable:
     """End of the latest launch."""
 
 
-class State(Uses):
+class State(UsedMemory):
     """All state known from calls, guarded by the lock of its owner."""
 
-    def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
-        super().__init__(driver, found)
+    def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None]) -> None:
+        super().__init__(driver, on_hazard)
         self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, Executable] = {}
         self.host_calls: dict[int, HostCall] = {}
         """Host functions by the pointer passed to the driver."""
-        self.account: Account = Account()
+        self.account: HandleCounts = HandleCounts()
         self.physical: dict[int, Physical] = {}
         self.arrays: dict[int, Array] = {}
         self.mipmapped: dict[int, tuple[Any, dict[int, None]]] = {}
@@ -218,7 +219,7 @@ class State(Uses):
                     continue
                 launched = Launched(node.stack, stack)
                 if node.kind == "use":
-                    self.touch(stream, node.pieces, node.what, launched, kernel=node.kernel, device=device)
+                    self.touch(stream, node, launched, device)
                 elif node.kind == "free":
                     self.judge.free(node.range, stream, stream.clock, node.what, launched)
                 else:

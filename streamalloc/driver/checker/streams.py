@@ -13,9 +13,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-import numpy as np
-
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Capture, Node
 from streamalloc.driver.checker.clocks import Actor, Stream, Timeline
 from streamalloc.driver.checker.reports import Stack, place_of
@@ -137,17 +135,6 @@ _IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
 _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 
 
-def number_of(value: Any) -> int:
-    """The number of a handle or address; 0 for None. For a host object with bytes, their address."""
-    if value is None:
-        return 0
-    if isinstance(value, np.ndarray):
-        return int(value.ctypes.data)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return int(np.frombuffer(value, np.uint8).ctypes.data) if len(value) else 0
-    return int(value)
-
-
 def rights_of_process(low: int, high: int) -> list[str]:
     """The permissions of this process's mappings between two addresses, such as ``"rw-p"``."""
     return [rights for start, end, rights in mapped_ranges() if start < high and low < end]
@@ -190,7 +177,7 @@ class Streams:
 
     # -- queries of the driver ---------------------------------------------------------------------------------
 
-    def answer(self, name: str, *args: Any) -> tuple[Any, ...]:
+    def query(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Call a driver function and return its values. Returns an empty tuple if it is missing or fails."""
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,) if function is None else function(*args)
@@ -198,7 +185,7 @@ class Streams:
 
     def ask(self, name: str, *args: Any) -> int | None:
         """Call a driver function and return its first value as a number; None if there is none."""
-        values = self.answer(name, *args)
+        values = self.query(name, *args)
         return int(values[0]) if values else None
 
     def context(self) -> int:
@@ -247,8 +234,14 @@ class Streams:
             return self.legacy(self.context())
         if kind == _PER_THREAD:
             return self._own(self.context())
+        capturing = self.ask("cuStreamIsCapturing", number)
+        if capturing is None:
+            # The driver does not know the handle, and will refuse the call.
+            unknown = self.timeline.stream(f"stream {number:#x}", handle=number)
+            self.timeline.retire(unknown)
+            return unknown
         # Querying the flags of a captured stream would invalidate the capture.
-        flags = 1 if self.ask("cuStreamIsCapturing", number) else self.ask("cuStreamGetFlags", number) or 0
+        flags = 1 if capturing else self.ask("cuStreamGetFlags", number) or 0
         where = self.ask("cuStreamGetCtx", number) or 0
         self.legacy(where)
         # The driver was queried without the lock, so another thread may have added the stream.
@@ -322,6 +315,6 @@ class Streams:
         capture = self.captures.get(stream)
         if capture is None:
             return
-        answer = self.answer("cuStreamGetCaptureInfo", stream.handle)
+        answer = self.query("cuStreamGetCaptureInfo", stream.handle)
         there = answer[3] if len(answer) > 4 else None
         capture.name(stream, int(there[0]) if there and int(answer[-1]) == 1 else 0, nodes)

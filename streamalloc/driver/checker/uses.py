@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.capture import Event, Node
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
 from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
-from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range, accesses
+from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range
 from streamalloc.driver.checker.reports import Hazard, Stack, here
-from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, number_of, rights_of_process
+from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, rights_of_process
 from streamalloc.driver.checker.wait_values import WaitValues
 
 Touch = tuple[int, int, bool]
@@ -30,17 +31,17 @@ def nothing(answer: tuple[Any, ...]) -> None:
     """Do nothing with the answer."""
 
 
-class Uses(Streams):
+class UsedMemory(Streams):
     """The memory of a driver by address, and its uses."""
 
-    def __init__(self, driver: Any, found: Callable[[Hazard], None]) -> None:
+    def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None]) -> None:
         super().__init__(driver)
-        self.found: Callable[[Hazard], None] = found
+        self.on_hazard: Callable[[Hazard], None] = on_hazard
         self.addresses: Addresses = Addresses()
         self.reserved: Addresses = Addresses()
         """Address ranges of ``cuMemAddressReserve``."""
         self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)
-        self.judge: Judge = Judge(self.timeline, found, self.timeline.published)
+        self.judge: Judge = Judge(self.timeline, on_hazard, self.timeline.published)
         self.events: dict[int, Event] = {}
         self.interprocess: Interprocess = Interprocess(
             self.timeline, self.addresses, self.values, self.events, self.judge
@@ -166,7 +167,7 @@ class Uses(Streams):
 
     def queue_use(self, stream: Stream, node: Node, atomic: bool = False, checks_rights: bool = False) -> None:
         """Queue a use, or add it to the capture of its stream. ``atomic``: it does not race with other atomic uses."""
-        pieces, what, stack, kernel = node.pieces, node.what, node.stack, node.kernel
+        pieces, what, stack = node.pieces, node.what, node.stack
         self._prepare(pieces)
         self.types.forget(pieces)
         capture = self.capture_of(stream)
@@ -181,7 +182,7 @@ class Uses(Streams):
                 remedy = "take the memory into use again before the write: commit the page."
                 self.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
         device = self.devices.get(stream) if checks_rights else None
-        self.timeline.submit(stream, lambda stream: self.touch(stream, pieces, what, stack, atomic, kernel, device))
+        self.timeline.submit(stream, lambda stream: self.touch(stream, node, stack, device, atomic))
         self.sources.add(stream, pieces, what, stack)
         if stream.obstacle is not None:
             for (range_, _, _), write in pieces:
@@ -191,20 +192,11 @@ class Uses(Streams):
                     range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
         self.foreign.did(stream)
 
-    def touch(
-        self,
-        stream: Stream,
-        pieces: Pieces,
-        what: str,
-        stack: Stack,
-        atomic: bool = False,
-        kernel: bool = False,
-        device: int | None = None,
-    ) -> None:
+    def touch(self, stream: Stream, node: Node, stack: Stack, device: int | None, atomic: bool = False) -> None:
         """Check the reads and writes of an operation at the time when its stream runs it."""
         shared = self.interprocess.uses
-        for access, piece in accesses(stream, pieces, what, stack, atomic, kernel):
-            if self.uninitialized and not (access.write or kernel or self.unseen_writes()):
+        for access, piece in node.accesses(stream, stack, atomic):
+            if self.uninitialized and not (access.write or node.kernel or self.unseen_writes()):
                 self.judge.reads_unwritten(piece, access)
             self.judge.use((piece,), access, stream.clock, device)
             if shared and piece[0] in shared:

@@ -14,7 +14,7 @@ from .constants import BLOCK, Place
 from .contexts import Context
 from .errors import operating_system
 from .graph_memory import GraphMemory
-from .memory import FREED, AddressMap, Physical, Reservation, is_accessible
+from .memory import FREED, AddressMap, Extent, Physical, Reservation, is_accessible
 from .physical import Mapping
 from .pool import ImportedPool, Pool
 from .timeline import Operation
@@ -69,7 +69,7 @@ class Pages:
 _numbers = itertools.count(1)
 
 
-class _Defaults:
+class _Defaults(Extent):
     """Rarely set attributes, as class attributes, so that making an allocation is cheap."""
 
     pool: Pool | ImportedPool | None = None
@@ -190,7 +190,7 @@ class Allocations(AddressMap[Allocation]):
 
 def pages_of(allocation: Allocation) -> Pages:
     if allocation.pages is None:
-        allocation.pages = Pages(allocation.base, allocation.base + allocation.size)
+        allocation.pages = Pages(allocation.base, allocation.end)
     return allocation.pages
 
 

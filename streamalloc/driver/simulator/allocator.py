@@ -92,7 +92,7 @@ class Line:
         if block is None:
             block = self._best_left(size, done)
         if block is None:
-            self.settle(done)
+            self.free_left(done)
             block = self._heap.best(size)
         if block is None and self._last.owner == HEAP and self._last.size >= size:
             block = self._last
@@ -139,7 +139,7 @@ class Line:
             block = before
         self._put(block)
 
-    def settle(self, reach: Reach) -> bool:
+    def free_left(self, reach: Reach) -> bool:
         """Make the blocks that streams left up to ``reach`` free for all streams. Returns whether there were any."""
         changed = False
         for stream, shelf in self._shelves():

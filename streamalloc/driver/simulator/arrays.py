@@ -15,7 +15,7 @@ import numpy as np
 
 from .banks import Banks
 from .blocks import round_up
-from .constants import BLOCK, STEP, TILE_SIZE, new_handle
+from .constants import BLOCK, STEP, TILE_SIZE, Handles, new_handle
 from .contexts import Context
 from .errors import NotModelled, Result
 from .memory import Bytes, Shape, Side, rows_at, view_address
@@ -223,8 +223,8 @@ class MipmappedArray:
 class Arrays:
     """The arrays of a machine by their handles."""
 
-    arrays: dict[int, Array] = field(default_factory=dict)
-    mipmapped: dict[int, MipmappedArray] = field(default_factory=dict)
+    arrays: Handles[Array] = field(default_factory=Handles)
+    mipmapped: Handles[MipmappedArray] = field(default_factory=Handles)
 
     def destroy(self, array: Array) -> None:
         """Destroy an array. For a level of a mipmapped array, only its handle ends."""

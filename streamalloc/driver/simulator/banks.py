@@ -154,14 +154,7 @@ class Space:
     """
 
     def __init__(
-        self,
-        name: str,
-        banks: Banks,
-        bank: Bank,
-        capacity: int,
-        ranks: dict[int, int] | None = None,
-        of_node: bool = False,
-        on_host: bool = False,
+        self, name: str, banks: Banks, bank: Bank, capacity: int, ranks: dict[int, int], of_node: bool, on_host: bool
     ) -> None:
         self.line: Line = Line(round_up(capacity, CHUNK), CHUNK, ranks)
         self.bank = bank

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 
 class Location:
@@ -73,3 +74,19 @@ _handles: Iterator[int] = itertools.count(0x5EED_0000_1000, 0x40)
 def new_handle() -> int:
     """A new handle, unique among all machines of the process."""
     return next(_handles)
+
+
+class _HasHandle(Protocol):
+    handle: int
+
+
+H = TypeVar("H", bound=_HasHandle)
+
+
+class Handles(dict[int, H]):
+    """Objects by their handles."""
+
+    def add(self, made: H) -> H:
+        """Register an object, and return it."""
+        self[made.handle] = made
+        return made

@@ -9,11 +9,11 @@ from typing import Any
 from .banks import Bank
 from .blocks import Block
 from .call_lock import Caller
-from .constants import LEGACY_STREAM, PER_THREAD_STREAM, new_handle
+from .constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, new_handle
 from .errors import Fault
 from .graph_memory import DeviceGraphMemory
 from .heap import Heap, Regions
-from .timeline import Clock, Operation, Stream, Timeline, learn, merge
+from .timeline import Clock, Operation, Points, Stream, Timeline, learn, merge
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Context:
     """A context. ``alive`` of a primary context can change repeatedly."""
 
     def __init__(
-        self, device: Device, timeline: Timeline, by_handle: dict[int, Stream], number: int, primary: bool, flags: int
+        self, device: Device, timeline: Timeline, by_handle: Handles[Stream], number: int, primary: bool, flags: int
     ) -> None:
         self.device = device
         self.primary = primary
@@ -61,7 +61,7 @@ class Context:
         """Bytes of device memory for stacks beyond the initial ones."""
         self.awaited: list[tuple[Stream, int]] = []
         """Operations that each later stream waits for."""
-        self.streams: dict[int, Stream] = {}  # by handle
+        self.streams: Handles[Stream] = Handles()
         self.retired: Clock = {}  # last operations of destroyed streams
         self._timeline = timeline
         self._by_handle = by_handle  # the streams of all contexts
@@ -105,10 +105,7 @@ class Context:
         return self._marks
 
     def create_stream(self, blocking: bool, priority: int) -> Stream:
-        stream = self._new_stream(new_handle(), blocking, priority)
-        self.streams[stream.handle] = stream
-        self._by_handle[stream.handle] = stream
-        return stream
+        return self._by_handle.add(self.streams.add(self._new_stream(new_handle(), blocking, priority)))
 
     def _new_stream(self, handle: int, blocking: bool, priority: int) -> Stream:
         stream = Stream(self._timeline, handle, self, blocking, priority)
@@ -148,7 +145,7 @@ class Context:
             clock[stream.id] = stream.seq
         return clock
 
-    def unfinished(self) -> tuple[tuple[Stream, int], ...]:
+    def unfinished(self) -> Points:
         """The streams with unfinished work, destroyed ones included, with their last operations."""
         live = self._timeline.streams
         gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]

@@ -14,7 +14,7 @@ from typing import Any
 
 from .constants import EventFlag, new_handle
 from .contexts import Context
-from .timeline import Clock, Mark, Operation, Stream, Until, merge
+from .timeline import Clock, Mark, Operation, Points, Stream, Until, merge
 
 # -- events of several processes -------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Record(Operation):
         self.stream = stream
         self.clock: Clock = {}
         """The clock of the record."""
-        self.others: tuple[tuple[Stream, int], ...] = ()
+        self.others: Points = ()
         """Operations of other streams to wait for, in a recording without work."""
         self.when: float = 0.0
         self.shared = shared
@@ -194,7 +194,7 @@ class Event:
             live = stream.timeline.streams
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
 
-    def record_in(self, stream: Stream, after: tuple[tuple[Stream, int], ...] = ()) -> None:
+    def record_in(self, stream: Stream, after: Points = ()) -> None:
         """Record after all present work of ``stream``, and after ``after``."""
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS

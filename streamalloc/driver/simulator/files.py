@@ -110,8 +110,10 @@ def is_locked(fd: int, first: int, count: int = 1) -> bool:
 # -- names -----------------------------------------------------------------------------------------------------
 
 
-class Names:
-    """Factory of labels for a machine's files. ``host``: its name in the IMEX domain; "" without a domain."""
+class Labels:
+    """Makes the labels of one machine's files, and numbers its devices. ``host``: the machine's name in the IMEX
+    domain, "" if it is in none.
+    """
 
     def __init__(self, identity: str, host: str = "", devices: int = 1) -> None:
         self.numbers: list[int] = list(range(devices))
@@ -170,15 +172,15 @@ class Usage:
     descriptor, and ends with the process.
     """
 
-    def __init__(self, names: Names) -> None:
-        with _alone(names.machine):
-            self._fd = _open_table(names)
+    def __init__(self, labels: Labels) -> None:
+        with _alone(labels.machine):
+            self._fd = _open_table(labels)
             self._words = memoryview(mmap.mmap(self._fd, _BYTES)).cast("Q")
             self._slot = next(slot for slot in range(_SLOTS) if not is_locked(self._fd, slot))
             lock(self._fd, self._slot, fcntl.F_WRLCK)
             self._words[_HIGHEST] = max(self._words[_HIGHEST], self._slot + 1)
             self._words[self._slot * _BANKS : (self._slot + 1) * _BANKS] = memoryview(bytes(_BANKS * _WORD)).cast("Q")
-            self._name = _bound(f"streamalloc:usage:{names.machine}:{os.getpid()}:{self._fd}")
+            self._name = _bound(f"streamalloc:usage:{labels.machine}:{os.getpid()}:{self._fd}")
 
     def put(self, bank: int, used: int) -> None:
         """Record the bytes that this object uses."""
@@ -227,14 +229,14 @@ def _alone(machine: str) -> Iterator[None]:
         yield
 
 
-def _open_table(names: Names) -> int:
+def _open_table(labels: Labels) -> int:
     """Open the table of another process or object of the machine, or a new one."""
     with open(_LIST, encoding="utf-8", errors="replace") as lines:
-        found = re.findall(rf"@streamalloc:usage:{names.machine}:(\d+):(\d+)$", lines.read(), re.MULTILINE)
+        found = re.findall(rf"@streamalloc:usage:{labels.machine}:(\d+):(\d+)$", lines.read(), re.MULTILINE)
     for process, fd in found:
-        own = reach(int(process), int(fd), lambda label: (label.kind, label.machine) == ("usage", names.machine))
+        own = reach(int(process), int(fd), lambda label: (label.kind, label.machine) == ("usage", labels.machine))
         if own is not None:
             return own
-    physical = Physical(str(names.own("usage")), _BYTES)
+    physical = Physical(str(labels.own("usage")), _BYTES)
     physical.seal()
     return physical.fd

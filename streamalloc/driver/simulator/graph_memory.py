@@ -18,10 +18,10 @@ from .blocks import round_up
 from .constants import ALIGNMENT, CHUNK
 from .errors import Result, check
 from .memory import Physical, Reservation
-from .timeline import Clock, Operation, Stream
+from .timeline import Clock, Operation, Points, Stream
 
 
-class Uses:
+class LastUses:
     """The last use of memory, as an operation number per stream."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Uses:
     def add(self, stream: Stream, seq: int) -> None:
         self._last[stream.id] = (stream, seq)
 
-    def unfinished(self) -> tuple[tuple[Stream, int], ...]:
+    def unfinished(self) -> Points:
         self._last = {number: (stream, seq) for number, (stream, seq) in self._last.items() if stream.done < seq}
         return tuple(self._last.values())
 
@@ -104,7 +104,7 @@ class Slab:
         """The graph with exclusive use while its allocations outlive launches."""
         self.size: int = 0
         self.used: int = 0
-        self.uses: Uses = Uses()
+        self.uses: LastUses = LastUses()
         self.physical: Physical = Physical("graph", round_up(shared.bank.total, CHUNK))
         shared.slabs.append(self)
 
@@ -177,7 +177,7 @@ class GraphMemory:
         """Holes in the order of their frees."""
         self._slab: Slab | None = None
         self._mapped: tuple[Slab, int] | None = None  # in stream order, for launches that are queued
-        self.uses: Uses = Uses()
+        self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}
         """Sizes of the allocations that outlived a launch, by address."""
         self.owners: int = 1

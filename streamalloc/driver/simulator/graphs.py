@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from .allocations import Allocations, GraphAllocation
 from .call_lock import Caller
-from .constants import new_handle
+from .constants import Handles, new_handle
 from .contexts import Device
 from .errors import Fault, Result, check
 from .events import Event
@@ -76,8 +76,7 @@ class Graph:
 
     def take(self, node: Node) -> Node:
         self.nodes.append(node)
-        self.graphs.nodes[node.handle] = node
-        return node
+        return self.graphs.nodes.add(node)
 
     def remove(self, node: Node) -> None:
         self.nodes.remove(node)
@@ -374,9 +373,9 @@ class Graphs:
     """The graphs and running captures of a machine."""
 
     devices: list[Device]
-    graphs: dict[int, Graph] = field(default_factory=dict)
-    executables: dict[int, GraphExec] = field(default_factory=dict)
-    nodes: dict[int, Node] = field(default_factory=dict)
+    graphs: Handles[Graph] = field(default_factory=Handles)
+    executables: Handles[GraphExec] = field(default_factory=Handles)
+    nodes: Handles[Node] = field(default_factory=Handles)
     captures: list[Capture] = field(default_factory=list)
     capture_count: int = 0
 
@@ -386,9 +385,7 @@ class Graphs:
         return address in left or any(address in graph.open for graph in self.graphs.values())
 
     def create(self) -> Graph:
-        graph = Graph(self)
-        self.graphs[graph.handle] = graph
-        return graph
+        return self.graphs.add(Graph(self))
 
     def destroy(self, graph: Graph) -> None:
         """Remove a graph. Its executable graphs stay."""

@@ -21,7 +21,7 @@ _REGION = 32 << 20
 
 
 class Pieces:
-    """Ranges of addresses, divided into used pieces, and free ones by size."""
+    """Ranges of addresses, divided into used and free pieces. Free pieces are found by size."""
 
     def __init__(self) -> None:
         self._free = Shelf()

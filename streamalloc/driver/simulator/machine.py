@@ -14,11 +14,11 @@ from . import call_lock, visibility
 from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory, OpenedMemory
 from .arrays import Arrays
 from .banks import Bank, Banks
-from .constants import LEGACY_STREAM, PER_THREAD_STREAM, device_place
+from .constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
 from .contexts import Context, Device
 from .errors import BrokenMachineError, Fault, Result, check, need
 from .events import Event
-from .files import HOST_BANK, Names, Usage
+from .files import HOST_BANK, Labels, Usage
 from .graph_memory import DeviceGraphMemory
 from .graphs import Graphs
 from .heap import Heap, Regions
@@ -46,9 +46,9 @@ class Machine:
         """Driver function that was interrupted midway; None: none was."""
         self.timeline: Timeline = Timeline(spec.seed)
         self.timeline.on_close = self._release
-        self.contexts: dict[int, Context] = {}
-        self.streams: dict[int, Stream] = {}
-        self.events: dict[int, Event] = {}
+        self.contexts: Handles[Context] = Handles()
+        self.streams: Handles[Stream] = Handles()
+        self.events: Handles[Event] = Handles()
         self.freed: list[tuple[Allocation, Stream, int]] = []
         """cuMemAlloc memory that was freed in a stream. It stays allocated until the host synchronises with the free
         (observed on H200: test_plain_memory).
@@ -56,12 +56,12 @@ class Machine:
         self.thread: threading.local = threading.local()
         """``caller``: the thread's :class:`Caller`, set at its first call."""
         self._context_numbers = itertools.count(1)
-        self.names: Names = Names(spec.identity, spec.host_name, spec.devices)
-        names, timeline = self.names, self.timeline
+        self.labels: Labels = Labels(spec.identity, spec.host_name, spec.devices)
+        labels, timeline = self.labels, self.timeline
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
         self.banks: Banks = banks
-        self.devices: list[Device] = [self._device(names, *numbered) for numbered in enumerate(banks.devices)]
+        self.devices: list[Device] = [self._device(*numbered) for numbered in enumerate(banks.devices)]
         self._all_devices = tuple(self.devices)
         banks.alone = spec.devices == 1 and not self.devices[0].attributes["MULTICAST_SUPPORTED"]
         for device in self.devices:
@@ -71,14 +71,14 @@ class Machine:
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
-        self.pools: Pools = Pools(names, banks, timeline)
+        self.pools: Pools = Pools(labels, banks, timeline)
         self.graphs: Graphs = Graphs(self.devices)
         self.modules: Modules = Modules(spec.kernels == "ignore")
-        self.virtual: VirtualMemory = VirtualMemory(names, banks, self.allocations, timeline, self.profile.page)
-        self.sharing: Sharing = Sharing(names, banks, self.allocations, timeline, self.devices)
+        self.virtual: VirtualMemory = VirtualMemory(labels, banks, self.allocations, timeline, self.profile.page)
+        self.sharing: Sharing = Sharing(labels, banks, self.allocations, timeline, self.devices)
         of_teams = self.profile.granularity("MULTICAST")
         self.multicast: Multicast = Multicast(
-            *(names, self.allocations, timeline, self.virtual),
+            *(labels, self.allocations, timeline, self.virtual),
             *(spec.multicast_slots, spec.patience, of_teams.minimum if of_teams else self.profile.page),
         )
         _machines.add(self)
@@ -89,13 +89,13 @@ class Machine:
 
     def _share_usage(self) -> Usage:
         """Share the memory counts of each bank between all processes of the machine."""
-        usage = Usage(self.names)
+        usage = Usage(self.labels)
         self.banks.host.share(usage, HOST_BANK)
         for number, bank in enumerate(self.banks.devices[:HOST_BANK]):
             bank.share(usage, number)
         return usage
 
-    def _device(self, names: Names, ordinal: int, bank: Bank) -> Device:
+    def _device(self, ordinal: int, bank: Bank) -> Device:
         attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast
         if wanted is None:  # it needs two devices; a profile of one device may hide others (H200: test_device)
@@ -108,7 +108,7 @@ class Machine:
         digest = hashlib.sha256(f"{self.identity}{host}/{ordinal}".encode()).digest()[:16]
         banks = self.banks
         regions = Regions(banks, bank.total + banks.host.total, self.profile.context_free)
-        heap = Heap(str(names.own("heap", device_place(ordinal))), banks, bank, regions)
+        heap = Heap(str(self.labels.own("heap", device_place(ordinal))), banks, bank, regions)
         pinned = Heap("pinned", banks, banks.host, regions)
         graphs = DeviceGraphMemory(banks, bank)
         return Device(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
@@ -117,7 +117,7 @@ class Machine:
         """Find the devices visible to this process. Files, links and attributes use the machine's device numbers."""
         found = visibility.visible(visibility.chosen(), [device.uuid for device in self._all_devices])
         check(found, Result.CUDA_ERROR_NO_DEVICE)
-        self.names.numbers[:] = found
+        self.labels.numbers[:] = found
         self.devices[:] = [self._all_devices[number] for number in found]
         self.banks.devices[:] = [device.bank for device in self.devices]
         for ordinal, device in enumerate(self.devices):
@@ -167,9 +167,8 @@ class Machine:
     # -- contexts --------------------------------------------------------------------------------------------
 
     def create_context(self, device: Device, primary: bool = False, flags: int = 0) -> Context:
-        context = Context(device, self.timeline, self.streams, next(self._context_numbers), primary, flags)
-        self.contexts[context.handle] = context
-        return context
+        number = next(self._context_numbers)
+        return self.contexts.add(Context(device, self.timeline, self.streams, number, primary, flags))
 
     def close_context(self, context: Context) -> None:
         """Destroy a context with its streams, events, modules and cuMemAlloc memory."""
@@ -206,7 +205,7 @@ class Machine:
 
     def link(self, source: int, target: int) -> Link:
         """The link of a device to another one's memory."""
-        found = self.profile.link(self.names.of_machine(source), self.names.of_machine(target))
+        found = self.profile.link(self.labels.of_machine(source), self.labels.of_machine(target))
         return need(found, f"the link of devices {source} and {target}, which this profile does not have")
 
     def has_access(self, source: int, target: int) -> bool:
@@ -252,7 +251,7 @@ class Machine:
             self.timeline.wait(finished)
         host = self.timeline.host
         merge(host, clock)
-        self.pools.settle(host, told)
+        self.pools.host_has_seen(host, told)
         if self.freed:
             self._release_freed(lambda stream, seq: host.get(stream.id, 0) >= seq or stream.destroyed)
         for gone in [number for number in clock if number not in self.timeline.streams]:

@@ -17,7 +17,7 @@ import os
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from ctypes import c_int, c_long, c_size_t, c_void_p
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -311,7 +311,19 @@ _code = Intervals()
 """Ranges that were found to be executable."""
 
 
-class Reservation:
+class Extent:
+    """A range of addresses."""
+
+    base: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """First address after the range."""
+        return self.base + self.size
+
+
+class Reservation(Extent):
     """A range of reserved addresses, parts of which can be mapped. It is placed at ``hint`` if that is free, at the
     lowest free addresses with ``low``, else by the system.
     """
@@ -336,10 +348,6 @@ class Reservation:
             _unmap(raw, self.base - raw)
             _unmap(self.base + size, raw + alignment - self.base)
         self._open = True
-
-    @property
-    def end(self) -> int:
-        return self.base + self.size
 
     def map(self, start: int, size: int, fd: int, offset: int) -> None:
         """Map a file at address ``start``, readable and writable."""
@@ -425,13 +433,6 @@ def _forget_kept(start: int, end: int) -> None:
 _addresses = Addresses()
 
 
-class Extent(Protocol):
-    """Anything with an address and a size."""
-
-    base: int
-    size: int
-
-
 E = TypeVar("E", bound=Extent)
 
 
@@ -467,19 +468,15 @@ class AddressMap(Generic[E]):
         if at < 0:
             return None
         found = self.at[self._sorted[at]]
-        return found if address < found.base + found.size else None
+        return found if address < found.end else None
 
     def overlapping(self, start: int, end: int) -> list[E]:
         """The extents that overlap a range, in order."""
         self._sort()
         first = bisect_right(self._sorted, start) - 1
-        if first < 0 or self._end(first) <= start:
+        if first < 0 or self.at[self._sorted[first]].end <= start:
             first += 1
         return [self.at[base] for base in self._sorted[first : bisect_left(self._sorted, end)]]
-
-    def _end(self, index: int) -> int:
-        extent = self.at[self._sorted[index]]
-        return extent.base + extent.size
 
     def _sort(self) -> None:
         if self._unsorted:

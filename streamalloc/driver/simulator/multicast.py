@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from .allocations import Allocation, Allocations
 from .constants import NOWHERE, Location, Place
 from .errors import DeadlockError, Result, check, need, need_a, not_modelled
-from .files import Label, Names, is_locked, lock, reach
+from .files import Label, Labels, is_locked, lock, reach
 from .memory import AddressRange, Physical, Window
 from .physical import Mappable, Mapping, Memory, Properties
 from .pool import Pool
@@ -291,7 +291,7 @@ class MulticastObject(Mappable):
 
     def bind(self, offset: int, size: int, backing: Backing) -> None:
         physical = backing.physical
-        device = -1 if backing.device is None else self._owner.names.number(backing.device)
+        device = -1 if backing.device is None else self._owner.labels.number(backing.device)
         check(device in self.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         label = Label.of(f"/proc/self/fd/{physical.fd}")
         if label is not None:
@@ -376,7 +376,7 @@ def _window_elsewhere(binding: Binding) -> Window | None:
 class Multicast:
     """The multicast objects of a machine."""
 
-    names: Names
+    labels: Labels
     allocations: Allocations
     timeline: Timeline
     virtual: VirtualMemory
@@ -395,7 +395,7 @@ class Multicast:
         return len({one.serial for one in self.objects if one.table.state == FORMED}) < self.slots
 
     def create(self, devices: int, size: int, handle_types: int) -> MulticastObject:
-        label = self.names.new("multicast", NOWHERE)
+        label = self.labels.new("multicast", NOWHERE)
         return self._adopt(MulticastTable.create(str(label), devices, size, handle_types), imported=False)
 
     def open(self, fd: int) -> MulticastObject:
@@ -405,7 +405,7 @@ class Multicast:
     def _adopt(self, table: MulticastTable, imported: bool) -> MulticastObject:
         made = MulticastObject(self, table, imported)
         self.objects.add(made)
-        self.virtual.name(made)
+        self.virtual.handles.add(made)
         return made
 
     def object(self, handle: int) -> MulticastObject:
@@ -464,7 +464,7 @@ class Multicast:
             not_modelled(len(self.virtual.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
             start = memory.offset + address - mapping.base
             return Backing(memory.physical, start, memory.properties.device, memory)
-        check(address + size <= allocation.base + allocation.size)
+        check(address + size <= allocation.end)
         check(pool is not None)  # as documented: memory of cuMemCreate or of a pool
         pool = need_a(Pool, pool, "cuMulticastBindAddr of another process's pool memory")
         return Backing(pool.space.physical, address - pool.space.base, pool.device, allocation=allocation)

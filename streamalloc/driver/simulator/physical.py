@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .banks import Bank
 from .constants import NO_ACCESS, Location, Place, new_handle
 from .errors import NotModelled, Result, check
-from .memory import AddressRange, Physical, Window
+from .memory import AddressRange, Extent, Physical, Window
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Memory(Mappable):
 
 
 @dataclass(eq=False)
-class Mapping:
+class Mapping(Extent):
     """Memory mapped at an address, with its access rights."""
 
     base: int
@@ -125,10 +125,6 @@ class Mapping:
     memory: Mappable
     rights: dict[Place, int] = field(default_factory=dict)
     """By location, in the order of setting; revoked rights are removed."""
-
-    @property
-    def end(self) -> int:
-        return self.base + self.size
 
     @property
     def is_multicast(self) -> bool:

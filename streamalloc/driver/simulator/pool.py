@@ -10,28 +10,21 @@ from typing import Any
 from .allocator import Line
 from .banks import Banks, Space
 from .blocks import HEAP, Block, round_up
-from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Location, Place, new_handle
+from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Handles, Location, Place, new_handle
 from .errors import Fault, Result, check, need, operating_system
-from .files import Label, Names
+from .files import Label, Labels
 from .memory import Physical, Reservation
-from .timeline import Clock, Mark, Operation, Stream, Timeline
+from .timeline import Call, Clock, Mark, Operation, Stream, Timeline
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
 """Bytes of an imported pool that get addresses at first."""
 
 
-class Freed(Operation):
+class Freed(Call):
     """The operation in a stream after which a pool allocation is free."""
 
     is_command = False
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
-    def step(self) -> bool:
-        self._pool.returned()
-        return True
 
 
 class Accessible:
@@ -81,7 +74,7 @@ class Pool(Accessible):
         self.managed: bool = self.allocation_type != PINNED
         banks = self._banks = self.owner.banks
         self._timeline = self.owner.timeline
-        self.label: Label = self.owner.names.new("pool", self.place)
+        self.label: Label = self.owner.labels.new("pool", self.place)
         bank = banks.bank(self.device)
         # A pool has addresses for twice its maximum size; with several devices more (observed on H200:
         # test_placements).
@@ -139,7 +132,7 @@ class Pool(Accessible):
         if stream.id not in self._timeline.ranks:
             self._timeline.rank(stream)
         self.used -= size
-        seq = stream.last_free = stream.submit(Freed(self))
+        seq = stream.last_free = stream.submit(Freed(self.returned))
         if not self.destroyed or self._outstanding:
             self.line.free(block, stream.id, seq)
 
@@ -197,11 +190,11 @@ class Pool(Accessible):
 
     # -- releasing memory ------------------------------------------------------------------------------------
 
-    def settle(self, clock: Clock) -> bool:
+    def free_left(self, clock: Clock) -> bool:
         """Make blocks freed up to ``clock`` free for all streams. If there are any, release memory above the
         threshold.
         """
-        news = self.line.settle(lambda stream: clock.get(stream, 0))
+        news = self.line.free_left(lambda stream: clock.get(stream, 0))
         if news:
             self.release()
         return news
@@ -273,8 +266,8 @@ class ImportedPool(Accessible):
         self.freed: dict[int, tuple[Stream, int]] = {}
         """By stream: the last free of an import."""
         self._whole = os.fstat(fd).st_size
-        # The file is sparse and already contains the owner's later growth. Most pools are far smaller than their
-        # device, and a process has addresses for only some hundred ranges of full size.
+        # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
+        # ranges of full size. The sparse file is as large as the pool can become, so more can be mapped later.
         self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
         self._views[0].map(self._views[0].base, self._views[0].size, fd, 0)
         self._arenas.add(self._views[0])
@@ -309,12 +302,12 @@ class ImportedPool(Accessible):
 class Pools:
     """The pools of a machine."""
 
-    names: Names
+    labels: Labels
     banks: Banks
     timeline: Timeline
     poolless: frozenset[int] = frozenset()
     """Devices without MEMORY_POOLS_SUPPORTED."""
-    pools: dict[int, Pool] = field(default_factory=dict)
+    pools: Handles[Pool] = field(default_factory=Handles)
     current: dict[tuple[int, int, int], Pool] = field(default_factory=dict)
     to_release: bool = False
     """Whether the next synchronisation releases memory of all pools even without new frees: a threshold was set below a
@@ -328,9 +321,7 @@ class Pools:
         """
         able = not self.poolless if place.device is None else place.device not in self.poolless
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
-        pool = Pool(self, place, *description, **more)
-        self.pools[pool.handle] = pool
-        return pool
+        return self.pools.add(Pool(self, place, *description, **more))
 
     def get(self, handle: int) -> Pool:
         found = self.pools.get(handle)
@@ -353,13 +344,13 @@ class Pools:
         pool = self.current.get(self.key(place, allocation_type))
         return self.default(place, allocation_type) if pool is None else pool
 
-    def settle(self, clock: Clock, told: bool) -> None:
+    def host_has_seen(self, clock: Clock, told: bool) -> None:
         """Record that the host has seen all operations in ``clock``. ``told``: it synchronised. If that is news to any
         pool, or :attr:`to_release` is set, all pools release memory above their thresholds (observed on H200:
         test_placements).
         """
         pools = list(self.pools.values())
-        news = [pool.settle(clock) for pool in pools]
+        news = [pool.free_left(clock) for pool in pools]
         if told and (self.to_release or any(news)):
             for pool in pools:
                 pool.release()

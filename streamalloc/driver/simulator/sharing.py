@@ -23,11 +23,11 @@ from streamalloc.driver.processes import alive
 from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
 from .banks import Banks
 from .blocks import USED, Block
-from .constants import BLOCK, HANDLE_BYTES, HIDDEN, Location, device_place
+from .constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
 from .contexts import Context, Device
 from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
 from .events import TABLE_BYTES, Event, EventTable, SharedEvent
-from .files import Label, Names, is_locked, lock, reach, recognise
+from .files import Label, Labels, is_locked, lock, reach, recognise
 from .memory import Physical, Reservation
 from .pool import ImportedPool, Pool
 from .timeline import Timeline
@@ -82,13 +82,12 @@ class Opening:
 class Sharing:
     """Objects shared with other processes, in both directions."""
 
-    names: Names
+    labels: Labels
     banks: Banks
     allocations: Allocations
     timeline: Timeline
     devices: list[Device]
-    pools: dict[int, ImportedPool] = field(default_factory=dict)
-    """By handle."""
+    pools: Handles[ImportedPool] = field(default_factory=Handles)
     _handed_out: dict[int, int] = field(default_factory=dict)
     """Descriptors of plain memory with handles, by allocation number."""
     _blocks: dict[tuple[int, ...], OpenedBlock] = field(default_factory=dict)
@@ -105,8 +104,8 @@ class Sharing:
         label = recognise(fd)
         if label is None or label.kind not in ("pool", "memory", "multicast"):
             raise Fault(Result.CUDA_ERROR_UNKNOWN)
-        local = label.machine == self.names.machine
-        check(local or (fabric and label.domain == self.names.domain), Result.CUDA_ERROR_UNKNOWN)
+        local = label.machine == self.labels.machine
+        check(local or (fabric and label.domain == self.labels.domain), Result.CUDA_ERROR_UNKNOWN)
         not_modelled(not local and kind == "pool", "importing a pool of another host")
         if label.kind == "multicast":
             not_modelled(kind == "pool", "importing a multicast object as a pool")
@@ -114,7 +113,7 @@ class Sharing:
         check(label.kind == kind, Result.CUDA_ERROR_NOT_SUPPORTED)
         if label.place.type != Location.DEVICE:
             raise NotModelled(f"importing a {kind} of host memory" if kind == "pool" else "importing host memory")
-        return label._replace(place=device_place(self.names.seen(label.place.id) if local else HIDDEN))
+        return label._replace(place=device_place(self.labels.seen(label.place.id) if local else HIDDEN))
 
     # -- fabric handles --------------------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class Sharing:
         """Open a descriptor of an export, of this or another process of the domain."""
         words = need(unpack(f"fabric {kind}", data, 3))
         kinds = ("memory", "multicast") if kind == "memory" else (kind,)
-        wanted = (self.names.domain, f"{words[2]:016x}")
+        wanted = (self.labels.domain, f"{words[2]:016x}")
         fd = reach(words[0], words[1], lambda label: label.kind in kinds and (label.domain, label.serial) == wanted)
         own = need(fd, "importing from a fabric handle of a process that has given the memory up")
         fcntl.flock(own, fcntl.LOCK_SH)  # as for an exported descriptor: see Physical.lend
@@ -142,8 +141,7 @@ class Sharing:
         pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
         if pool is None:
             with operating_system():
-                pool = ImportedPool(self.banks, label, fd)
-            self.pools[pool.handle] = pool
+                pool = self.pools.add(ImportedPool(self.banks, label, fd))
         return pool
 
     def destroy_pool(self, pool: ImportedPool) -> None:
@@ -184,7 +182,7 @@ class Sharing:
             lock(physical.fd, allocation.id, fcntl.F_WRLCK)
             self._handed_out[allocation.id] = physical.fd
         where = os.getpid() << 32 | physical.fd
-        return pack_memory(allocation.id, where, allocation.size, offset, self.names.owner, allocation.id)
+        return pack_memory(allocation.id, where, allocation.size, offset, self.labels.owner, allocation.id)
 
     def withdraw(self, allocation: Allocation) -> None:
         """Record a free of plain memory. Its handle can no longer be opened, unless it is open already."""
@@ -198,7 +196,7 @@ class Sharing:
         """
         words = need(unpack("memory", (data[8:32] + data[40:64]).ljust(HANDLE_BYTES, b"\0"), 5))
         where, size, offset, owner, number = words
-        check(not self.names.is_own(where >> 32, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
+        check(not self.labels.is_own(where >> 32, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         found = self._opened.get(words)
         if found is not None:
             found.times += 1
@@ -224,7 +222,7 @@ class Sharing:
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
         """Open the file with another process's plain memory."""
-        own = self.names.reach(process, fd, owner, "heap")
+        own = self.labels.reach(process, fd, owner, "heap")
         if own is None:
             check(alive(process), Result.CUDA_ERROR_INVALID_HANDLE)
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # all that was in the file is freed
@@ -236,7 +234,7 @@ class Sharing:
             reservation = Reservation(end - start, BLOCK)
             reservation.map(reservation.base, end - start, fd, start)
         self.banks.arenas.add(reservation)
-        return OpenedBlock(reservation, self.names.seen(need(recognise(fd)).place.id))
+        return OpenedBlock(reservation, self.labels.seen(need(recognise(fd)).place.id))
 
     def _unmap_block(self, block: OpenedBlock) -> None:
         self.banks.arenas.remove(block.reservation)
@@ -265,13 +263,13 @@ class Sharing:
 
     def event_handle(self, event: Event) -> bytes:
         shared = event.shared or event.share(self._new_event())
-        return pack("event", os.getpid(), shared.table.fd, shared.index, self.names.owner)
+        return pack("event", os.getpid(), shared.table.fd, shared.index, self.labels.owner)
 
     def _new_event(self) -> SharedEvent:
         shared = self._own_tables[-1].take() if self._own_tables else None
         if shared is None:
             with operating_system():
-                physical = Physical(str(self.names.own("events")), TABLE_BYTES)
+                physical = Physical(str(self.labels.own("events")), TABLE_BYTES)
                 physical.seal()
                 self._own_tables.append(EventTable(physical.fd))
             shared = self._own_tables[-1].take()
@@ -280,10 +278,10 @@ class Sharing:
 
     def open_event(self, data: bytes) -> SharedEvent:
         process, fd, index, owner = need(unpack("event", data, 4), Result.CUDA_ERROR_MAP_FAILED)
-        check(not self.names.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
+        check(not self.labels.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         table = self._tables.get((process, fd, owner))
         if table is None:
-            own = need(self.names.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
+            own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
             with operating_system():
                 table = self._tables[process, fd, owner] = EventTable(own)
         return SharedEvent(table, index)

@@ -19,13 +19,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from . import call_lock
 from .errors import DeadlockError
 
 Clock = dict[int, int]
 """Stream id -> sequence number."""
+Points: TypeAlias = "tuple[tuple[Stream, int], ...]"
+"""Operations, each by its stream and number."""
 
 POLL_SECONDS = 0.0003
 """Seconds between reads of a value that a stream waits for."""
@@ -56,7 +58,7 @@ class Operation:
     runs = False
     """It uses memory now, on a thread of its own."""
     seq = 0
-    after: tuple[tuple[Stream, int], ...] = ()
+    after: Points = ()
     """Operations of other streams that must finish first."""
 
     def held(self) -> bool:
@@ -148,7 +150,7 @@ class Stream:
         """The last command that was reached."""
         self.clock: Clock = {}
         self.capture: Any = None
-        self.barrier: tuple[tuple[Stream, int], ...] = ()
+        self.barrier: Points = ()
         """Operations of other streams that precede the next operation."""
         self.attributes: dict[int, bytes] = {}
         """Bytes of stream attributes without effect, by number."""
@@ -189,7 +191,7 @@ class Stream:
         clock[self.id] = self.seq
         return clock
 
-    def catch_up(self, clock: Clock | None = None) -> tuple[tuple[Stream, int], ...]:
+    def catch_up(self, clock: Clock | None = None) -> Points:
         """Merge the order that the legacy stream implies into ``clock``, by default the own clock. Returns the
         unfinished operations of the streams concerned.
         """
@@ -220,13 +222,7 @@ class Stream:
             else:
                 self.done = self.seq
 
-    def submit(
-        self,
-        operation: Operation,
-        after: tuple[tuple[Stream, int], ...] = (),
-        clock: Clock | None = None,
-        joins: bool = True,
-    ) -> int:
+    def submit(self, operation: Operation, after: Points = (), clock: Clock | None = None, joins: bool = True) -> int:
         """Append an operation, which also waits for ``after``. It may run before this returns. ``clock``: gets the
         order of the legacy stream instead of the own clock. ``joins``: whether that order applies.
         """

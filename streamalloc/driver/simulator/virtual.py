@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from .allocations import Allocations, MappedMemory
 from .banks import Bank, Banks
+from .constants import Handles
 from .errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, operating_system
-from .files import Names
+from .files import Labels
 from .memory import AddressMap, AddressRange, Physical
 from .physical import Mappable, Mapping, Memory, Properties
 from .timeline import Timeline
@@ -31,14 +32,14 @@ _LARGEST_ALIGNMENT = 1 << 46  # from here on OUT_OF_MEMORY (observed on H200: te
 class VirtualMemory:
     """The physical memory, address ranges and mappings of a machine."""
 
-    names: Names
+    labels: Labels
     banks: Banks
     allocations: Allocations
     timeline: Timeline
     page: int
     """Bytes; addresses and sizes are multiples."""
     mappings: AddressMap[Mapping] = field(default_factory=AddressMap)
-    _named: dict[int, Mappable] = field(default_factory=dict)
+    handles: Handles[Mappable] = field(default_factory=Handles)
     _released: dict[int, Mappable] = field(default_factory=dict)
     """Mapped memory without handles, which can be mapped again."""
     _ranges: dict[int, AddressRange] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class VirtualMemory:
             not_modelled(self.banks.make_room(bank, size), "cuMemCreate of memory that pools hold in reserve")
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
         if properties.handle_types:
-            label = self.names.new("memory", properties.place, properties.compression)
+            label = self.labels.new("memory", properties.place, properties.compression)
             physical, offset = Physical(str(label), size), 0
         else:
             if self._shared is None:
@@ -64,7 +65,7 @@ class VirtualMemory:
     def adopt(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> Memory:
         """Make a handle of memory."""
         memory = Memory(physical, offset, size, properties, bank)
-        self.name(memory)
+        self.handles.add(memory)
         return memory
 
     def memory(self, handle: int) -> Memory:
@@ -72,13 +73,9 @@ class VirtualMemory:
 
     # -- handles, of physical memory and of multicast objects ------------------------------------------------
 
-    def name(self, made: Mappable) -> None:
-        """Register memory by its handle."""
-        self._named[made.handle] = made
-
     def named(self, handle: int) -> Mappable:
         check(handle)
-        return need(self._named.get(handle), "using a memory handle that does not exist: the real driver crashes")
+        return need(self.handles.get(handle), "using a memory handle that does not exist: the real driver crashes")
 
     def named_or_mapped(self, handle: int) -> Mappable:
         """The memory that can be mapped by a handle. Released memory counts while it is mapped (H200:
@@ -87,12 +84,12 @@ class VirtualMemory:
         return self._released.get(handle) or self.named(handle)
 
     def release(self, handle: int) -> None:
-        found = need(self._named.get(handle))
+        found = need(self.handles.get(handle))
         if found.handles == 1 and isinstance(found, Memory) and found.tiles:
             raise NotModelled("releasing memory that tiles of an array are mapped to, or will be: unmap them before")
         found.handles -= 1
         if not found.handles:
-            del self._named[handle]
+            del self.handles[handle]
             if found.mappings:
                 self._released[handle] = found
             found.leave()
@@ -101,8 +98,7 @@ class VirtualMemory:
         """Add a reference by the same handle, even if all earlier ones were released (H200: test_physical_memory)."""
         found.handles += 1
         self._released.pop(found.handle, None)
-        self._named[found.handle] = found
-        return found.handle
+        return self.handles.add(found).handle
 
     # -- addresses -------------------------------------------------------------------------------------------
 
@@ -215,7 +211,7 @@ class VirtualMemory:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        known = {*self._named.values(), *(mapping.memory for mapping in self.mappings.at.values())}
+        known = {*self.handles.values(), *(mapping.memory for mapping in self.mappings.at.values())}
         memories = [one for one in known if isinstance(one, Memory)]
         for memory in memories:
             memory.close_window()
@@ -227,5 +223,5 @@ class VirtualMemory:
             self.banks.arenas.remove(found)
             found.close()
         self._ranges.clear()
-        self._named.clear()
+        self.handles.clear()
         self.mappings = AddressMap()

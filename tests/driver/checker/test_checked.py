@@ -21,10 +21,10 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver import selection
-from streamalloc.driver.account import MAKERS
-from streamalloc.driver.account import Account as AllocationAccount
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.account import COUNTED, MAKERS, HandleCounts
+from streamalloc.driver.bindings import cuda, parameters
 from streamalloc.driver.checker import driver as checker_driver
+from streamalloc.driver.checker.rules.all_calls import RULES
 from streamalloc.driver.checker.state import State
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate
@@ -171,7 +171,7 @@ class TestModes:
             if lost == "answer":
                 inner.error = Interrupted
             else:
-                owner, name = (AllocationAccount, "note") if lost == "account" else (State, "allocate")
+                owner, name = (HandleCounts, "note") if lost == "account" else (State, "allocate")
                 monkeypatch.setattr(owner, name, _interrupted)
             with pytest.raises(Interrupted):
                 bench.new(bench.a)
@@ -721,6 +721,66 @@ class TestQuestions:
         assert driver._observing == (0 if taken else other)
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(driver._lock.lock.acquire, False).result(SECONDS)
+
+
+class TestWrongArguments:
+    """The driver's answer to them, or the error of the bindings, reaches the program as without a checker.
+
+    On hardware some of these calls end the process.
+    """
+
+    @pytest.mark.parametrize("wrong", [None, "x"])
+    @pytest.mark.parametrize("poison", [False, True])
+    def test_each_call(self, wrong: object, poison: bool) -> None:
+        def outcome(driver: Any, name: str, count: int) -> str:
+            try:
+                return str(getattr(driver, name)(*[wrong] * count)[0])
+            except Exception as error:
+                return repr(error)
+
+        calls = {*RULES, *COUNTED, *checker_driver._QUEUES_HOST_FUNCTION, *checker_driver._NODE_OF_HOST_FUNCTION}
+        plain, checked = (_with_context(sd.simulated()) for _ in range(2))
+        checked = sd.checked(checked, poison=poison)
+        for name in sorted(name for name in calls if hasattr(cuda, name)):
+            for count in range(len(parameters(name)) + 1):
+                there = outcome(plain, name, count)
+                assert outcome(checked, name, count) == there, f"{name} of {count} arguments"
+
+    def test_a_late_record(self) -> None:
+        """A finaliser makes the call while its own thread records another one."""
+        driver: Any = sd.checked(_with_context(sd.simulated()))
+        driver._alone(lambda: driver.cuMemcpy2D(None))
+        assert not driver.hazards
+
+    def test_a_host_function_at_0(self) -> None:
+        driver: Any = sd.checked(_with_context(sd.simulated()))
+        assert driver.cuLaunchHostFunc(0, 0, 0) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+
+    def test_an_array_frees_host_memory(self) -> None:
+        """The bindings take the address of an object with a buffer."""
+        driver: Any = sd.checked(_with_context(sd.simulated()))
+        _, address = driver.cuMemHostAlloc(64, 0)
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * 64).from_address(int(address)))
+        assert not driver.cuMemFreeHost(array)[0]
+        assert not driver.outstanding()
+
+    def test_a_mistake_of_a_rule_is_no_wrong_argument(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def mistake(*_: object) -> Any:
+            raise AttributeError("a mistake")
+
+        driver: Any = sd.checked(_with_context(sd.simulated()))
+        _, address = driver.cuMemAlloc(64)
+        monkeypatch.setitem(RULES, "cuMemsetD8", RULES["cuMemsetD8"]._replace(before=mistake))
+        assert driver.cuMemsetD8(1, 0, 64) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        with pytest.raises(AttributeError, match="a mistake"):
+            driver.cuMemsetD8(address, 0, 64)
+
+
+def _with_context(driver: Any) -> Any:
+    """The driver, with device 0's primary context current."""
+    driver.cuInit(0)
+    driver.cuCtxPushCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
+    return driver
 
 
 def test_a_mapped_file_whose_name_is_no_text(tmp_path: Path) -> None:

@@ -265,3 +265,18 @@ def test_other_code_may_have_written(machine: Any, lent: bool) -> None:
             buffer.copy_to(np.zeros(SIZE // 4, np.int32))
             stream.synchronize()
     assert [one.kind for one in driver.hazards] == ([] if lent else ["uninitialized", "another type"])
+
+
+def test_a_handle_that_the_driver_refuses_is_no_stream_of_other_code() -> None:
+    """On hardware such a call may end the process."""
+    with Bench(sd.checked(sd.simulated())) as bench:
+        driver: Any = bench.driver
+        with bench.device.current():
+            assert driver.cuStreamSynchronize(cuda.CUstream(0x1230))[0]
+        made = bench.new(bench.a)
+        bench.a.synchronize()
+        for stream in (bench.a, bench.b):
+            assert stream.handle
+            bench.write(made, stream)
+        assert kinds(bench) == ["race"]
+        bench.done(made)

@@ -38,7 +38,7 @@ def test_intervals_are_what_single_bytes_are(
         stream = streams[which]
         timeline.submit(stream, lambda _: None)
         access = Access(stream, "use", (), write)
-        found = set(memory.touch(start, end, access, stream.clock, timeline.order)) if start < end else set()
+        found = set(memory.touch(start, end, access, stream.clock, timeline.order, dict)) if start < end else set()
         expected = set()
         for at in range(start, end):
             earlier = [written[at], *(reads[at].values() if write else ())]

@@ -87,7 +87,7 @@ def test_random_use_keeps_the_line_consistent(seed: int) -> None:
         elif action < 0.8 and live:
             line.free(live.pop())
         elif action < 0.9:
-            line.settle(lambda stream: done[stream] - 1)
+            line.free_left(lambda stream: done[stream] - 1)
         elif action < 0.95:
             line.unback(line.spare()[: dice.choice((1, 3))])
         else:
@@ -106,7 +106,7 @@ def test_streams_that_are_gone_are_forgotten_once_they_left_nothing() -> None:
         ranks[stream] = 2
         line.free(take(line, 4096, stream), stream, 1)
         del ranks[stream]
-        line.settle(lambda number: int(number > 2))
+        line.free_left(lambda number: int(number > 2))
     assert set(line.pending_streams()) == {1, 2} <= set(line._left) and len(line._left) < 20
 
 
@@ -123,5 +123,5 @@ def test_many_holes_cost_no_scan() -> None:
     for seq in range(1000):
         pairs(seq)
     assert bytecodes(lambda: pairs(1000)) < 4_000
-    line.settle(everything)
+    line.free_left(everything)
     validate(line)

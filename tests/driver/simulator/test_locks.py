@@ -86,7 +86,7 @@ class TestMulticast:
 
     def test_two_bind_the_same_range(self, make: Callable[[], Tables]) -> None:
         refused: list[bool] = []
-        owner = SimpleNamespace(names=SimpleNamespace(number=lambda device: device))
+        owner = SimpleNamespace(labels=SimpleNamespace(number=lambda device: device))
 
         def begin() -> Tables:
             tables = make()

@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.driver.simulator.banks import Bank, Banks, Space
-from streamalloc.driver.simulator.memory import FREED, AddressMap, AddressRange, Intervals
+from streamalloc.driver.simulator.memory import FREED, AddressMap, AddressRange, Extent, Intervals
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
@@ -34,12 +34,12 @@ def test_intervals_merge_and_split() -> None:
 
 
 def test_address_map_finds_what_holds_an_address() -> None:
-    class Extent:
+    class Part(Extent):
         def __init__(self, base: int, size: int) -> None:
             self.base, self.size = base, size
 
-    found: AddressMap[Extent] = AddressMap()
-    extents = [Extent(base, 10) for base in range(100, 1000, 20)]
+    found: AddressMap[Part] = AddressMap()
+    extents = [Part(base, 10) for base in range(100, 1000, 20)]
     for extent in extents:
         found.add(extent)
     assert found.find(105) is extents[0]
@@ -51,7 +51,7 @@ def test_address_map_finds_what_holds_an_address() -> None:
 def test_a_pool_s_memory_is_zero_after_its_release() -> None:
     bank = Bank(64 * MiB)
     banks = Banks(bank, [])
-    space = Space("test", banks, bank, 64 * MiB)
+    space = Space("test", banks, bank, 64 * MiB, {}, of_node=False, on_host=False)
     space.back([1])
     address = space.base + 32 * MiB
     ctypes.memset(address, 7, 16)
@@ -146,7 +146,7 @@ def test_host_memory_that_is_gone_leaves_room_for_large_ranges() -> None:
     """Its beginning stays readable, and so breaks up the addresses of the process: that is kept of the latest only."""
     bank = Bank(1 << 40)
     for _ in range(100):
-        space = Space("host", Banks(bank, []), bank, 1 << 40, on_host=True)
+        space = Space("host", Banks(bank, []), bank, 1 << 40, {}, of_node=False, on_host=True)
         space.back([0])
         space.close()
     AddressRange(64 << 40, 2 << 20).close()

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from streamalloc.driver.simulator.files import Names
+from streamalloc.driver.simulator.files import Labels
 from tests.driver.simulator.support import new_rig
 from tests.facts.support import MiB, Rig, said, value
 from tests.processes import start_quickly
@@ -112,7 +112,7 @@ def test_machines_without_a_name_are_apart() -> None:
 
 
 def test_nothing_stays_behind(name: str) -> None:
-    machine = Names(name).machine
+    machine = Labels(name).machine
 
     def left() -> tuple[int, int]:
         """Names of sockets, and descriptors of tables."""

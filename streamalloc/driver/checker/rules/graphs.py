@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Capture, Graph, Node
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.reports import here
@@ -16,7 +16,6 @@ from streamalloc.driver.checker.rules.order import batch_of_values
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, ends, rules
 from streamalloc.driver.checker.rules.work import plane, rows
 from streamalloc.driver.checker.state import Executable, State
-from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import KERNEL, Finish, Touch
 
 _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
@@ -27,7 +26,7 @@ _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DE
 
 def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
     stream = state.stream(args[0])
-    capture = state.captures[stream] = Capture(state.found)
+    capture = state.captures[stream] = Capture(state.on_hazard)
     capture.join(stream)
     if name == "cuStreamBeginCaptureToGraph":
         capture.begin_in(state.graph(args[1]), stream, [int(one) for one in args[2] or ()])
@@ -131,7 +130,7 @@ def _value_node(state: State, params: Any) -> list[Node]:
 
 def _child(state: State, handle: Any) -> list[Node]:
     graph = state.graph(handle)
-    graph.judge(state.found)  # the driver copies the graph as it is now
+    graph.judge(state.on_hazard)  # the driver copies the graph as it is now
     return [replace(one, nested=True) for one in graph.nodes]
 
 
@@ -257,7 +256,7 @@ def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 def _instantiates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     graph = state.graph(args[0])
-    graph.judge(state.found)
+    graph.judge(state.on_hazard)
     state.executables[int(answer[1])] = Executable(list(graph.nodes))
 
 

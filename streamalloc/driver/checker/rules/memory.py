@@ -6,12 +6,12 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.ranges import Binding, Range
 from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, ends, rules
 from streamalloc.driver.checker.state import OPENED, Array, Physical, State
-from streamalloc.driver.checker.streams import number_of, rights_of_process
+from streamalloc.driver.checker.streams import rights_of_process
 from streamalloc.driver.checker.uses import Finish, nothing
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
@@ -159,7 +159,7 @@ def _device(args: Arguments) -> int | None:
     """The device in a pool call's arguments: an ordinal, or a location and an allocation type. None for other pools."""
     location = getattr(args[0], "type", None)
     if location is None:
-        return int(args[0])
+        return number_of(args[0])
     return int(args[0].id) if int(location) == _DEVICE and int(args[1]) == _PINNED else None
 
 

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.reports import from_package, here
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, ends, rules
 from streamalloc.driver.checker.state import State
-from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, nothing
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
@@ -171,7 +170,7 @@ def batch_of_values(state: State, stream: Stream, operations: Any) -> None:
 
 
 def _retains_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.primary[int(args[0])] = int(answer[1])
+    state.primary[number_of(args[0])] = int(answer[1])
 
 
 def _ends_context(context: Callable[[State, Arguments], int], last: bool = False) -> Before:
@@ -193,12 +192,12 @@ def _ends_context(context: Callable[[State, Arguments], int], last: bool = False
 
 
 def _is_active(state: State, device: object) -> bool:
-    answer = state.answer("cuDevicePrimaryCtxGetState", device)
+    answer = state.query("cuDevicePrimaryCtxGetState", device)
     return not answer or bool(answer[1])
 
 
 def _primary(state: State, args: Arguments) -> int:
-    return state.primary.get(int(args[0]), 0)
+    return state.primary.get(number_of(args[0]), 0)
 
 
 _VALUES = "cuStreamWriteValue32 cuStreamWriteValue64 cuStreamWaitValue32 cuStreamWaitValue64"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.state import State
-from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish
 
 Arguments: TypeAlias = "tuple[Any, ...]"

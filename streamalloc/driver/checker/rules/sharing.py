@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, opaque_bytes
+from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
 from streamalloc.driver.checker import announcements
 from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.ranges import Range
@@ -12,7 +12,6 @@ from streamalloc.driver.checker.reports import from_package, here
 from streamalloc.driver.checker.rules.memory import frees_at_once
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.driver.checker.state import OPENED, Physical, State
-from streamalloc.driver.checker.streams import number_of
 
 _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
@@ -47,7 +46,7 @@ def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
     state.interprocess.follow(made)
-    entry = announcements.open_import(data)
+    entry = announcements.add_import(data)
     if entry is not None:
         state.interprocess.entries[made] = entry
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.driver.checker.state import State
-from streamalloc.driver.checker.streams import number_of
 from streamalloc.driver.checker.uses import Finish, Touch
 
 # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read its source

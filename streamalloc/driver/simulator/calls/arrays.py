@@ -53,9 +53,8 @@ class ArrayCalls(CopyCalls):
     # -- making and ending -----------------------------------------------------------------------------------
 
     def _create(self, descriptor: Any) -> Any:
-        array = arrays.Array(self._storage(self._array_context(), self._layout(descriptor)))
-        self._machine.arrays.arrays[array.handle] = array
-        return cuda.CUarray(array.handle)
+        storage = self._storage(self._array_context(), self._layout(descriptor))
+        return cuda.CUarray(self._machine.arrays.arrays.add(arrays.Array(storage)).handle)
 
     cuArrayCreate: Any = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
     cuArray3DCreate: Any = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
@@ -78,9 +77,7 @@ class ArrayCalls(CopyCalls):
             raise NotModelled("mipmapped arrays of three dimensions, without levels, or with more than there can be")
         levels = min(max(numMipmapLevels, 1), most)
         storage = self._storage(context, replace(layout, levels=levels, mipmapped=True))
-        mipmap = arrays.MipmappedArray(storage)
-        self._machine.arrays.mipmapped[mipmap.handle] = mipmap
-        return cuda.CUmipmappedArray(mipmap.handle)
+        return cuda.CUmipmappedArray(self._machine.arrays.mipmapped.add(arrays.MipmappedArray(storage)).handle)
 
     def _array_context(self) -> Context:
         need(self._machine.current_or_none(), "making an array without a current context")
@@ -151,8 +148,8 @@ class ArrayCalls(CopyCalls):
         check(level < mipmap.storage.layout.levels)
         array = mipmap.levels.get(level)
         if array is None:
-            array = mipmap.levels[level] = arrays.Array(mipmap.storage, level, mipmap)
-            self._machine.arrays.arrays[array.handle] = array
+            array = self._machine.arrays.arrays.add(arrays.Array(mipmap.storage, level, mipmap))
+            mipmap.levels[level] = array
         return cuda.CUarray(array.handle)
 
     # -- what they are like ----------------------------------------------------------------------------------

@@ -49,14 +49,7 @@ class CopyCalls(Calls):
     # -- fills -----------------------------------------------------------------------------------------------
 
     def _fill(
-        self,
-        width: int,
-        address: int,
-        number: int,
-        count: int,
-        hStream: int | None = None,
-        rows: int = 1,
-        pitch: int = 0,
+        self, width: int, target: int, value: int, count: int, hStream: int | None = None, rows: int = 1, pitch: int = 0
     ) -> None:
         # Without a stream: the legacy stream. The host waits only for copies with host memory (observed on H200:
         # test_copies, test_planes).
@@ -65,14 +58,14 @@ class CopyCalls(Calls):
         if not count or not rows:
             return
         size = count * width
-        pattern = number.to_bytes(width, "little")
-        operation = fill(self._machine, stream.context, address, pattern, count, rows, pitch)
-        check(address % width == 0)
+        pattern = value.to_bytes(width, "little")
+        operation = fill(self._machine, stream.context, target, pattern, count, rows, pitch)
+        check(target % width == 0)
         if captured:  # location checked later (observed on H200: test_capture)
-            values = (address, pitch, number, width, count, rows)
+            values = (target, pitch, value, width, count, rows)
             stream.capture.add("MEMSET", operation, stream, dict(zip(FILL_FIELDS, values, strict=True)))
             return
-        allocation = self._check_fill(address, (rows - 1) * pitch + size, stream.context)
+        allocation = self._check_fill(target, (rows - 1) * pitch + size, stream.context)
         stream.submit(operation)
         if hStream is None and allocation.on_host:
             self._finish(stream)
@@ -98,7 +91,7 @@ class CopyCalls(Calls):
             check(least_right(mappings, device_place(context.device.ordinal)) == READ_WRITE)
             self._check_team(address, size)
         else:
-            check(address + size <= allocation.base + allocation.size)
+            check(address + size <= allocation.end)
             check(is_reachable(allocation, context))
             not_modelled(is_gone(allocation, address, size), GONE)
         return allocation
@@ -241,7 +234,7 @@ class CopyCalls(Calls):
         check(not (must_be_device and allocation.pool is not None and allocation.on_host))
         # For pool memory the driver checks the span of the rows from the allocation's start, even if the rows begin
         # elsewhere (observed on H200: test_planes).
-        check((address if allocation.pool is None else start) + size <= allocation.base + allocation.size)
+        check((address if allocation.pool is None else start) + size <= allocation.end)
         check(allocation.pool is None or allocation.pool.usable(context.device.ordinal))
         arena = self._machine.banks.arenas.find(start) if skipped else None
         not_modelled(arena and address + size > arena.end, "a copy of rows that lie behind the addresses of a pool")

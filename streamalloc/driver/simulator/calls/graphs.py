@@ -551,8 +551,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
                     context.implied_flags = _LOCAL_MEMORY
         if context.graph_block is None:
             context.graph_block = context.device.heap.take(BLOCK)
-        instance = graphs.GraphExec(graph, flags)
-        self._machine.graphs.executables[instance.handle] = instance
+        instance = self._machine.graphs.executables.add(graphs.GraphExec(graph, flags))
         instance.hold()
         return instance
 

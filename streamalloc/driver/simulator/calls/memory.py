@@ -297,7 +297,7 @@ class MemoryCalls(Calls):
 
     def _managed(self, address: int, size: int) -> Allocation:
         allocation = need(self._machine.allocations.find(address))
-        check(allocation.managed and address + size <= allocation.base + allocation.size)
+        check(allocation.managed and address + size <= allocation.end)
         return allocation
 
     def _place(self, location: Any, allowed: tuple[int, ...]) -> Place:

@@ -144,7 +144,7 @@ class MulticastCalls(CopyCalls):
         """
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
         multicast = self._machine.multicast
-        check(mcHandle.table.add(multicast.names.number(dev.ordinal), multicast.has_slot))
+        check(mcHandle.table.add(multicast.labels.number(dev.ordinal), multicast.has_slot))
         self._machine.timeline.announce()  # to threads that wait for the team
 
     # -- bindings --------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class MulticastCalls(CopyCalls):
 
     def cuMulticastUnbind(self, mcHandle: MulticastObject, dev: Device, mcOffset: Size, size: Size) -> None:
         self._check_part(mcHandle, mcOffset, size)
-        number = self._machine.multicast.names.number(dev.ordinal)
+        number = self._machine.multicast.labels.number(dev.ordinal)
         check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         mcHandle.unbind(number, mcOffset, size)
 

@@ -8,11 +8,11 @@ from streamalloc.driver.bindings import cuda, read_handle_types
 
 from .. import arguments
 from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
-from ..arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Size, StreamHandle
+from ..arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Size, Stream
 from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
 from ..errors import Fault, Result, check, not_modelled
 from ..pool import ImportedPool, Pool
-from ..timeline import Operation, Stream
+from ..timeline import Operation
 from .base import Calls
 
 _USAGE_FLAGS = 0xFFFF
@@ -210,14 +210,12 @@ class PoolCalls(Calls):
 
     # -- allocation ------------------------------------------------------------------------------------------
 
-    def cuMemAllocAsync(self, bytesize: Size, hStream: StreamHandle) -> Any:
-        stream = self._machine.stream(hStream)
-        pool = self._machine.pools.current_or_default(Place(Location.DEVICE, stream.context.device.ordinal))
-        return cuda.CUdeviceptr(self._allocate_ordered(bytesize, pool, stream))
+    def cuMemAllocAsync(self, bytesize: Size, hStream: Stream) -> Any:
+        pool = self._machine.pools.current_or_default(Place(Location.DEVICE, hStream.context.device.ordinal))
+        return cuda.CUdeviceptr(self._allocate_ordered(bytesize, pool, hStream))
 
-    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: StreamHandle) -> Any:
-        stream = self._machine.stream(hStream)
-        return cuda.CUdeviceptr(self._allocate_ordered(bytesize, self._machine.pools.get(pool), stream))
+    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: Stream) -> Any:
+        return cuda.CUdeviceptr(self._allocate_ordered(bytesize, self._machine.pools.get(pool), hStream))
 
     def _allocate_ordered(self, size: int, pool: Pool, stream: Stream) -> int:
         machine = self._machine
@@ -236,9 +234,8 @@ class PoolCalls(Calls):
         machine.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))
         return address
 
-    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: StreamHandle) -> None:
-        machine = self._machine
-        stream = machine.stream(hStream)
+    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Stream) -> None:
+        machine, stream = self._machine, hStream
         if machine.graphs.captures:
             if self._captured(stream):
                 if dptr:

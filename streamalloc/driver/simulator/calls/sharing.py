@@ -188,5 +188,4 @@ class SharingCalls(Calls):
         self._not_during_capture()
         shared = machine.sharing.open_event(data)
         event = events.Event(context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True)
-        machine.events[event.handle] = event
-        return cuda.CUevent(event.handle)
+        return cuda.CUevent(machine.events.add(event).handle)

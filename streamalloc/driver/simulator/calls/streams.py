@@ -177,9 +177,7 @@ class StreamCalls(Calls):
     def cuEventCreate(self, Flags: UnsignedInt) -> Any:
         context = self._machine.current()
         check(Flags in _EVENT_FLAGS)
-        event = events.Event(context, Flags)
-        self._machine.events[event.handle] = event
-        return cuda.CUevent(event.handle)
+        return cuda.CUevent(self._machine.events.add(events.Event(context, Flags)).handle)
 
     def cuEventDestroy(self, hEvent: Event) -> None:
         del self._machine.events[hEvent.handle]

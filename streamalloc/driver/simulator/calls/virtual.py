@@ -163,7 +163,7 @@ class VirtualMemoryCalls(Calls):
         """Refuse access to a multicast object for a device outside the team; users report ILLEGAL_STATE (NVIDIA
         developer forum, 356726).
         """
-        number = self._machine.multicast.names.number
+        number = self._machine.multicast.labels.number
         for mapping in mappings:
             if isinstance(mapping.memory, MulticastObject):
                 team = mapping.memory.table.devices

@@ -72,7 +72,7 @@ class KernelCalls(Calls):
     def _load(self, image: Any, *options: Any) -> Any:
         context = self._machine.current()
         self._unsafe_during_capture()
-        return cuda.CUmodule(self._machine.modules.add(modules.Module(modules.load(image), context)).handle)
+        return cuda.CUmodule(self._machine.modules.modules.add(modules.Module(modules.load(image), context)).handle)
 
     def _load_file(self, name: Any) -> Any:
         self._machine.current()
@@ -121,7 +121,7 @@ class KernelCalls(Calls):
     # -- libraries -------------------------------------------------------------------------------------------
 
     def _load_library(self, code: Any, *options: Any) -> Any:
-        return cuda.CUlibrary(self._machine.modules.add(modules.Module(modules.load(code), None)).handle)
+        return cuda.CUlibrary(self._machine.modules.modules.add(modules.Module(modules.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
     cuLibraryLoadData: Any = call(f"code {_OPTIONS}", _load_library)
@@ -314,7 +314,7 @@ class KernelCalls(Calls):
             return Operation(), ()
         cells = unpack(function.name, params, extra, function.types)
         arguments_of = tuple(map(plain, cells))
-        return Launch(self, self._machine, context, function.name, kernel, shape, arguments_of), cells
+        return Launch(self, context, function.name, kernel, shape, arguments_of), cells
 
     def _launch_kernel(self, cooperative: bool, function: Function, *more: Any) -> None:
         *sizes, stream, params = more[:9]
@@ -362,13 +362,11 @@ class KernelCalls(Calls):
         pairs = ((read, False), (written, True))
         return [(start, end - start, write) for ranges, write in pairs for start, end in ranges]
 
-    # -- linking: the texts that are added, one after the other ------------------------------------------------
+    # -- linking: the result is the concatenation of the added PTX texts -----------------------------------------
 
     def cuLinkCreate(self, numOptions: UnsignedInt, options: Any, optionValues: Any) -> Any:
         self._machine.current()
-        made = modules.Link()
-        self._machine.modules.links[made.handle] = made
-        return cuda.CUlinkState(made.handle)
+        return cuda.CUlinkState(self._machine.modules.links.add(modules.Link()).handle)
 
     def _add_text(self, link: Link, typename: Any, data: Any, size: int, *rest: Any) -> None:
         check(size)

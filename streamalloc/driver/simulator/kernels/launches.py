@@ -49,18 +49,11 @@ class Launch(HostFunction):
     """
 
     def __init__(
-        self,
-        driver: Any,
-        machine: Machine,
-        context: Context,
-        name: str,
-        kernel: Kernel,
-        shape: Shape,
-        arguments: tuple[Any, ...],
+        self, driver: Any, context: Context, name: str, kernel: Kernel, shape: Shape, arguments: tuple[Any, ...]
     ) -> None:
-        super().__init__(machine.timeline, self._call)
+        self._machine: Machine = driver._machine
+        super().__init__(self._machine.timeline, self._call)
         self._driver = weakref.ref(driver)  # its end closes the machine
-        self._machine = machine
         self._context = context
         self._kernel = kernel
         self._arguments = arguments
@@ -134,7 +127,7 @@ def _may_use(machine: Machine, context: Context, address: int, size: int, write:
         not_modelled(on_team, "a view of multicast memory: use testing.multimem_st, _red and _ld_reduce")
         if not _has_right(allocation, context, write):
             return False
-        at = allocation.base + allocation.size
+        at = allocation.end
     return there and machine.banks.is_mapped(address, size, write)
 
 
@@ -193,14 +186,12 @@ def _known(name: str, types: tuple[Any, ...] | None) -> tuple[Any, ...]:
 
 def _addresses(slots: int, count: int) -> tuple[int, ...]:
     """The addresses of the arguments, read from a ``void**``."""
-    size = _WORD * count
-    not_modelled(count and not is_accessible(slots, size), "arguments where nothing lies: the real driver crashes")
-    return tuple((ctypes.c_uint64 * count).from_address(slots))
+    return tuple(_read(slots, ctypes.c_uint64 * count, "arguments")) if count else ()
 
 
-def _read(address: int, kind: Any) -> Any:
+def _read(address: int, kind: Any, what: str = "an argument") -> Any:
     size = ctypes.sizeof(kind)
-    not_modelled(not is_accessible(address, size), "an argument where nothing lies: the real driver crashes")
+    not_modelled(not is_accessible(address, size), f"{what} where nothing lies: the real driver crashes")
     return kind.from_buffer_copy(ctypes.string_at(address, size))
 
 
@@ -232,8 +223,7 @@ def plain(cell: Any) -> Any:
 
 
 def _word(address: int) -> int:
-    not_modelled(not is_accessible(address, _WORD), "extra where nothing lies: the real driver crashes")
-    return ctypes.c_uint64.from_address(address).value
+    return int(_read(address, ctypes.c_uint64, "extra").value)
 
 
 def _from_buffer(extra: int, types: tuple[Any, ...]) -> Cells:

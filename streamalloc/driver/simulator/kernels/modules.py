@@ -13,7 +13,7 @@ from typing import Any
 
 from ..allocations import Allocation, Allocations
 from ..blocks import Block
-from ..constants import new_handle
+from ..constants import Handles, new_handle
 from ..contexts import Context
 from ..errors import Result, check, need, not_modelled
 from ..memory import is_accessible
@@ -171,24 +171,18 @@ class Modules:
 
     ignore: bool
     """Kernels without a function do nothing."""
-    modules: dict[int, Module] = field(default_factory=dict)
-    functions: dict[int, Function] = field(default_factory=dict)
-    links: dict[int, Link] = field(default_factory=dict)
-
-    def add(self, module: Module) -> Module:
-        self.modules[module.handle] = module
-        return module
+    modules: Handles[Module] = field(default_factory=Handles)
+    functions: Handles[Function] = field(default_factory=Handles)
+    links: Handles[Link] = field(default_factory=Handles)
 
     def find(self, module: Module, name: str) -> Function:
-        function = module.function(name)
-        self.functions[function.handle] = function
-        return function
+        return self.functions.add(module.function(name))
 
     def in_context(self, library: Module, context: Context) -> Module:
         """The module of a library in a context."""
         found = library.modules.get(context)
         if found is None:
-            found = library.modules[context] = self.add(Module(library.contents, context, library))
+            found = library.modules[context] = self.modules.add(Module(library.contents, context, library))
         return found
 
     def variable(self, module: Module, name: str, context: Context, allocations: Allocations) -> VariableMemory:
