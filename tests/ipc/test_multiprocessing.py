@@ -16,7 +16,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
+from streamalloc.core.session import session_of
 from streamalloc.ipc import multiprocess
+from streamalloc.ipc.exporter.leases import leases_of
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
 from tests.processes import SECONDS, eventually
@@ -681,13 +683,15 @@ class TestChannels:
 
     def test_handles_go_once(self, run: Callable[..., Any], pool: sa.MemoryPool, stream: sa.Stream) -> None:
         mine, theirs = ipc.Channel.pair()
+        blocks = leases_of(session_of(pool)).blocks
         with mine, theirs:
             counts = []
-            for _ in range(3):
+            for _ in range(3 + len(blocks)):
                 with pool.allocate(64, stream) as buffer:
                     ipc.send(mine, buffer)
                     counts.append(len(theirs.receive(timeout=SECONDS).handles))
-            assert counts == [2, 0, 0]
+            # Once for each control block: the free slots of a process may be in several.
+            assert counts[0] == 2 and 0 in counts and counts.count(2) <= len(blocks)
             other, end = ipc.Channel.pair()
             with other, end, pool.allocate(64, stream) as buffer:
                 ipc.send(other, buffer)

@@ -63,10 +63,10 @@ class TestReads:
         assert Array.__cuda_array_interface__["shape"] == (PAGES, PAGE // 4)
         assert space.__dlpack_device__() == (2, 0)
 
-    def test_torch(self, space: vmm.PageSpace) -> None:
+    def test_torch(self, on_cuda: bool, space: vmm.PageSpace) -> None:
         torch = library("torch")
-        if not torch.cuda.is_available():
-            pytest.skip("PyTorch has no device")
+        if not on_cuda or not torch.cuda.is_available():
+            pytest.skip("PyTorch's kernels run on GPUs only")
         tensor = sa.interop.torch.tensor(space, torch.int32, (PAGES, PAGE // 4))
         space.commit([2, 5])
         with torch.cuda.stream(torch.cuda.ExternalStream(space.stream.handle)):
