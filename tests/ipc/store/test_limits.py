@@ -92,6 +92,19 @@ def test_eviction_by_least_recent_use(serve: Serve) -> None:
         ipc.Store.serve("other", evict=True)
 
 
+def test_no_eviction_in_vain(serve: Serve) -> None:
+    """A request that no eviction makes room for leaves the other keys."""
+    store = serve(limit=16 * MiB, evict=True)
+    for value, key in enumerate("abc"):
+        write(store, key, value, nbytes=4 * MiB)
+    with store.open("b"):
+        for nbytes in (18 * MiB, 14 * MiB):
+            with pytest.raises(ipc.StoreFullError, match="holds 12 MiB"), store.write("d") as weights:
+                weights.allocate("all", nbytes, np.uint8)
+            assert [entry.key for entry in store.list()] == ["a", "b", "c"]
+    assert store.statistics().evicted == 0
+
+
 @pytest.mark.gpus(2)
 def test_devices(serve: Serve, device: sa.Device, peer: sa.Device) -> None:
     store = serve(devices=[1], limit=4 * MiB)
