@@ -80,6 +80,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.layout: Layout = Layout()
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session)
         self._group = None if group is None else as_communicator(group)
+        self._voted = False
+        """Whether the other ranks have, or get, this rank's vote."""
         self._chunks: list[PhysicalMemory] = []
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
         self.nbytes: int = 0
@@ -265,6 +267,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _vote(self, token: str) -> list[tuple[str, str]]:
         """Return the server and the token of each rank. An empty token is a vote against the commit."""
         assert self._group is not None
+        self._voted = True
         # Ranks on another machine have another server.
         server = f"{self._group.host}/{self._connection.name}"
         found = self._group.allgather(json.dumps([server, token]).encode())
@@ -275,7 +278,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         if not self.closed:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._release)
-                if self._group is not None:
+                if self._group is not None and not self._voted:
                     self._vote("")
 
     def _check_open(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -232,6 +233,23 @@ class TestGroups:
         raised = self.both(act)
         assert isinstance(raised[0], ipc.StoreError) and "rank 1 of the group did not commit" in str(raised[0])
         assert {"error": ZeroDivisionError, "abort": type(None), "key": TypeError}[how] is type(raised[1])
+        assert eventually(lambda: store.list() == [] and store.statistics().nbytes == 0)
+
+    def test_one_vote_for_each_rank(self, store: ipc.Store) -> None:
+        """The end of the block does not vote again after a commit that failed."""
+
+        def act(rank: int, group: Any) -> None:
+            with store.write(f"rank{rank}", group=group) as weights:
+                weights.allocate("all", MiB, np.uint8)
+                if rank:
+                    weights.abort()
+                else:
+                    weights.commit()
+
+        began = time.monotonic()
+        raised = self.both(act)
+        assert "rank 1 of the group did not commit" in str(raised[0]) and raised[1] is None
+        assert getattr(raised[0], "__notes__", []) == [] and time.monotonic() - began < 10
         assert eventually(lambda: store.list() == [] and store.statistics().nbytes == 0)
 
     def test_a_rank_that_dies_after_its_vote(self, store: ipc.Store) -> None:
