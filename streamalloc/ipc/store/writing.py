@@ -31,6 +31,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
 from streamalloc.core.resource import Leaves, Unique, close_all
+from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
@@ -367,5 +368,5 @@ _endings: set[_Ending] = set()
 def _await_copies() -> None:
     """Wait for the copies, so that the end of this process loses no commit."""
     for item in list(_endings):
-        with contextlib.suppress(CudaError):
+        with contextlib.suppress(CudaError, ForkedProcessError):  # a forked child has no copies to wait for
             item._event.synchronize()
