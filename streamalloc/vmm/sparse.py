@@ -229,7 +229,7 @@ class SparseArray(OwnsNode):
         Shape in elements, the fastest dimension last: (height, width), (depth, height, width), or with ``layered``
         (layers, height, width).
     dtype
-        Type of one channel: an integer of 8, 16 or 32 bits, or a float of 16 or 32 bits.
+        Type of one channel: an integer of 8, 16 or 32 bits, or a float of 16 or 32 bits, in native byte order.
     channels
         1, 2 or 4 channels per element.
     layered
@@ -278,8 +278,8 @@ class SparseArray(OwnsNode):
             raise ValueError(f"shape={shape!r}: allowed are two or three extents of one or more elements")
         if self.layered and len(self.shape) != 3:
             raise ValueError(f"shape={shape!r}: a layered array has three: layers, height, width")
-        if kind not in _FORMATS:
-            raise ValueError(f"dtype={self.dtype}: allowed are {', '.join(_FORMATS)}")
+        if kind not in _FORMATS or not self.dtype.isnative:
+            raise ValueError(f"dtype={self.dtype}: allowed are {', '.join(_FORMATS)}, in native byte order")
         if channels not in (1, 2, 4):
             raise ValueError(f"channels={channels!r}: allowed are 1, 2 and 4")
         if not device.attribute("SPARSE_CUDA_ARRAY_SUPPORTED"):

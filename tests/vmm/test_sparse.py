@@ -121,6 +121,7 @@ class TestShape:
             ({"shape": (256.0, 256)}, TypeError, "shape"),
             ({"shape": (256, 256), "dtype": np.float64}, ValueError, "dtype"),
             ({"shape": (256, 256), "dtype": np.int64}, ValueError, "dtype"),
+            ({"shape": (256, 256), "dtype": np.dtype(np.float32).newbyteorder()}, ValueError, "native byte order"),
             ({"shape": (256, 256), "dtype": np.complex64}, ValueError, "dtype"),
             ({"shape": (256, 256), "dtype": bool}, ValueError, "dtype"),
             ({"shape": (256, 256), "channels": 3}, ValueError, "channels=3"),
