@@ -62,12 +62,22 @@ class TestTrace:
         with pytest.raises(ValueError, match=f"^event 4: {why}"):
             Trace((*TWO.events, event))
 
+    def test_events_of_any_iterable(self) -> None:
+        for events in (iter(TWO.events), list(TWO.events)):
+            assert Trace(events, TWO.source, TWO.skipped) == TWO  # type: ignore[arg-type]
+
     def test_a_free_has_the_size_of_its_allocation(self) -> None:
         with pytest.raises(ValueError, match="event 1: a free of 2 bytes, but allocation 5 has 1"):
             Trace((Event("allocate", 5, 1, 0, 0, 0), Event("free", 5, 2, 0, 0, 0)))
 
 
 class TestFile:
+    def test_equal_traces_make_equal_files(self, tmp_path: Path) -> None:
+        one, two = (Trace((), "", dict(pairs)) for pairs in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)]))
+        for number, trace in enumerate((one, two)):
+            trace.save(tmp_path / str(number))
+        assert one == two and (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+
     @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
     def test_round_trip(self, tmp_path: Path, name: str) -> None:
         TWO.save(tmp_path / name)
