@@ -119,6 +119,7 @@ def _handle(args: Sequence[Any], at: int | None) -> int:
 _RMM_HEADER = "Thread,Time,Action,Pointer,Size,Stream"
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d)[.:](\d{1,9})")
 _DAY = 24 * 3600 * 10**9
+_LATE = 60 * 10**9
 
 
 def from_rmm(path: str | Path) -> Trace:
@@ -151,9 +152,13 @@ def _read_rmm(lines: Iterator[str], file: str) -> Trace:
                 raise ValueError(f"{len(fields)} fields, not 6 or more")
             thread, clock, action, pointer, size, stream = (one.strip() for one in fields)
             time = _nanoseconds(clock)
-            # Lines of several threads may be slightly out of order. A step of half a day back means midnight.
-            days += time < before - _DAY // 2
-            before = time
+            # Lines of several threads may be slightly out of order. A step of half a day back means midnight. After it,
+            # a step of nearly a day forward means a late line of the day before.
+            if days and time > before + _DAY - _LATE:
+                time -= _DAY
+            else:
+                days += time < before - _DAY // 2
+                before = time
             time += days * _DAY
             if action == "allocate":
                 recording.allocate(pointer.lower(), _natural(size, "size"), stream, thread, time)

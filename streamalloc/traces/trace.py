@@ -101,6 +101,7 @@ class Trace:
     skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "events", tuple(self.events))  # once: it may be an iterator
         checked = Checked()
         for number, event in enumerate(self.events):
             try:
@@ -140,7 +141,12 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Write the trace to a file, compressed if its name ends in ``.gz``. Equal traces make equal files."""
         path = Path(path)
-        header = {"format": FORMAT, "version": VERSION, "source": self.source, "skipped": dict(self.skipped)}
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "source": self.source,
+            "skipped": dict(sorted(self.skipped.items())),
+        }
         lines = [json.dumps(header) + "\n", *(_LINE % event for event in self.events)]
         content = "".join(lines).encode("ascii")
         # mtime=0: gzip stores the time in the file otherwise.

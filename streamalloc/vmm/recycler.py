@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import ClosedError, CudaError, size_text, undo_all, undoing
-from streamalloc.core.internal import Device, deferred_queue, session_for
+from streamalloc.core.internal import Deferred, Device, deferred_queue, session_for
 from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import OwnsHandle, Session
@@ -175,10 +175,31 @@ class MemoryRecycler(Closes):
         self._spec.closed = True
         self._spec.trim(0)
 
+    def __del__(self) -> None:
+        spec = getattr(self, "_spec", None)
+        if spec is not None and not spec.closed and spec.session.usable:
+            # Memory that was taken keeps the spec alive, and would return to it.
+            spec.closed = True
+            if spec.order:
+                deferred_queue(spec.session).submit(_DroppedRecycler(spec))
+
     def _text(self) -> str:
         spec = self._spec
         state = "closed" if spec.closed else f"{size_text(spec.kept)} of at most {size_text(spec.limit)}"
         return f" of {spec.prop.location}, {state}"
+
+
+class _DroppedRecycler(Deferred):
+    """The release of all memory that a dropped recycler keeps."""
+
+    __slots__ = ("_spec",)
+
+    def __init__(self, spec: RecyclingSpec) -> None:
+        self._spec = spec
+
+    def attempt(self) -> bool:
+        self._spec.make_room()
+        return True
 
 
 class UnusedHandle(OwnedHandle):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -23,6 +24,7 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     check_device,
+    of_this_thread,
     raw_handle,
     refuse_capture,
 )
@@ -134,7 +136,8 @@ class TilePool(Closes):
             raise error
         taken = [self._free.popleft() for _ in range(count)]
         with undoing(lambda: self._put_back(taken)):
-            for event in {tile.event for tile in taken if tile.event is not None and tile.stream is not stream}:
+            mine = of_this_thread(stream)
+            for event in {tile.event for tile in taken if tile.event is not None and tile.stream is not mine}:
                 stream.wait(event)
         return taken
 
@@ -164,8 +167,10 @@ class _Array(HandleNode):
         self.mipmapped = mipmapped
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
         """Mapped tiles, each with its pool and its index there."""
-        self.last: dict[int, Event] = {}
-        """Event after the last map or unmap, by stream handle."""
+        self.last: dict[weakref.ref[Stream], Event] = {}
+        """Event after the last map, unmap or copy, by stream. Not by handle: the driver reuses handles, and that of the
+        per-thread default stream names one stream for each thread.
+        """
 
     def use(self, pool: TilePool) -> None:
         """Order the release of the array before the release of a pool."""
@@ -224,7 +229,7 @@ class SparseArray(OwnsNode):
         Shape in elements, the fastest dimension last: (height, width), (depth, height, width), or with ``layered``
         (layers, height, width).
     dtype
-        Type of one channel: an integer of 8, 16 or 32 bits, or a float of 16 or 32 bits.
+        Type of one channel: an integer of 8, 16 or 32 bits, or a float of 16 or 32 bits, in native byte order.
     channels
         1, 2 or 4 channels per element.
     layered
@@ -273,8 +278,8 @@ class SparseArray(OwnsNode):
             raise ValueError(f"shape={shape!r}: allowed are two or three extents of one or more elements")
         if self.layered and len(self.shape) != 3:
             raise ValueError(f"shape={shape!r}: a layered array has three: layers, height, width")
-        if kind not in _FORMATS:
-            raise ValueError(f"dtype={self.dtype}: allowed are {', '.join(_FORMATS)}")
+        if kind not in _FORMATS or not self.dtype.isnative:
+            raise ValueError(f"dtype={self.dtype}: allowed are {', '.join(_FORMATS)}, in native byte order")
         if channels not in (1, 2, 4):
             raise ValueError(f"channels={channels!r}: allowed are 1, 2 and 4")
         if not device.attribute("SPARSE_CUDA_ARRAY_SUPPORTED"):
@@ -428,7 +433,7 @@ class SparseArray(OwnsNode):
         pools = set()
         for tile in mapped:
             pool, slot = self._node.map.pop(tile)
-            pool._free.append(_FreeTile(slot, ordered, event))
+            pool._free.append(_FreeTile(slot, of_this_thread(ordered), event))
             pools.add(pool)
         for pool in pools:
             self._node.done(pool)
@@ -452,8 +457,10 @@ class SparseArray(OwnsNode):
         self._copy(target, stream, region, level, layer, to_array=False)
 
     def close(self) -> None:
-        """Wait for queued maps and unmaps, destroy the array (``cuArrayDestroy``) and return its tiles. Idempotent."""
-        # The driver does not document that destroying an array waits for queued maps and unmaps.
+        """Wait for queued maps, unmaps and copies, destroy the array (``cuArrayDestroy``) and return its tiles.
+        Idempotent.
+        """
+        # The driver does not document that destroying an array waits for queued work.
         for event in self._node.last.values():
             event.synchronize()
         if self._node.raw is not None:
@@ -500,14 +507,18 @@ class SparseArray(OwnsNode):
             session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
     def _note(self, stream: Stream) -> Event | None:
-        """Record an event after the latest map or unmap on a stream, for :meth:`close` and for the reuse of tiles."""
+        """Record an event after the latest work on a stream, for :meth:`close` and for the reuse of tiles."""
+        last, key = self._node.last, weakref.ref(of_this_thread(stream))
         try:
             event = stream.record()
+            if key not in last:
+                for done in [other for other, its in last.items() if its.query()]:
+                    del last[done]
         except CudaError:
-            # The map or unmap is queued already. Without an event the host must wait for it.
+            # The work is queued already. Without an event the host must wait for it.
             stream.synchronize()
             return None
-        self._node.last[stream.handle] = event
+        last[key] = event
         return event
 
     def _copy(
@@ -540,6 +551,7 @@ class SparseArray(OwnsNode):
             ):
                 setattr(copy, name, value)
             session.call("cuMemcpy3DAsync", copy, raw_handle(ordered))
+        self._note(ordered)
 
     # -- checks ----------------------------------------------------------------------------------------------
 

@@ -156,3 +156,9 @@ def test_a_damaged_journal(machine: object, name: str, tmp_path: Path, text: str
     (tmp_path / "streamalloc" / "models.held").write_text(text)
     with ipc.Store.serve(name) as server:
         assert server.lost == {}
+
+
+def test_a_file_that_is_no_store_is_not_listed(run: Run, store: ipc.Store, tmp_path: Path) -> None:
+    (tmp_path / "streamalloc" / "my notes.store").touch()
+    code, text = run("store", "list")
+    assert code == 0 and "notes" not in text

@@ -62,12 +62,22 @@ class TestTrace:
         with pytest.raises(ValueError, match=f"^event 4: {why}"):
             Trace((*TWO.events, event))
 
+    def test_events_of_any_iterable(self) -> None:
+        for events in (iter(TWO.events), list(TWO.events)):
+            assert Trace(events, TWO.source, TWO.skipped) == TWO  # type: ignore[arg-type]
+
     def test_a_free_has_the_size_of_its_allocation(self) -> None:
         with pytest.raises(ValueError, match="event 1: a free of 2 bytes, but allocation 5 has 1"):
             Trace((Event("allocate", 5, 1, 0, 0, 0), Event("free", 5, 2, 0, 0, 0)))
 
 
 class TestFile:
+    def test_equal_traces_make_equal_files(self, tmp_path: Path) -> None:
+        one, two = (Trace((), "", dict(pairs)) for pairs in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)]))
+        for number, trace in enumerate((one, two)):
+            trace.save(tmp_path / str(number))
+        assert one == two and (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+
     @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
     def test_round_trip(self, tmp_path: Path, name: str) -> None:
         TWO.save(tmp_path / name)
@@ -476,3 +486,18 @@ def test_the_opcodes_that_plain_data_has() -> None:
         "PERSID",
     } <= refused
     assert {"BINPERSID", "NEXT_BUFFER", "FROZENSET", "EMPTY_SET", "ADDITEMS"} <= refused
+
+
+def test_late_lines_of_the_day_before(tmp_path: Path) -> None:
+    """Lines of several threads are slightly out of order, also at midnight."""
+    clocks = (
+        "23:59:58:000000",
+        "00:00:00:500000",
+        "23:59:59:500000",
+        "00:00:01:000000",
+        "23:59:58:000000",
+        "00:00:03:0",
+    )
+    lines = [f"1,{clock},allocate,{hex(number + 1)},5,0" for number, clock in enumerate(clocks)]
+    trace = traces.from_rmm(written(tmp_path / "log.csv", "Thread,Time,Action,Pointer,Size,Stream", *lines))
+    assert [event.time / 1e9 for event in trace.events] == [0.0, 2.5, 1.5, 3.0, 0.0, 5.0]

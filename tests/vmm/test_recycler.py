@@ -191,6 +191,20 @@ class TestBound:
         gc.collect()
         assert account.left == {}
 
+    def test_dropping_it_while_memory_is_out(self, account: Account, device: sa.Device) -> None:
+        """It keeps nothing any more, neither what it has nor what comes back."""
+        recycler = vmm.MemoryRecycler(device, LIMIT)
+        used, other = recycler.take(PAGE), recycler.take(PAGE)
+        recycler.take(PAGE).close()
+        del recycler
+        gc.collect()
+        device.synchronize()
+        assert account.left == {"physical memory": [used.handle, other.handle]}
+        used.close()
+        assert account.left == {"physical memory": [other.handle]}
+        other.close()
+        assert account.left == {}
+
     def test_a_cycle_that_has_all_of_it(self, account: Account, device: sa.Device) -> None:
         recycler: Any = vmm.MemoryRecycler(device, LIMIT)
         things: list[Any] = [recycler, recycler.take(PAGE), vmm.GrowableBuffer(device, PAGE, PAGE, recycler=recycler)]

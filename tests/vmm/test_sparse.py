@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 from typing import Any
@@ -42,6 +43,12 @@ def image(device: sa.Device, tiles: vmm.TilePool) -> Iterator[vmm.SparseArray]:
 def noise(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8, seed: int = 0) -> Array:
     """Values of which none is 0."""
     return np.random.default_rng(seed).integers(1, 100, shape).astype(dtype)
+
+
+def in_thread(*acts: Callable[[], object]) -> None:
+    thread = threading.Thread(target=lambda: [act() for act in acts])
+    thread.start()
+    thread.join()
 
 
 def read(array: vmm.SparseArray, stream: sa.Stream, shape: tuple[int, ...] | None = None, **part: Any) -> Array:
@@ -114,6 +121,7 @@ class TestShape:
             ({"shape": (256.0, 256)}, TypeError, "shape"),
             ({"shape": (256, 256), "dtype": np.float64}, ValueError, "dtype"),
             ({"shape": (256, 256), "dtype": np.int64}, ValueError, "dtype"),
+            ({"shape": (256, 256), "dtype": np.dtype(np.float32).newbyteorder()}, ValueError, "native byte order"),
             ({"shape": (256, 256), "dtype": np.complex64}, ValueError, "dtype"),
             ({"shape": (256, 256), "dtype": bool}, ValueError, "dtype"),
             ({"shape": (256, 256), "channels": 3}, ValueError, "channels=3"),
@@ -685,6 +693,49 @@ class TestStreamOrder:
             data = write(small, other, noise((256, 256), seed=8))
             assert np.array_equal(read(small, other), data)
             assert not read(full, other, (1024, 1024), region=self.LEFT).any()
+
+    def test_used_again_on_another_thread(
+        self, device: sa.Device, tiles: vmm.TilePool, full: vmm.SparseArray, stream: sa.Stream, gate: Gate
+    ) -> None:
+        """The per-thread default stream is another one on each thread."""
+        stream.synchronize()
+        mine = device.per_thread_stream
+        in_thread(lambda: gate.hold(mine), lambda: full.unmap(self.LEFT, stream=mine))
+        with vmm.SparseArray(device, (256, 256)) as small:
+            small.map(tiles, stream=mine)
+            assert pending(mine)
+            gate.open()
+            assert executed(mine)
+
+    @pytest.mark.parametrize("other", ["thread", "handle", "copy"])
+    def test_closed_after_the_work_of_every_stream(
+        self,
+        device: sa.Device,
+        tiles: vmm.TilePool,
+        stream: sa.Stream,
+        gate: Gate,
+        monkeypatch: pytest.MonkeyPatch,
+        other: str,
+    ) -> None:
+        """Also of a stream whose handle now names another one, and after copies."""
+        array, (left, right) = (
+            vmm.SparseArray(device, (256, 512)),
+            ((slice(0, 256), slice(x, x + 256)) for x in (0, 256)),
+        )
+        second = device.per_thread_stream if other == "thread" else device.create_stream()
+        first = second if other == "thread" else stream
+        if other == "handle":
+            monkeypatch.setattr(sa.Stream, "handle", 5)
+        if other == "copy":
+            array.map(tiles, left, stream=first)
+            in_thread(lambda: gate.hold(first), lambda: array.copy_from(noise((256, 512)), first))
+        else:
+            in_thread(lambda: gate.hold(first), lambda: array.map(tiles, left, stream=first))
+        array.map(tiles, right, stream=second)
+        assert executed(second)
+        threading.Timer(0.1, gate.open).start()
+        array.close()  # the simulated driver refuses to destroy an array that queued work uses
+        assert array.closed and executed(first)
 
     @pytest.mark.parametrize("count", [1, 2])
     def test_used_again_without_the_host(self, machine: Any, count: int) -> None:

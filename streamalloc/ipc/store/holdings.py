@@ -174,13 +174,17 @@ class Holdings:
         epoch.nbytes = total
 
     def _make_room(self, device: str, wanted: int) -> None:
-        """Remove unused keys, the least recently used first, until at most ``wanted`` bytes are held."""
+        """Remove unused keys, the least recently used first, until at most ``wanted`` bytes are held. If all of them
+        are too few, remove none.
+        """
         idle = [
             entry.current
             for entry in self.entries.values()
             if entry.current is not None and entry.current.device == device and entry.next is None
             if not any(epoch.readers or epoch.ready for epoch in entry.epochs)
         ]
+        if self.held(device) - sum(epoch.nbytes for epoch in idle) > wanted:
+            return
         for epoch in sorted(idle, key=lambda epoch: epoch.used):
             if self.held(device) <= wanted:
                 return

@@ -190,7 +190,7 @@ def store_names() -> list[str]:
     """Return the names of this user's running stores."""
     found = []
     for path in sorted(folder().glob("*.store")):
-        with contextlib.suppress(StoreGoneError, OSError), Connection(path.stem):
+        with contextlib.suppress(StoreGoneError, OSError, ValueError), Connection(path.stem):
             found.append(path.stem)
     return found
 

@@ -340,7 +340,8 @@ class StoreServer(Closes):
         }
 
     def _fetch(self, client: _Client, start: int) -> dict[str, Any]:
-        if client.epoch is None:
+        # The handles of a writer's epoch are closed once another commit has replaced it.
+        if client.epoch is None or client not in client.epoch.readers:
             raise StoreError("this connection reads nothing")
         client.sends = client.epoch.handles[start : start + PACKET_HANDLES]
         return {}

@@ -198,7 +198,8 @@ class Store(Closes):
         device
             The device that gets access, or its ordinal; default: the device that owns the memory.
         at
-            A required address; True requires the writer's address. Default: the writer's address if it is free.
+            A required address; True requires the writer's address. Default, or False: the writer's address if it is
+            free.
         stream
             The stream that waits for pending copies of the writer, and of operations that name no other. Default: the
             device's default stream; then every other stream also waits before it uses the memory.

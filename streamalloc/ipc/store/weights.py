@@ -377,7 +377,7 @@ def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> Layo
 
 def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
     """Reserve the writer's addresses, or the required ones. Without a requirement, any address will do."""
-    wanted = opened.address if at is None or at is True else int(at)
+    wanted = opened.address if at is None or isinstance(at, bool) else int(at)
     sizes = sorted({max(opened.nbytes, least) for least in _LEAST_RANGES})
     driver, found = opened.device.driver, 0
     with contextlib.suppress(AddressSpaceError):  # there may be no room for the larger ones
@@ -389,7 +389,7 @@ def _reserved(opened: OpenEpoch, at: int | bool | None) -> AddressRange:
             reserved.close()
             # Closed ranges of this process whose work was pending are released at points of work.
             work(session_of(opened.device))
-    if at is None:
+    if at is None or at is False:
         return AddressRange(sizes[0], address=wanted, driver=driver)
     why = f"at={wanted:#x}: these addresses are taken in this process, and the driver gave {found:#x}"
     raise AddressSpaceError("CUDA_ERROR_OUT_OF_MEMORY", 2, "cuMemAddressReserve", why)

@@ -31,6 +31,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
 from streamalloc.core.resource import Leaves, Unique, close_all
+from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
@@ -80,6 +81,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.layout: Layout = Layout()
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session)
         self._group = None if group is None else as_communicator(group)
+        self._voted = False
+        """Whether the other ranks have, or get, this rank's vote."""
         self._chunks: list[PhysicalMemory] = []
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
         self.nbytes: int = 0
@@ -265,6 +268,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _vote(self, token: str) -> list[tuple[str, str]]:
         """Return the server and the token of each rank. An empty token is a vote against the commit."""
         assert self._group is not None
+        self._voted = True
         # Ranks on another machine have another server.
         server = f"{self._group.host}/{self._connection.name}"
         found = self._group.allgather(json.dumps([server, token]).encode())
@@ -275,7 +279,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         if not self.closed:
             with contextlib.ExitStack() as undo:
                 undo.callback(self._release)
-                if self._group is not None:
+                if self._group is not None and not self._voted:
                     self._vote("")
 
     def _check_open(self) -> None:
@@ -364,5 +368,5 @@ _endings: set[_Ending] = set()
 def _await_copies() -> None:
     """Wait for the copies, so that the end of this process loses no commit."""
     for item in list(_endings):
-        with contextlib.suppress(CudaError):
+        with contextlib.suppress(CudaError, ForkedProcessError):  # a forked child has no copies to wait for
             item._event.synchronize()

@@ -19,7 +19,9 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
+from streamalloc.ipc.store import writing
 from streamalloc.ipc.store.protocol import Connection, Kind, socket_path
+from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, environment, eventually
 from tests.support import MiB, holds
@@ -292,3 +294,21 @@ def test_a_store_that_is_closed_during_a_request_keeps_no_connection(
     asked: list[Connection] = []
     monkeypatch.setattr(Connection, "ask", closed_meanwhile)
     assert store.list() == [] and asked[0].closed
+
+
+@pytest.mark.simulated_only("a forked child of a process that uses CUDA")
+def test_a_child_that_ends_while_copies_are_queued(store: ipc.Store, stream: sa.Stream, gate: Gate) -> None:
+    """Only the writer waits for the copies at its exit."""
+    gate.hold(stream)
+    with store.write("key", stream=stream) as weights:
+        weights.allocate("all", MiB, np.uint8).fill(1)
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            writing._await_copies()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.open()
+    with store.open("key") as found:
+        assert holds(found["all"], 1)

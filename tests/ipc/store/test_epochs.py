@@ -193,8 +193,9 @@ def test_addresses_that_are_taken(store: ipc.Store) -> None:
         for at in (True, weights.address):
             with pytest.raises(sa.AddressSpaceError, match="taken"):
                 store.open("key", at=at)
-        with store.open("key") as elsewhere:
-            assert elsewhere.address != weights.address and holds(elsewhere["all"], 1)
+        for anywhere in (None, False):
+            with store.open("key", at=anywhere) as elsewhere:
+                assert elsewhere.address != weights.address and holds(elsewhere["all"], 1)
     with store.open("key", at=weights_at(store) + 64 * PAGE) as moved:
         assert moved.address == weights_at(store) + 64 * PAGE and holds(moved["all"], 1)
 

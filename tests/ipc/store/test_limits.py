@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_eviction_by_least_recent_use(serve: Serve) -> None:
     assert store.statistics().evicted >= 1
     with pytest.raises(ValueError, match="limit="):
         ipc.Store.serve("other", evict=True)
+
+
+def test_no_eviction_in_vain(serve: Serve) -> None:
+    """A request that no eviction makes room for leaves the other keys."""
+    store = serve(limit=16 * MiB, evict=True)
+    for value, key in enumerate("abc"):
+        write(store, key, value, nbytes=4 * MiB)
+    with store.open("b"):
+        for nbytes in (18 * MiB, 14 * MiB):
+            with pytest.raises(ipc.StoreFullError, match="holds 12 MiB"), store.write("d") as weights:
+                weights.allocate("all", nbytes, np.uint8)
+            assert [entry.key for entry in store.list()] == ["a", "b", "c"]
+    assert store.statistics().evicted == 0
 
 
 @pytest.mark.gpus(2)
@@ -219,6 +233,23 @@ class TestGroups:
         raised = self.both(act)
         assert isinstance(raised[0], ipc.StoreError) and "rank 1 of the group did not commit" in str(raised[0])
         assert {"error": ZeroDivisionError, "abort": type(None), "key": TypeError}[how] is type(raised[1])
+        assert eventually(lambda: store.list() == [] and store.statistics().nbytes == 0)
+
+    def test_one_vote_for_each_rank(self, store: ipc.Store) -> None:
+        """The end of the block does not vote again after a commit that failed."""
+
+        def act(rank: int, group: Any) -> None:
+            with store.write(f"rank{rank}", group=group) as weights:
+                weights.allocate("all", MiB, np.uint8)
+                if rank:
+                    weights.abort()
+                else:
+                    weights.commit()
+
+        began = time.monotonic()
+        raised = self.both(act)
+        assert "rank 1 of the group did not commit" in str(raised[0]) and raised[1] is None
+        assert getattr(raised[0], "__notes__", []) == [] and time.monotonic() - began < 10
         assert eventually(lambda: store.list() == [] and store.statistics().nbytes == 0)
 
     def test_a_rank_that_dies_after_its_vote(self, store: ipc.Store) -> None:

@@ -84,6 +84,16 @@ class TestRequests:
         channel.send(protocol.pack(Kind.LIST, {"after": ""}))
         assert protocol._decoded(channel.receive(timeout=5).data)[1] == Kind.DONE
 
+    def test_handles_of_an_epoch_that_is_gone(self, store: ipc.Store) -> None:
+        """A writer's connection has no handles to fetch, even once another commit has replaced its own."""
+        weights = store.write("before", replace=True)
+        weights.allocate("all", 1, np.uint8)
+        weights._commit(keep=False, block=True)
+        write(store, "before", 1, replace=True)
+        with pytest.raises(ipc.StoreError, match="reads nothing"):
+            weights._connection.ask(Kind.FETCH, start=0)
+        weights._release(())
+
     def test_another_version(self, channel: ipc.Channel, monkeypatch: pytest.MonkeyPatch, store: ipc.Store) -> None:
         data = bytearray(protocol.pack(Kind.STATUS, {}))
         struct.pack_into("<H", data, 4, protocol.VERSION + 1)
