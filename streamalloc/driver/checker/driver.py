@@ -419,23 +419,23 @@ class Checked(Wrapper):
     def _queue_host_function(self, name: str, launch: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         kind, pointers = _QUEUES_HOST_FUNCTION[name]
         try:
-            stream, theirs, *rest = args
-            handle, number = number_of(stream), int(theirs)
+            handle, theirs, *rest = args
+            number, stream = int(getattr(cuda, pointers)(theirs)), self._alone(self._state.stream, handle)
         except _REFUSED:
-            handle = number = 0
+            number = 0
         if not number:
             return self._record(name, launch, args)  # the driver refuses it
-        call = self._alone(lambda: self._state.host_function(self._state.stream(handle)))
+        call = self._alone(self._state.host_function, stream)
         pointer = self._stand_in(kind, number, call)
         try:
-            answer = self._record(name, launch, (stream, getattr(cuda, pointers)(pointer), *rest))
+            answer = self._record(name, launch, (handle, getattr(cuda, pointers)(pointer), *rest))
         except _REFUSED:
             # The pointer stays: if a signal handler raised this, the driver may call the function.
             self._alone(call.refused)
             raise
         node = call.node
         if node is not None:
-            self._alone(lambda: self._state.name(self._state.stream(handle), node))
+            self._alone(self._state.name, stream, node)
         if answer[0]:
             self._host_functions.pop(pointer, None)
             self._alone(call.refused)

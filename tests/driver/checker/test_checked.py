@@ -755,6 +755,9 @@ class TestWrongArguments:
     def test_a_host_function_at_0(self) -> None:
         driver: Any = sd.checked(_with_context(sd.simulated()))
         assert driver.cuLaunchHostFunc(0, 0, 0) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        for stream, function in ((-1, 1), (0, -1)):
+            with pytest.raises(OverflowError):
+                driver.cuLaunchHostFunc(stream, function, 0)
 
     def test_an_array_frees_host_memory(self) -> None:
         """The bindings take the address of an object with a buffer."""
