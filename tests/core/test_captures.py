@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.core.deferred import work
+from streamalloc.core.deferred import deferred_queue, work
 from streamalloc.core.event import context_event
 from streamalloc.core.session import session_of
 from streamalloc.interop.bridge import FreeAfterAll, free_after_all
@@ -337,6 +337,15 @@ def test_a_record_of_a_whole_context_is_refused_during_a_capture_of_ours(machine
     with _capturing(machine, device, "ours"), pytest.raises(sa.CaptureError):
         context_event(device)
     assert context_event(device).query()
+
+
+def test_a_record_of_a_whole_context_waits_while_a_capture_begins(device: sa.Device) -> None:
+    queue = deferred_queue(session_of(device))
+    with ThreadPoolExecutor(1) as pool:
+        with queue.beginning:
+            recorded = pool.submit(context_event, device)
+            assert not wait([recorded], 0.05).done
+        assert recorded.result().query()
 
 
 @contextlib.contextmanager

@@ -251,3 +251,12 @@ def test_nothing_is_asked_twice_for_an_ordinal(machine: Any, traced: Any, device
         False,
     )
     assert names(traced) == []
+
+
+def test_an_error_keeps_that_of_the_context_s_pop_as_a_note(machine: Any) -> None:
+    driver = sd.faulty(machine, "cuCtxPopCurrent", result="CUDA_ERROR_UNKNOWN")
+    with pytest.raises(KeyError) as caught, sa.Device(0, driver=driver).current():
+        raise KeyError("first")
+    machine.cuCtxPopCurrent()
+    (note,) = caught.value.__notes__  # type: ignore[attr-defined]
+    assert "cuCtxPopCurrent" in note

@@ -242,6 +242,16 @@ class TestSizes:
             assert too_small.address != address == again.address
         assert cache.statistics()[4:] == (0, 19 * 1024, 2)
 
+    def test_a_block_of_five_times_the_size_is_the_largest_that_will_do(
+        self, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
+        for size, fits in ((20 * 1024, True), (22 * 1024, False)):
+            with cache.allocate(size, stream) as buffer:
+                address = buffer.address
+            with cache.allocate(4 * 1024, stream) as smaller:
+                assert (smaller.address == address) is fits
+            cache.trim()
+
     def test_a_much_larger_block_serves_only_while_no_smaller_one_is_free(
         self, cache: sa.CachingAllocator, stream: sa.Stream
     ) -> None:
@@ -325,6 +335,14 @@ class TestSizes:
             allowances.append(cache._state._allowance(wanted) // MiB)
         # 640 MiB times 1.05, 1.1125, 1.175 and 2.5, in steps of 32 MiB
         assert allowances == [672, 736, 768, 1600]
+
+    def test_a_trim_forgets_the_peaks(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        cache.allocate(320 * MiB, stream).free()
+        wanted = cache._state.known(stream).size_class(MiB)  # type: ignore[union-attr]
+        assert cache._state._allowance(wanted) == 352 * MiB
+        stream.synchronize()
+        cache.trim()
+        assert cache._state._allowance(wanted) == 32 * MiB
 
     def test_a_pool_that_has_not_grown_is_not_trimmed(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         """Memory that others have freed stays in the pool."""
