@@ -51,7 +51,6 @@ from streamalloc.core.queued_work import (
     settle,
     work_since,
 )
-from streamalloc.core.session import drained, members, session_of
 from streamalloc.core.stream import (
     LEGACY,
     NOT_CAPTURED,

@@ -31,7 +31,6 @@ from streamalloc.core.internal import (
     check_location,
     deferred_queue,
     location_of,
-    members,
     read_or_none,
     session_for,
     work,
@@ -48,7 +47,7 @@ from streamalloc.core.properties import (
     checked_type,
 )
 from streamalloc.core.resource import Closes, Leaves, made_for_sharing
-from streamalloc.core.session import Session
+from streamalloc.core.session import Session, members
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics

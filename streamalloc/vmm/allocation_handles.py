@@ -25,14 +25,13 @@ from streamalloc.core.internal import (
     HandleEnd,
     QueuedWork,
     deferred_queue,
-    members,
     moment,
     work,
     work_since,
 )
 from streamalloc.core.properties import MemHandleType, MemLocation
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import PerDriver, Session
+from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.vmm.access import Rights

@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
-from streamalloc.core.internal import session_of
+from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.ipc.exporter import exports
 from streamalloc.ipc.exporter.exports import Exports, exports_of

@@ -11,7 +11,8 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.internal import Deferred, deferred_queue, session_of
+from streamalloc.core.internal import Deferred, deferred_queue
+from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupted

@@ -11,10 +11,10 @@ from typing import Any
 
 from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import AddressSpaceError, size_text, undoing
-from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, session_of, work
+from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, work
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.resource import Closes, close_all
-from streamalloc.core.session import Session
+from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.importer.announcement import Announcement
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError

@@ -27,10 +27,10 @@ from streamalloc.core.internal import (
     as_stream,
     context_event,
     deferred_queue,
-    session_of,
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
 from streamalloc.core.resource import Leaves, Unique, close_all
+from streamalloc.core.session import session_of
 from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError

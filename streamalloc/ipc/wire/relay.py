@@ -53,9 +53,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, undo_all, undoing
-from streamalloc.core.internal import Device, members, work
+from streamalloc.core.internal import Device, work
 from streamalloc.core.properties import MemAccess, MemAccessDesc
-from streamalloc.core.session import Session
+from streamalloc.core.session import Session, members
 from streamalloc.driver.internal import SETTLERS, Lock
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
 

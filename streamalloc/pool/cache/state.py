@@ -25,7 +25,6 @@ from streamalloc.core.internal import (
     Watcher,
     besides,
     deferred_queue,
-    drained,
     end_of,
     end_with_stream,
     free_refused,
@@ -40,7 +39,7 @@ from streamalloc.core.internal import (
     thread_of,
     watching_for_destruction,
 )
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver.internal import RLock, cuda
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
 from streamalloc.pool.lost import no_collection_is_left

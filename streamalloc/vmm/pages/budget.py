@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from streamalloc.core.errors import ClosedError, size_text, undoing
-from streamalloc.core.internal import Fd, members
+from streamalloc.core.internal import Fd
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
+from streamalloc.core.session import members
 from streamalloc.driver.internal import RLock
 
 T = TypeVar("T")
