@@ -62,4 +62,3 @@ class Faults(Faulty, _Functions):  # type: ignore[misc]
     def stop(self) -> None:
         """Refuse no more calls."""
         self._target = _NEVER
-        self._times = 1

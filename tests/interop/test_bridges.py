@@ -267,6 +267,12 @@ class TestOrder:
         device.synchronize()
         assert used(pool) == 0
 
+    def test_numba_reads_its_memory_manager_from_the_module(self, get: Get) -> None:
+        """By the name in NUMBA_CUDA_MEMORY_MANAGER."""
+        get("numba")
+        assert interop.numba._numba_memory_manager.interface_version == 1
+        assert not hasattr(interop.numba, "absent")
+
     def test_numba_memory_is_freed_after_all_work(self, get: Get, pool: sa.MemoryPool, gate: Gate) -> None:
         """Also after that of a non-blocking stream, of which Numba never told."""
         library = get("numba")

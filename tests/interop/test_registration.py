@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import interop, vmm
 from tests.interop.conftest import Get
 from tests.support import MiB
@@ -59,6 +60,12 @@ class TestKinds:
             assert not found.nccl and not found.nvshmem and "3 mappings" in found.nccl.why
             assert interop.registration(buffer[2 * MiB : 4 * MiB]).nccl
             assert interop.registration(buffer[2 * MiB - 1 : 2 * MiB + 1]).mappings == 2
+
+    def test_no_dma_buf(self, machine: Any) -> None:
+        driver = sd.faulty(machine, "cuMemGetHandleForAddressRange", result="CUDA_ERROR_NOT_SUPPORTED")
+        with vmm.GrowableBuffer(sa.Device(0, driver=driver), 2 * MiB, 2 * MiB) as buffer:
+            found = interop.registration(buffer)
+        assert answers(found) == accepted() and "CUDA_ERROR_NOT_SUPPORTED" in found.dma_buf.why
 
     def test_without_handles(self, device: sa.Device) -> None:
         with vmm.GrowableBuffer(device, 4 * MiB, 4 * MiB) as buffer:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import streamalloc as sa
 from streamalloc import interop, ipc
 from tests import support
 
@@ -76,3 +80,55 @@ def test_a_module(torch: Any, store: ipc.Store) -> None:
             assert torch.equal(other(question), answer)
             torch.cuda.synchronize()
             del other
+
+
+class _Part:
+    """A contiguous part of a tensor on the host, with what the bridge reads of a tensor."""
+
+    is_cuda, device, dtype = False, "cpu", "torch.uint8"
+
+    def __init__(self, storage: Any, start: int, stop: int) -> None:
+        self.set_(storage, start, (stop - start,))
+
+    def set_(self, storage: Any, start: int, shape: tuple[int]) -> None:
+        self.storage, self.start, self.shape = storage, start, shape
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.storage[self.start : self.start + self.shape[0]]
+
+    def untyped_storage(self) -> Any:
+        return self.storage
+
+    def storage_offset(self) -> int:
+        return self.start
+
+    def element_size(self) -> int:
+        return 1
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+class _Storage(np.ndarray):
+    def data_ptr(self) -> int:
+        return int(self.ctypes.data)
+
+
+@pytest.mark.simulated_only("test_parity is the same with PyTorch")
+def test_parts_of_a_storage(machine: Any, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy leaves the bytes before the first part, and keeps the alignment."""
+    storage = np.arange(200, dtype=np.uint8).view(_Storage)
+    torch: Any = ModuleType("torch")
+    torch.uint8, torch.empty = "uint8", lambda *_, **__: _Part(storage, 0, 0)
+    torch.cuda = SimpleNamespace(current_stream=lambda ordinal: device.default_stream)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    name = f"parts-{os.getpid()}"
+    with ipc.Store.serve(name), ipc.Store(name) as store, store.write("state") as weights:
+        interop.torch.write_state_dict(weights, {"one": _Part(storage, 100, 120), "other": _Part(storage, 105, 200)})
+        assert [weights.layout[part].offset for part in ("one", "other")] == [4, 9]
+        found = np.zeros(95, np.uint8)
+        weights["other"].copy_to(found)
+        assert (found == storage[105:]).all()

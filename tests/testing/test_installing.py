@@ -21,6 +21,7 @@ from streamalloc import testing
 from streamalloc.cli import main
 from streamalloc.cli import run as run_command
 from streamalloc.driver.bindings import cuda, runtime
+from streamalloc.testing import compiled
 from tests.processes import finished, python
 from tests.testing.conftest import Run
 
@@ -152,6 +153,16 @@ with testing.install(sd.simulated(devices=3)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             import cupy  # noqa: F401
+
+    def test_imports_are_watched_by_one_hook(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The interpreter has no call that removes an audit hook."""
+        hooks: list[object] = []
+        monkeypatch.setattr(sys, "addaudithook", hooks.append)
+        monkeypatch.setattr(compiled, "_added", False)
+        for _ in range(2):
+            with testing.install():
+                pass
+        assert len(hooks) == 1
 
     def test_the_fixture(self, run: Run) -> None:
         result = run("""

@@ -124,6 +124,23 @@ def test_both_ends_of_a_pair(world: World) -> None:
         assert world.found(watch) == []
 
 
+def test_an_object_that_cannot_be_printed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> str:
+        raise ValueError
+
+    monkeypatch.setattr(ipc.Listener, "__repr__", refuse)
+    with Watch() as watch, ipc.Listener():
+        assert [text for text, _ in world.found(watch)] == ["Listener"]
+
+
+def test_descriptors_after_those_of_the_machine(world: World) -> None:
+    with Watch() as watch, vmm.PhysicalMemory(world.device, PAGE, handle_types=POSIX):
+        ends = os.pipe()
+        assert [text.split(" (")[0] for text, _ in world.found(watch)][1:] == [f"file descriptor {end}" for end in ends]
+        for end in ends:
+            os.close(end)
+
+
 def test_an_announcement_is_counted_as_its_share(world: World) -> None:
     memory = vmm.GrowableBuffer(world.device, 4 * PAGE, PAGE, handle_types=POSIX)
     ipc.share(memory)

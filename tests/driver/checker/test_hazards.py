@@ -428,8 +428,8 @@ def test_another_thread_gets_a_handle_during_its_end() -> None:
     assert calls.kinds() == ["race", *2 * ["access without a grant"]]
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_a_kernel_may_have_written_anything(launched: bool) -> None:
+@pytest.mark.parametrize("work", ["", "a kernel", "a decompression"])
+def test_work_that_may_have_written_anything(work: str) -> None:
     answers = Yes()
     driver: Any = sd.checked(answers, uninitialized=True)
     answers.makes += [cuda.CUmemoryPool(0x50)]
@@ -438,7 +438,9 @@ def test_a_kernel_may_have_written_anything(launched: bool) -> None:
     stream = driver.cuStreamCreate(1)[1]
     answers.makes += [cuda.CUdeviceptr(4 << 20)]
     source = driver.cuMemAllocFromPoolAsync(64, pool, stream)[1]
-    if launched:
+    if work == "a kernel":
         driver.cuLaunchKernel(None, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0)
+    elif work:
+        driver.cuMemBatchDecompressAsync(SimpleNamespace(), 1, 0, stream)
     driver.cuMemcpyDtoDAsync(8 << 20, source, 64, stream)
-    assert [one.kind for one in driver.hazards] == ([] if launched else ["uninitialized"])
+    assert [one.kind for one in driver.hazards] == ([] if work else ["uninitialized"])

@@ -1,8 +1,9 @@
-"""A pool of the simulated driver that grows where the system has no memory."""
+"""Allocations of the simulated driver where the system has no memory."""
 
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 import pytest
 
@@ -32,3 +33,11 @@ def test_an_allocation_fails_and_the_next_one_does_not(monkeypatch: pytest.Monke
         buffer.fill(7)
         stream.synchronize()
         assert pool.statistics().used == MiB
+
+
+def test_managed_memory(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(Reservation, "map", refuse)
+    assert raw.cuMemAllocManaged(MiB, 1)[0].name == "CUDA_ERROR_OUT_OF_MEMORY"
