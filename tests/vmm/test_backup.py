@@ -665,8 +665,11 @@ def test_bytes_that_stay_in_memory_are_neither_read_nor_replaced(machine: Any) -
         for call in (group.read, group.write):
             with pytest.raises(ValueError, match=r"keeps its memory.*wake\(\)"):
                 call(buffer, pattern(PAGE, 2))
+        filled(other, 3)
+        group.sleep()
+        assert other.evicted
         group.wake()
-        assert shows(buffer, 1)
+        assert shows(buffer, 1) and shows(other, 3)
         buffer.close()
         other.close()
 
