@@ -17,6 +17,7 @@ import streamalloc.driver as sd
 from streamalloc.core.session import Session
 from streamalloc.ipc import GroupError
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
+from streamalloc.multicast.setup import steps
 from streamalloc.multicast.setup.rank_group import RankGroup, rank_at_fault
 from tests.multicast.ranks import Crew, Meddled, Rank
 from tests.multicast.support import all_ended
@@ -174,6 +175,24 @@ class TestSeveral:
         for rank in crew.ranks:
             rank.fail("")
         crew.run(use)
+
+
+def test_a_rank_that_fails_ends_the_step_of_its_process() -> None:
+    tried = []
+
+    def do(rank: int) -> bytes:
+        tried.append(rank)
+        raise ValueError(rank)
+
+    with pytest.raises(SymmetricMemoryError) as caught:
+        RankGroup(None, 3).step("create", do, None)
+    assert (tried, caught.value.rank, caught.value.step) == ([0], 0, "create")
+
+
+@pytest.mark.parametrize("result", ["CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"])
+def test_an_attribute_that_the_driver_lacks(machine: Any, result: str) -> None:
+    device = sa.Device(0, driver=sd.faulty(machine, "cuDeviceGetAttribute", result=result))
+    assert steps._has(device, "MULTICAST_SUPPORTED") is False
 
 
 class TestInterrupts:

@@ -589,6 +589,7 @@ class TestReports:
         ]
         head, first, _ = str(report).splitlines()
         assert head == "7 MiB in 4 allocations still allocated:"
+        assert repr(report) == "<LeakReport: 7 MiB in 4 allocations still allocated>"
         assert first.startswith("  4 MiB in 1 allocation from test_observer.py:")
         assert f"3 MiB in 3 allocations from test_observer.py:{here} in " in str(report)
         assert "&lt;cache&gt;" in report._repr_html_() and "<cache>" not in report._repr_html_()
