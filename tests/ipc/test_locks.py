@@ -619,7 +619,7 @@ class TestEnds:
             with importer.lock:
                 importer.allocations[b"other"] = held
 
-        for _ in interleaved(Importer._release_ended, make, lambda _: importer._release_ended(), open_another):
+        for _ in interleaved(Importer._release_unused, make, lambda _: importer._release_ended(), open_another):
             assert len(importer.allocations) == 2
         importer.handles.clear()
         importer.allocations.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -15,9 +16,11 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
+from streamalloc.core.session import session_of
 from streamalloc.multicast import SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
+from streamalloc.vmm.release_order import ReleaseOrder
 from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
 from tests.processes import Partner, There
@@ -662,3 +665,40 @@ def test_two_threads_close_it(device: sa.Device) -> None:
 
     for memory in interleaved(RankResources.release_memory, make, close, close):
         assert memory.closed and not memory._resources.made
+
+
+@pytest.mark.simulated_only("threads interleave in the same way on any driver")
+class TestReleaseByTwoThreads:
+    faults = Faults(sa.driver.simulated())
+
+    def make(self) -> RankResources:
+        device = sa.Device(0, driver=self.faults)
+        resources = RankResources(session_of(device), {0: device, 1: device}, 2)
+        resources.physical_bytes = 2 * MiB
+        for rank in resources.devices:
+            resources.create(rank, multicast=False)
+        resources.reserve()
+        resources.map()
+        return resources
+
+    def test_memory(self) -> None:
+        release = RankResources.release_memory
+        for resources in interleaved(release, self.make, release, release):
+            assert not resources.memories and not resources.releasing
+            resources.release()
+
+    def test_addresses_that_could_not_be_freed(self) -> None:
+        """Another thread, which releases them at the same time, does not lose them."""
+
+        def make() -> RankResources:
+            resources = self.make()
+            self.faults.fail("cuMemAddressFree")
+            return resources
+
+        def release(resources: RankResources) -> None:
+            with contextlib.suppress(sa.OutOfMemoryError):
+                resources.release()
+
+        for resources in interleaved(ReleaseOrder.attempt, make, release, release):
+            resources.release()
+            assert self.faults.seen.count("cuMemAddressFree") == 2

@@ -614,6 +614,18 @@ class TestInterleaved:
             world.end()
         self.check_left(account)
 
+    def test_unmapped_bytes_are_read_while_a_page_is_closed(self, account: Account, device: sa.Device) -> None:
+        found: list[int] = []
+        for world in interleaved(
+            RecyclingSpec.unmapped_bytes,
+            lambda: self.World(device, 1),
+            lambda it: found.append(it.recycler._spec.unmapped_bytes(device.location)),
+            self.World.close_pages,
+        ):
+            assert found.pop() in (0, PAGE)
+            world.end()
+        self.check_left(account)
+
     @pytest.mark.parametrize("function", [RecyclingSpec.trim, RecyclingSpec._release])
     @pytest.mark.parametrize("spares", [0, 1])
     def test_one_takes_what_the_other_trims(

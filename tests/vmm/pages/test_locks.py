@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -644,21 +645,41 @@ class TestTiers:
         for stored in interleaved(Stored.drop, lambda: self.stored(make()), Stored.drop, Stored.drop, at="line"):
             assert stored.tier.used == 0
 
+    def test_users_of_room_are_counted(self, make: Callable[[], vmm.HostTier]) -> None:
+        """Room that is dropped meanwhile is returned once the last of them has ended."""
+
+        users: list[Any] = []
+
+        def use(stored: Stored) -> None:
+            with stored.in_use():
+                pass
+
+        def enter(stored: Stored) -> None:
+            users.append(stored.in_use())
+            users[-1].__enter__()
+
+        in_use: Any = Stored.in_use
+        for stored in interleaved(in_use.__wrapped__, lambda: self.stored(make()), use, enter):
+            stored.drop()
+            assert stored.tier.used == 2 * self.SIZE
+            users.pop().__exit__(None, None, None)
+            assert stored.tier.used == 0
+
     def test_a_reserve_counts_another_one(self, make: Callable[[], vmm.HostTier]) -> None:
         def reserve(tier: vmm.HostTier) -> None:
             tier.reserve(1, self.SIZE)
 
-        for tier in interleaved(vmm.HostTier.reserve, make, reserve, reserve):
+        for tier in interleaved(vmm.HostTier._grow_to, make, reserve, reserve):
             assert len(tier._chunks) == 1
 
-    @pytest.mark.parametrize("act", ["_take", "_forget_unused"])
+    @pytest.mark.parametrize("act", ["_add_to", "_forget_unused"])
     def test_memory_is_taken_once(self, make: Callable[[], vmm.HostTier], act: str) -> None:
         taken: list[Stored] = []
 
         def take(tier: vmm.HostTier) -> None:
             taken.append(self.stored(tier))
 
-        first = take if act == "_take" else vmm.HostTier._forget_unused
+        first = take if act == "_add_to" else vmm.HostTier._forget_unused
         for tier in interleaved(getattr(vmm.HostTier, act), make, first, take):
             addresses = np.concatenate([one._addresses for one in taken]).tolist()
             assert len(addresses) == len({*addresses}) and tier.used == len(addresses) * self.SIZE
@@ -761,7 +782,7 @@ class TestReaders:
             assert world.found in ([[]], [[0, 1]])
             world.check()
 
-    @pytest.mark.parametrize("change", ["commit", "keep", "close"])
+    @pytest.mark.parametrize("change", ["commit", "keep", "set aside", "close"])
     def test_kept_pages(self, stream: sa.Stream, change: str) -> None:
         def make() -> World:
             world = World(stream, spaces=2).kept(0, 1)
@@ -775,6 +796,9 @@ class TestReaders:
                 world.space.commit(1)
             elif change == "keep":
                 world.places.locked(lambda: world.places.keep([2]))
+            elif change == "set aside":
+                parking = Parking(world.places, Work(stream.device))
+                world.places.locked(lambda: world.places.set_aside([0, 1], parking))
             else:
                 world.space.close(())
 
@@ -786,7 +810,9 @@ class TestReaders:
             at="line",
         ):
             assert world.found == [[]]
-            if change == "close":
+            if change == "set aside":
+                world.places.locked(functools.partial(world.places.unpark, [0, 1]))
+            elif change == "close":
                 del world.spaces[0]
             world.check()
 
