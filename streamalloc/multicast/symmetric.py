@@ -667,7 +667,6 @@ class SymmetricMemory(Closes, Shown):
             self.close()
 
     def _about(self) -> Iterator[Row]:
-        self._check_open()
         yield "size", f"{mib(self.nbytes)} for each rank, of {mib(self.physical_bytes)} that are mapped"
         yield "rank", f"{self.rank} of {self.size}" if self.communicator is not None else f"all {self.size}"
         view = self.multicast_address

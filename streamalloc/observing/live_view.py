@@ -136,8 +136,7 @@ class LiveView(Closes):
         self._pools = pools
         self._every = every
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._screen: _Screen | None = None
+        self._running: tuple[threading.Thread, _Screen] | None = None
 
     def figures(self) -> list[PoolFigures]:
         """The present statistics of the pools, without closed ones."""
@@ -147,15 +146,16 @@ class LiveView(Closes):
     @property
     def running(self) -> bool:
         """Whether the view updates itself."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._running is not None and self._running[0].is_alive()
 
     def start(self) -> LiveView:
         """Show the view and start its updates; idempotent."""
-        if self._thread is None:
+        if self._running is None:
             self._over.clear()
-            self._screen = screen = _notebook() if _in_notebook() else _terminal()
-            self._thread = threading.Thread(target=self._run, args=(screen,), name="streamalloc live view", daemon=True)
-            self._thread.start()
+            screen = _notebook() if _in_notebook() else _terminal()
+            thread = threading.Thread(target=self._run, args=(screen,), name="streamalloc live view", daemon=True)
+            self._running = thread, screen
+            thread.start()
         return self
 
     def _run(self, screen: _Screen) -> None:
@@ -165,9 +165,9 @@ class LiveView(Closes):
 
     def stop(self) -> None:
         """Update the view a last time and leave it on the screen; idempotent."""
-        thread, screen = self._thread, self._screen
-        self._thread = self._screen = None
-        if thread is not None and screen is not None:
+        running, self._running = self._running, None
+        if running is not None:
+            thread, screen = running
             self._over.set()
             try:
                 thread.join()

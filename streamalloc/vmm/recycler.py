@@ -233,7 +233,7 @@ class RecycledHandle(AllocationHandle):
     def only_here(self) -> bool:
         """Whether, to this process's knowledge, no other object or process can use the memory."""
         state = self.state
-        if state.exported or state.elsewhere or state.bindings or state.teams:
+        if state.exported or state.elsewhere or state.teams:
             return False
         return len(state.handles) == 1 and self in state.handles
 

@@ -135,9 +135,10 @@ class TestTerminal:
         assert terminal.ended == 1
 
     def test_breaks_no_capture(self, terminal: Screen, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with live(pool, every=0.0005), stream.capture() as graph:
+        with live(pool, every=0.0005) as view, stream.capture() as graph:
             pool.allocate(MiB, stream).free()
             time.sleep(0.02)
+            assert view.figures() == []
         graph.close()
 
     def test_without_rich(self, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool) -> None:

@@ -194,8 +194,8 @@ class BindingNode(HandleNode):
             order.relate(self, node)
         order.relate(self.object, self.memory_node)
         if state is not None:
-            state.bindings[self] = None
             state.teams[team] = None
+            state.bindings[self] = None
             for handle in list(state.handles):
                 order.relate(self, handle)
                 order.relate(self.object, handle)

@@ -496,6 +496,27 @@ def test_room_of_a_released_page_is_not_used_before_its_copy_is_queued(stream: s
     world.check()
 
 
+def test_contents_are_released_before_their_copy_back_is_queued(
+    stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The closed tier frees their room after the copy."""
+    world = World(stream)
+    load = Stored.load
+
+    def release_first(stored: Stored, *args: Any) -> None:
+        world.space.release(0, ())
+        load(stored, *args)
+
+    with vmm.HostTier(stream.device) as tier:
+        world.space.commit(0)
+        world.space.swap_out(0, tier)
+    monkeypatch.setattr(Stored, "load", release_first)
+    world.space.swap_in(0)
+    assert tier.used == 0 and world.space.committed.tolist() == []
+    world.clear()
+    world.check()
+
+
 def test_a_page_that_is_about_to_be_swapped_in_is_not_prepared(
     stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
