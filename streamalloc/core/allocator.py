@@ -164,6 +164,8 @@ class Allocator(Unique):
         buffer._stream = ordered
         buffer._allocator = self
         buffer._shared = None
+        if ordered._threads is not None:
+            buffer._owner = of_this_thread(ordered)._thread
         result = self._try(buffer)
         if result:
             self._recover(result, buffer)

@@ -86,7 +86,7 @@ class Buffer(Memory, Closes):
     _stream: Stream
     _owner: object
     """Caller's stream object: ``_stream`` does not keep a library's object alive. May be unset. On the per-thread
-    default stream it is the number of the thread, see :class:`~streamalloc.core.stream.Threads`.
+    default stream the number of the thread (see :class:`~streamalloc.core.stream.Threads`), always set but in a cache.
     """
 
     @property
@@ -157,7 +157,8 @@ class Buffer(Memory, Closes):
         ----------
         stream
             The stream after whose work the memory is free (default: the one it was allocated on). The caller must order
-            all uses before the free: the driver does not check that.
+            all uses before the free: the driver does not check that. The per-thread default stream of another thread
+            has no handle here: the default is then the legacy stream, which is ordered after those of all threads.
         still_imported
             What to do if another process has the shared buffer open, or may still open it because a descriptor is held.
             ``"defer"`` frees once that has ended. ``"wait"`` blocks the host until then. ``"raise"`` raises.
@@ -187,7 +188,9 @@ class Buffer(Memory, Closes):
             handle = self._stream._handle
             if handle is None:
                 kept = self._stream
-                asks = kept._asks
+                asks, threads = kept._asks, kept._threads
+                if threads is not None and self._owner != threads.number:
+                    return self._free_slowly(stream, still_imported, timeout)
                 try:
                     if kept._answer is None or asks() != kept._answer or self._ptr is not ptr:
                         return self._free_slowly(stream, still_imported, timeout)
@@ -240,10 +243,23 @@ class Buffer(Memory, Closes):
         if ordered.is_default:
             ordered._captured()  # raises if a blocking stream is captured, and keeps that capture valid
         state = shared_state(self)
-        if state is not None:
-            state.free(self, ordered, still_imported, timeout)
+
+        def free(last: Stream) -> None:
+            if state is not None:
+                state.free(self, last, still_imported, timeout)
+            else:
+                self._free_on(last)
+
+        if stream is None and self._of_another_thread:
+            ordered_after(ordered, free)
         else:
-            self._free_on(ordered)
+            free(ordered)
+
+    @property
+    def _of_another_thread(self) -> bool:
+        """Whether it was allocated on another thread's per-thread default stream, which has no handle on this one."""
+        threads = self._stream._threads
+        return threads is not None and self._owner != threads.number
 
     def _free_on(self, ordered: Stream) -> None:
         """Free memory that was not shared, on a stream that is already checked."""

@@ -7,6 +7,7 @@ import functools
 import gc
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
+from streamalloc.pool.cache.state import MAX_RETURNING
 from streamalloc.testing import Gate
 from tests.support import MiB, executed, holds, in_threads, later_memory_is_whole
 
@@ -279,6 +282,53 @@ def test_a_pool_s_buffer_that_another_thread_drops(
     pool.statistics()
     with device.create_stream() as other:
         assert later_memory_is_whole(pool, MiB, other, gate)
+
+
+@pytest.mark.parametrize("end", ["free", "close", "shared"])
+@pytest.mark.parametrize("current", [False, True])
+def test_a_pool_s_buffer_that_another_thread_frees(device: sa.Device, gate: Gate, end: str, current: bool) -> None:
+    """It is freed after the work of the thread that allocated it."""
+    with contextlib.ExitStack() as entered:
+        if current:
+            entered.enter_context(device.current())
+        kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR if end == "shared" else sa.MemHandleType.NONE
+        pool = entered.enter_context(sa.MemoryPool(device, handle_types=kind))
+
+        def use() -> sa.Buffer:
+            buffer = pool.allocate(MiB, device.per_thread_stream)
+            gate.hold(device.per_thread_stream)
+            buffer.fill(1)
+            return buffer
+
+        (buffer,) = in_threads(use)
+        if end == "shared":
+            ipc.share(buffer)
+        (buffer.close if end == "close" else buffer.free)()
+        assert buffer.freed
+        other = entered.enter_context(device.create_stream())
+        assert later_memory_is_whole(pool, MiB, other, gate)
+
+
+def test_blocks_that_another_thread_frees_when_too_many_return(
+    device: sa.Device, cache: sa.CachingAllocator, gate: Gate, worker: Worker
+) -> None:
+    """The others return to the pool, after the work of their thread."""
+
+    def use() -> list[sa.Buffer]:
+        buffers = [cache.allocate(SIZE, device.per_thread_stream) for _ in range(MAX_RETURNING + 1)]
+        gate.hold(device.per_thread_stream)
+        for buffer in buffers:
+            buffer.fill(1)
+        return buffers
+
+    buffers = worker(use)
+    with Gate(device) as mine, device.create_stream() as other:
+        mine.hold(device.per_thread_stream)
+        for buffer in buffers:
+            buffer.free()
+        mine.open()
+        time.sleep(0.01)
+        assert later_memory_is_whole(cache.pool, SIZE, other, gate)
 
 
 def test_without_a_current_context(device: sa.Device, cache: sa.CachingAllocator, worker: Worker) -> None:

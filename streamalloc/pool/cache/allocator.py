@@ -438,7 +438,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         with contextlib.suppress(CaptureError):
             if not watchers and not state.closed and self._return_home(buffer, block, ordered):
                 return
-        self._leave_cache(buffer).free(ordered)
+        plain = self._leave_cache(buffer)
+        plain.free(None if ordered is plain.stream else ordered)
         buffer._shared = None
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
@@ -450,6 +451,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         if block is None:
             return buffer
         plain: PlainBuffer = filled(PlainBuffer, self.pool, None, buffer._nbytes, buffer.stream)
+        plain._owner = block.size_class.owner.thread
         pointer = cuda.CUdeviceptr(block.address)
         behind = (SharedBehind(plain), pointer)
         self._state.blocks.pop(block.address, None)

@@ -173,6 +173,9 @@ class CachedBuffer(Buffer):
                 pass
         self._allocator._dropped.append(block)
 
+    _of_another_thread = False
+    """The cache orders the free: the block returns to the thread's own list."""
+
     def _free_on(self, ordered: Stream) -> None:
         self._allocator._free_checked(self, ordered)
 
@@ -194,7 +197,7 @@ class SharedBehind(SharedState):
 
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         try:
-            self.plain.free(stream, still_imported, timeout)
+            self.plain.free(None if stream is self.plain.stream else stream, still_imported, timeout)
         finally:
             if self.plain.freed:
                 buffer._shared = None
