@@ -19,6 +19,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
+from streamalloc.observing import observe
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, in_threads, names
@@ -607,6 +608,24 @@ class TestComesBack:
             graph = raw.cuStreamEndCapture(handle)[1]
             raw.cuGraphDestroy(graph)
         assert pool.statistics().used == 0
+
+    @pytest.mark.parametrize("end", ["the cache", "the pool"])
+    def test_when_it_is_closed_during_a_capture(self, device: sa.Device, stream: sa.Stream, end: str) -> None:
+        """Its free blocks stay until the capture ends. They are not allocated again."""
+        pool = sa.MemoryPool(device)
+        cache = sa.CachingAllocator(pool)
+        kept = cache.allocate(SIZE, stream)
+        cache.allocate(SIZE, stream).free()
+        observer = observe(cache).start()
+        with device.create_stream() as other, other.capture() as graph:
+            (cache if end == "the cache" else pool).close()
+            for _ in range(2):
+                with pytest.raises(sa.ClosedError):
+                    cache.allocate(SIZE, stream)
+                observer.stop()
+        graph.close()
+        kept.free()
+        pool.close()
 
     def test_dropped_caches_need_no_collection(self, device: sa.Device, stream: sa.Stream) -> None:
         gc.collect()

@@ -286,6 +286,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         if self._state.closed:
             return
         self._state.closed = True
+        # The item below is not attempted during a capture: until then no stream has lists under this key.
+        self._key = self._library_key = self._cache_key = _NOWHERE
         self._state.collect_dropped()
         deferred_queue(self._session).end(self._state)
 
@@ -467,7 +469,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         self._state.watchers = watchers
         # No stream has lists under this key, so every allocation takes the slow path.
-        self._key, self._library_key, self._cache_key = (_NOWHERE,) * 3 if watchers else self._state.keys
+        self._key, self._library_key, self._cache_key = (
+            (_NOWHERE,) * 3 if watchers or self._state.closed else self._state.keys
+        )
 
     def _check_open(self) -> None:
         if self._state.closed:
