@@ -16,6 +16,7 @@ from streamalloc import traces
 from streamalloc.core.internal import leave_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.pool.cache import state as state_module
 from streamalloc.pool.cache.state import MAX_RETURNING, StreamCache
 from streamalloc.testing import Faults, Gate
 from streamalloc.traces.replaying import prepare
@@ -153,6 +154,30 @@ def test_a_library_s_stream_that_has_gone(cache: sa.CachingAllocator, device: sa
     stream = Theirs(device)
     with cache.allocate(SIZE, stream):
         assert cache.statistics().misses == 2
+
+
+def test_a_block_of_a_stream_that_two_caches_have_used(
+    cache: sa.CachingAllocator, device: sa.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that has left the stream leaves its blocks to the pool, although the other has lists there."""
+    monkeypatch.setattr(state_module, "_MAX_KEPT_ALIVE", 1)
+
+    class Kept:
+        """A stream whose object the cache keeps, as CuPy's."""
+
+        def __init__(self) -> None:
+            self._theirs = Theirs(device)
+            self.ptr: int = self._theirs.handle or 0
+
+    first, second = Kept(), Kept()
+    buffer = cache.allocate(SIZE, first)
+    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as other:
+        other.allocate(SIZE, first).free()
+        cache.allocate(SIZE, second).free()
+        buffer.free()
+        device.synchronize()
+        cache.trim()
+        assert cache.pool.statistics().used == 0
 
 
 def test_a_trim_after_a_library_has_closed_its_stream(cache: sa.CachingAllocator, device: sa.Device) -> None:

@@ -268,7 +268,13 @@ class StreamCache(Deferred):
         return free + sum(block.size_class.nbytes for _, block, *_ in tuple(self.returning))
 
     def attempt(self) -> bool:
-        self.ended = True
+        if not self.ended:
+            self.ended = True
+            # The free lists are not used any more. Another cache may have lists on the stream, so that blocks would
+            # still be appended to them.
+            for block in list(self.cache.blocks.values()):
+                if block.size_class.owner is self:
+                    block.home = None
         self.lists.clear()
         self._passed.clear()
         self.cache.collect_dropped()
@@ -401,11 +407,6 @@ class CacheState(Deferred):
     def _begin(self, stream: Stream) -> StreamCache:
         before = self.stream_caches.get(_key(stream))
         if before is not None:
-            if not before.over:
-                # The fast path would free to lists that are no longer used.
-                for block in list(self.blocks.values()):
-                    if block.size_class.owner is before:
-                        block.home = None
             self._queue.submit(before)
         for key, one in list(self.stream_caches.items()):
             if one.over:
