@@ -519,6 +519,8 @@ class CurrentPool(Allocator):
         return found
 
     def _pool_of(self, buffer: Buffer) -> object:
+        if not buffer.address:
+            return MemoryPool.current(self.location, driver=self._session.driver)
         raw = self._session.call("cuPointerGetAttribute", _POOL_HANDLE, buffer.address)
         known = MemoryPool._known(self._session, raw)
         # An allocation that names no pool uses a pool of its stream's device.

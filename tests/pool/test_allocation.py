@@ -99,6 +99,12 @@ class TestStreams:
             buffer.fill(6)
             assert holds(buffer, 6)
 
+    def test_no_bytes(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
+        with pool.allocate(0, stream) as buffer:
+            assert (buffer.address, buffer.owner) == (0, pool)
+        with sa.allocate(0, stream) as buffer:
+            assert (buffer.address, buffer.owner) == (0, sa.MemoryPool.current(device))
+
     def test_default_streams_of_a_thread_without_a_context(self, device: sa.Device, allocate: Allocate) -> None:
 
         def work() -> None:
