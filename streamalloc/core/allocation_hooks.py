@@ -77,14 +77,14 @@ class Tap:
         self._free = free
         self.watchers: tuple[Watcher, ...] = ()
 
-    def _without(self, besides: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
-        if not besides:
+    def _without(self, except_for: tuple[Watcher, ...]) -> tuple[Watcher, ...]:
+        if not except_for:
             return self.watchers
-        return tuple([one for one in self.watchers if one not in besides])
+        return tuple([one for one in self.watchers if one not in except_for])
 
-    def allocate(self, nbytes: int, pool: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
-        """Allocate, in place of the driver's function; see :func:`besides`."""
-        watchers, owner = self._without(besides), self._owner()
+    def allocate(self, nbytes: int, pool: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
+        """Allocate, in place of the driver's function; see :func:`without_notifying`."""
+        watchers, owner = self._without(except_for), self._owner()
         for watcher in watchers:
             watcher.asked(owner, nbytes)
         result, ptr = answer = self._alloc(nbytes, pool, stream)
@@ -98,13 +98,13 @@ class Tap:
         except BaseException:
             # No buffer has the memory yet.
             if not result:
-                self.free(ptr, stream, besides)
+                self.free(ptr, stream, except_for)
             raise
         return answer
 
-    def free(self, ptr: Any, stream: Any, besides: tuple[Watcher, ...] = ()) -> Any:
+    def free(self, ptr: Any, stream: Any, except_for: tuple[Watcher, ...] = ()) -> Any:
         """Free, in place of the driver's function."""
-        watchers, address = self._without(besides), int(ptr)
+        watchers, address = self._without(except_for), int(ptr)
         # Before the free: another thread may then get the same address, and its notification must come second.
         for watcher in watchers:
             watcher.freed(address, stream)
@@ -143,12 +143,12 @@ def tap_of(function: Any) -> Tap | None:
     return tap if type(tap) is Tap else None
 
 
-def besides(function: Any, watchers: tuple[Watcher, ...]) -> Any:
+def without_notifying(function: Any, watchers: tuple[Watcher, ...]) -> Any:
     """Wrap a function bound by an allocator so that it does not notify these watchers.
 
     A cache over a pool notifies its own watchers itself. This prevents a second record by the pool.
     """
-    return functools.partial(function, besides=watchers) if watchers and tap_of(function) else function
+    return functools.partial(function, except_for=watchers) if watchers and tap_of(function) else function
 
 
 def bare(alloc: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from streamalloc.core.allocation_hooks import Watcher, bare, holders, watch, watching_of
-from streamalloc.core.buffer import Buffer, GraphBuffer, PlainBuffer
+from streamalloc.core.buffer import Buffer, GraphBuffer, PoolBuffer
 from streamalloc.core.closed_streams import await_device, await_unknown_ends
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
@@ -106,7 +106,7 @@ class Allocator(Unique):
         if type(nbytes) is not int:
             return self._allocate_slowly(nbytes, stream)
         session = self._session
-        held: object = stream
+        owner_or_thread: object = stream
         if type(stream) is Stream:
             kept = stream
         else:
@@ -116,6 +116,7 @@ class Allocator(Unique):
                 if kept is None:
                     return self._allocate_slowly(nbytes, stream)
         handle = kept._handle
+        # Not an open stream of this package: a default stream, a library's, a captured or a closed one.
         if kept._direct is not session:
             if handle is None and kept._answer is not None:
                 # A local name makes the call of a slot's function faster.
@@ -131,16 +132,16 @@ class Allocator(Unique):
                     return self._allocate_slowly(nbytes, stream)
                 threads = kept._threads
                 if threads is not None:
-                    held = threads.number or of_this_thread(kept)._thread
-        # Another thread may have made the stream usable for fast paths since the handle was read.
+                    owner_or_thread = threads.number or of_this_thread(kept)._thread
+        # Also if ``_direct`` is set: another thread may have set both slots after the handle was read here.
         if handle is None:
             return self._allocate_slowly(nbytes, stream)
-        buffer: Buffer = PlainBuffer()
+        buffer: Buffer = PoolBuffer()
         buffer._nbytes = nbytes
         buffer._stream = kept
         buffer._allocator = self
         buffer._shared = None
-        buffer._owner = held
+        buffer._owner = owner_or_thread
         alloc = self._alloc
         try:
             result, buffer._ptr = alloc(nbytes, self._raw, handle)
@@ -159,7 +160,7 @@ class Allocator(Unique):
             graph_buffer._capture = ordered._capture
             buffer: Buffer = graph_buffer
         else:
-            buffer = PlainBuffer()
+            buffer = PoolBuffer()
         buffer._nbytes = checked_size("nbytes", nbytes)
         buffer._stream = ordered
         buffer._allocator = self
@@ -175,7 +176,7 @@ class Allocator(Unique):
         """Allocate a buffer's memory from the driver; returns the ``CUresult``."""
         stream = buffer._stream
         raw = stream._checked_raw()
-        alloc = self._alloc if type(buffer) is PlainBuffer else bare(self._alloc)
+        alloc = self._alloc if type(buffer) is PoolBuffer else bare(self._alloc)
         with stream._context():
             result, buffer._ptr = alloc(buffer._nbytes, self._raw, raw)
         return result
@@ -190,18 +191,9 @@ class Allocator(Unique):
         # In a capture, do not synchronise and do not query the pool: both would invalidate the capture.
         capturing = read_or_none(lambda: buffer._stream.capturing) is not False
         while result == _OUT_OF_MEMORY:
-            trouble = ""
-            if not capturing:
-                try:
-                    ordinal = buffer._stream.device.ordinal
-                    awaited = await_unknown_ends(self._session, ordinal)
-                    freed = work(self._session)
-                    if self._make_room(buffer._stream) or freed or awaited:
-                        if awaited:
-                            await_device(self._session, ordinal)  # what was freed now comes back to all streams
-                        result = self._try(buffer)
-                except CudaError as error:
-                    trouble = f"making room failed: {error}"
+            released, trouble = (False, "") if capturing else self._release_unused(buffer._stream)
+            if released:
+                result = self._try(buffer)
             if result != _OUT_OF_MEMORY:
                 break
             failure = self._out_of_memory(result, buffer, capturing, trouble)
@@ -214,6 +206,19 @@ class Allocator(Unique):
             result = self._try(buffer)
         if result:
             raise error_from(result, self._alloc_name)
+
+    def _release_unused(self, stream: Stream) -> tuple[bool, str]:
+        """Release what can be released now; returns whether an allocation may succeed then, and an error's text."""
+        try:
+            ordinal = stream.device.ordinal
+            awaited = await_unknown_ends(self._session, ordinal)
+            freed = work(self._session)
+            released = self._make_room(stream) or bool(freed) or awaited
+            if awaited:
+                await_device(self._session, ordinal)  # what was freed now comes back to all streams
+        except CudaError as error:
+            return False, f"making room failed: {error}"
+        return released, ""
 
     def _out_of_memory(self, result: Any, buffer: Buffer, capturing: bool, trouble: str) -> CudaError:
         figures = self._figures(buffer._stream.device, capturing)

@@ -28,7 +28,7 @@ from streamalloc.core.properties import MemLocation
 from streamalloc.core.queued_work import ordered_after
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import NOT_CALLED, Session
-from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.core.stream import Stream, StreamLike, notice_close
 from streamalloc.core.stream_resolution import direct_handle, queue_handle
 from streamalloc.driver.internal import cuda
 
@@ -178,12 +178,7 @@ class Buffer(Memory, Closes):
         """
         ptr = self._ptr
         if ptr is None or still_imported is not _DEFER:
-            shared, ordered = self._shared, self._stream if stream is None else stream
-            direct = shared is not None and direct_handle(ordered, self._allocator._session) is not None
-            if shared is not None and direct and still_imported is _DEFER:
-                # ``free`` of the shared state makes the checks itself.
-                return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
-            return self._free_slowly(stream, still_imported, timeout)
+            return self._free_shared_or_slowly(stream, still_imported, timeout)
         if stream is None:
             handle = self._stream._handle
             if handle is None:
@@ -228,6 +223,15 @@ class Buffer(Memory, Closes):
             self.free()
             return
         ordered_after(self._stream, self.free)
+
+    def _free_shared_or_slowly(
+        self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None
+    ) -> None:
+        shared, ordered = self._shared, self._stream if stream is None else stream
+        if shared is None or still_imported is not _DEFER or direct_handle(ordered, self._allocator._session) is None:
+            return self._free_slowly(stream, still_imported, timeout)
+        # ``free`` of the shared state makes the checks itself.
+        return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
 
     def _free_slowly(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
         if still_imported not in _POLICIES:
@@ -309,7 +313,7 @@ class Buffer(Memory, Closes):
         return f" of {self._nbytes} bytes {where}, {self.location}"
 
 
-class PlainBuffer(Buffer):
+class PoolBuffer(Buffer):
     """The usual :class:`Buffer` of :meth:`Allocator.allocate`. It is freed when it is dropped.
 
     Its construction runs no Python function.
@@ -329,7 +333,7 @@ class PlainBuffer(Buffer):
             if self._shared is not None and self._allocator._session.usable:
                 self._shared[0].drop(self)
             return
-        # Another finaliser of this garbage cycle may still use the buffer.
+        # Cleared first: another finaliser of this garbage cycle may still use the buffer, and then finds it freed.
         self._ptr = None
         allocator, stream = self._allocator, self._stream
         session = allocator._session
@@ -338,7 +342,7 @@ class PlainBuffer(Buffer):
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
         mode = _GLOBAL
-        dropping.append(None)
+        dropping.append(None)  # until the pop below, a close of the stream does not destroy its handle
         try:
             # In relaxed mode the free invalidates no capture of this thread.
             failed, mode = exchange(_RELAXED)
@@ -356,7 +360,7 @@ class PlainBuffer(Buffer):
             _free_later(session, ptr, self.stream, failed)
 
 
-PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
+PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"
 
 
 class GraphBuffer(Buffer):
@@ -405,7 +409,7 @@ class GraphBuffer(Buffer):
 
 def _free_later(session: Session, ptr: Any, stream: Stream, failed: Any) -> None:
     """Submit the free of a dropped buffer to the queue, unless its context is lost."""
-    _ = stream.closed  # a library's close counts from now on
+    notice_close(stream)
     if not (failed and isinstance(error_from(failed, "cuMemFreeAsync"), LOST)):
         deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
@@ -445,7 +449,7 @@ class _FreeDropped(Deferred):
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
 
 
-class PlainParts(NamedTuple):
+class UnsharedParts(NamedTuple):
     """Parts of a buffer that was neither shared nor freed."""
 
     allocator: Allocator
@@ -460,14 +464,14 @@ class PlainParts(NamedTuple):
 _make = tuple.__new__  # a third of the cost of the constructor
 
 
-def plain_parts(buffer: Buffer) -> PlainParts | None:
+def unshared_parts(buffer: Buffer) -> UnsharedParts | None:
     """Return the parts of a buffer; None if it was shared or freed."""
     ptr = buffer._ptr
     if ptr is None:
         return None
     stream, allocator = buffer._stream, buffer._allocator
     handle = stream._handle if stream._direct is allocator._session else None
-    return _make(PlainParts, (allocator, ptr, buffer._nbytes, stream, (handle, stream._sees_all)))
+    return _make(UnsharedParts, (allocator, ptr, buffer._nbytes, stream, (handle, stream._sees_all)))
 
 
 def pool_of(buffer: Buffer) -> object:
@@ -476,10 +480,10 @@ def pool_of(buffer: Buffer) -> object:
 
 
 def past_caches(buffer: Buffer) -> Buffer:
-    """Return the buffer whose free returns the memory to the driver: this buffer, or the plain one behind a cached
+    """Return the buffer whose free returns the memory to the driver: this buffer, or the pool's one behind a cached
     buffer.
 
-    Cached memory leaves its cache for good. A free of the cached buffer then frees the plain one.
+    Cached memory leaves its cache for good. A free of the cached buffer then frees the pool's one.
     """
     return buffer._past_caches()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.errors import InvalidContextError, InvalidHandleError, NotReadyError, OutOfMemoryError, refused
 from streamalloc.core.session import PerDriver, Session, members
-from streamalloc.core.stream import Kind, Stream, awaited_ends, closable_streams, latest_closed, moment
+from streamalloc.core.stream import Kind, Stream, awaited_ends, closable_streams, latest_closed, moment, notice_close
 
 _synchronized: PerDriver[dict[int, int]] = PerDriver(lambda _: {})
 """Start of the latest synchronisation of each device (:func:`moment`), by ordinal."""
@@ -86,4 +86,4 @@ def await_device(session: Session, ordinal: int) -> None:
 def _find_closed(session: Session) -> None:
     """Mark the streams as closed that their library has closed."""
     for stream in members(closable_streams(session)):
-        _ = stream.closed
+        notice_close(stream)

@@ -16,7 +16,7 @@ of a capture, or a pool that waits for its last free. The rules:
   * statistics are read: of a pool, of a device's memory;
   * pages of an arena are released, or committed where it has no memory;
   * an object is shared, opened, lent to a library or borrowed from one, or such an object is closed;
-  * a library that does not name streams allocates virtual memory, releases it, or after a free was refused;
+  * a library that names no streams allocates or releases virtual memory, or a free of it was refused;
   * a bridge of such a library is stopped;
   * the last capture has ended.
 
@@ -57,7 +57,7 @@ from streamalloc.driver.internal import SETTLERS, Lock, RLock
 
 T = TypeVar("T")
 
-OFTEN = 32
+MOST_PER_SYNC = 32
 """Most failed attempts per synchronisation of the host, a frequent point of work."""
 
 
@@ -101,7 +101,11 @@ class Deferred(abc.ABC):
 class DeferredQueue:
     """The queue of one driver: :func:`deferred_queue`.
 
-    ``guard`` makes the context manager in which items are attempted.
+    ``guard`` makes the context manager in which items are attempted. An item moves between these tables::
+
+        while its owner lives:  _owned -> (the owner is dropped) -> _orphaned -+
+        submit():               submitted <------------------------------------+
+        under _lock:            submitted -> _new -> _working -> ended, or _waiting -> _working again
     """
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
@@ -257,9 +261,9 @@ class DeferredQueue:
                     done = True
                 if done:
                     del self._working[me]
-                    # The item was submitted again. State added since may have come after the attempt, so it is
-                    # attempted again. The order of these lines matters: the other thread either is seen here, or finds
-                    # the item outside `_working`.
+                    # `_take_over` has set `_round` to -1: the item was submitted again. State added since may have come
+                    # after the attempt, so the item is attempted again. The order of these lines matters: the other
+                    # thread's submission either is seen here, or finds the item outside `_working`.
                     if item._round != now:
                         self.submitted += (item,)
                     else:

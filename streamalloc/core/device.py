@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from streamalloc.core.closed_streams import synchronizing
-from streamalloc.core.deferred import OFTEN, work
+from streamalloc.core.deferred import MOST_PER_SYNC, work
 from streamalloc.core.event import Event
 from streamalloc.core.html import escape, gauge
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
@@ -210,7 +210,7 @@ class Device:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
         with synchronizing(self._session, self.ordinal), self.current():
             self._session.call("cuCtxSynchronize")
-        work(self._session, OFTEN)
+        work(self._session, MOST_PER_SYNC)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """A ``with`` block in which the device's primary context is current on this thread."""

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamalloc.core.deferred import OFTEN, Deferred, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import ClosedError, error_from
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.properties import checked_type
@@ -145,7 +145,7 @@ class Event(Closes, Shown):
     def synchronize(self) -> None:
         """Block the host until the work before the event is done (``cuEventSynchronize``)."""
         self._session.call("cuEventSynchronize", self._checked_raw())
-        work(self._session, OFTEN)
+        work(self._session, MOST_PER_SYNC)
 
     def __await__(self) -> Generator[Any, None, None]:
         """Wait in a coroutine of :mod:`asyncio` as :meth:`synchronize` does. The loop runs other tasks meanwhile.

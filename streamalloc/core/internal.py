@@ -5,23 +5,23 @@ Other areas also import errors, html, properties, resource and session directly.
 
 from __future__ import annotations
 
-from streamalloc.core.allocation_hooks import Watcher, besides, holders, look, notify_freed, watching_of
+from streamalloc.core.allocation_hooks import Watcher, holders, look, notify_freed, watching_of, without_notifying
 from streamalloc.core.allocator import Allocator, read_or_none
 from streamalloc.core.array_interfaces import check_dense, cuda_array
 from streamalloc.core.buffer import (
     Buffer,
     GraphBuffer,
-    PlainBuffer,
+    PoolBuffer,
     SharedState,
     StillImported,
     free_refused,
     free_shared,
     past_caches,
-    plain_parts,
     pool_of,
     set_shared,
     shared_state,
     take_pointer,
+    unshared_parts,
 )
 from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
 from streamalloc.core.closed_streams import await_device, await_unknown_ends, synchronizing, watching_for_destruction

@@ -154,18 +154,18 @@ _TORCH: dict[tuple[str, str], Callable[[Any], tuple[int, int]]] = {
 def kept_stream(stream: Any, session: Session) -> Any:
     """The :class:`Stream` kept for a library's stream; None if there is none.
 
-    Fast paths first compare the object with ``session.latest_stream``. They need not read its handle, because it can
-    only change for a stream with an ``open_check``.
+    Fast paths first compare the object with ``session.latest_stream``. They do not read the object's handle again,
+    because only a stream with an ``open_check`` can get another one.
 
     A default stream whose library names no device belongs to the current device: see :class:`_OfCurrentDevice`.
     """
     try:
-        read, streams, lasting = session.library_streams[type(stream)]
+        read, streams, torch_key = session.library_streams[type(stream)]
         entry = streams.get(read(stream), NO_STREAM)
         if entry[1]() is stream:
             session.latest_stream = entry
             return entry[0]
-        return None if lasting is None else streams.get(lasting(stream))
+        return None if torch_key is None else streams.get(torch_key(stream))
     except Exception:
         return None  # The slow path reads the handle again and raises an error that explains.
 
@@ -204,38 +204,49 @@ def keep_stream(stream: Any, number: int, found: Any, session: Session) -> None:
     Nothing is kept if a listener must be notified of each use of a library's stream.
     """
     kind = type(stream)
-    lasting = _TORCH.get((kind.__module__, kind.__qualname__))
+    torch_key = _TORCH.get((kind.__module__, kind.__qualname__))
     attribute = next((one for one, _ in _READERS if hasattr(stream, one)), None)
     if attribute is None or session.listener is not None:
         return
     try:
-        read = id if lasting else dict(_READERS)[attribute](kind)
+        read = id if torch_key else dict(_READERS)[attribute](kind)
         key = read(stream)
-        named = (lasting or read)(stream)
-        if not any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
-            forget = functools.partial(_forget, weakref.ref(session), kind, key, not only_names(stream))
-            owner: Any = weakref.ref(stream, forget)
-            if found.is_default and device_of_library_stream(stream) is None and session.call("cuDeviceGetCount") > 1:
-                owner = _OfCurrentDevice(stream, forget)
-                owner.is_current = found._asked_handle
-        elif lasting is None or (number and stream.stream_id == number):
-            return  # An external stream of PyTorch, whose id is its handle. Other code may destroy the stream.
-        else:
-            owner = itertools.repeat(stream).__next__
+        named = (torch_key or read)(stream)
+        owner = _reference_to(stream, number, found, session, key, torch_key is not None)
     except Exception:
         return  # No weak reference possible, or the object differs from others of its type.
-    if number not in (named if isinstance(named, tuple) else (named,)):
+    if owner is None or number not in (named if isinstance(named, tuple) else (named,)):
         return
-    _, streams, _ = session.library_streams.setdefault(kind, (read, {}, lasting))
+    _, streams, _ = session.library_streams.setdefault(kind, (read, {}, torch_key))
     if not found.is_default:
         found._weak_owner = owner
         found._ask_before_use(open_check(stream, number, weak=True))
-    if lasting is not None and streams.setdefault(named, found) is not found:
+    if torch_key is not None and streams.setdefault(named, found) is not found:
         return
     before = streams.get(key, NO_STREAM)[0]
     streams[key] = session.latest_stream = found, owner
     if before is not None and before is not found and not before.is_default:
         before._replaced()
+
+
+def _reference_to(
+    stream: Any, number: int, found: Any, session: Session, key: Hashable, torch: bool
+) -> Callable[[], Any] | None:
+    """Return a function that returns a library's object while its kept stream is valid; None if nothing may be kept.
+
+    ``torch``: the type is one of PyTorch's own, see the module's docstring.
+    """
+    kind = type(stream)
+    if any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__):
+        if not torch or (number and stream.stream_id == number):
+            return None  # An external stream of PyTorch, whose id is its handle. Other code may destroy the stream.
+        return itertools.repeat(stream).__next__  # keeps the object alive
+    forget = functools.partial(_forget, weakref.ref(session), kind, key, not only_names(stream))
+    if found.is_default and device_of_library_stream(stream) is None and session.call("cuDeviceGetCount") > 1:
+        of_device = _OfCurrentDevice(stream, forget)
+        of_device.is_current = found._asked_handle
+        return of_device
+    return weakref.ref(stream, forget)
 
 
 class _OfCurrentDevice(weakref.ref[Any]):

@@ -53,7 +53,7 @@ def of_this_thread(stream: Stream, *, make: bool = True) -> Stream | None:
         return stream
     if threads.stream is None and make:
         found = Stream.__new__(Stream)
-        found._prepare(stream.device, _DEFAULT, stream._raw, stream, plain=False)
+        found._prepare(stream.device, _DEFAULT, stream._raw, stream, may_be_direct=False)
         found._threads = threads
         found._thread = moment() + 1
         found._open()

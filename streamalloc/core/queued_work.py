@@ -184,7 +184,8 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     if stream._number == PER_THREAD and not stream._closed:
         stream = default_stream(stream.device, LEGACY)
     if not stream.closed:
-        stream._checked_raw()  # attempts items of queue_behind, which may need other streams' locks
+        # Attempts items of queue_behind, which may need other streams' locks: not below, under the lock of this one.
+        stream._checked_raw()
 
     def use() -> tuple[T] | None:
         if stream._closed:
@@ -256,9 +257,9 @@ def _held_open(stream: Stream, act: Callable[[], T]) -> T:
     all. Items of :func:`queue_behind` are not attempted meanwhile, because they take the locks of other streams.
     """
     queue, me = deferred_queue(stream._session), threading.get_ident()
-    shared = stream._kind is Kind.DEFAULT
-    with queue.beginning if shared else stream._in_use:
-        if shared:
+    is_default = stream._kind is Kind.DEFAULT
+    with queue.beginning if is_default else stream._in_use:
+        if is_default:
             queue.refuse_captures("work on a default stream")
         try:
             stream._attempting += (me,)  # no call here: a signal handler could raise after it

@@ -1,7 +1,8 @@
 """Session: the state of the package for one driver, and all driver calls outside of fast paths.
 
 A :class:`Session` calls driver functions by name and raises an exception for an error. It retains the devices' primary
-contexts, and refuses all calls in a forked child.
+contexts, and refuses all calls in a forked child. ``notebooks/docs/contributing.md`` has a glossary, and follows calls
+from the public function to the driver.
 
 **Fast paths** have one shape. The usual case calls a driver function that was bound beforehand. The session has the
 functions that :data:`DIRECT` names, and an allocator has two of its own. Every other case takes a slow path, such as
@@ -13,20 +14,20 @@ queued (:func:`~streamalloc.core.queued_work.queue_behind`):
 =============  ==========================  ========================================================================
 Slot           Set for                     The call goes straight to the driver
 =============  ==========================  ========================================================================
-``_handle``    our own, other libraries'   if it is not an allocation
-``_direct``    our own                     also if it is an allocation
-``_answer``    default streams             while ``_asks``, ``cuCtxGetCurrent``, answers this: the handle means nothing
-                                           without a context
-``_answer``    those that a library may   while ``_asks``, a question to the library's object, answers this
-               close
+``_handle``    our own, other libraries'   at once; an allocation on a library's stream first calls
+                                           ``cuStreamIsCapturing``
+``_direct``    our own                     at once, also if it is an allocation
+``_answer``    default streams, and those  while ``_asks`` returns it: ``cuCtxGetCurrent`` for a default stream, whose
+               that a library may close    handle means nothing without a context; else a function of the library's
+                                           object
 =============  ==========================  ========================================================================
 
-An allocation on a stream that other code may capture first calls ``cuStreamIsCapturing``, because memory allocated in a
-capture belongs to the graph. A free needs no such call: in a capture the driver refuses it, and the capture stays
-valid. Streams of other libraries are resolved once (:mod:`streamalloc.core.library_streams`). An error of the driver is
-raised unless the slow path can succeed. For example, the driver refuses a copy under another device's context, and the
-slow path makes the stream's own context current. Apart from this, fills, copies, records, waits and queries on streams
-other than default streams need no current context (``tests/facts/test_contexts.py``).
+Other code may capture a library's stream, and memory allocated in a capture belongs to the graph. A free needs no such
+call: in a capture the driver refuses it, and the capture stays valid. Streams of other libraries are resolved once
+(:mod:`streamalloc.core.library_streams`). An error of the driver is raised unless the slow path can succeed. For
+example, the driver refuses a copy under another device's context, and the slow path makes the stream's own context
+current. Apart from this, fills, copies, records, waits and queries on streams other than default streams need no
+current context (``tests/facts/test_contexts.py``).
 """
 
 from __future__ import annotations

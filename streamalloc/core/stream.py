@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
-from streamalloc.core.deferred import OFTEN, Deferred, HandleEnd, deferred_queue, refused_to_end, work
+from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, HandleEnd, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
@@ -121,9 +121,9 @@ class Stream(Closes, Shown):
         "_in_use",
         "_kind",
         "_last",
+        "_may_be_direct",
         "_number",
         "_owner",
-        "_plain",
         "_raw",
         "_sees_all",
         "_session",
@@ -141,18 +141,35 @@ class Stream(Closes, Shown):
     """The device that runs the stream's work."""
     name: str
     """Name given to :meth:`Device.create_stream`; may be empty."""
+    # The slots for fast paths, which :mod:`streamalloc.core.session` describes.
+    _handle: Any
+    """``CUstream`` for direct calls that queue work; None to forbid them."""
+    _answer: Any
+    """Result of ``_asks`` that allows a direct call; None to forbid them."""
+    _asks: Callable[[], Any]
+    """Called before a direct call, if ``_answer`` is set."""
+    _direct: Session | None
+    """Session for direct allocations without a check; None to forbid them."""
+    free_lists: Mapping[object, Any]
+    """Free lists for the caches' fast paths, by key; empty if forbidden."""
+    open_check: tuple[Callable[[], Any], Any] | None
+    """Function, and its result while the library has the stream open; None if no other code closes the stream.
+    ``_asks`` and ``_answer`` are the two while direct calls are allowed.
+    """
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
 
-    def _prepare(self, device: Device, kind: Kind, raw: Any, owner: object, *, plain: bool, name: str = "") -> None:
+    def _prepare(
+        self, device: Device, kind: Kind, raw: Any, owner: object, *, may_be_direct: bool, name: str = ""
+    ) -> None:
         self.device = device
         self.name = name
         # Set before the handle: if construction is interrupted, the finaliser reads the kind.
         self._kind = kind
         self._owner = owner
         """Object that keeps the driver's stream alive."""
-        self._plain = plain
+        self._may_be_direct = may_be_direct
         """Whether fast paths may use the stream if nothing else forbids it."""
         self._session = device._session
         self._capture: Capture | None = None
@@ -163,14 +180,10 @@ class Stream(Closes, Shown):
         self._in_use = RLock()
         """Held while the stream is closed, a capture begins, or another thread uses it."""
         self._forbid_direct()
-        self._asks: Callable[[], Any] = int
-        """Called before a direct call, if needed: ``cuCtxGetCurrent`` for a default stream, the function of
-        ``open_check`` for a stream that its library may close.
-        """
+        self._asks = int
         self._closed_at: int | None = None
         """The :func:`moment` at which a close by the library was noticed."""
-        # Function, and its result while the library has the stream open; None if no other code closes it.
-        self.open_check: tuple[Callable[[], Any], Any] | None = None
+        self.open_check = None
         self._threads: Threads | None = None
         """Thread-local data; set for per-thread default streams only."""
         self._thread = 0
@@ -201,7 +214,7 @@ class Stream(Closes, Shown):
     def _create(cls, device: Device, blocking: bool, priority: int, name: str = "") -> Self:
         flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = cls.__new__(cls)
-        stream._prepare(device, _MADE, None, None, plain=True, name=name)
+        stream._prepare(device, _MADE, None, None, may_be_direct=True, name=name)
         with device.current():
             stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
         stream._open(non_blocking=not blocking)
@@ -237,22 +250,16 @@ class Stream(Closes, Shown):
 
             return cast("Self", default_stream(device, handle))
         stream = cls.__new__(cls)
-        stream._prepare(device, _BORROWED, cuda.CUstream(handle), owner, plain=direct)
+        stream._prepare(device, _BORROWED, cuda.CUstream(handle), owner, may_be_direct=direct)
         stream._open()
         return stream
 
     # -- fast paths --------------------------------------------------------------------------------------------
 
     def _forbid_direct(self) -> None:
-        """Make every call take its slow path; :mod:`streamalloc.core.session` describes the slots."""
-        self._handle: Any = None
-        """``CUstream`` for direct calls that queue work; None to forbid them."""
-        self._answer: Any = None
-        """Result of ``_asks`` that allows a direct call; None to forbid them."""
-        self._direct: Session | None = None
-        """Session for direct allocations without a check; None to forbid them."""
-        self.free_lists: Mapping[object, Any] = _NO_LISTS
-        """Free lists for the caches' fast paths, by key; empty if forbidden."""
+        """Make every call take its slow path."""
+        self._handle = self._answer = self._direct = None
+        self.free_lists = _NO_LISTS
 
     _shut_after_fork = _forbid_direct
 
@@ -272,7 +279,7 @@ class Stream(Closes, Shown):
             self._asks, self._answer = self.open_check
             return
         self._handle = self._raw
-        if self._plain:
+        if self._may_be_direct:
             self._direct = self._session
 
     def _asked_handle(self) -> Any | None:
@@ -382,14 +389,7 @@ class Stream(Closes, Shown):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, or the stream's library closed it."""
-        if self.open_check is not None and not self._closed:
-            asks, answer = self.open_check
-            try:
-                is_open = asks() == answer
-            except Exception:
-                is_open = False
-            if not is_open:
-                self._close_by_library()
+        notice_close(self)
         return self._closed
 
     @property
@@ -596,7 +596,7 @@ class Stream(Closes, Shown):
                 raise error_from(result, "cuStreamSynchronize")
         else:
             self._call("cuStreamSynchronize")
-        work(self._session, OFTEN)
+        work(self._session, MOST_PER_SYNC)
 
     def __await__(self) -> Generator[Any, None, None]:
         """Wait in a coroutine of :mod:`asyncio` for the work queued so far. The loop runs other tasks meanwhile.
@@ -854,6 +854,18 @@ def keeps_alive(stream: Stream) -> Stream | None:
 def sees_all_work(stream: Stream) -> bool:
     """Whether a query of the stream covers all work that the stream's later work waits for."""
     return stream._sees_all
+
+
+def notice_close(stream: Stream) -> None:
+    """Mark a stream as closed if its library has closed it: the close then counts from now on."""
+    if stream.open_check is not None and not stream._closed:
+        asks, answer = stream.open_check
+        try:
+            is_open = asks() == answer
+        except Exception:
+            is_open = False
+        if not is_open:
+            stream._close_by_library()
 
 
 def refuse_capture(stream: Stream, call: str, why: str) -> None:

@@ -59,7 +59,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
             ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
             known = Stream.of_handle(Device._of(ordinal, session), number, None)
             keep_stream(stream, number, known, session)
-        found = known._of_library(stream)
+        found = known._of_library(stream)  # a copy that keeps the library's object alive: the kept stream does not
     if not isinstance(stream, cuda.CUstream):
         found._notify_lent(found._raw, used=True)
     return found
@@ -84,7 +84,7 @@ def default_stream(device: Device, handle: int) -> Stream:
     found = streams.get((device.ordinal, handle))
     if found is None:
         found = Stream.__new__(Stream)
-        found._prepare(device, Kind.DEFAULT, cuda.CUstream(handle), None, plain=False)
+        found._prepare(device, Kind.DEFAULT, cuda.CUstream(handle), None, may_be_direct=False)
         if handle == PER_THREAD:
             found._threads = Threads()
         found._open()

@@ -38,7 +38,7 @@ from streamalloc.core.internal import (
     Deferred,
     Device,
     Memory,
-    PlainBuffer,
+    PoolBuffer,
     QueuedWork,
     Stream,
     as_stream,
@@ -253,7 +253,7 @@ class Sources:
         """Return an object that a library keeps while it uses memory. Dropping it frees the memory in stream order."""
         # Other memory is released by its own finaliser: a cached buffer's makes no driver call, captured memory belongs
         # to its graph, and virtual memory is unmapped after its users' work.
-        return _Held(cast("Buffer", memory), self) if type(memory) is PlainBuffer else memory
+        return _Held(cast("Buffer", memory), self) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
         source = self.by_device.get(ordinal)

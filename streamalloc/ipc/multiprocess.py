@@ -38,7 +38,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 from streamalloc.core.errors import ClosedError
-from streamalloc.core.internal import BufferView, Device, Event, Fd, PlainBuffer, TypedView
+from streamalloc.core.internal import BufferView, Device, Event, Fd, PoolBuffer, TypedView
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import session_of
 from streamalloc.driver import default as default_driver
@@ -52,7 +52,7 @@ from streamalloc.pool.internal import CachedBuffer
 from streamalloc.vmm import GrowableBuffer, Mapping, PhysicalMemory, RangeView, StripedBuffer
 
 KINDS = (
-    MemoryPool, PlainBuffer, CachedBuffer, BufferView, TypedView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,
+    MemoryPool, PoolBuffer, CachedBuffer, BufferView, TypedView, PhysicalMemory, Mapping, RangeView, GrowableBuffer,
     StripedBuffer, Event, Shared,
 )  # fmt: skip
 """Classes that :mod:`multiprocessing` can carry. Subclasses and other driver resources are refused."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _ATTRIBUTES = cuda.CUmemPool_attribute
 
 
-class OverPool(Protocol):
+class PoolCache(Protocol):
     """Cache that holds memory of a pool, and releases it before the pool ends."""
 
     @property
@@ -46,7 +46,7 @@ class Pools:
         """Pool objects by driver handle."""
         self.current: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
         """Allocators of the current pool, by device ordinal."""
-        self.caches: weakref.WeakSet[OverPool] = weakref.WeakSet()
+        self.caches: weakref.WeakSet[PoolCache] = weakref.WeakSet()
         """Caches over any of the pools."""
         self.closed: set[int] = set()
         """Driver handles of closed pools that the driver has not destroyed yet."""

@@ -51,7 +51,7 @@ from streamalloc.core.session import Session, members
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
-from streamalloc.pool.ending import OverPool, PoolEnd, existing_pool, pools_of, set_current_pool
+from streamalloc.pool.ending import PoolCache, PoolEnd, existing_pool, pools_of, set_current_pool
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
@@ -65,8 +65,8 @@ _USED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
 _USED_HIGH = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
 _POOL_HANDLE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
-# Growth step of pools of driver 580, in bytes. `trim` uses it to detect pending frees.
-_GROWTH = 32 << 20
+POOL_STEP = 32 << 20
+"""Bytes by which a pool of driver 580 grows on its device. ``trim`` uses it to detect pending frees."""
 
 
 class MemoryPool(Allocator, Closes, Drawn):
@@ -316,7 +316,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         after, _, used, _ = self.statistics()
         # Live allocations may be scattered over growth steps, so only memory beyond whole steps proves pending frees.
         held = max(keep, used)
-        if after > -(-held // _GROWTH) * _GROWTH:
+        if after > -(-held // POOL_STEP) * POOL_STEP:
             text = (
                 f"{size_text(after - held)} beyond what is used and kept stay reserved: frees were still pending, or "
                 "live allocations lie scattered; synchronize the streams that freed memory before trimming"
@@ -409,7 +409,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     def _ask_again(self, failure: CudaError) -> bool:
         return callable(self.on_oom) and isinstance(failure, OutOfMemoryError) and bool(self.on_oom(failure))
 
-    def _caches(self) -> list[OverPool]:
+    def _caches(self) -> list[PoolCache]:
         return [cache for cache in members(pools_of(self._session).caches) if cache.pool is self]
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
@@ -417,7 +417,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         statistics = None if capturing else read_or_none(self.statistics)
         if statistics is not None:
             figures.update(used=statistics.used, reserved=statistics.reserved)
-            figures["holders"] = pool_holders(self._session, self.location, besides=self)
+            figures["holders"] = pool_holders(self._session, self.location, except_for=self)
         if self.properties is not None and self.properties.max_size:
             figures["limit"] = self.properties.max_size
         if self.location.type is MemLocationType.DEVICE:
@@ -572,11 +572,11 @@ def known_pools(session: Session) -> list[MemoryPool]:
     return [pool for pool in known if isinstance(pool, MemoryPool) and not pool.closed]
 
 
-def pool_holders(session: Session, location: MemLocation, besides: MemoryPool | None = None) -> tuple[str, ...]:
+def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool | None = None) -> tuple[str, ...]:
     """Return lines for an out-of-memory error: the pools that hold memory of a location, most bytes first."""
     found: list[tuple[int, str]] = []
     for pool in known_pools(session):
-        if pool.location == location and pool is not besides:
+        if pool.location == location and pool is not except_for:
             with contextlib.suppress(ClosedError, CudaError), session.relaxed(), reading(pool):
                 reserved, used = pool.attributes.reserved_mem_current, pool.attributes.used_mem_current
                 name = f"pool {pool.name!r}" if pool.name else f"the pool {int(pool._checked_raw()):#x}"

@@ -15,7 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.allocator import Allocator
-from streamalloc.core.buffer import PlainBuffer
+from streamalloc.core.buffer import PoolBuffer
 from streamalloc.core.library_streams import kept_stream, owned_streams
 from streamalloc.core.queued_work import _record_after
 from streamalloc.core.session import Session, session_of
@@ -380,7 +380,7 @@ def test_a_drop_while_another_thread_closes_the_stream(machine: Any) -> None:
             stream = device.create_stream()
             return [pool.allocate(64, stream)], stream
 
-        for _ in interleaved(PlainBuffer.__del__, make, lambda both: both[0].clear(), lambda both: both[1].close()):
+        for _ in interleaved(PoolBuffer.__del__, make, lambda both: both[0].clear(), lambda both: both[1].close()):
             gc.collect()
             end_what_was_dropped()
             assert pool.statistics().used == 0

@@ -16,7 +16,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from tests.ipc.support import again, hold, make_pool, shared_pool
-from tests.ipc.test_samples import PlainBuffer
+from tests.ipc.test_samples import PoolBuffer
 from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB
 
@@ -133,7 +133,7 @@ def _make_buffer(there: There) -> None:
 
 
 def _make_plain(there: There) -> None:
-    there.keep("it", PlainBuffer(there.device, there.stream)).fill(1)
+    there.keep("it", PoolBuffer(there.device, there.stream)).fill(1)
     there.stream.synchronize()
 
 

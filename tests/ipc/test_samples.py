@@ -208,7 +208,7 @@ class TestSimpleIPC:
             owner.run(_free_plain, f"buffer {place}")
 
 
-class PlainBuffer(sa.Memory):
+class PoolBuffer(sa.Memory):
     """Memory of ``cuMemAlloc``, as some other library has it."""
 
     def __init__(self, device: sa.Device, stream: sa.Stream) -> None:
@@ -246,7 +246,7 @@ class PlainBuffer(sa.Memory):
 
 
 def _plain(there: There, name: str) -> None:
-    there.keep(name, PlainBuffer(there.device, there.stream)).fill(0)
+    there.keep(name, PoolBuffer(there.device, there.stream)).fill(0)
 
 
 def _free_plain(there: There, name: str) -> None:

@@ -20,16 +20,16 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     GraphBuffer,
-    PlainBuffer,
+    PoolBuffer,
     Stream,
     StreamLike,
     TypedView,
     as_stream,
     check_usable,
     direct_view,
-    plain_parts,
     raw_handle,
     refuse_capture,
+    unshared_parts,
     viewed,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
@@ -248,7 +248,7 @@ def share(
     CaptureError
         The stream is being captured.
     """
-    if isinstance(thing, PlainBuffer) and handle_type is None and not expose_block:
+    if isinstance(thing, PoolBuffer) and handle_type is None and not expose_block:
         return _share_buffer(thing, stream, hold)
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
@@ -305,7 +305,7 @@ def send(
         As for ``channel.send``. The memory stays shared.
     """
     names = channel._carried
-    if isinstance(thing, PlainBuffer) and not hold and (timeout is None or timeout >= 0):
+    if isinstance(thing, PoolBuffer) and not hold and (timeout is None or timeout >= 0):
         leased = _first_lease(thing, stream) or _any_lease(thing, stream)
         shared, sent = _share_leased(leased, channel=channel)
         if sent:
@@ -368,11 +368,11 @@ _make = tuple.__new__  # a third of the cost of the constructor
 
 
 def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
-    """Give a plain allocation of a known pool its lease. None for other buffers, or if another thread has done it."""
-    plain = plain_parts(buffer) if type(buffer) is PlainBuffer else None
-    if plain is None:
+    """Give an allocation of a known pool its lease. None for other buffers, or if another thread has done it."""
+    parts = unshared_parts(buffer) if type(buffer) is PoolBuffer else None
+    if parts is None:
         return None
-    allocator, pointer, nbytes, ordered, view = plain
+    allocator, pointer, nbytes, ordered, view = parts
     index = exported_pools.get(weakref.ref(allocator))
     pool = index and index()
     if not pool or not nbytes or pool.exports.session.forked:

@@ -32,7 +32,7 @@ from streamalloc.core.internal import (
     Buffer,
     Device,
     Event,
-    PlainBuffer,
+    PoolBuffer,
     Spares,
     Stream,
     StreamLike,
@@ -224,7 +224,7 @@ class CachingAllocator(Allocator, Closes, Shown):
                 kept, owner = self._session.latest_stream
                 if owner() is not stream:
                     kept = kept_stream(stream, self._session)
-                elif kept.open_check is not None:
+                elif kept.open_check is not None:  # otherwise kept_stream has just read the handle
                     asks, answer = kept.open_check
                     if asks() != answer:
                         kept = None
@@ -232,9 +232,9 @@ class CachingAllocator(Allocator, Closes, Shown):
                     try:
                         lists = kept.free_lists
                         if self._library_key in lists:
-                            found, raw = lists[self._library_key]
+                            by_size, raw = lists[self._library_key]
                             is_capturing = self._is_capturing
-                            free = found[(nbytes - 1) >> 9] if is_capturing(raw) == NOT_CAPTURED else []
+                            free = by_size[(nbytes - 1) >> 9] if is_capturing(raw) == NOT_CAPTURED else []
                         else:
                             free = lists[self._key][(nbytes - 1) >> 9]
                         block = free.pop()
@@ -297,7 +297,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             state.collect_dropped()
         if state.closed:
             self._check_open()
-        # Watched caches and captured streams have no such key.
+        # No stream has the key of a watched or closed cache, and a captured stream has no keys.
         kept: Any = stream
         cache: StreamCache | None = kept.free_lists.get(self._cache_key) if type(stream) is Stream else None
         if cache is None:
@@ -313,7 +313,7 @@ class CachingAllocator(Allocator, Closes, Shown):
                 return self._allocate_past(nbytes, stream)
             wanted = cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
-        if block is None and not (self._limit and self.pool.attributes.used_mem_current + wanted.nbytes > self._limit):
+        if block is None and self._limit_allows(wanted.nbytes):
             state.keep_allowance(self.pool, wanted)
             block = state.buy(self.pool, wanted, kept)
         if block is None:
@@ -322,7 +322,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         if kept is not stream:
             buffer._owner = stream
         if cache.ended or state.watchers:
-            block.home = None
+            block.home = None  # its free takes the slow path
             for watcher in state.watchers:
                 watcher.allocated(self, block.address, nbytes, raw_handle(kept))
         return buffer
@@ -371,6 +371,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state.collect_dropped()
         return bool(self._state.flush())
 
+    def _limit_allows(self, nbytes: int) -> bool:
+        return not self._limit or self.pool.attributes.used_mem_current + nbytes <= self._limit
+
     def _keep_limit(self, nbytes: int) -> None:
         attributes = self.pool.attributes
         if attributes.used_mem_current + nbytes <= self._limit:
@@ -384,7 +387,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             error.holders = holders(self._session, self.location)
             raise error
 
-    # -- frees that are not plain ----------------------------------------------------------------------------
+    # -- frees off the fast path ---------------------------------------------------------------------------
 
     def _return_home(
         self,
@@ -440,29 +443,29 @@ class CachingAllocator(Allocator, Closes, Shown):
         with contextlib.suppress(CaptureError):
             if not watchers and not state.closed and self._return_home(buffer, block, ordered):
                 return
-        plain = self._leave_cache(buffer)
-        plain.free(None if ordered is plain.stream else ordered)
+        behind = self._leave_cache(buffer)
+        behind.free(None if ordered is behind.stream else ordered)
         buffer._shared = None
 
     def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
-        """Move a buffer's memory out of the cache, to a plain buffer, which will free it."""
+        """Move a buffer's memory out of the cache, to a buffer of the pool, which will free it."""
         state = shared_state(buffer)
         if isinstance(state, SharedBehind):
-            return state.plain
+            return state.behind
         block = buffer._ptr
         if block is None:
             return buffer
-        plain: PlainBuffer = filled(PlainBuffer, self.pool, None, buffer._nbytes, buffer.stream)
-        plain._owner = block.size_class.owner.thread
+        behind: PoolBuffer = filled(PoolBuffer, self.pool, None, buffer._nbytes, buffer.stream)
+        behind._owner = block.size_class.owner.thread
         pointer = cuda.CUdeviceptr(block.address)
-        behind = (SharedBehind(plain), pointer)
+        shared = (SharedBehind(behind), pointer)
         self._state.blocks.pop(block.address, None)
         if buffer._ptr is block:
-            plain._ptr = pointer
-            buffer._shared = behind
+            behind._ptr = pointer
+            buffer._shared = shared
             buffer._ptr = None
             block.size_class.count -= 1
-        return plain
+        return behind
 
     # -- as every allocator ----------------------------------------------------------------------------------
 

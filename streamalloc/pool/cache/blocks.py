@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamalloc.core.internal import (
     Buffer,
-    PlainBuffer,
+    PoolBuffer,
     SharedState,
     Stream,
     StreamLike,
@@ -144,7 +144,7 @@ class CachedBuffer(Buffer):
             home = block.home
             if home is not None:
                 if stream is None or stream is self._stream:
-                    if self._stream.free_lists:
+                    if self._stream.free_lists:  # the stream is neither closed nor captured
                         self._ptr = None
                         try:
                             home.append(block)
@@ -180,27 +180,27 @@ class CachedBuffer(Buffer):
         self._allocator._free_checked(self, ordered)
 
     def _past_caches(self) -> Buffer:
-        plain: Buffer = self._allocator._leave_cache(self)
-        return plain
+        behind: Buffer = self._allocator._leave_cache(self)
+        return behind
 
 
 CachedBuffer.__name__ = CachedBuffer.__qualname__ = "Buffer"
 
 
 class SharedBehind(SharedState):
-    """State of a buffer whose memory has left the cache: it frees through the plain buffer that owns the memory."""
+    """State of a buffer whose memory has left the cache: it frees through the pool's buffer that owns the memory."""
 
-    __slots__ = ("plain",)
+    __slots__ = ("behind",)
 
-    def __init__(self, plain: PlainBuffer) -> None:
-        self.plain: Buffer = plain
+    def __init__(self, behind: PoolBuffer) -> None:
+        self.behind: Buffer = behind
 
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         try:
-            self.plain.free(None if stream is self.plain.stream else stream, still_imported, timeout)
+            self.behind.free(None if stream is self.behind.stream else stream, still_imported, timeout)
         finally:
-            if self.plain.freed:
+            if self.behind.freed:
                 buffer._shared = None
 
     def drop(self, buffer: Buffer) -> None:
-        """Do nothing: the plain buffer has its own finaliser."""
+        """Do nothing: the pool's buffer has its own finaliser."""

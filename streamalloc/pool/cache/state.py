@@ -11,7 +11,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, OutOfMemoryError, error_from
 from streamalloc.core.internal import (
@@ -23,7 +23,6 @@ from streamalloc.core.internal import (
     Stream,
     Threads,
     Watcher,
-    besides,
     deferred_queue,
     end_of,
     end_with_stream,
@@ -38,12 +37,14 @@ from streamalloc.core.internal import (
     raw_handle,
     thread_of,
     watching_for_destruction,
+    without_notifying,
 )
 from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver.internal import RLock, cuda
+from streamalloc.pool.attributes import PoolAttributes
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
 from streamalloc.pool.lost import no_collection_is_left
-from streamalloc.pool.pool import MemoryPool
+from streamalloc.pool.pool import POOL_STEP, MemoryPool
 
 _LARGEST_FIT = 5
 """A request may take a free block of up to five times its size."""
@@ -56,8 +57,6 @@ _MAX_SIZES = 1 << 14
 """Number of requested sizes whose free list a stream remembers, in 1 MiB of dictionary."""
 MAX_RETURNING = 64
 """Blocks per stream that may wait for an event; enough for data loaders."""
-_POOL_STEP = 32 << 20
-"""Bytes by which a pool grows on its device."""
 _ALLOWANCE = 1.05
 """Initial factor of the streams' peaks. A pool without a cache reserves about as much."""
 _ALLOWANCE_STEP = 1 / 32
@@ -73,9 +72,20 @@ _MAX_KEPT_ALIVE = 256
 
 
 Returning: TypeAlias = "tuple[Event, Block, Spares | None, int, int]"
-"""A block freed on another stream, with the event it waits for. For an event of :meth:`StreamCache.record`: also the
-spare events of the stream, and the times before and after the record.
+"""The event that a block freed on another stream waits for, and the block. For an event of :meth:`StreamCache.record`:
+also the spare events of its stream, which stand for the stream, and the times before and after the record.
 """
+
+
+class ListKeys(NamedTuple):
+    """The keys of one cache in ``Stream.free_lists``."""
+
+    direct: object
+    """Free lists by size, which the fast path uses at once."""
+    queried: object
+    """The same lists and the ``CUstream``: the fast path first queries whether other code captures the stream."""
+    stream_cache: object
+    """The :class:`StreamCache`, for the slow path."""
 
 
 class StreamCache(Deferred):
@@ -160,13 +170,7 @@ class StreamCache(Deferred):
         A completed event proves that all earlier events of its stream have completed, for any cache. So the newest
         event is queried first.
         """
-        returning = self.returning
-        newest: Returning | None = None
-        if len(returning) > 1:
-            with contextlib.suppress(IndexError):  # another thread took it
-                oldest, latest = returning[0], returning[-1]
-                if (source := latest[2]) is not None and source is oldest[2] and latest[0].query():
-                    newest, source.passed = latest, max(source.passed, latest[3])
+        returning, newest = self.returning, self._ask_newest()
         last: Event | None = None
         while returning:
             try:
@@ -175,13 +179,13 @@ class StreamCache(Deferred):
                 return
             event, block, source, began, recorded = entry
             if source is None or (recorded >= source.passed and entry is not newest):
-                passed = False
+                completed = False
                 try:
-                    passed = (source is None and event is last) or event.query()
+                    completed = (source is None and event is last) or event.query()
                 finally:
-                    if not passed:
+                    if not completed:
                         returning.appendleft(entry)
-                if not passed:
+                if not completed:
                     return
                 if source is not None:
                     source.passed = max(source.passed, began)
@@ -190,6 +194,20 @@ class StreamCache(Deferred):
             if source is not None and event.device is self.device and not self.ended:
                 self._passed.append(event)
             self.put(block)
+
+    def _ask_newest(self) -> Returning | None:
+        """Query the newest event; returns its entry if it has completed and is of the same stream as the oldest."""
+        if len(self.returning) < 2:
+            return None
+        try:
+            oldest, newest = self.returning[0], self.returning[-1]
+        except IndexError:  # another thread took them
+            return None
+        event, _, source, began, _ = newest
+        if source is None or source is not oldest[2] or not event.query():
+            return None
+        source.passed = max(source.passed, began)
+        return newest
 
     def record(self, stream: Stream) -> Event:
         """Record an event after the queued work of one of our streams, for one block."""
@@ -288,7 +306,7 @@ class StreamCache(Deferred):
             stream = self.device.per_thread_stream  # it has the lists of all threads, and outlives the threads
         if stream is not None:
             leave_stream(stream, self.cache.keys, self)
-        if self.over:
+        if self.finished:
             self._last = []
             self.kept_alive = None
             # These cycles would keep the cache and its pool until a garbage collection.
@@ -297,7 +315,7 @@ class StreamCache(Deferred):
         return not self.free_bytes
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether this cache has ended and has no block, free or in a buffer."""
         return self.ended and self.empty
 
@@ -333,8 +351,7 @@ class CacheState(Deferred):
         self._pool_free: Any = pool._free
         self.session: Session = session_of(pool)
         self._queue = deferred_queue(self.session)
-        self.keys: tuple[object, object, object] = (object(), object(), object())
-        """Keys of ``Stream.free_lists``: lists used directly, lists used after a capture query, the stream cache."""
+        self.keys: ListKeys = ListKeys(object(), object(), object())
         self.watchers: tuple[Watcher, ...] = ()
         """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
         self.blocks: dict[int, Block] = {}
@@ -349,7 +366,7 @@ class CacheState(Deferred):
         """Held while a stream is opened. No finaliser takes it."""
         self._reserved = 0
         """Bytes that the pool would reserve, computed at the last query."""
-        self._room = _POOL_STEP
+        self._room = POOL_STEP
         """Bytes to allocate before the next query of the pool."""
         self._releases = 0
 
@@ -395,13 +412,13 @@ class CacheState(Deferred):
         if found is None:
             with self._opening:
                 found = self.known(stream) or self._begin(stream)
-            self._bound_streams()
+            self._limit_kept_alive()
         if ask:
-            give_lists(stream, self.keys[1], (found.lists, raw_handle(stream)))
+            give_lists(stream, self.keys.queried, (found.lists, raw_handle(stream)))
         else:
-            give_lists(stream, self.keys[0], found.lists)
+            give_lists(stream, self.keys.direct, found.lists)
             if found.threads is None:
-                give_lists(stream, self.keys[2], found)
+                give_lists(stream, self.keys.stream_cache, found)
         return found
 
     def _begin(self, stream: Stream) -> StreamCache:
@@ -409,14 +426,14 @@ class CacheState(Deferred):
         if before is not None:
             self._queue.submit(before)
         for key, one in list(self.stream_caches.items()):
-            if one.over:
+            if one.finished:
                 del self.stream_caches[key]
             elif one.ended and one.free_bytes:  # a buffer was freed since
                 self._queue.submit(one)
         found = self.stream_caches[_key(stream)] = StreamCache(self, stream)
         return found
 
-    def _bound_streams(self) -> None:
+    def _limit_kept_alive(self) -> None:
         """End the oldest stream cache that keeps a library's stream alive, if there are too many."""
         kept_alive = [one for one in self.live() if one.kept_alive is not None]
         if len(kept_alive) > _MAX_KEPT_ALIVE:
@@ -428,13 +445,13 @@ class CacheState(Deferred):
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def buy(self, below: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
+    def buy(self, pool: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
         """Allocate a new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
         raw = raw_handle(stream)
-        self._pool_free = below._free
+        self._pool_free = pool._free
         try:
             with stream.device.current() if stream.is_default else contextlib.nullcontext():
-                result, pointer = besides(below._alloc, self.watchers)(wanted.nbytes, below._raw, raw)
+                result, pointer = without_notifying(pool._alloc, self.watchers)(wanted.nbytes, pool._raw, raw)
         except OutOfMemoryError:  # the limit of a watcher of the pool
             return None
         if result:
@@ -466,7 +483,7 @@ class CacheState(Deferred):
         self.blocks.pop(address, None)
         pool = self._pool()
         free = self._pool_free if pool is None else pool._free
-        free = besides(free, self.watchers if notified is None else notified)
+        free = without_notifying(free, self.watchers if notified is None else notified)
         refused = free(block, raw)[0]
         if refused:
             self.blocks[address] = block
@@ -510,16 +527,14 @@ class CacheState(Deferred):
             return
         with self.session.relaxed():
             attributes = pool.attributes
-            for released in (False, True):
-                reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
-                grown = max(reserved, -(-needed // _POOL_STEP) * _POOL_STEP)
-                if released or grown <= self._reserved or grown <= (allowance := self._allowance(wanted)):
-                    break
+            reserved, needed, grown = _growth(attributes, wanted)
+            if grown > self._reserved and grown > (allowance := self._allowance(wanted)):
                 self._releases += 1
                 self.flush()
                 if reserved > allowance:
                     pool._call("cuMemPoolTrimTo", allowance)
-            self._reserved, self._room = grown, min(grown - needed, _POOL_STEP)
+                _, needed, grown = _growth(attributes, wanted)
+            self._reserved, self._room = grown, min(grown - needed, POOL_STEP)
 
     def _allowance(self, wanted: SizeClass) -> int:
         """Bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth steps.
@@ -533,7 +548,7 @@ class CacheState(Deferred):
             peaks += one.peak
         most = _MAX_ALLOWANCE if len(streams) == 1 else _MAX_OF_SEVERAL
         factor = min(_ALLOWANCE + self._releases * len(streams) * _ALLOWANCE_STEP, most)
-        return -(-int(peaks * factor) // _POOL_STEP) * _POOL_STEP
+        return -(-int(peaks * factor) // POOL_STEP) * POOL_STEP
 
     def forget_peaks(self) -> None:
         """Begin anew with the allowance."""
@@ -575,3 +590,9 @@ class CacheState(Deferred):
 def _key(stream: Stream) -> tuple[int, int, int]:
     """Device, handle and thread of a stream. The legacy stream has two handles."""
     return stream.device.ordinal, int(raw_handle(stream)) or LEGACY, thread_of(stream)[0]
+
+
+def _growth(attributes: PoolAttributes, wanted: SizeClass) -> tuple[int, int, int]:
+    """Bytes that a pool reserves, that it needs with one more block, and that it will reserve for them."""
+    reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
+    return reserved, needed, max(reserved, -(-needed // POOL_STEP) * POOL_STEP)

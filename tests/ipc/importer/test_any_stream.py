@@ -15,7 +15,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.testing import Gate, settle
 from tests.ipc.ring.support import join
 from tests.ipc.support import PAGE, POSIX, busy, shared_pool
-from tests.ipc.test_samples import PlainBuffer
+from tests.ipc.test_samples import PoolBuffer
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, holds
 
@@ -52,7 +52,7 @@ def _striped(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
 
 def _plain(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
     """Memory of ``cuMemAlloc``, for which no object of ours has a lease."""
-    return PlainBuffer(device, stream)
+    return PoolBuffer(device, stream)
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -84,7 +84,7 @@ def pending_write(
     yield memory
     gate.open()
     stream.synchronize()
-    (owner.free if isinstance(owner, PlainBuffer) else owner.close)()
+    (owner.free if isinstance(owner, PoolBuffer) else owner.close)()
 
 
 # --- how it is used over there, on a stream that nobody has named before
