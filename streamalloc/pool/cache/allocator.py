@@ -375,11 +375,10 @@ class CachingAllocator(Allocator, Closes, Shown):
         return not self._limit or self.pool.attributes.used_mem_current + nbytes <= self._limit
 
     def _keep_limit(self, nbytes: int) -> None:
-        attributes = self.pool.attributes
-        if attributes.used_mem_current + nbytes <= self._limit:
+        if self._limit_allows(nbytes):
             return
         self._state.flush()
-        used = attributes.used_mem_current
+        used = self.pool.attributes.used_mem_current
         if used + nbytes > self._limit:
             why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(nbytes)}"
             error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)

@@ -445,13 +445,13 @@ class CacheState(Deferred):
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def buy(self, pool: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
+    def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
         """Allocate a new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
         raw = raw_handle(stream)
-        self._pool_free = pool._free
+        self._pool_free = upstream._free
         try:
             with stream.device.current() if stream.is_default else contextlib.nullcontext():
-                result, pointer = without_notifying(pool._alloc, self.watchers)(wanted.nbytes, pool._raw, raw)
+                result, pointer = without_notifying(upstream._alloc, self.watchers)(wanted.nbytes, upstream._raw, raw)
         except OutOfMemoryError:  # the limit of a watcher of the pool
             return None
         if result:

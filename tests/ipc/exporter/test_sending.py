@@ -47,11 +47,13 @@ def frames_of(call: Callable[[], object]) -> list[str]:
             found.append(module)
 
     before = sys.getprofile()
+    gc.disable()  # finalisers of other tests' objects do not count
     sys.setprofile(profile)
     try:
         call()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return found
 
 
