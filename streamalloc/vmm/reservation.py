@@ -188,15 +188,18 @@ class Reservation(HandleNode):
 
     def table(self) -> list[MappedBytes]:
         """Return the mappings, in the order of addresses."""
-        entries = self.entries
+        self.forget_unmapped()
+        return self.entries
+
+    def forget_unmapped(self) -> None:
+        """Remove unmapped entries, with their memory objects."""
         if self.stale:
             self.stale = False  # before the scan: another thread may unmap an entry meanwhile
             try:
-                entries[:] = [entry for entry in entries if not entry.gone]
+                self.entries[:] = [entry for entry in self.entries if not entry.gone]
             except BaseException:
                 self.stale = True
                 raise
-        return entries
 
     def add(self, entry: MappedBytes) -> None:
         """List an entry before it is mapped, so that a signal handler that raises cannot lose the mapping."""

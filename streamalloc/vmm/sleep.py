@@ -259,28 +259,28 @@ class SleepGroup(Closes, Claimable):
             :meth:`wake` them.
         """
 
-        def act(claim: Claim) -> int:
-            chosen = self._chosen(tags)
-            ordered = self._copying_stream(stream)
-            tagged = keep if isinstance(keep, bool) else {keep} if isinstance(keep, str) else set(keep)
-            if not isinstance(tagged, bool):
-                self._check_tags(tagged, self.buffers)
-
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[SavedBytes]:
-                kept = tagged if isinstance(tagged, bool) else tag in tagged
-                sizes = [buffer.nbytes for buffer in buffers]
-                return self._tier(backup).hold(sizes, ordered, tag) if kept else ()
-
-            return self._evict(claim, chosen, hold, ordered, after, shared=shared, agree=votes.agree)
-
         votes = Votes(ranks, "sleep", timeout)
+
+        def act(claim: Claim) -> int:
+            chosen, ordered = self._chosen(tags), self._copying_stream(stream)
+            if isinstance(keep, bool):
+                kept_tags = set(chosen.values()) if keep else set()
+            else:
+                kept_tags = {keep} if isinstance(keep, str) else set(keep)
+                self._check_tags(kept_tags, self.buffers)
+
+            def hold(tag: str, sizes: Sequence[int]) -> Sequence[SavedBytes]:
+                return self._tier(backup).hold(sizes, ordered, tag) if tag in kept_tags else ()
+
+            return self._put_to_sleep(claim, chosen, hold, ordered, after, shared=shared, agree=votes.agree)
+
         return votes.run(lambda: self._alone(act))
 
-    def _evict(
+    def _put_to_sleep(
         self,
         claim: Claim,
         chosen: Mapping[VirtualBuffer, str],
-        hold: Callable[[str, Sequence[VirtualBuffer]], Sequence[SavedBytes]],
+        hold: Callable[[str, Sequence[int]], Sequence[SavedBytes]],
         ordered: Stream,
         after: After,
         *,
@@ -288,8 +288,13 @@ class SleepGroup(Closes, Claimable):
         stored: bool = False,
         agree: Callable[[], object] | None = None,
     ) -> int:
-        def evict() -> int:
-            claim.take(chosen)
+        """Call the hooks, then evict the chosen buffers; returns the released bytes.
+
+        ``hold`` returns a backup for each size of the buffers of a tag, or nothing if their bytes are not kept.
+        """
+
+        def after_hooks() -> int:
+            claim.take(chosen)  # not earlier: hooks may use, close and evict the buffers
             # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
             left = self.buffers
             going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
@@ -299,15 +304,18 @@ class SleepGroup(Closes, Claimable):
             with undoing(lambda: undo_all(one.leave for one in saved.values())):
                 for tag in dict.fromkeys(going.values()):
                     buffers = [buffer for buffer in going if going[buffer] == tag and buffer.nbytes]
-                    saved.update(zip(buffers, hold(tag, buffers) if buffers else (), strict=False))
-            asleep = {buffer: saved.pop(buffer) for buffer in list(saved) if buffer not in entries}
-            with undoing(lambda: undo_all(one.leave for one in asleep.values())):
+                    kept = hold(tag, [buffer.nbytes for buffer in buffers]) if buffers else ()
+                    if kept:
+                        saved.update(zip(buffers, kept, strict=True))
+            # With ``stored``, buffers that sleep already get the stored bytes.
+            replaced = {buffer: saved.pop(buffer) for buffer in list(saved) if buffer not in entries}
+            with undoing(lambda: undo_all(one.leave for one in replaced.values())):
                 evict_all(entries, saved, ordered, stored=stored, confirm=agree)
-            for buffer, one in asleep.items():
+            for buffer, one in replaced.items():
                 _replace(buffer, one)
             return sum(entry.nbytes for several in entries.values() for entry in several)
 
-        return run_hooks(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted], evict)
+        return run_hooks(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted], after_hooks)
 
     def resume(
         self, *tags: str, backup: DiskTier | None = None, stream: StreamLike | None = None, after: After = None
@@ -348,10 +356,10 @@ class SleepGroup(Closes, Claimable):
                 raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
             ordered = self._copying_stream(stream)
 
-            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Sequence[SavedBytes]:
-                return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
+            def hold(tag: str, sizes: Sequence[int]) -> Sequence[SavedBytes]:
+                return tier.resume(sizes, ordered, tag)
 
-            return self._evict(claim, self._chosen(tags), hold, ordered, after, stored=True)
+            return self._put_to_sleep(claim, self._chosen(tags), hold, ordered, after, stored=True)
 
         return self._alone(act)
 
@@ -391,16 +399,18 @@ class SleepGroup(Closes, Claimable):
             buffers are still asleep, with their bytes.
         """
 
+        votes = Votes(ranks, "wake", timeout)
+
         def act(claim: Claim) -> int:
             chosen = self._chosen(tags)
             claim.take(chosen)
             found = {buffer: buffer.eviction for buffer in chosen}
             evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
-            hooks = functools.partial(run_hooks, self._after_wake, list(evictions), votes.agree)
-            restore_all(evictions, self._copying_stream(stream), hooks)
+            # The hooks, then the vote.
+            confirm = functools.partial(run_hooks, self._after_wake, list(evictions), votes.agree)
+            restore_all(evictions, self._copying_stream(stream), confirm)
             return sum(eviction.nbytes for eviction in evictions.values())
 
-        votes = Votes(ranks, "wake", timeout)
         return votes.run(lambda: self._alone(act))
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from streamalloc.core.errors import CudaError, EvictedError, InUseError, size_text, undo_all, undoing
@@ -15,8 +16,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, structs_of, wait_for_users
-from streamalloc.vmm.address_range import AddressRange, drawn, rights_text
-from streamalloc.vmm.address_range import Mapping as MemoryMapping
+from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text
 from streamalloc.vmm.allocation_handles import GenericAllocation, allocations_of
 from streamalloc.vmm.backup import Backup, Copies, copying
 from streamalloc.vmm.claims import Claim, Claimable, claimed
@@ -146,9 +146,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         return 0 if self._evicted else self._mapped
 
     @property
-    def mappings(self) -> tuple[MemoryMapping, ...]:
+    def mappings(self) -> tuple[Mapping, ...]:
         """Mappings of the buffer's chunks, in the order of addresses. Only the buffer unmaps them."""
-        return tuple(MemoryMapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
+        return tuple(Mapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
 
     @property
     def device(self) -> Device:
@@ -280,10 +280,12 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
                 raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
         return entries
 
-    def _give_back(self, entries: Sequence[MappedBytes], saved: SavedBytes | None) -> None:
+    def _give_back(
+        self, entries: Sequence[MappedBytes], saved: SavedBytes | None, held: Sequence[MappedBytes] = ()
+    ) -> None:
         """Unmap memory whose bytes are in a backup. The handles stay open for :meth:`_take_back`."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
-        self._evicted = Eviction(chunks, saved)
+        self._evicted = Eviction(chunks, saved, tuple(held))
         self.range._node.unmap(entries)
 
     def _take_back(self, entries: Sequence[MappedBytes], stream: Stream) -> None:
@@ -513,8 +515,8 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
 
 
 def evict_all(
-    entries: Mapping[VirtualBuffer, Sequence[MappedBytes]],
-    saved: Mapping[VirtualBuffer, SavedBytes],
+    entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]],
+    saved: abc.Mapping[VirtualBuffer, SavedBytes],
     stream: Stream,
     *,
     stored: bool = False,
@@ -544,6 +546,7 @@ def evict_all(
             try:
                 undo_all(functools.partial(buffer._take_back, several, stream) for buffer, several in entries.items())
             finally:
+                # Buffers that were taken back have their bytes, so their backups go.
                 undo_all(one.leave for buffer, one in saved.items() if buffer._evicted is None)
                 for buffer in saved:
                     if buffer._evicted is not None:  # its bytes are in the backup
@@ -578,17 +581,18 @@ def evict_all(
         for entry in several:
             entry.close()
         # Drop the memory objects, because handles exported from them would keep the memory.
-        buffer.range._node.table()
+        buffer.range._node.forget_unmapped()
 
 
 def restore_all(
-    evictions: Mapping[VirtualBuffer, Eviction], stream: Stream, confirm: Callable[[], object] | None = None
+    evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream, confirm: Callable[[], object] | None = None
 ) -> None:
     """Map new memory for evicted buffers, and queue the copies of their bytes: for all, or for none after an error.
 
     ``confirm`` is called when the buffers can be used. If it raises, they are evicted again, with their earlier bytes.
     """
     made: dict[VirtualBuffer, list[MappedBytes]] = {}
+    taken_back: dict[VirtualBuffer, list[MappedBytes]] = {}
     with copying(stream) as copies:
 
         def undo() -> None:
@@ -598,21 +602,26 @@ def restore_all(
             # Stop copies before memory is unmapped. The next attempt unmaps memory that stays mapped.
             copies.abandon()
             copies.synchronize()
-            users = [entry.rights for buffer in awake for entry in made[buffer]]
-            wait_for_users(None, session_of(stream), users)
-            undo_all(functools.partial(buffer._discard, several) for buffer, several in made.items())
+            used = [*taken_back.values(), *(made[buffer] for buffer in awake)]
+            wait_for_users(None, session_of(stream), [entry.rights for several in used for entry in several])
+            discards = [functools.partial(buffer._discard, several) for buffer, several in made.items()]
+            holds = [functools.partial(buffer._give_back, held, None, held) for buffer, held in taken_back.items()]
+            undo_all((*discards, *holds))
 
         with undoing(undo):
             # The first copies run while further memory is created.
             for buffer, eviction in evictions.items():
                 if eviction.held:
-                    buffer._take_back(eviction.held, stream)
                     continue
                 buffer._clear()
                 made[buffer] = buffer._create_chunks(eviction.pieces)
                 if eviction.saved is not None:
                     buffer._load(eviction.saved, made[buffer], copies, stream)
             copies.finish_transfers()
+            for buffer, eviction in evictions.items():
+                if eviction.held:
+                    buffer._take_back(eviction.held, stream)
+                    taken_back[buffer] = list(buffer.range._node.touching(0, buffer._mapped))
             for buffer in made:
                 buffer._evicted = None
             if confirm is not None:

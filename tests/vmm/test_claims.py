@@ -83,7 +83,7 @@ ACTS: dict[str, Callable[[World], object]] = {
     "wake the other": lambda it: it.groups[1].wake(),
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {
-    "sleep": vmm.SleepGroup._evict,
+    "sleep": vmm.SleepGroup._put_to_sleep,
     "sleep, copying": evict_all,
     "wake": restore_all,
     "evict": VirtualBuffer._evictable,

@@ -16,6 +16,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.testing import Faults
 from tests.support import Account, in_a_thread, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
 
@@ -875,6 +876,45 @@ class TestTwoFaults:
             assert pool.statistics().used == 0
         del pool
         assert account.left == {}
+
+    @pytest.mark.parametrize("failing", ["cuMemCreate", "a hook"])
+    def test_waking_a_buffer_that_kept_its_memory(self, machine: Any, failing: str) -> None:
+        """A sleep and its undo have failed, then the wake fails: all buffers are still asleep, and wake later."""
+        account = Account(machine)
+        inner: Any = Faults(account.driver)
+        faults: Any = Faults(inner)
+        device = sa.Device(0, driver=faults)
+        kept: list[bool] = []
+
+        def hook(_: object) -> None:
+            if failing == "a hook" and not kept:
+                raise ValueError(failing)
+
+        with vmm.SleepGroup(device) as group:
+            one, other = group.allocate(PAGE, tag="one"), group.allocate(PAGE, tag="other")
+            one.fill(1)
+            other.fill(2)
+            inner.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
+            faults.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
+            with pytest.raises(sa.CudaError):
+                group.sleep(keep=False)
+            assert [buffer.evicted for buffer in (one, other)] == [True, False]
+            group.sleep("other")
+            group.after_wake(hook)
+            if failing != "a hook":
+                faults.fail(failing, result="CUDA_ERROR_UNKNOWN")
+            with pytest.raises((sa.CudaError, ValueError)):
+                group.wake()
+            assert one.evicted and other.evicted and account.mapped == {}
+            kept.append(True)
+            group.wake()
+            assert (read(one) == 1).all() and (read(other) == 2).all()
+            for buffer in (one, other):
+                buffer.close()
+        del one, other, buffer
+        gc.collect()
+        device.synchronize()
+        assert "physical memory" not in account.left
 
     @pytest.mark.parametrize("how", ["restore", "wake"])
     def test_a_backup_is_freed_after_the_copy(self, machine: Any, how: str) -> None:
