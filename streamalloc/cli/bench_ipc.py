@@ -84,7 +84,7 @@ class Stage:
         return self.bench.resources
 
     def served(self, once: Call, streaming: bool = False) -> Measured:
-        """Return a variant whose other half runs in the worker process."""
+        """Return a measurement: ``once`` runs here, and the worker process runs its counterpart of the variant."""
         worker = self.worker
         return _transfers(once, lambda count: worker.begin("serve", self.variant, count), worker.result, streaming)
 

@@ -122,7 +122,7 @@ class UsedMemory(Streams):
         return [one for one in self._pieces(touched) if not one[0][0].vacated]
 
     def _prepare(self, pieces: Pieces) -> None:
-        """Before a use, update the other processes' announcements about the memory."""
+        """Before a use, read again the announcements of other processes about the memory."""
         if self.interprocess.uses:
             written = {piece[0] for piece, write in pieces if write}
             for range_ in {piece[0] for piece, _ in pieces}:

@@ -40,9 +40,10 @@ class Mappable:
         self.handles = 1
         self.mappings = 0
         self.leader: Mapping | None = None
-        """The mapping of RDMA memory that controls access. It is the first mapping. After its unmapping it is the next
-        new mapping, or the existing mapping that next gets access. In the last case, while that mapping has access,
-        nothing else can be mapped or get access (observed on H200: test_mappings).
+        """For RDMA memory: the mapping that decides whether others can get access. At first it is the oldest mapping.
+        After the leader is unmapped, the next mapping that is made or gets access is the leader. If a mapping leads
+        because it got access, then no other one can be made or get access while it has access (observed on H200:
+        test_mappings).
         """
         self.leads_by_access: bool = False
 

@@ -89,7 +89,8 @@ class ExporterRelay(Relay):
         self._beat = (self._beat + 1) % (1 << 32)
         head = wire.HEAD.pack(wire.MAGIC, self._block.id, SLOTS, ENTRIES, self._beat, 0)
         self._front[: len(head)] = np.frombuffer(head, np.uint8)
-        # Last: a grant means that the words in the relay are newer than the importer's change.
+        # The grants are written last: an importer that reads its grant relies on words in the relay that are newer than
+        # its own change.
         self._write(0, self._front)
         self._finish()
         return not np.array_equal(self._words[_ANNOUNCED], self._words[_READY])

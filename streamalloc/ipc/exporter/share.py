@@ -505,7 +505,7 @@ class _Draft:
                 self.lease.hold(self.hold, kept=False)
 
     def use_pool(self, pool: ExportedPool) -> None:
-        """Name the pool that owns the memory, and the mark that shows its end."""
+        """Add to the descriptor the pool that owns the memory, and the mark that is set when the pool ends."""
         block = self.exports.leases.block() if self.lease is None else self.lease.block
         self.handles = {pool.origin: pool.fd, block.id: block.fd}
         self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(block)}

@@ -63,7 +63,7 @@ class Slot:
     theirs: ImporterWords | None = None
     """Words of the last consumer; None if there is none to wait for."""
     value: int = 0
-    """Value of those words once the consumer has closed the slot."""
+    """Value that :attr:`theirs` have once the consumer has closed the slot."""
     holder: weakref.ref[RingSlot] | None = None
     """Last user."""
 
@@ -459,7 +459,7 @@ class RingProducer(RingEnd):
         Raises
         ------
         PeerGoneError
-            The consumer has ended, or could not make its end.
+            The consumer's process has ended, or could not create its side of the ring.
         ProtocolError
             The answer is not from a ring's consumer.
         ClosedError

@@ -340,7 +340,7 @@ class StoreServer(Closes):
         }
 
     def _fetch(self, client: _Client, start: int) -> dict[str, Any]:
-        # The handles of a writer's epoch are closed once another commit has replaced it.
+        # Only readers get handles: those of a writer's own epoch are closed once another commit replaces that epoch.
         if client.epoch is None or client not in client.epoch.readers:
             raise StoreError("this connection reads nothing")
         client.sends = client.epoch.handles[start : start + PACKET_HANDLES]

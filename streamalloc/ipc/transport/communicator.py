@@ -96,7 +96,7 @@ class ProcessGroupLike(Protocol):
 
 
 class MPIGroupLike(Protocol):
-    """The same interface with mpi4py's names.
+    """The interface of :class:`ProcessGroupLike` with mpi4py's names, such as ``mpi4py.MPI.Comm``.
 
     :func:`as_communicator` accepts it.
     """

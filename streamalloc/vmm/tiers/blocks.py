@@ -365,7 +365,7 @@ class BlockTier(Closes):
 
     @property
     def reserved(self) -> int:
-        """Bytes of the room, which never shrinks by itself."""
+        """Bytes of all chunks, used or not. Only :meth:`trim` and :meth:`close` release chunks."""
         return sum(self._room(chunk.nbytes) * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:

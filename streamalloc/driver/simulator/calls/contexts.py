@@ -305,7 +305,9 @@ class ContextCalls(Calls):
         context.limits[name] = value
 
     def _resize_stacks(self, context: Context, before: int, after: int) -> None:
-        """Each thread that can run concurrently has a stack (observed on H200: test_limits)."""
+        """Change the memory of the context's stacks: one for each thread that can run concurrently (observed on H200:
+        test_limits).
+        """
         machine, device = self._machine, context.device
         streams = context.all_streams()
         machine.timeline.wait(lambda: all(stream.done >= stream.seq for stream in streams))
