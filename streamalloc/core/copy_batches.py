@@ -12,7 +12,7 @@ from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.errors import CaptureError, refused, unsupported
 from streamalloc.core.managed import refuse_legacy
 from streamalloc.core.memory_base import MemoryBase, kinds
-from streamalloc.core.properties import MemLocation
+from streamalloc.core.properties import MemLocation, checked_type
 from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.core.stream_resolution import as_stream
@@ -102,6 +102,8 @@ def copy_batch(
     wanted = [options or CopyOptions()] * len(srcs) if options is None or isinstance(options, CopyOptions) else options
     if len(wanted) != len(srcs):
         raise ValueError(f"{len(wanted)} options for {len(srcs)} copies")
+    for one in wanted:
+        checked_type("options", one, CopyOptions)
     if not hasattr(cuda, "CUmemcpyAttributes") or not hasattr(cuda, "cuMemGetDefaultMemPool"):
         raise unsupported(_CALL, "cuda-bindings 13.0", f"cuda-bindings {BINDINGS_VERSION}")
     ordered = as_stream(stream, _session_of(stream, (*srcs, *dsts)))

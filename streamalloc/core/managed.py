@@ -117,6 +117,8 @@ class Migrating(MemoryBase):
     def range_attributes(self) -> MemRangeAttributes:
         """Query advice and last prefetch of all pages (``cuMemRangeGetAttributes``)."""
         self._check_managed()
+        if not self.nbytes:
+            return MemRangeAttributes(False, None, None, ())
         session = self._session
         count = int(session.call("cuDeviceGetCount")) + 1
         sizes = [_INT, _INT, _INT, _INT, _INT, _INT * count]

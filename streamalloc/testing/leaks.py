@@ -71,7 +71,8 @@ class Accounts(Wrapper):
         return getattr(self._wrapped, name)
 
     def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        captured = name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") and self._captures(args[-1])
+        on_stream = args and name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync")
+        captured = bool(on_stream) and self._captures(args[-1])
         answer: tuple[Any, ...] = function(*args)
         if not answer[0] and name in _EXPORTS:
             if isinstance(answer[1], int):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
+from streamalloc.core.internal import LEGACY
 from streamalloc.driver import Call
 from streamalloc.traces import plain_pickle
 from streamalloc.traces.trace import (
@@ -111,7 +112,8 @@ def from_calls(calls: Iterable[Call]) -> Trace:
 
 
 def _handle(args: Sequence[Any], at: int | None) -> int:
-    return 0 if at is None or args[at] is None else int(args[at])
+    number = 0 if at is None or args[at] is None else int(args[at])
+    return 0 if number == LEGACY else number
 
 
 # --- RMM ------------------------------------------------------------------------------------------------------------

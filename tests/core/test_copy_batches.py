@@ -108,6 +108,8 @@ class TestRefused:
                     copy_batch(stream, srcs, dsts)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="2 options for 1 copies"):
                 copy_batch(stream, [one[:8]], [one[8:16]], options=[CopyOptions()] * 2)
+            with pytest.raises(TypeError, match="options must be"):
+                copy_batch(stream, [one[:8]], [one[8:16]], options=[None])  # type: ignore[list-item]
             with pytest.raises(ValueError, match="location id=99"):
                 hint = CopyOptions(dst_location_hint=sa.MemLocation.device(99))
                 copy_batch(stream, [one[:8]], [one[8:16]], options=hint)

@@ -37,7 +37,7 @@ def test_host_and_device_use_one_address(buffer: sa.Buffer) -> None:
 
 
 def test_prefetch(buffer: sa.Buffer, device: sa.Device) -> None:
-    assert buffer.range_attributes() == sa.MemRangeAttributes(False, None, None, ())
+    assert buffer.range_attributes() == buffer[:0].range_attributes() == sa.MemRangeAttributes(False, None, None, ())
     buffer.prefetch(device)
     buffer[:PAGE].prefetch(HOST)
     assert buffer[PAGE:].range_attributes().last_prefetch_location == device.location

@@ -133,6 +133,11 @@ def test_an_object_that_cannot_be_printed(world: World, monkeypatch: pytest.Monk
         assert [text for text, _ in world.found(watch)] == ["Listener"]
 
 
+def test_a_call_without_arguments(world: World) -> None:
+    with pytest.raises(TypeError):
+        world.driver.cuMemAllocAsync()  # type: ignore[call-arg]
+
+
 def test_descriptors_after_those_of_the_machine(world: World) -> None:
     with Watch() as watch, vmm.PhysicalMemory(world.device, PAGE, handle_types=POSIX):
         ends = os.pipe()

@@ -386,6 +386,10 @@ class TestCalls:
         assert (trace.streams, trace.threads) == (2, 2)
         assert Trace(trace.events, trace.source, trace.skipped) == trace
 
+    def test_both_handles_of_the_legacy_stream(self) -> None:
+        calls = [sd.Call("cuMemAllocAsync", (8, handle), (0, 0x1000 + handle)) for handle in (0, 1, 2)]
+        assert traces.from_calls(calls).streams == 2
+
     def test_free_that_nobody_saw(self) -> None:
         def call(name: str, *args: Any, answer: tuple[Any, ...] = ()) -> sd.Call:
             return sd.Call(name, args, (0, *answer))
