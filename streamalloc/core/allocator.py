@@ -17,7 +17,7 @@ from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, error_from
 from streamalloc.core.library_streams import kept_stream
-from streamalloc.core.per_thread_streams import of_this_thread
+from streamalloc.core.per_thread_streams import thread_number
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
@@ -130,9 +130,8 @@ class Allocator(Unique):
                 is_capturing = session.cuStreamIsCapturing
                 if is_capturing(handle) != NOT_CAPTURED:
                     return self._allocate_slowly(nbytes, stream)
-                threads = kept._threads
-                if threads is not None:
-                    owner_or_thread = threads.number or of_this_thread(kept)._thread
+                if kept._threads is not None:
+                    owner_or_thread = kept._threads.number or thread_number(kept)
         # Also if ``_direct`` is set: another thread may have set both slots after the handle was read here.
         if handle is None:
             return self._allocate_slowly(nbytes, stream)
@@ -166,7 +165,7 @@ class Allocator(Unique):
         buffer._allocator = self
         buffer._shared = None
         if ordered._threads is not None:
-            buffer._owner = of_this_thread(ordered)._thread
+            buffer._owner = thread_number(ordered)
         result = self._try(buffer)
         if result:
             self._recover(result, buffer)

@@ -39,6 +39,7 @@ from streamalloc.core.per_thread_streams import (
     leave_stream,
     of_this_thread,
     this_thread,
+    thread_number,
     thread_of,
 )
 from streamalloc.core.queued_work import (

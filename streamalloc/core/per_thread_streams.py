@@ -61,6 +61,12 @@ def of_this_thread(stream: Stream, *, make: bool = True) -> Stream | None:
     return threads.stream
 
 
+def thread_number(stream: Stream) -> int:
+    """The calling thread's number for the per-thread default stream, see :class:`Threads`; 0 for other streams."""
+    threads = stream._threads
+    return 0 if threads is None else threads.number or of_this_thread(stream)._thread
+
+
 class _ThreadLists:
     """Free lists of a cache on the per-thread default stream: those of the calling thread, unless its stream is
     captured.

@@ -44,6 +44,7 @@ from streamalloc.core.internal import (
     raw_handle,
     refuse_capture,
     sees_all_work,
+    thread_number,
 )
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.resource import Closes
@@ -453,7 +454,10 @@ class ImportedBuffer(Memory, Closes, Foreign):
     stream.
     """
 
-    __slots__ = ("__weakref__", "_contents", "_import", "_nbytes", "_offset", "_ready", "_source", "_stream", "_words")
+    __slots__ = (
+        "__weakref__", "_contents", "_import", "_nbytes", "_offset", "_ready", "_source", "_stream", "_thread",
+        "_words",
+    )  # fmt: skip
 
     def __init__(self, source: PoolSource | LegacySource, fields: AllocationFields, stream: Stream) -> None:
         """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
@@ -474,6 +478,8 @@ class ImportedBuffer(Memory, Closes, Foreign):
         self._offset = offset
         self._nbytes = size
         self._stream = stream
+        self._thread = 0
+        """Number of the opening thread, if ``stream`` is its per-thread default stream."""
         self._contents: Announcement | None = None
         """Set if it was opened without a stream."""
         try:
@@ -588,11 +594,14 @@ class ImportedBuffer(Memory, Closes, Foreign):
     def close(self, stream: StreamLike | None = None) -> None:
         """Release the memory after the work of ``stream`` (default: its own). Idempotent.
 
-        The owner's free is ordered after that work.
+        The owner's free is ordered after that work. The default for the per-thread default stream of another thread is
+        the legacy stream, as for :meth:`Buffer.free`.
         """
         if self._import is None:
             return
         source = self._source
+        if stream is None and self._thread and self._thread != thread_number(self._stream):
+            return ordered_after(self._stream, self.close)
         ordered = self._stream if stream is None else as_stream(stream, source.session)
         if direct_handle(ordered, source.session) is None:
             raw_handle(ordered)

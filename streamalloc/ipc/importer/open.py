@@ -25,6 +25,7 @@ from streamalloc.core.internal import (
     direct_handle,
     opened_event,
     refuse_capture,
+    thread_number,
 )
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.session import PerDriver, Session, session_of
@@ -501,6 +502,7 @@ def _open_allocation(
             # Before the import, because it could not be released on a captured stream.
             refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     opened = ImportedBuffer(source, fields, ordered)
+    opened._thread = thread_number(ordered)
     if stream is None and announced is not None and not announced.seen(opened):
         opened._contents = announced
     return opened

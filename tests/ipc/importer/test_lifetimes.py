@@ -18,9 +18,20 @@ from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.testing import Gate, settle
-from tests.ipc.support import POSIX, hold, idle, make_buffer, make_event, make_growable, make_memory, make_pool, uses
+from tests.ipc.support import (
+    POSIX,
+    hold,
+    idle,
+    make_buffer,
+    make_event,
+    make_growable,
+    make_memory,
+    make_pool,
+    release,
+    uses,
+)
 from tests.processes import Partner, There, eventually, fork
-from tests.support import MiB, executed, filled, holds, pending, shows
+from tests.support import MiB, executed, filled, holds, in_threads, pending, shows
 
 SIZE = 2 * MiB
 Another = Callable[[], Partner]
@@ -121,6 +132,38 @@ class TestImporterIsGone:
 def _die_in(there: There, seconds: float) -> None:
     time.sleep(seconds)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_close_on_another_thread_comes_after_the_work_of_the_opening_one(
+    pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, another: Another
+) -> None:
+    """The per-thread default stream has the same handle on each thread."""
+    one = another()
+    shared = ipc.share(buffer)
+    one.open(shared).close()
+    one.run(_close_on_another_thread, bytes(ipc.share(buffer)))
+    buffer.free()
+    other = pool.allocate(SIZE, stream)
+    assert pending(stream)
+    one.run(release)
+    assert executed(stream)
+    other.free()
+    assert uses(pool, 0)
+
+
+def _close_on_another_thread(there: There, data: bytes) -> None:
+    gate, stream = there.keep("gate", Gate(there.device)), there.device.per_thread_stream
+
+    def use() -> Any:
+        with there.device.current():
+            opened = there.open(data, stream)
+            gate.hold(stream)
+            opened.fill(7)
+        return opened
+
+    (opened,) = in_threads(use)
+    with there.device.current():
+        opened.close()
 
 
 def _open_and_close(there: There, descriptors: list[bytes]) -> None:
