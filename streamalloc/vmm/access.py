@@ -1,6 +1,6 @@
-"""Access permissions on mapped memory (``cuMemSetAccess``), and waits for the devices that have one.
+"""Access permissions on mapped memory (``cuMemSetAccess``), and waits for the devices that have access.
 
-``cuMemUnmap`` does not wait for queued work: the host waits before memory is unmapped.
+``cuMemUnmap`` does not wait for queued work, so the host waits for that work before memory is unmapped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from streamalloc.core.session import Session, session_of
 
 Place: TypeAlias = Device | MemLocation
 Access: TypeAlias = Place | Iterable[Place] | Mapping[Place, MemAccess] | None
-"""Permissions: a device or location, or several, with read and write access; or a mapping to a permission for each."""
+"""Permissions: one or several devices or locations, which get read and write access; or a dictionary with a permission
+for each device or location.
+"""
 
 Rights: TypeAlias = dict[MemLocation, MemAccess]
 
@@ -68,7 +70,7 @@ After: TypeAlias = Event | StreamLike | Iterable[Any] | None
 
 
 def accessing(access: Iterable[dict[MemLocation, MemAccess]]) -> set[int]:
-    """Return the ordinals of the devices that have access in any of these permissions."""
+    """Return the ordinals of the devices to which at least one of these dictionaries of permissions gives access."""
     return {
         location.id
         for rights in access
@@ -122,8 +124,8 @@ def each_of(after: object) -> Iterable[Any]:
 
 
 def listed(after: After) -> list[Any] | None:
-    """Return the events and streams that the argument names as a list, because an iterator can be read only once; None
-    for all work.
+    """Return a list of the events and streams that the argument names; None for all work. The argument may be an
+    iterator, which can be read only once.
     """
     return None if after is None else [*each_of(after)]
 

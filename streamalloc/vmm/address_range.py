@@ -206,7 +206,7 @@ class AddressRange(OwnsNode):
             Offsets in the range in bytes; by default the whole range.
         holes
             Whether parts may be unmapped, for kernels and other libraries that use only mapped parts. Fills and copies
-            need all their bytes mapped: use a slice of the view.
+            need a slice of the view without a hole.
 
         Raises
         ------
@@ -375,7 +375,7 @@ class RangeView(Memory):
 
     @property
     def stream(self) -> Stream:
-        """Default stream of the memory's device, or of the first device with access to host memory."""
+        """Default stream of the memory's device. For host memory, that of the first device with access."""
         entries = self._entries()
         places = [entry.memory.location for entry in entries] + [place for entry in entries for place in entry.rights]
         devices = (place.id for place in places if place.type is MemLocationType.DEVICE and place.seen)
@@ -545,7 +545,7 @@ class Mapping(RangeView, Closes):
 
 
 class LoneMapping(Mapping):
-    """A mapping in its own address range, which is freed with it."""
+    """A mapping that has an address range for itself. :meth:`close` unmaps the memory and frees the range."""
 
     __slots__ = ()
 

@@ -204,7 +204,7 @@ class WorkNode(Node):
 
 
 class MappedMemory(Protocol):
-    """Mapped memory: an object's, or a page."""
+    """Mapped memory: a :class:`GenericAllocation`, or a page of an arena."""
 
     @property
     def nbytes(self) -> int:
@@ -256,7 +256,7 @@ class Allocations:
             base = reservation.raw
             start = address - int(base or 0)
             if base is not None and start < reservation.nbytes and start + nbytes > 0:
-                # Another thread may own the range: use a copy, and skip entries that it has not mapped yet.
+                # Another thread may change the range: read a copy of its entries, and skip those not mapped yet.
                 entries = list(reservation.entries)
                 for entry in entries[bisect_right(entries, start, key=attrgetter("stop")) :]:
                     if entry.offset >= start + nbytes:
@@ -286,7 +286,7 @@ class Allocations:
         """Keep nodes until the devices have completed the work queued so far."""
         if devices:
             queued = WorkNode(self.session)
-            # Submitted before any node depends on it: if the submit fails, no node must wait for it forever.
+            # Submit the work before any node depends on it: if the submit failed, those nodes would wait forever.
             self.drop(queued)
             for node in nodes:
                 self.order.relate(queued, node)
@@ -297,7 +297,8 @@ class Allocations:
         Raises
         ------
         CudaError
-            The driver refused. The node itself stays usable. A node that waited for this one is attempted again later.
+            The driver refused to release this node, which stays usable; or a node that waited for it, which is
+            attempted again later.
         """
         before = node.given_up
         node.given_up = True

@@ -89,7 +89,7 @@ class Copies:
             stream.wait(self._end)
 
     def record(self, stream: Stream) -> None:
-        """Record the end of the copies on their stream, if a backup is not yet released."""
+        """Record an event after the copies, if they use a backup that is not released yet."""
         if not self.finished and any(not backup.released for backup in self.backups):
             with contextlib.suppress(CudaError, ClosedError):
                 self._end = stream.record()
@@ -128,7 +128,7 @@ class Backup:
         """Offsets of the ranges that buffers hold, in bytes."""
         self._copies: dict[Copies, None] = {}
         self._release: list[_Release] = []
-        """The release; empty once a thread has taken it."""
+        """The deferred free of the memory, in a list: the thread that takes it leaves the list empty."""
         if own and isinstance(memory, Buffer):
             release = _Release(memory, self._copies)
             deferred_queue(session_of(memory.stream)).end_with(self, release)

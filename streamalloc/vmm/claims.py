@@ -73,7 +73,7 @@ class Claim:
             if inside or other._thread == self._thread:
                 one = next((thing for thing in things if thing._claim is other), None)
                 raise InUseError(f"{one!r} is in use: this is a call of a hook or a signal handler during another call")
-            with other._end:  # in C: an exception of a signal handler leaves the lock released
+            with other._end:  # a lock written in C: if a signal handler raises here, the lock is released
                 pass
 
     def _other(self, things: Collection[Claimable]) -> Claim | None:

@@ -221,7 +221,7 @@ class GrowableBuffer(VirtualBuffer):
         wait_for_users(after, self._session, (entry.rights for entry in spare))
         if self._recycler is not None:
             before = self._mapped, self._nbytes
-            # First, because another thread may unmap the memory as soon as it is offered.
+            # Shorten the buffer first: another thread may unmap the memory as soon as it is offered.
             self._mapped, self._nbytes = spare[0].offset, size
             if self._recycler.offer(spare):
                 return

@@ -108,7 +108,7 @@ def unwatch_mappings(session: Session, watcher: MappingWatcher) -> None:
 
 
 def is_counted(memory: MappedMemory) -> bool:
-    """Whether just mapped memory was created by this process and has no other mapping."""
+    """Whether this process created memory that was just mapped, and the memory has no other mapping."""
     if not isinstance(memory, GenericAllocation):
         return True  # a page
     state = memory._state
@@ -119,8 +119,8 @@ def is_counted(memory: MappedMemory) -> bool:
 class ImportedChunk(UnusedHandle):
     """A handle of physical memory that another process exported (``cuMemImportFromShareableHandle``).
 
-    A chunk has no :class:`PhysicalMemory` object, because an import may have many. Its size is the exporter's; the
-    driver maps no other.
+    A chunk has no :class:`PhysicalMemory` object, because an import may have many chunks. Its size must be that of the
+    exporter's memory, because the driver maps memory as a whole only.
     """
 
     __slots__ = ()

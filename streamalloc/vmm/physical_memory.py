@@ -132,7 +132,7 @@ class MemorySpec:
         self.create(owner, nbytes)
 
     def create(self, owner: OwnsHandle, nbytes: int, *, wait: bool = True) -> None:
-        """Call ``cuMemCreate`` as :meth:`obtain` does, without a preceding point of work. ``wait``: as for
+        """Call ``cuMemCreate`` as :meth:`obtain` does, but do not attempt the deferred releases first. ``wait``: as for
         :meth:`refused`.
         """
         for last in (False, True):
@@ -145,8 +145,8 @@ class MemorySpec:
     def refused(self, result: Any, nbytes: int, *, last: bool = False, wait: bool = True) -> None:
         """Handle an error of ``cuMemCreate``: return if another attempt may succeed, else raise.
 
-        ``last``: no attempt is left. ``wait``: the host may wait for the device, if memory waits for a stream that its
-        library has closed.
+        ``last``: no attempt is left. ``wait``: the host may wait for the device if other memory can be freed only after
+        the work of a stream that its library has closed.
         """
         error = error_from(result, "cuMemCreate", self.hint)
         if not isinstance(error, OutOfMemoryError):

@@ -228,7 +228,7 @@ class RecycledHandle(AllocationHandle):
         self.spare: MappedBytes | None = None
         """Mapping behind the end of a shrunken buffer, which may reclaim it."""
         self.ends: bool = False
-        """True if it must be released to the driver."""
+        """True if the handle must be released to the driver instead of kept."""
 
     def only_here(self) -> bool:
         """Whether, to this process's knowledge, no other object or process can use the memory."""
@@ -247,8 +247,9 @@ class RecycledHandle(AllocationHandle):
 class RecyclingSpec(MemorySpec):
     """Creator of memory of one kind, which prefers recycled memory. It lives as long as memory that may return to it.
 
-    ``_tables`` protects the tables; no other lock is taken under it. A thread holds ``_unmapping`` while it unmaps a
-    spare, because the spare's buffer must not map memory at the same addresses before that.
+    A spare is memory that a buffer has shrunk by and that is still mapped behind the buffer's end. ``_tables`` protects
+    the tables; no other lock is taken under it. A thread holds ``_unmapping`` while it unmaps a spare: until then the
+    buffer must not map other memory at the addresses of the spare.
     """
 
     def __init__(self, session: Session, prop: MemAllocationProp, limit: int) -> None:

@@ -87,7 +87,7 @@ class ReleaseOrder:
         """Nodes that can be released now, because no node precedes them."""
 
     def relate(self, one: Node, other: Node) -> None:
-        """Make one of two nodes of different kinds precede the other."""
+        """Link two nodes of different kinds: the one with the smaller kind is released first."""
         first, then = (one, other) if one.kind < other.kind else (other, one)
         with self._lock:
             if not first.gone:

@@ -105,8 +105,8 @@ class MappedBytes(Node):
     def release(self) -> None:
         """Call ``cuMemUnmap``, then release the handle if the mapping holds it."""
         reservation = self.reservation
-        # The driver answers INVALID_VALUE if the memory is unmapped already: a signal handler raised after an earlier
-        # call.
+        # The driver answers INVALID_VALUE if the memory is unmapped already: then a signal handler raised just after an
+        # earlier cuMemUnmap.
         with contextlib.suppress(InvalidValueError):
             reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
@@ -180,7 +180,7 @@ class Reservation(HandleNode):
         super().__init__(allocations_of(session), Kind.RESERVATION)
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
-        """Mappings by address, unmapped ones too if :attr:`stale`. Never replaced."""
+        """Mappings in the order of addresses; if :attr:`stale`, unmapped ones too. The list object stays the same."""
         self.maker: Any = None
         """:class:`MemorySpec` of memory whose handles the mappings hold."""
         self.stale: bool = False
@@ -211,7 +211,9 @@ class Reservation(HandleNode):
 
     @contextlib.contextmanager
     def adding(self, entry: MappedBytes) -> Iterator[None]:
-        """Add a mapping to the table, for a block that maps it; an error of the block undoes both."""
+        """A ``with`` block that maps an entry, which is listed first. If the block fails, the entry is unmapped and
+        leaves the list.
+        """
         try:
             self.add(entry)
             yield

@@ -27,8 +27,8 @@ class Residents(Shown):
     (``cuMemPoolGetAttribute``), and ``graphs`` that of CUDA graphs (``cuDeviceGetGraphMemAttribute``). The sizes of
     what this library has created are its own records.
 
-    The driver does not report the owners of the rest, :attr:`others`, and it has no figure for a context. If a process
-    has the device alone, all of ``others`` in its first reading is its context. Libraries such as NCCL call the driver
+    The driver reports neither the owners of the rest, :attr:`others`, nor the size of a context. If a process has the
+    device alone, all of ``others`` in its first reading is its context. Libraries such as NCCL call the driver
     directly, and this library does not see their allocations. Their memory is in ``others``, unless it comes from a
     bridge to a pool or group, or was measured by :meth:`SleepGroup.measure`.
     """

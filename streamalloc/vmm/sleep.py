@@ -93,7 +93,7 @@ class SleepGroup(Closes, Claimable):
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
         self._measured: dict[str, int] = {}
-        """Bytes by the names that :meth:`measure` got."""
+        """Bytes that :meth:`measure` has found, by owner."""
         self._before_sleep: list[tuple[Hook, Hook | None]] = []
         self._after_wake: list[tuple[Hook, Hook | None]] = []
         self._claim: Claim | None = None
@@ -221,7 +221,7 @@ class SleepGroup(Closes, Claimable):
         Parameters
         ----------
         tags
-            Tags of the buffers; none for all. A buffer whose bytes are kept is unmapped once they are copied.
+            Tags of the buffers; without a tag, all buffers. A buffer whose bytes are kept is unmapped after the copy.
         keep
             True to keep the bytes, False to discard them, or the tag or tags of the buffers that keep theirs.
         shared
@@ -328,7 +328,7 @@ class SleepGroup(Closes, Claimable):
         Parameters
         ----------
         tags
-            Tags of the buffers; none for all. Sleeping buffers take part.
+            Tags of the buffers; without a tag, all buffers. Buffers that sleep already get the stored bytes, too.
         backup
             The tier; default: :attr:`backup`.
         stream, after
@@ -374,7 +374,7 @@ class SleepGroup(Closes, Claimable):
         Parameters
         ----------
         tags
-            Tags of the buffers, in the order of restoring; none for all.
+            Tags of the buffers, in the order of restoring; without a tag, all buffers.
         stream
             Stream of the copies; default: the device's default stream.
         ranks, timeout
@@ -418,9 +418,9 @@ class SleepGroup(Closes, Claimable):
 
         Hooks are called in this order. ``buffers`` lists the buffers with the tags of the call that are awake before
         the first hook; if it is empty, no hook is called. The hooks and other threads can still use, close, evict or
-        remove these buffers. Then buffers that were evicted or left the group do not sleep, although the hooks got
-        them. If a later hook or the sleep fails, ``undo(buffers)`` is called with the same buffers, for the last hook
-        first. For example, for registrations of memory::
+        remove these buffers. A buffer that was closed, evicted or removed then takes no part in the sleep, although the
+        hooks got it. If a later hook or the sleep fails, ``undo(buffers)`` is called with the same buffers, for the
+        last hook first. For example, for registrations of memory::
 
             group.before_sleep(deregister, undo=register)
             group.after_wake(register, undo=deregister)

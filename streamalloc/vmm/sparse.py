@@ -168,8 +168,8 @@ class _Array(HandleNode):
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
         """Mapped tiles, each with its pool and its index there."""
         self.last: dict[weakref.ref[Stream], Event] = {}
-        """Event after the last map, unmap or copy, by stream. Not by handle: the driver reuses handles, and that of the
-        per-thread default stream names one stream for each thread.
+        """Event after the last map, unmap or copy, by stream. Handles would be wrong keys: the driver reuses them, and
+        the handle of the per-thread default stream names another stream on each thread.
         """
 
     def use(self, pool: TilePool) -> None:

@@ -84,8 +84,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     Thread-safe: calls that map or unmap the buffer's memory wait for each other, and for a :class:`SleepGroup` that
     puts the buffer to sleep or wakes it. A hook or a signal handler that runs within such a call cannot wait for it,
-    and gets :class:`InUseError`. Copies and fills take no lock. One that another thread queues while memory is unmapped
-    may find no memory at its address, and the driver crashes: hold a lock of your own around both.
+    and gets :class:`InUseError`. Copies and fills take no lock. If another thread queues a copy while memory is
+    unmapped, the copy may find no memory at its address, and the driver crashes: hold a lock of your own around both.
     """
 
     __slots__ = (
@@ -291,14 +291,15 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _take_back(self, entries: Sequence[MappedBytes], stream: Stream) -> None:
         """Undo :meth:`_give_back`, even if it was not completed.
 
-        After an error the buffer is evicted. Without a backup it keeps the memory, and :meth:`restore` maps it again.
+        After an error the buffer is evicted. Without a backup it keeps the unmapped memory (:attr:`Eviction.held`),
+        and :meth:`restore` maps that memory again.
         """
         evicted, node = self._evicted, self.range._node
         if evicted is None:
             return
         unmapped = self._unmapped(entries)
         if not all(entry.keeps_memory for entry in unmapped):
-            # Some of the unmapped memory had no other handle.
+            # The driver has freed memory that no other handle kept: map new memory, with the bytes of the backup.
             restore_all({self: evicted._replace(held=())}, stream)
             stream.synchronize()
             return
@@ -427,8 +428,11 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self.range._node.grant(made, self._rights, self._structs)
         return made
 
+    # Methods that unmap: _discard() these entries, _trim() all behind an offset, _clear() all after the queued work,
+    # _cut() all behind a new end. They release the memory. _give_back() keeps the memory for _take_back().
+
     def _trim(self, start: int) -> None:
-        """Unmap memory that a failed call left mapped behind the buffer's end."""
+        """Unmap and release the memory behind an offset: a shrink cuts it off, or a failed call has left it mapped."""
         node = self.range._node
         table = node.table()
         if table and table[-1].stop > start:

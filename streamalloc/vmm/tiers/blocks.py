@@ -1,4 +1,4 @@
-"""Blocks in tiers: contents of pages or of smaller pieces of memory, and the reuse of a tier's room."""
+"""Blocks in tiers: the contents of pages or of smaller pieces of memory, and the reuse of a tier's memory or files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Index of a block, or a sequence or an array of indices."""
 Addresses: TypeAlias = "npt.NDArray[np.int64]"
 Kept: TypeAlias = "tuple[Stored, int]"
-"""The contents with a block, and the block's index there."""
+"""Where one block is stored: a :class:`Stored`, and the index of the block in it."""
 
 
 class Chunk:
-    """Room of a tier for blocks of one size; released once it is unreferenced."""
+    """One allocation or file of a tier, with room for blocks of one size. It is released once nothing refers to it."""
 
     __slots__ = ("__weakref__", "_free", "_step", "_taken", "address", "count", "left", "nbytes")
 
@@ -44,16 +44,16 @@ class Chunk:
         self.left: int = 0
         """Number of blocks without contents."""
         self._taken = 0
-        """Number of calls that have taken room."""
+        """Number of times that addresses were taken: :meth:`give` checks whether a signal handler took some."""
         self._free: list[tuple[Addresses, Sequence[Work]]] = []
-        """Free addresses with their last copies; used last in, first out."""
+        """Free addresses, with the last copies from or to them. The addresses returned last are taken first."""
         self.give(self._every(), ())
 
     def _every(self) -> Addresses:
         return self.address + np.arange(self.count) * self._step
 
     def take(self, most: int) -> tuple[Addresses, Sequence[Work]]:
-        """Take at most so many addresses, and their last copies; none if no room is left."""
+        """Take at most ``most`` addresses; return them and their last copies. No addresses if no room is left."""
         while self._free:
             entry = self._free[-1]
             addresses, works = entry
@@ -68,14 +68,14 @@ class Chunk:
         return self._every()[:0], ()
 
     def give(self, addresses: Addresses, works: Sequence[Work]) -> None:
-        """Return addresses. They are reused after these copies."""
+        """Make addresses free again. They are reused after the copies ``works``."""
         count = len(addresses)  # first: a handler that ran inside `+=` could change `left`
         self._free.append((addresses, works))
         self.left += count
         taken = self._taken
         if self.left == self.count and len(self._free) > 1:
-            # Merge and sort, so that copies of adjacent blocks become one. Drop completed copies, since later contents
-            # may reuse only a part and would keep the others forever.
+            # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one copy.
+            # Forget completed copies: contents that reuse only some addresses would keep them in the list forever.
             last = {work for _, several in self._free for work in several if _may_run(work)}
             whole: list[tuple[Addresses, Sequence[Work]]] = [(self._every(), tuple(last))]
             # These lines call nothing, either.
@@ -102,13 +102,13 @@ class Stored(Unique, abc.ABC):
         """Size of a block in bytes."""
         self._addresses = self._bases = np.empty(0, np.int64)
         self._chunks: dict[int, Any] = {}
-        """Chunks by base address; :attr:`_bases` has a block's base address."""
+        """Chunks by the address of their first block. :attr:`_bases` has that address for each block."""
         self._present = np.empty(0, np.bool_)
         """Whether each block has contents."""
         self._dropped: list[Addresses] = []
-        """Dropped blocks whose room is not yet back in the tier."""
+        """Indices of dropped blocks whose addresses are not yet returned to their chunks."""
         self._busy = 0
-        """Number of calls using the room; at zero, dropped room is returned."""
+        """Number of calls that use the addresses. At zero, the addresses of dropped blocks are returned."""
         self._works: Sequence[Work] = ()
         """The last copies from or to the room."""
 
@@ -121,7 +121,7 @@ class Stored(Unique, abc.ABC):
         return bool(self._present.all())
 
     def _add(self, chunk: Chunk, addresses: Addresses, works: Sequence[Work]) -> None:
-        """Add room; under the tier's lock."""
+        """Add addresses of a chunk. The caller holds the tier's lock."""
         self._chunks[chunk.address] = chunk
         self._works = (*self._works, *works)
         bases = np.full(len(addresses), chunk.address)
@@ -131,7 +131,7 @@ class Stored(Unique, abc.ABC):
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """A ``with`` block in which the tier does not reuse dropped room."""
+        """A ``with`` block during which the tier does not reuse the room of dropped blocks."""
         with self.tier._lock:
             self._busy += 1
         try:
@@ -156,7 +156,7 @@ class Stored(Unique, abc.ABC):
         """
 
     def check(self, blocks: Iterable[int]) -> None:
-        """Raise the errors of :meth:`load` that can be found before it."""
+        """Raise the errors that :meth:`load` would raise, as far as they can be found without copying."""
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
         """Return the room of all blocks, or of these, to the tier, which reuses it after the copies. Idempotent."""
@@ -182,7 +182,7 @@ class Stored(Unique, abc.ABC):
 
 
 def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
-    """Group places by the contents that they have. Yields the contents, the indices there, and the places."""
+    """Group places by the :class:`Stored` with their contents. Yields it, the indices of its blocks, and the places."""
     several: dict[Stored, tuple[list[int], list[int]]] = {}
     for place, (stored, index) in kept.items():
         found = several.setdefault(stored, ([], []))
@@ -193,7 +193,7 @@ def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], l
 
 
 def drop_contents(kept: Mapping[int, Kept]) -> None:
-    """Return the room of contents to their tiers."""
+    """Drop these contents, so that their tiers can reuse the room."""
     for stored, indices, _ in by_contents(kept):
         stored.drop(indices)
 

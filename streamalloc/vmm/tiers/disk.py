@@ -31,7 +31,7 @@ _LONGEST = 255 - len("..part")
 
 
 class _Slots(Chunk):
-    """Room for some blocks in an unnamed file."""
+    """A chunk in an unnamed file. Addresses of blocks are numbers of slots in the file."""
 
     __slots__ = ("file",)
 
@@ -40,9 +40,10 @@ class _Slots(Chunk):
         super().__init__(nbytes, count, address, 1)
 
     def runs(self, slots: Addresses, most: int) -> Iterator[tuple[slice, list[Block]]]:
-        """Split slots, in ascending order, into runs of adjacent file blocks of at most ``most`` bytes.
+        """Split slots, which are in ascending order, into runs of adjacent file blocks of at most ``most`` bytes.
 
-        Yields the slots of a run, and its blocks: those of whole slots, or a single block of one slot.
+        For each run, yields a slice of ``slots`` and the file blocks. A slot that is larger than ``most`` has one run
+        for each of its blocks.
         """
         whole = max(most // padded(self.nbytes), 1)
         numbers = (slots - self.address).tolist()
@@ -58,7 +59,7 @@ class _Slots(Chunk):
 
 
 class _Contents(Stored):
-    """The contents of blocks in files. The host waits for each copy, so no copy is queued between two calls."""
+    """The contents of blocks in files. Each call waits for its copies, so no copy is queued when it returns."""
 
     __slots__ = ()
 
@@ -173,7 +174,7 @@ class DiskTier(BlockTier):
         if not self._threads:
             raise ValueError("threads=0: at least one is needed")
         self._given = 0
-        """Number of slots that files have had."""
+        """Number of slots of all files so far, also of closed ones: the next file begins with this number."""
         self._idle: list[Staging] = []
         """Staging memory that no call uses."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -224,7 +225,7 @@ class DiskTier(BlockTier):
             raise ValueError(f"backup {self!r} belongs to another driver")
 
     def _moving(self, kind: type[Any], stream: Stream) -> Any:
-        """Make a transfer with its own staging memory."""
+        """Make a transfer. It uses idle staging memory, or new staging memory if there is none."""
         staging = None
         with contextlib.suppress(IndexError):
             staging = self._idle.pop()
@@ -280,7 +281,7 @@ class DiskBytes:
         self._file: DiskFile | None = file
         self._index = index
         self._holders = holders
-        """Buffers of the file that hold it."""
+        """Indices of the buffers whose bytes are still needed. All :class:`DiskBytes` of a file share this set."""
         self.nbytes: int = file.sizes[index]
 
     def _opened(self) -> DiskFile:
@@ -311,8 +312,8 @@ class DiskBytes:
             part[:] = room[begin : begin + part.nbytes]
 
     def write(self, offset: int, source: Bytes) -> None:
-        """Replace bytes by those of a host array. If the process dies during this call, a persistent file is
-        damaged.
+        """Replace bytes by those of a host array. A persistent file is damaged if the process dies during this
+        call.
         """
         file = self._opened()
         for block, begin, part in self._touched(offset, source):
@@ -328,7 +329,7 @@ class DiskBytes:
         return overlapping(((block, block.offset, block.nbytes) for block in blocks), offset, array)
 
     def leave(self) -> None:
-        """Drop the bytes. The last buffer drops the file, and deletes it if it is not complete."""
+        """Drop the bytes. With the last buffer, also delete the file if it is incomplete."""
         file, self._file = self._file, None
         self._holders.discard(self._index)
         if file is not None and not self._holders:

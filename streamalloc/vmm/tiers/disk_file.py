@@ -2,7 +2,7 @@
 
 A file has a header, and the bytes of each buffer from a multiple of 4096 on, in blocks of equal size::
 
-    magic, version, bytes of a block, number of buffers, bytes of the file     _HEAD
+    magic, version, bytes of a block, number of buffers, bytes of the file      _HEAD
     the size of each buffer                                                     8 bytes each
     the CRC-32 of each block                                                    4 bytes each
     the CRC-32 of all before                                                    4 bytes
@@ -77,12 +77,12 @@ class Block(NamedTuple):
 
 
 _LARGE = 64 << 20
-"""Unnamed files of this many bytes are closed on another thread."""
+"""Bytes of an unnamed file from which on the file is closed on another thread, because that takes long."""
 
 
 def _close(fd: Fd) -> None:
-    """Close a file. For an unnamed file the file system then frees its blocks, which takes half as long as writing
-    them.
+    """Close a file. Closing an unnamed file frees its blocks on disk, which takes half as long as writing them: large
+    unnamed files are closed on another thread.
     """
     about = os.fstat(fd.fileno())
     if about.st_nlink or about.st_blocks * 512 < _LARGE:
@@ -113,8 +113,8 @@ os.register_at_fork(after_in_child=_closing.clear)
 
 
 def _in_room(call: Callable[..., T], *args: object) -> T:
-    """Make a call that needs room on disk. If there is none, wait for files that other threads are closing, and repeat
-    it.
+    """Make a call that needs room on disk. If the disk is full, wait for the files that other threads are closing, and
+    make the call again.
     """
     before = list(_closing)
     try:
@@ -164,7 +164,7 @@ class DiskFile:
             starts.append((number, position))
             number, position = number + count, position + padded(size)
         self._starts = (*starts, (number, position))
-        """Number and position of each buffer's first block, and the ends."""
+        """Number and position of each buffer's first block; the last entry is the end of the file."""
         self.direct: bool = False
         """Whether reads and writes bypass the page cache."""
 
@@ -260,7 +260,7 @@ class DiskFile:
                 raise
 
     def _set_direct(self, direct: bool) -> None:
-        """Let reads and writes bypass the page cache if the file system can, or end that."""
+        """Set or clear ``O_DIRECT``, by which reads and writes bypass the page cache. A refusal changes nothing."""
         with contextlib.suppress(OSError):
             flags = fcntl.fcntl(self._fd.fileno(), fcntl.F_GETFL)
             fcntl.fcntl(self._fd.fileno(), fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
@@ -273,7 +273,7 @@ class DiskFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
-            # The file system allows no direct calls, or only with other alignment.
+            # The file system refuses direct reads and writes, or requires a larger alignment than PAGE.
             self._set_direct(False)
             return function(self._fd.fileno(), [room.data], position)
 

@@ -65,8 +65,8 @@ class HostBytes:
 class PoolTier:
     """A pool in host memory, to which the device of the copies has access.
 
-    The buffers of one call are stored side by side, in allocations of at most :data:`PIECE` bytes, because few
-    allocations are pinned and freed faster than many.
+    The buffers of one call are stored side by side in common allocations of at most :data:`PIECE` bytes, because the
+    driver pins and frees few large allocations faster than many small ones.
     """
 
     __slots__ = ("pool",)

@@ -17,14 +17,15 @@ from streamalloc.vmm.access import After, ends_of
 PER_THREAD = 2  # handle of the per-thread default stream
 _LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
 _FIRST, _MOST = 32, 128
-"""Copies in the first batch, and most in later ones: a batch runs while the driver takes the next, at 0.6 us per copy.
+"""Number of copies in the first batch, and the most in later batches.
 
-A copy of 64 KiB takes 1.2 us, so each batch may be 1.5 times as large as the one before.
+While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
+each batch may have 1.5 times as many copies as the one before.
 """
 
 
 class Work:
-    """Queued work of a device, as a list of events after it. A stream in the list stands for all its queued work."""
+    """Queued work of a device, recorded as events after the work. A stream in their place means all its queued work."""
 
     __slots__ = ("_device", "_ends", "_stream")
 
@@ -32,7 +33,7 @@ class Work:
         self._device = device
         self._ends = ends
         self._stream: weakref.ref[Stream] | None = None
-        """The one stream of the work; None for several or unknown."""
+        """Stream of the work; None if the work is on several streams, or on an unknown one."""
 
     @classmethod
     def of(cls, after: After, device: Device) -> Work:
@@ -51,7 +52,7 @@ class Work:
         with contextlib.suppress(CudaError, ClosedError):
             end = stream.record()
         work = cls(stream.device, end)
-        if stream.handle != PER_THREAD:  # one object for a stream of each thread
+        if stream.handle != PER_THREAD:  # its object stands for another stream on each thread
             work._stream = weakref.ref(stream)
         return work
 
@@ -66,7 +67,7 @@ class Work:
                 if not end.query():
                     return False
             except ClosedError:
-                # The event's owner has closed it. An event after all present work covers it too.
+                # The owner of the event has closed it. Wait for all present work of the device instead.
                 self._ends = (context_event(self._device),)
                 return False
             except LOST:
@@ -132,8 +133,8 @@ def copy_batch(
 ) -> None:
     """Queue copies of equal size, in any order among each other (``cuMemcpyBatchAsync``). Adjacent copies are merged.
 
-    ``memory``: a number for the allocation of each, because a copy must not pass the end of an allocation. Without
-    support for batches, and on the legacy default stream, each copy is a call of its own (``cuMemcpyAsync``).
+    ``memory``: for each copy a number that identifies its allocation, because a merged copy must stay within one
+    allocation. Without support for batches, and on the legacy default stream, each copy is one ``cuMemcpyAsync``.
     """
     session, raw = session_of(stream), raw_handle(stream)
     apart = memory[1:] != memory[:-1]

@@ -25,7 +25,7 @@ _lost: list[Bytes] = []
 class Staging:
     """Pinned host memory in slots of equal size (``cuMemHostRegister``).
 
-    After a drop the memory is unregistered once the work that may use it has completed (``cuMemHostUnregister``).
+    If the object is dropped, the memory is unregistered after the work that may use it (``cuMemHostUnregister``).
     """
 
     __slots__ = ("__weakref__", "_end", "slots")
@@ -48,7 +48,7 @@ class Staging:
 
 
 class _Unregister(HandleEnd):
-    """Deferred unregistration. It keeps the memory alive until then."""
+    """The deferred unregistration of staging memory. The item keeps the memory alive until it is unregistered."""
 
     __slots__ = ("_memory", "_ordinal", "_work", "idle")
 
@@ -81,7 +81,8 @@ class _Unregister(HandleEnd):
             try:
                 super().attempt()
             except CudaError as error:
-                if error.name != "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED":  # an exception of a signal handler came first
+                # It is unregistered already if a signal handler raised just after an earlier call.
+                if error.name != "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED":
                     raise
             except BaseException:
                 # The memory may still be registered. Keep it, so that its addresses are not reused.
@@ -91,7 +92,7 @@ class _Unregister(HandleEnd):
 
 
 class _Workers:
-    """Threads that call functions. All synchronisation is in C: a signal handler that raises leaves no lock held."""
+    """Threads that call functions. The queues are written in C, so a signal handler that raises leaves no lock held."""
 
     def __init__(self, count: int) -> None:
         self._tasks: SimpleQueue[Any] = SimpleQueue()
@@ -149,18 +150,18 @@ class Step(NamedTuple):
     names: Sequence[int | None]
     """Index of each block, for error messages."""
     end: Any = None
-    """Event of the copies, or result of the read or write."""
+    """End of the part that has begun: event of the copies, or result queue of the read or write."""
 
 
 class _Transfer(abc.ABC):
     """The blocks of one call, which pass through the slots of one staging memory.
 
-    Worker threads read and write files. The calling thread makes all driver calls. Each step has two parts: a copy to
-    the slot and a write, or a read and a copy from the slot.
+    Worker threads read and write files. The calling thread makes all driver calls. A step moves adjacent blocks through
+    one slot, in two parts: first a copy to the slot, then a write to the file; or first a read, then a copy.
     """
 
     most_seconds = 1
-    """Most steps in their second part while others need slots."""
+    """Most steps that may be in their second part while a new step waits for a slot."""
 
     def __init__(self, stream: Stream, staging: Staging, threads: int, give_back: Callable[[Staging], None]) -> None:
         self._stream = stream
@@ -186,11 +187,11 @@ class _Transfer(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, step: Step) -> Any:
-        """Begin the first part of a step; return its event or result."""
+        """Begin the first part of a step; return the event of the copy, or the result queue of the read."""
 
     @abc.abstractmethod
     def _begin_second(self, step: Step) -> Any:
-        """Wait for the first part of a step and begin the second; return its event or result."""
+        """Wait for the first part of a step and begin the second; return its event or result queue."""
 
     @abc.abstractmethod
     def _end_second(self, step: Step) -> None:
@@ -214,7 +215,7 @@ class _Transfer(abc.ABC):
         self._free.append(step.slot)
 
     def finish(self) -> None:
-        """Block the host until all blocks are through."""
+        """Block the host until all blocks are copied and written, or read and copied."""
         while self._first:
             self._advance_oldest()
         while self._second:

@@ -33,16 +33,16 @@ class SavedBytes(Protocol):
 
     @property
     def own(self) -> bool:
-        """Whether :meth:`leave` releases the store."""
+        """Whether the tier has allocated the memory or file; :meth:`leave` then releases it."""
 
     def save(self, source: CopySide, copies: Copies, /) -> None:
-        """Queue the copy of device memory to the tier. It is complete after ``copies.finish_transfers()`` and the
-        stream's work.
+        """Queue the copy of device memory to the tier. The copy is complete after ``copies.finish_transfers()`` and all
+        queued work of the stream.
         """
 
     def load(self, target: CopySide, copies: Copies, /) -> None:
-        """Queue the copy of the bytes to device memory. It is complete on the stream after
-        ``copies.finish_transfers()``.
+        """Queue the copy of the bytes to device memory. After ``copies.finish_transfers()`` it is complete for later
+        work of the stream.
         """
 
     def read(self, offset: int, target: Bytes, /) -> None:
@@ -79,9 +79,10 @@ class Tier(Protocol):
 
 
 def overlapping(pieces: Iterable[tuple[T, int, int]], offset: int, array: Bytes) -> Iterator[tuple[T, int, Bytes]]:
-    """Yield the pieces that bytes from ``offset`` on touch: the piece, the offset in it, and the part of the array.
+    """Split an array that begins at ``offset`` of a buffer at the ends of the buffer's pieces.
 
-    ``pieces``: pieces of a buffer, each with its offset and size in bytes.
+    ``pieces``: the pieces, each with its offset in the buffer and its size in bytes. Yields each piece that the array
+    overlaps, the offset in the piece, and the part of the array.
     """
     stop = offset + array.nbytes
     for piece, start, nbytes in pieces:
