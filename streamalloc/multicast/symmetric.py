@@ -405,7 +405,8 @@ class SymmetricMemory(Closes, Shown):
         streams
             This rank's stream. If this process has all ranks: one stream for each rank, in order of rank.
         channel
-            0 to 15; channels are independent. On one channel, a stream also waits for the stream used before it.
+            0 to 15; channels are independent. If the previous barrier on the channel used another stream, this stream
+            also waits for that barrier.
 
         Raises
         ------
@@ -547,7 +548,9 @@ class SymmetricMemory(Closes, Shown):
         return deadline_after(self.timeout if timeout is None else timeout)
 
     def _finish_together(self, step: str, do: Callable[[int], None], deadline: float | None) -> None:
-        """Run a step that waits for devices, after all ranks have queued the work that other ranks wait for."""
+        """Run ``do``, which waits for devices, as a step. An empty step precedes it, after which all ranks have queued
+        the work that other ranks' devices wait for.
+        """
         self._group.step(step, lambda rank: None, deadline)
         self._group.step(step, do, deadline)
 

@@ -94,7 +94,7 @@ class BindSource(NamedTuple):
         if self.address is None:
             check_multiple("memory_offset", self.offset, granularity)
         else:
-            # Only the address must be aligned then; the offset in the physical memory may be any.
+            # A range that is bound by its address needs an aligned address, but no aligned offset in the memory.
             check_multiple("address", self.address, granularity, shown=f"{self.address:#x}")
         if shareable and self._handle_types() == MemHandleType.NONE:
             raise ValueError(
@@ -144,8 +144,8 @@ class BindSource(NamedTuple):
         return f"cuMulticastBindMem{suffix}", (*target, handle, self.offset, self.nbytes, 0)
 
 
-# User objects that have bound memory, by graph node. A global table keeps them out of every reference cycle, so the
-# collector cannot free bound memory before its unbinding.
+# Objects of the user whose memory is bound, by their node in the release order. Because a global table refers to them,
+# the garbage collector cannot free bound memory before it is unbound.
 _bound_memory: dict[Node, object] = {}
 
 
@@ -164,7 +164,7 @@ class _MemoryNode(Node):
 
 
 class BindingNode(HandleNode):
-    """One binding as a node of the release order. :attr:`raw` is the object's handle while it is bound."""
+    """One binding as a node of the release order. While it exists, :attr:`raw` is the multicast object's handle."""
 
     __slots__ = ("confirmed", "device", "memory_node", "object", "offset", "source")
 

@@ -338,7 +338,7 @@ class MulticastObject(GenericAllocation):
         node = BindingNode(self._node, source, ordinal, start)
         name, arguments = source.bind_call(raw, ordinal, start, device)
         try:
-            # Recorded before the call: an interrupt after the call then leaves a binding that is undone.
+            # Record the binding before the call: it is then undone even if a signal handler raises just after the call.
             self._bound.append(node)
             node.link(self._team)
             self._session.call(name, *arguments)
@@ -452,7 +452,7 @@ class MulticastObject(GenericAllocation):
             allocations.end(self._node)
         finally:
             self._live_bindings()
-            # If a dropped address range maps the object, it waits for the team node, so keep the node.
+            # A dropped address range that maps the object is freed after the team node, so keep the node.
             if self._node.gone and not allocations.order.after(self._team, Kind.RESERVATION):
                 self._team.gone = True
                 allocations.order.cut(self._team)

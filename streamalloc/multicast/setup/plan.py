@@ -17,12 +17,12 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.ipc.internal import by_value, listed
 
 CHANNELS = 16
-"""Independent channels for barriers, and for signals of two ranks."""
+"""Number of independent channels, for barriers and for the signals between each two ranks."""
 
 _FORMAT = 1
-"""Version of the encoded profile; raised when a field changes."""
+"""Version of the encoded profile. It increases with each change of a field."""
 _LINE = 128
-"""Bytes in a GPU cache line; each part starts one."""
+"""Bytes in a GPU cache line; each part of the layout begins at a multiple of it."""
 _COUNTER = 4
 """Bytes of a counter, as ``cuStreamWriteValue32`` writes."""
 _ADDRESS = 8
@@ -53,7 +53,7 @@ class RankProfile:
     host: str
     """Machine, user and network namespace."""
     multicast_granularity: dict[str, int]
-    """Bytes by handle type; empty if multicast is impossible."""
+    """Granularity of multicast objects in bytes, by handle type; empty if multicast is impossible."""
     format: int = _FORMAT
 
     def to_bytes(self) -> bytes:
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
     layout: Layout
     multicast: bool
     physical_bytes: dict[MemHandleType, int]
-    """Bytes of physical memory per rank, by handle type, best first."""
+    """Bytes of physical memory per rank, for each usable handle type; the preferred type is first."""
 
 
 def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:

@@ -99,12 +99,12 @@ class RankGroup:
         try:
             return self._share(name, outcomes, deadline)
         finally:
-            # The traceback of an error has this frame. A reference from here to the error would be a cycle, which keeps
-            # what the frames of the error have until a collection.
+            # The traceback of an error refers to this frame. If this frame also referred to the error, the cycle would
+            # keep the objects of all frames of the traceback until a garbage collection.
             outcomes.clear()
 
     def exchange(self, name: str, handles: Sequence[Fd], deadline: float | None) -> list[tuple[Fd, ...]]:
-        """Send file descriptors to all ranks as a step; return the duplicates that each rank sent."""
+        """Send file descriptors to all ranks as a step. Return duplicates of the descriptors of each rank, by rank."""
         assert self.communicator is not None
         communicator = self.communicator
         received: list[tuple[Fd, ...]] = []
@@ -113,7 +113,7 @@ class RankGroup:
             try:
                 received.extend(communicator.exchange(handles, timeout=_seconds(deadline)))
             except Exception:
-                # If the call failed before it sent its message, the other ranks still wait for it.
+                # If the call failed before it sent a message, the other ranks still wait for one: send no descriptors.
                 with contextlib.suppress(Exception):
                     received.extend(communicator.exchange((), timeout=_seconds(deadline)))
                 raise

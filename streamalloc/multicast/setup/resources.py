@@ -40,7 +40,9 @@ class RankResources(Deferred):
         self.replicas: dict[int, Mapping] = {}
         """Mappings of :attr:`memories`, by rank."""
         self._lock = RLock()
-        """Two threads may close the memory. A finaliser may run in the middle of that."""
+        """Held during a release, because two threads may close the memory. Reentrant: a release can be interrupted by a
+        finaliser that also releases.
+        """
         self.releasing: bool = False
         """Whether a release has begun and not succeeded yet."""
         self.multicast: MulticastObject | None = None
@@ -180,8 +182,8 @@ def finish_all(devices: Iterable[Device], deadline: float | None, failures: list
 def run_until(device: Device, do: Callable[[], object], deadline: float | None, failures: list[CudaError]) -> None:
     """Run a function that blocks on a device with a time limit, because the driver's calls have none.
 
-    The function runs on a thread. If the device's work has failed, the error is appended to ``failures``; the device
-    then also has no work left.
+    The function runs on a thread. If the device's work has failed, the error is appended to ``failures`` instead of
+    raised, because a device whose work has failed has no work left either.
 
     Raises
     ------
@@ -206,4 +208,4 @@ def run_until(device: Device, do: Callable[[], object], deadline: float | None, 
     if waiter.is_alive():
         raise TimeoutError(f"{device!r} has not done its work in time")
     if errors:
-        raise errors.pop()  # not errors[0]: its traceback has this frame, and would refer to itself
+        raise errors.pop()  # not errors[0]: the traceback refers to this frame, whose list would refer to the error

@@ -33,7 +33,7 @@ from streamalloc.vmm import PhysicalMemory
 
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 _HOST_IMAGE = 64 << 10
-"""Most bytes copied from the host to clear memory."""
+"""Most bytes that are cleared by a copy of zeros from the host; a larger signal pad is cleared by a memset."""
 _FABRIC_HANDLE = 64
 """Bytes in a ``CUmemFabricHandle``."""
 _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)

@@ -24,9 +24,9 @@ class ArenaStatistics(NamedTuple):
     spare: int
     """Physical pages that no space uses."""
     parked: int
-    """Released pages still in use or being cleared. Memory that several of them share counts for each."""
+    """Released pages still in use or being cleared. If several of them share memory, each page counts."""
     kept: int
-    """Released and cleared pages that stay mapped until needed elsewhere."""
+    """Released and cleared pages that stay mapped until another page needs their memory."""
 
 
 class PageArena(Closes):
@@ -155,7 +155,7 @@ class PageArena(Closes):
         """Release spare pages, then kept ones, to the driver (``cuMemUnmap``, ``cuMemRelease``). Returns the number of
         pages.
 
-        The host waits for the clearing of released pages that no work uses any more.
+        The host waits for zeros that are being written to released pages, but not for the user's work.
 
         Parameters
         ----------
@@ -172,7 +172,7 @@ class PageArena(Closes):
         return self._physical.trim(most)
 
     def statistics(self) -> ArenaStatistics:
-        """Return the statistics. Before, parked pages are released if their work has completed."""
+        """Return the statistics. First, parked pages whose work has completed are released."""
         physical = self._physical
         physical.allocations.work()
         with physical.lock:

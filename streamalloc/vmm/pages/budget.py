@@ -1,10 +1,11 @@
 """Budgets: one limit for the pages of several processes on a device.
 
-The processes share a file with a record for each *member*: the bytes of its pages. A member locks one byte of the file
-while it lives. The kernel releases this lock when the member dies, and the next member that reads the file frees the
-dead member's bytes. Records change under the lock of another byte, which a death also releases. Each member writes only
-its own count of bytes, with one call, so a death cannot leave a half-written state. Records are read and written by
-file calls: if the file is truncated, a call raises an error, while a memory mapping would kill the process.
+The processes share a file with a record for each *member*, which has the bytes of the member's pages. A member locks
+one byte of the file while it lives. The kernel releases this lock when the member dies, and the next member that reads
+the file sets the dead member's count to zero. A lock on another byte protects all records; the kernel releases that
+lock, too, if its holder dies. Each member changes only its own count of bytes, with one call, so a death cannot leave a
+half-written count. The members call ``pread`` and ``pwrite``: if the file is truncated, a call raises an error, while
+an access to a memory mapping would kill the process.
 
 A member that finds no room writes a request to the others' records, and wakes them by a datagram. Each member also
 checks for requests every second.
@@ -60,22 +61,22 @@ class User(Protocol):
 
 
 class Member(NamedTuple):
-    """Words of a member of a budget, in bytes."""
+    """Record of one member in the file of a budget; three numbers of bytes."""
 
     used: int
     """Its pages."""
     wanted: int
     """Bytes that others requested from this member's unused pages."""
     asked: int
-    """Bytes that others requested from its pages above its share."""
+    """Bytes that others requested from all of the member's pages, because it has more than its share."""
 
 
 class PageBudget(Closes):
     """A limit shared by the arenas of several processes. Each process opens it by the path of a file.
 
     If a process finds no room, the other processes release unused pages. A share is the limit divided by the number of
-    processes. Processes above their share are also asked to release used pages (``on_ask``). When a process dies, its
-    bytes become free. ::
+    processes that have pages or request them. Processes above their share are also asked to release used pages
+    (``on_ask``). When a process dies, its bytes become free. ::
 
         budget = vmm.PageBudget("/dev/shm/gpu0.budget", 64 << 30, on_ask=lambda nbytes: evict(nbytes))
         arena = vmm.PageArena(device, budget=budget)
@@ -94,8 +95,8 @@ class PageBudget(Closes):
     limit
         Most bytes of all pages together; None uses the file's limit.
     on_ask
-        Function called on a thread of the budget, with the number of bytes that this process should release from used
-        pages. Bytes that it does not release are requested again.
+        Function that a thread of the budget calls with a number of bytes: this process should release used pages of so
+        many bytes. If the function does not release them, the others may request them again.
 
     Raises
     ------
@@ -171,7 +172,7 @@ class PageBudget(Closes):
                 fcntl.fcntl(number, fcntl.F_OFD_SETLKW, _flock(fcntl.F_WRLCK, _TABLE_LOCK))
                 return act()
             finally:
-                # Nothing is called before this line, so a signal handler that raises comes after it.
+                # This line is the first call of the block, so a signal handler cannot raise before the unlock.
                 fcntl.fcntl(number, fcntl.F_OFD_SETLK, unlock)
 
     def _lock_byte(self, byte: int) -> bool:
@@ -186,13 +187,15 @@ class PageBudget(Closes):
         return at == self._at or _LOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
     def _members(self) -> dict[int, Member]:
-        """Return the live members, and free the bytes of dead ones. Call within :meth:`_in_table`."""
+        """Return this member and the live members with bytes, and free the bytes of dead members. Call within
+        :meth:`_in_table`.
+        """
         data = os.pread(self._file.fileno(), _BYTES, 0)
         if len(data) != _BYTES:
             raise ValueError(f"the budget at {self.path} was truncated")
         found = {}
         for at, words in enumerate(_MEMBER.iter_unpack(data[_HEADER.size :])):
-            # A last member that died with zeros everywhere has nothing to free.
+            # A record of zeros has nothing to count or to free, whether its member lives or not.
             if any(words) or at == self._at:
                 if self._alive(at):
                     found[at] = Member(*words)
@@ -215,7 +218,7 @@ class PageBudget(Closes):
 
     @property
     def mine(self) -> int:
-        """Bytes of the pages of this process, in arenas with this object."""
+        """Bytes of this process's pages, in the arenas that use this object."""
         return sum(user.claimed for user in members(self._users))
 
     def join(self, user: User) -> None:
@@ -227,8 +230,10 @@ class PageBudget(Closes):
             self._users.add(user)
 
     def settle(self, asking: User | None = None) -> bool:
-        """Publish the bytes of this process; returns whether there is room. If not, request memory from other users and
-        processes.
+        """Write the bytes of this process to the file; return False if they have grown and the limit has no room.
+
+        Then nothing is written, and memory is requested from the other processes. With ``asking``, the unused pages of
+        this process's other arenas are also released, followed by a second attempt.
         """
         if self._settle():
             return True
@@ -254,8 +259,8 @@ class PageBudget(Closes):
         """Request bytes from other processes and block until so many are free, or the time is over. Returns whether
         they are free.
 
-        Another process may take them before this one does. Pages that arenas of this process keep count as used:
-        :meth:`PageArena.trim` releases them first.
+        Another process may take the free bytes first. Unused pages that arenas of this process keep count as used: call
+        :meth:`PageArena.trim` before.
 
         Parameters
         ----------
@@ -282,7 +287,7 @@ class PageBudget(Closes):
         return missing <= 0
 
     def _ask(self, members: dict[int, Member], missing: int) -> None:
-        """Write requests to the other members' records, and wake these. Call within :meth:`_in_table`."""
+        """Write requests to the other members' records, and wake these members. Call within :meth:`_in_table`."""
         share = self.limit // max(len(members), 1)
         for at, one in members.items():
             if at != self._at and one.used:
@@ -294,7 +299,7 @@ class PageBudget(Closes):
 
     def _listen(self) -> None:
         server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        with contextlib.suppress(OSError):  # without a name it looks every second
+        with contextlib.suppress(OSError):  # a socket without a name gets no datagrams: the thread looks every second
             server.bind(f"{self._name}{self._at}")
         self._socket = server
         thread = threading.Thread(
@@ -306,7 +311,7 @@ class PageBudget(Closes):
     def _stop_listening(self, *, forked: bool = False) -> None:
         server, self._socket = self._socket, None
         if server is not None:
-            if not forked:  # a child has the parent's socket
+            if not forked:  # a shutdown in a child would also end the parent's socket
                 with contextlib.suppress(OSError):
                     server.shutdown(socket.SHUT_RDWR)  # wakes the thread
             server.close()
@@ -395,7 +400,7 @@ _here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
 
 
 def _left_behind() -> None:
-    """In a forked child: close the file, so that its lock ends with the parent."""
+    """In a forked child: close the file. Otherwise the child would hold the parent's lock after the parent's death."""
     for budget in list(_here):
         budget._end(forked=True)
 

@@ -67,8 +67,8 @@ class PhysicalPages(Claimable):
 
     :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it.
     :meth:`changing` claims this object, so that only one thread changes mappings of any space: a commit in one space
-    may take a page that another space keeps. Kept pages and the page lists of spaces change only under both, so either
-    is enough to read them.
+    may take a page that another space keeps. :attr:`kept` and the page lists of spaces change only under the lock and
+    the claim together, so a reader needs one of them only.
     """
 
     def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None = None) -> None:
@@ -79,8 +79,8 @@ class PhysicalPages(Claimable):
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
-        # Weak, because the arena keeps the budget. Reservations keep this object, and the budget's function may refer
-        # to the arena.
+        # A weak reference: the arena keeps the budget. The table of reservations keeps this object, and so a strong
+        # reference would keep the budget, its function ``on_ask``, and an arena that the function refers to.
         self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
         """Limit shared with other arenas and processes; None if there is none."""
         self.allocations: Allocations = allocations_of(self.session)
@@ -88,15 +88,15 @@ class PhysicalPages(Claimable):
         self.session.shut_with_me(self)
         self.spare: list[Page] = []
         self.kept: dict[Page, tuple[Places, int]] = {}
-        """Released and cleared pages, still mapped, with their places, oldest first."""
+        """Released and cleared pages that are still mapped, each with its place; the oldest first."""
         self.newly_watched: dict[int, None] = {}
         """Addresses of newly committed pages that watchers are not yet notified of."""
         self.clearing: dict[Parking, None] = {}
-        """Released pages for which zeros are queued."""
+        """Parkings of released places for which zeros are queued."""
         self.count: int = 0
         """Number of pages that exist or are being created."""
         self._granted: int = 0
-        """Number of pages granted by the budget and not yet created."""
+        """Number of pages that were requested from the budget and are not created yet."""
         self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
         """Places of each space."""
         self.closed: bool = False
@@ -105,7 +105,7 @@ class PhysicalPages(Claimable):
         self._numbers: list[int] = []
         """Numbers of released pages, for reuse."""
         self.zero: Page = Page(self.session, -1)
-        """The page of zeros, mapped at places without a page; not limited."""
+        """The page of zeros, which is mapped at places without a page. It does not count for the limit."""
         self._claim = None
         self._tasks: deque[tuple[Future[int], Callable[[], int]]] = deque()
         """Functions to call in the background."""
@@ -151,7 +151,7 @@ class PhysicalPages(Claimable):
             try:
                 at, _ = self.newly_watched.popitem()
             except KeyError:
-                return  # another thread has the last one
+                return  # another thread has taken the last address
             for watcher in self.allocations.watchers:
                 watcher.mapped(at, self)
 
@@ -161,7 +161,7 @@ class PhysicalPages(Claimable):
         return (self.count + self._granted) * self.size
 
     def give(self, nbytes: int) -> int:
-        """Release unused pages, at most so many bytes. Returns the bytes released."""
+        """Release unused pages of at most ``nbytes``, rounded up to whole pages. Returns the bytes released."""
         return self.trim(max(self.available - -(-nbytes // self.size), 0)) * self.size
 
     @property
@@ -181,7 +181,7 @@ class PhysicalPages(Claimable):
         return stream
 
     def used(self, stream: Stream, work: Work) -> None:
-        """Record further work of a stream, if it is one of the arena's clearing streams."""
+        """Record the last work of a stream, if the stream is one that the arena made to clear pages."""
         if stream in self._streams:
             self._streams[stream] = work
 
@@ -303,8 +303,8 @@ class PhysicalPages(Claimable):
 
     @contextlib.contextmanager
     def _room(self, count: int) -> Iterator[list[None]]:
-        """A ``with`` block that creates so many pages, after the budget has granted them. It gets a list with an item
-        for each.
+        """A ``with`` block that creates at most ``count`` pages, after the budget has granted them. It gets a list with
+        one item for each page that may still be created; :meth:`_create` removes items.
         """
         room = [None] * max(count, 0)
         budget = self.budget()
@@ -335,14 +335,14 @@ class PhysicalPages(Claimable):
             places.retire([place for _, place in group])
 
     def fill(self, count: int) -> int:
-        """Create pages until ``count`` are spare or kept; return how many are."""
+        """Create pages until ``count`` are spare or kept. Return the number of spare and kept pages."""
 
         def create(room: list[None]) -> None:
             self.drop([self._create(room)])
 
         while self.available < count and not self.closed:
             with self._room(1) as room:
-                # Under the claim: otherwise take() would count a page against the limit that is not yet spare.
+                # Claimed, so that take() on another thread does not find a page that counts but is not spare yet.
                 self.changing(functools.partial(create, room))
         return self.available
 
@@ -353,7 +353,8 @@ class PhysicalPages(Claimable):
     def finish_clearing(self, *, wait: bool = False) -> None:
         """Keep the pages that are cleared by now. Call within :meth:`changing`.
 
-        With ``wait``, only wait for queued zeros that no earlier work delays; call that without locks.
+        With ``wait``, instead only wait until zeros are written that no earlier work delays. Call that form without
+        locks and outside of :meth:`changing`.
         """
         for parking in list(self.clearing):
             if not wait:
@@ -408,7 +409,7 @@ class PhysicalPages(Claimable):
         with self.lock:
             first, self.closed = not self.closed, True
         for future, _ in list(self._tasks):
-            future.cancel()  # without a lock, because it calls the program's callbacks
+            future.cancel()  # without a lock, because cancel() calls callbacks of the user
         if first:
             self.drop([self.zero])
         self.trim(0)
@@ -427,7 +428,7 @@ class PhysicalPages(Claimable):
                 # Written in C: a thread pool would keep a lock if a signal handler raised in submit().
                 _thread.start_new_thread(self._work, ())
                 self._working = True
-            # After the start, which may fail: a refused call leaves no task. The thread waits for the lock.
+            # Queue the task after the start of the thread, which may fail. The thread waits for the lock.
             future: Future[int] = Future()
             self._tasks.append((future, function))
             return future
@@ -451,7 +452,7 @@ class PhysicalPages(Claimable):
             raise ClosedError("the arena was closed")
 
     def make_room(self) -> int:
-        """Release all unused pages to another user of device memory; returns their size in bytes."""
+        """Release all unused pages, because another user needs the memory. Returns the bytes released."""
         before, until = self.count, time.monotonic() + _PATIENCE
 
         def vacate() -> None:
@@ -477,7 +478,7 @@ class PhysicalPages(Claimable):
                 del room[0]
         page = Page(self.session, number)
         with undoing(lambda: self._forget([page])):
-            self.spec.create(page, self.size, wait=False)  # a space's claim may be held
+            self.spec.create(page, self.size, wait=False)  # no wait, because this thread may have claimed the pages
         return page
 
     def _check_limit(self, missing: int) -> None:

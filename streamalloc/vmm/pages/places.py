@@ -4,7 +4,7 @@ A place holds a page from its commit until the page is unmapped. After a release
 that uses the page has completed and the page is cleared. Then it is *kept*: the page stays mapped and reads as zeros.
 The next commit of the place uses the page again without a mapping call, unless another place has taken the page. A page
 that other places share is not cleared. Instead the place gets the arena's page of zeros, which devices may only read.
-Every place without a page has it.
+That page is mapped at every place that has no page of its own.
 
 States of a place, of a page and of a space, and the attributes that record them:
 
@@ -67,9 +67,11 @@ class Places(MappedBytes):
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page committed at each place; -1 for none."""
         self._broken: set[int] = set()
-        """Places with a wrong page or permission; empty outside of :meth:`locked`, unless :attr:`failed`."""
+        """Places at which the driver maps a wrong page or permission. Empty outside of :meth:`locked`, unless
+        :attr:`failed` is true.
+        """
         self.failed: bool = False
-        """True if a call and its undo failed, leaving such places."""
+        """True if a call and its undo have failed, so that places stay broken until the next call repairs them."""
         physical.spaces.add(self)
 
     @property
@@ -117,8 +119,8 @@ class Places(MappedBytes):
         return ready, dict(zip(rest, self.physical.take(len(rest), pages), strict=True))
 
     def split(self, places: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Split places with a page into those whose release would leave the page unused, and those whose page has other
-        users.
+        """Split places that hold a page: first the places whose release would leave their page without a user, then the
+        places whose page other places would still use.
         """
         alone: list[int] = []
         shared: list[int] = []
@@ -133,10 +135,11 @@ class Places(MappedBytes):
     def exchange(self, pages: Mapping[int, Page], ready: Sequence[int] = (), parking: Parking | None = None) -> None:
         """Map these pages at these places and commit the places. A place that gets :attr:`zero` then holds no page.
 
-        The places of ``ready`` are committed with the pages that they already hold. With ``parking``, places are parked
-        instead of committed. Either all places change or none. Each page comes with one user per place, which is
-        removed after an error. Each run of adjacent places takes one ``cuMemUnmap``, a ``cuMemMap`` for each page and
-        one ``cuMemSetAccess``. If the undo also fails, the next call repeats it, and no page is lost.
+        The places of ``ready`` are committed with the pages that they already hold. With ``parking``, the places of
+        ``pages`` are parked instead of committed. Either all places change or none. The caller has counted one user of
+        a page for each place; after an error this user is removed. Each run of adjacent places takes one
+        ``cuMemUnmap``, a ``cuMemMap`` for each page and one ``cuMemSetAccess``. If the undo also fails, the next call
+        repeats the undo, and no page is lost.
         """
         zero, drop = self.physical.zero, self.physical.drop
         before = [page for page in (self.backing[place] for place in pages) if page is not None]
@@ -197,7 +200,7 @@ class Places(MappedBytes):
                     raise error_from(result, "cuMemUnmap")
             mapped[run.start : run.stop] = [None] * len(run)
             for place in run:
-                # Recorded first: a call that is interrupted may have succeeded.
+                # Record the page before the call: if a signal handler raises, the driver may have mapped the page.
                 page = mapped[place] = pages[place]
                 result = map_page(start + place * size, size, 0, page.raw, 0)[0]
                 if result:
@@ -209,7 +212,7 @@ class Places(MappedBytes):
             broken.difference_update(run)
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
-        """Release committed places. :meth:`Parking.finish` does the rest once their work has completed."""
+        """Mark places as released and parked. :meth:`Parking.finish` keeps or unmaps their pages after the work."""
         self.numbers[places] = -1
         for place in places:
             self._unwatch(place)
@@ -225,7 +228,7 @@ class Places(MappedBytes):
             self.park([*places], parking)
 
     def notify(self, places: Iterable[int], *, released: bool) -> None:
-        """Notify the listener that pages which stay mapped were released, or are in use again."""
+        """Notify the session's listener that places were released, or are used again. Their pages stay mapped."""
         listener = self.physical.session.listener
         if listener is not None:
             for run in adjacent(places):
@@ -311,7 +314,7 @@ class Places(MappedBytes):
                 self.physical.clear(self._address(run.start), len(run) * self.physical.size, stream)
 
     def parkings(self, places: Collection[int]) -> set[Parking]:
-        """Return what these places are parked for."""
+        """Return the parkings of those of these places that are parked."""
         return {parking for place in places if (parking := self.parked.get(place)) is not None}
 
     def release(self) -> None:
@@ -326,7 +329,7 @@ class Places(MappedBytes):
     def unmap_all(self) -> None:
         """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.try_changing`."""
         if not self.gone and any(self.mapped):
-            super().release()  # after an exception of a signal handler, the driver accepts a second unmap
+            super().release()  # tolerates memory that is unmapped already, after an exception of a signal handler
         self.unmapped()
 
     def unmapped(self) -> None:
@@ -355,7 +358,9 @@ class Places(MappedBytes):
 
 
 class Parking(Deferred):
-    """Released places that wait for the work that uses their pages; or, made by :meth:`clear`, for zeros."""
+    """Released places that wait for the work that uses their pages. A parking that :meth:`clear` has made waits until
+    zeros are written to the pages.
+    """
 
     __slots__ = ("_cleared", "_owner_places", "before", "places", "work")
 
@@ -368,7 +373,7 @@ class Parking(Deferred):
         self._cleared = False
         """Whether :attr:`work` is the zeros."""
         self.places: Sequence[int] = ()
-        """The places, without those committed again."""
+        """The places, perhaps with some that were committed again: :attr:`Places.parked` decides."""
 
     def done(self) -> bool:
         """Whether the work has completed."""
@@ -381,25 +386,27 @@ class Parking(Deferred):
             self.work.synchronize()
 
     def behind(self, work: Work) -> Parking:
-        """Wait for this work instead; returns this object, with the places still parked for it."""
+        """Let the parked places wait for ``work`` instead. Returns this object; its :attr:`places` are then those that
+        are still parked with it.
+        """
         self.before = self.work = work
         self.places = [place for place, parking in self._owner_places.parked.items() if parking is self]
         return self
 
     def attempt(self) -> bool:
-        """Keep the pages if they are cleared. Pages that could not be cleared are unmapped after their work."""
+        """Call :meth:`finish`, unless another call is changing mappings; then the queue attempts it again."""
         return self._owner_places.physical.try_changing(self.finish, otherwise=False)
 
     def finish(self) -> bool:
-        """After the work has completed, keep the pages that are cleared and unmap the others. Returns whether that is
-        done.
+        """Keep the pages that are cleared and unmap the others. If the work has not completed, do nothing and return
+        False.
 
         Call within :meth:`Places.locked`.
         """
         owner, physical = self._owner_places, self._owner_places.physical
         if owner.gone or owner.given_up:
             physical.clearing.pop(self, None)
-            return True  # its release unmaps the pages
+            return True  # the release of the space unmaps the pages
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.done():
             return False
@@ -431,7 +438,8 @@ class Parking(Deferred):
             owner.park(alone, ahead)
             self.places = shared
             deferred_queue(physical.session).submit(ahead)
-            # Some zeros may be queued without an event after them. Until there is one, wait for the whole stream.
+            # If a call below fails, some zeros may be queued without an event after them. The parking then waits for
+            # all work of the stream.
             with contextlib.suppress(CudaError, ClosedError):
                 owner.clear(alone, stream)
                 ahead.work, ahead._cleared = Work.behind(stream), True

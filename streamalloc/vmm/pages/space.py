@@ -1,4 +1,4 @@
-"""Spaces: address ranges that are readable everywhere, with memory of their own at the committed pages."""
+"""Spaces: address ranges that can be read everywhere, and that have memory of their own at the committed pages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BATCH = 64
 
 
 class _ParkedAgainError(Exception):
-    """Another thread has parked some of the places meanwhile: wait again."""
+    """Another thread has parked some of the places since the wait, so the caller must wait again."""
 
 
 class PageSpace(Memory, Closes):
@@ -65,8 +65,8 @@ class PageSpace(Memory, Closes):
     streams whose work still uses the pages. In :meth:`release` the host does not wait for that work; in the other
     operations it does.
 
-    A released page is cleared, and keeps its memory until another page of the arena needs it. So its next commit
-    usually makes no mapping call. The driver does not refuse writes to a released page, but
+    A released page is cleared, and keeps its memory until another page of the arena needs the memory. So the next
+    commit of the page usually makes no mapping call. The driver does not refuse writes to a released page, but
     :func:`streamalloc.driver.checked` reports them.
 
     Each operation takes an index, a range or an array of indices. It changes all these pages, or none after an error.
@@ -150,8 +150,9 @@ class PageSpace(Memory, Closes):
     def commit(self, pages: Pages, after: After = ()) -> None:
         """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Their contents are undefined.
 
-        Pages that have kept their memory use it again, without a driver call. The others get spare pages of the arena,
-        then memory that other pages keep, then new pages. If a page is still parked, the host waits for its work.
+        Pages that have kept their memory use it again, without a driver call. The others get spare physical pages of
+        the arena; if there are none, memory that other pages keep; then new physical pages. If a page is still parked,
+        the host waits for the work that uses it.
 
         Parameters
         ----------
@@ -222,7 +223,7 @@ class PageSpace(Memory, Closes):
         places, physical, made = self._places, self._physical, 0
 
         def prepare(batch: Sequence[int]) -> tuple[int, Parking]:
-            # Parked places without a page will get one from a swap.
+            # Skip parked places without a page: swap_in() on another thread gives them one.
             new = [place for place in batch if places.backing[place] is None]
             new = [place for place in new if place not in places.stored and place not in places.parked]
             parking = Parking(places, Work(self.device))
@@ -240,11 +241,11 @@ class PageSpace(Memory, Closes):
         """Return the memory of pages to the arena. The pages then read as zeros (``cuMemsetD8Async``).
 
         The host does not wait, and the pages stay mapped. Zeros are queued after the work of ``after``. If ``after`` is
-        one stream, they are queued on it, and its later work reads zeros. Otherwise they are queued on a stream of the
-        arena. If the work has completed already, later work of the space's stream also reads zeros. Other work may read
-        a page once it is no longer parked, or after the device has synchronised. From then on other pages may take the
-        memory. If pages share memory, all but the last one are unmapped after the work. If the driver refuses to clear
-        pages, these are also unmapped after the work.
+        one stream, the zeros are queued on that stream, and its later work reads zeros. Otherwise the zeros are queued
+        on a stream of the arena. If the work has completed already, later work of the space's stream also reads zeros.
+        Other work may read a page once the page is no longer parked, or after the device has synchronised. From then on
+        other pages may take the memory. If pages share memory, only the page that is released last is cleared; the
+        others are unmapped after the work. If the driver refuses to clear pages, they are unmapped after the work, too.
 
         Parameters
         ----------
@@ -282,18 +283,21 @@ class PageSpace(Memory, Closes):
 
         places.locked(release)
         if zeros is not None and now:
-            # If the stream has an error, the user's next call raises it. A captured stream needs no wait for these
-            # zeros.
+            # An error of the stream is suppressed: the user's next call raises it. A captured stream does not wait for
+            # these zeros.
             with contextlib.suppress(CudaError):
                 queue_if_allowed(self.stream, functools.partial(zeros.work.precede, self.stream), mine=True)
         drop_contents(dropped)
         self._physical.notify_watchers()
-        # More items than a release submits, so that the queue does not grow.
+        # Attempt more items than one release submits, so that the queue does not grow.
         deferred_queue(self._session).work(4)
 
     def _begin(self, parking: Parking, behind: Stream | None = None) -> Parking | None:
-        """Queue the zeros of parked places; returns their new parking. Call within :meth:`Places.locked`."""
-        # If the driver refuses now, the rest is done later.
+        """Queue zeros for parked places; returns the new parking of these places, or None if no zeros were queued.
+
+        Call within :meth:`Places.locked`.
+        """
+        # If the driver refuses a call, the deferred queue attempts the parking again.
         with contextlib.suppress(CudaError):
             try:
                 return parking.clear(behind)
@@ -308,7 +312,7 @@ class PageSpace(Memory, Closes):
         if ends is None or len(ends) != 1 or isinstance(ends[0], Event):
             return None
         stream = as_stream(ends[0], self._session)
-        # Deferred items run on any thread, where PER_THREAD names another stream.
+        # Not PER_THREAD: deferred items run on any thread, and the handle names another stream there.
         mine = stream.device.ordinal == self.device.ordinal and stream.handle != PER_THREAD
         return stream if mine and not stream.capturing else None
 
@@ -321,7 +325,7 @@ class PageSpace(Memory, Closes):
         Parameters
         ----------
         pages
-            Pages that are not committed, or already share the memory.
+            Pages that are not committed, or that already share the memory of their counterpart.
         of, its_pages
             A space of the same arena, and as many committed pages of it, in the same order.
         after
@@ -460,14 +464,14 @@ class PageSpace(Memory, Closes):
         others = listed(after)
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
-        # Under no lock, as this takes long.
+        # Without a lock, because the allocation of host memory or disk space takes long.
         tier.reserve(int((places.numbers[chosen] >= 0).sum()), self.page_size)
         stored = tier._stored(self.page_size)
 
         def park(parking: Parking) -> list[int]:
             committed = [place for place in chosen if places.numbers[place] >= 0]
             tier._take(len(committed), stored)
-            # First, so that an exception of a signal handler loses no contents.
+            # Before park(), so that no contents are lost if a signal handler raises in between.
             kept.update({place: (stored, index) for index, place in enumerate(committed)})
             places.stored |= kept
             places.park(committed, parking)
@@ -477,11 +481,11 @@ class PageSpace(Memory, Closes):
             if kept:
                 places.locked(lambda: self._forget_stored(kept, parking, ordered))
 
-        # Marked as in use: another thread may release the pages before their copies are queued.
+        # in_use(), because another thread may release the pages before the copies are queued.
         with self._alone() as parking, stored.in_use():
             with undoing(stored.drop), undoing(take_back):
                 committed = places.locked(lambda: park(parking))
-                # Under no lock, as this may take long.
+                # Without a lock, because writes to a disk take long.
                 stored.save(self._addresses(committed), ordered)
                 work = Work.of(None if others is None else [ordered, *others], self.device)
             places.locked(lambda: self._begin(parking.behind(work), clear_on))
@@ -490,8 +494,8 @@ class PageSpace(Memory, Closes):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[Parking]:
-        """A ``with`` block that moves contents. It yields a parking; until its end no other call uses places that are
-        parked with it.
+        """A ``with`` block that moves contents. The block gets a parking. Until the end of the block, other calls wait
+        before they use places that are parked with it.
         """
         unfinished = Unfinished(self.device)
         try:
@@ -500,7 +504,9 @@ class PageSpace(Memory, Closes):
             unfinished.finish()
 
     def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> dict[int, Kept]:
-        """Unpark the pages that are still stored, under the lock; return their contents."""
+        """Commit the places of a swap whose contents are still stored, and forget these contents; return them. Call
+        within :meth:`Places.locked`.
+        """
         places = self._places
         mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
         places.unpark(mine)
@@ -556,7 +562,7 @@ class PageSpace(Memory, Closes):
             with undoing(lambda: self._give_back(left, parking, ordered)):
                 ready = self._change(chosen, after, lambda: set_aside(parking, used))
                 while ready or left:
-                    # The copies of one batch run while the next batch is mapped, which takes equally long.
+                    # While the copies of one batch run, the next batch is mapped. Both take equally long.
                     batch = {place: left.pop(place) for place in [*left][:_BATCH]}
                     if batch:
                         places.locked(functools.partial(places.exchange, batch, parking=parking))
@@ -575,7 +581,7 @@ class PageSpace(Memory, Closes):
         self._physical.drop(left.values())
 
         def unpark() -> None:
-            mine = parking.behind(Work.behind(stream)).places  # another swap may have parked some of the others
+            mine = parking.behind(Work.behind(stream)).places  # without places that another swap has parked
             places.unpark([place for place in mine if places.backing[place] is None])
             self._begin(parking)
 
@@ -583,7 +589,7 @@ class PageSpace(Memory, Closes):
 
     @contextlib.contextmanager
     def _named(self, places: Sequence[int], indices: Sequence[int]) -> Iterator[None]:
-        """A ``with`` block that adds the page to the error for damaged contents."""
+        """A ``with`` block. An error for damaged contents gets the index of the page instead of the block."""
         try:
             yield
         except DamagedBackupError as error:
@@ -663,7 +669,7 @@ class PageSpace(Memory, Closes):
                 parking.synchronize()
             short = physical.available < needed and physical.parked > 0
             if short:
-                # Makes pages of other places available once their work has completed. No lock may be held here.
+                # Keep the pages of other parked places whose work has completed. No lock may be held here.
                 physical.allocations.work()
                 physical.finish_clearing(wait=True)
             with contextlib.suppress(_ParkedAgainError):

@@ -17,9 +17,9 @@ from streamalloc.vmm.pages.space import PageSpace
 
 
 class PageTable(Closes):
-    """A table in device memory with the number of each page's physical page, or -1 for uncommitted pages.
+    """A page table in device memory: for each page the number of its physical page, or -1 if it is not committed.
 
-    :meth:`update` changes the table in stream order: earlier kernels read the old entries, later ones the new. ::
+    :meth:`update` changes the table in stream order: earlier kernels read the old entries, later kernels the new. ::
 
         table = vmm.PageTable(cache, np.int32, stream=stream)
         cache.release(pages, after=stream)   # kernels that are queued may use the pages

@@ -27,7 +27,7 @@ class _End(HandleEnd):
     def __init__(self, session: Session) -> None:
         super().__init__(session, "cuMemFreeHost", None)
         self.work: dict[Work, None] = {}
-        """Copies that may use the chunk. Threads change it concurrently."""
+        """Copies that may still use the chunk. Several threads change this dictionary at the same time."""
 
     def allocate(self, device: Device, nbytes: int) -> int:
         """Allocate the chunk (``cuMemHostAlloc``) and return its address."""
@@ -54,7 +54,7 @@ class _Pinned(Chunk):
     def __init__(self, device: Device, nbytes: int, count: int) -> None:
         session = session_of(device)
         self._end = _End(session)
-        # Before the allocation, because the following calls may fail.
+        # Register the release before the allocation: if a later line fails, the memory is still released.
         deferred_queue(session).end_with(self, self._end)
         super().__init__(nbytes, count, self._end.allocate(device, nbytes * count), nbytes)
 
@@ -77,8 +77,8 @@ class _Contents(Stored):
         self._sums: Sequence[int] = ()
 
     def save(self, source: Addresses, stream: Stream) -> None:
-        """Queue the copies, after earlier ones of the same memory. With checksums, wait for the copies and compute
-        these.
+        """Queue the copies, after earlier copies from or to the same memory. With checksums, wait for the copies and
+        compute the checksums.
         """
         self._copy(self._addresses, source, self._bases, stream)
         if self._check and len(self):
@@ -86,7 +86,7 @@ class _Contents(Stored):
             self.seal()
 
     def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
-        """Queue the copies, after earlier ones of the same memory."""
+        """Queue the copies, after earlier copies from or to the same memory."""
         self._copy(target, self._addresses[blocks], self._bases[blocks], stream)
 
     def _copy(self, targets: Addresses, sources: Addresses, bases: Addresses, stream: Stream) -> None:
@@ -114,7 +114,7 @@ class _Contents(Stored):
     def check(self, blocks: Iterable[int]) -> None:
         """Compare checksums."""
         for block in blocks if self._sums else ():
-            with self.tier._lock:  # another thread may drop it
+            with self.tier._lock:  # another thread may drop the block
                 changed = self._present[block] and zlib.crc32(self.array(block).data) != self._sums[block]
             if changed:
                 why = "the contents of a page have changed while it was swapped out: its checksum differs"

@@ -25,7 +25,7 @@ Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Index of a block, or a sequence or an array of indices."""
 Addresses: TypeAlias = "npt.NDArray[np.int64]"
 Kept: TypeAlias = "tuple[Stored, int]"
-"""Where one block is stored: a :class:`Stored`, and the index of the block in it."""
+"""A :class:`Stored` with the contents of a place, and the index of their block in it."""
 
 
 class Chunk:
