@@ -596,13 +596,17 @@ def restore_all(
     ``confirm`` is called when the buffers can be used. If it raises, they are evicted again, with their earlier bytes.
     """
     made: dict[VirtualBuffer, list[MappedBytes]] = {}
-    taken_back: dict[VirtualBuffer, list[MappedBytes]] = {}
     with copying(stream) as copies:
 
         def undo() -> None:
             awake = [buffer for buffer in made if buffer._evicted is None]
             for one in awake:
                 one._evicted = evictions[one]
+            taken_back = {
+                buffer: buffer.range._node.touching(0, buffer._mapped)
+                for buffer, eviction in evictions.items()
+                if eviction.held and buffer._evicted is None
+            }
             # Stop copies before memory is unmapped. The next attempt unmaps memory that stays mapped.
             copies.abandon()
             copies.synchronize()
@@ -625,7 +629,6 @@ def restore_all(
             for buffer, eviction in evictions.items():
                 if eviction.held:
                     buffer._take_back(eviction.held, stream)
-                    taken_back[buffer] = list(buffer.range._node.touching(0, buffer._mapped))
             for buffer in made:
                 buffer._evicted = None
             if confirm is not None:
