@@ -106,10 +106,13 @@ def wait(after: After, session: Session, devices: Iterable[int]) -> None:
 
 
 def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:
-    """Yield the events and streams that the argument names; ``ValueError`` if one belongs to another driver."""
+    """Yield the events and streams that the argument names; ``ValueError`` if one belongs to another driver,
+    ``CaptureError`` if a stream is being captured.
+    """
     for one in each_of(after):
         if not isinstance(one, Event):
             one = as_stream(one, session)
+            refuse_capture(one, "cuStreamSynchronize", "after: name events or streams outside of the capture")
         elif session_of(one) is not session:
             raise ValueError(f"after: {one!r} belongs to another driver")
         yield one

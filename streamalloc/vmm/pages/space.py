@@ -170,6 +170,8 @@ class PageSpace(Memory, Closes):
             A page is swapped out: :meth:`swap_in` or :meth:`release` it.
         InUseError
             A signal handler called this during another call of its thread.
+        CaptureError
+            A stream of ``after`` is being captured.
         ClosedError
             Space or arena was closed.
         CudaError
@@ -338,6 +340,7 @@ class PageSpace(Memory, Closes):
         EvictedError, InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         """
+        of._check_open()
         chosen, sources = self._chosen(pages), of._chosen(its_pages)
         if of._physical is not self._physical:
             raise ValueError(f"of={of!r} is a space of another arena than {self!r}")
@@ -462,6 +465,8 @@ class PageSpace(Memory, Closes):
             raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
         places = self._places
         others = listed(after)
+        if others:
+            Work.of(others, self.device).done()  # raises for work of a capture while no page is changed yet
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
         # Without a lock, because the allocation of host memory or disk space takes long.

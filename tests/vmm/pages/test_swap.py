@@ -393,6 +393,40 @@ def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: AnyTier)
     assert space.committed.tolist() == [0]
 
 
+@pytest.mark.parametrize("call", ["commit", "release", "swap_out", "alias"])
+@pytest.mark.parametrize("captured", ["stream", "event"])
+def test_work_of_a_capture_is_refused(
+    space: vmm.PageSpace, device: sa.Device, host: vmm.HostTier, call: str, captured: str
+) -> None:
+    """No page is changed, and the capture of the stream goes on."""
+    space.commit([0, 1])
+    with device.create_stream() as stream:
+        acts: dict[str, Callable[[Any], object]] = {
+            "commit": lambda after: space.commit(2, after),
+            "release": lambda after: space.release(0, after),
+            "swap_out": lambda after: space.swap_out(0, host, after=after),
+            "alias": lambda after: space.alias(2, space, 0, after),
+        }
+        with stream.capture("relaxed") as graph:
+            event = stream.record()
+            if captured == "stream":
+                with pytest.raises(sa.CaptureError):
+                    acts[call](stream)
+        if captured == "event":
+            with pytest.raises(sa.CudaError):
+                acts[call](event)
+        graph.close()
+    assert space.committed.tolist() == [0, 1] and not space.parked
+    space.close(())
+
+
+def test_the_pages_of_a_closed_space_are_not_aliased(arena: vmm.PageArena, space: vmm.PageSpace) -> None:
+    other = arena.space(PAGE)
+    other.close(())
+    with pytest.raises(sa.ClosedError):
+        space.alias(0, other, 0)
+
+
 def test_memory_is_allocated_under_no_lock(
     space: vmm.PageSpace, host: vmm.HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
