@@ -135,7 +135,7 @@ class Lease(SharedState):
         """
         words = self.words
         with self.lock:
-            last = words.last_announced
+            last, lost = words.last_announced, words.lost.value
             if self._announcer is not stream:
                 self._begin(stream, last)
             # Advance the value before it is queued, so that no value is used twice.
@@ -150,7 +150,7 @@ class Lease(SharedState):
                     self.block.write_by(*view, words.ready, value)
             except (CudaError, ClosedError):
                 if left:
-                    words.lost.value = 1
+                    words.lost.value = lost + 1
                     words.ready.value = value
                     self._announcer = None
                 else:
@@ -275,8 +275,13 @@ class Lease(SharedState):
 
     def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
         """Wait until the memory can be freed, or raise, according to ``still_imported``."""
+        if still_imported == "ignore":
+            with self.lock:
+                self.words.generation.value = (self.generation + 1) % WORD  # makes descriptors stale
+                fence()
+            return
         end = None if timeout is None else time.monotonic() + timeout
-        while still_imported != "ignore" and not self.end(stream):
+        while not self.end(stream):
             if still_imported == "raise" or (end is not None and time.monotonic() >= end):
                 raise StillImportedError(f"{buffer!r} is open in another process, or in transit to one")
             time.sleep(_PAUSE)

@@ -17,7 +17,7 @@ from streamalloc.core.resource import close_all
 from streamalloc.ipc.exporter.leases import leases_of
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.wire.descriptor import Descriptor
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
 from tests.ipc.support import (
     POSIX,
     at_once,
@@ -753,3 +753,58 @@ class TestStreamsThatAreToldOfByTheHost:
     def test_legacy(self, machine: Any, hold: bool) -> None:
         names = self.writes(machine, lambda device: device.default_stream, hold)
         assert ("cuStreamWriteValue32" in names) == hold
+
+
+def test_a_descriptor_of_memory_that_was_freed_in_any_case(
+    pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
+) -> None:
+    """It does not open the memory of the next allocation."""
+    with pool.allocate(SIZE, stream) as buffer:
+        partner.open(ipc.share(buffer)).close()
+        shared = ipc.share(buffer)
+        buffer.free(still_imported="ignore")
+        with pool.allocate(SIZE, stream) as other:
+            filled(other, 9)
+            with pytest.raises(sa.StaleDescriptorError):
+                partner.open(shared)
+
+
+@pytest.mark.simulated_only("refuses calls that a driver would make")
+def test_contents_of_two_refused_announcements_are_lost(machine: Any) -> None:
+    refusing: Any = Faults(machine)
+    device = sa.Device(0, driver=refusing)
+    values: list[int] = []
+
+    def send(value: int) -> bool:
+        values.append(value)
+        return True
+
+    with (
+        device.create_stream() as stream,
+        sa.MemoryPool(device, handle_types=POSIX) as pool,
+        Gate(device) as gate,
+        pool.allocate(SIZE, stream) as buffer,
+    ):
+        ipc.share(buffer)
+        lease: Any = buffer._shared[0]  # type: ignore[index]
+        gate.hold(stream)
+        for _ in range(2):
+            refusing.fail("cuStreamWriteValue32")
+            with pytest.raises(sa.CudaError):
+                lease.announce(stream, before=send)
+        assert [lease.words.was_lost(value) for value in values] == [True, True]
+        gate.open()
+
+
+@pytest.mark.simulated_only("a machine of four devices")
+def test_a_share_makes_no_context_on_another_device() -> None:
+    driver: Any = sd.simulated(devices=4)
+    device = sa.Device(3, driver=driver)
+    with (
+        device.create_stream() as stream,
+        sa.MemoryPool(device, handle_types=POSIX) as pool,
+        pool.allocate(SIZE, stream) as buffer,
+    ):
+        ipc.share(buffer)
+        active = [bool(driver.cuDevicePrimaryCtxGetState(number)[2]) for number in range(4)]
+        assert active == [False, False, False, True]
