@@ -250,7 +250,9 @@ class ControlBlock:
         session.shut_with_me(self)
         if not for_streams:
             return
-        with session.current(0):
+        # Registered memory is portable. A context of its own on another device would cost half a gigabyte there.
+        self._ordinal = next(iter(session.ordinals), 0)
+        with session.current(self._ordinal):
             self._raw = self._address
             try:
                 session.call("cuMemHostRegister", self._address, _BYTES, _REGISTER_PORTABLE_AND_MAPPED)
@@ -264,7 +266,7 @@ class ControlBlock:
         self._own.close()
         if self._raw is not None:
             # session.current takes no lock, so finalisers may call it. Making a Device would take one.
-            with contextlib.suppress(CudaError), self.session.current(0):
+            with contextlib.suppress(CudaError), self.session.current(self._ordinal):
                 self.session.release(self, "cuMemHostUnregister")
 
     def __del__(self) -> None:
