@@ -420,13 +420,6 @@ def test_work_of_a_capture_is_refused(
     space.close(())
 
 
-def test_the_pages_of_a_closed_space_are_not_aliased(arena: vmm.PageArena, space: vmm.PageSpace) -> None:
-    other = arena.space(PAGE)
-    other.close(())
-    with pytest.raises(sa.ClosedError):
-        space.alias(0, other, 0)
-
-
 def test_memory_is_allocated_under_no_lock(
     space: vmm.PageSpace, host: vmm.HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
