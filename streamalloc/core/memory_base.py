@@ -73,7 +73,9 @@ class MemoryBase(Unique, Shown, abc.ABC):
         """Whether the CPU may use the memory at the same address."""
         return self.location.on_host
 
-    def used(self, stream: StreamLike | None = None, *, write: bool = True, on_host: bool = False) -> None:
+    def used(
+        self, stream: StreamLike | None = None, *, write: bool = True, on_host: bool = False, atomic: bool = False
+    ) -> None:
         """Report a use that the package cannot see, such as another library's kernel, to a checked driver.
 
         No effect with other drivers; see :func:`streamalloc.driver.checked`.
@@ -86,12 +88,18 @@ class MemoryBase(Unique, Shown, abc.ABC):
             True for a write, False for a read.
         on_host
             True if the CPU uses the memory now, outside of any stream.
+        atomic
+            True if the kernel uses the memory only by atomic operations, which do not race with those of other kernels.
 
         Raises
         ------
         ClosedError
             The memory was freed.
+        ValueError
+            Both ``atomic`` and ``on_host`` were given.
         """
+        if atomic and on_host:
+            raise ValueError("atomic=True, on_host=True: atomic uses are those of kernels")
         address = self._at
         listener = self._session.listener
         if listener is None or not self.nbytes:
@@ -101,7 +109,7 @@ class MemoryBase(Unique, Shown, abc.ABC):
             return
         ordered = self.stream if stream is None else as_stream(stream, self._session)
         with ordered._context():
-            listener.used(address, self.nbytes, ordered._checked_raw(), write)
+            listener.used(address, self.nbytes, ordered._checked_raw(), write, atomic)
 
     @property
     def _session(self) -> Session:

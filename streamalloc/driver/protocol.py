@@ -173,8 +173,11 @@ class Listener(Protocol):
     default stream, its context is current.
     """
 
-    def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
-        """Record that a kernel in ``stream`` uses ``nbytes`` bytes. Without a stream, the host uses them now."""
+    def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
+        """Record that a kernel in ``stream`` uses ``nbytes`` bytes. Without a stream, the host uses them now.
+
+        ``atomic``: atomic operations, which do not race with each other.
+        """
 
     def lent(self, stream: Any, used: bool) -> None:
         """Record that other code has the handle of ``stream``. ``used``: it queues work there."""

@@ -6,12 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Access, Bytes, Piece, Range
 from streamalloc.driver.checker.reports import Hazard, Stack
+
+
+class Unseen(NamedTuple):
+    """The memory that a kernel without declared uses may use."""
+
+    named: frozenset[Bytes] | None
+    """Memory whose addresses are arguments of the kernel; None if the arguments cannot be read."""
 
 
 @dataclass(eq=False)
@@ -25,7 +32,11 @@ class Node:
     pieces: list[tuple[Piece, bool]] = field(default_factory=list)
     range: Range = field(default_factory=lambda: Range(0, 0, "nothing"))
     kernel: bool = False
-    """Whether its own uses have an unknown order."""
+    """Whether it is a kernel: its own uses have an unknown order, and the driver does not check its access."""
+    atomic: bool = False
+    """Whether its uses do not race with other atomic uses."""
+    unseen: Unseen | None = None
+    """Uses that the kernel does not declare."""
     handle: int = 0
     """Handle of the driver's node; 0 where unknown."""
     nested: bool = False
@@ -36,13 +47,13 @@ class Node:
     calls: Any = None
     """Host function that the step calls."""
 
-    def accesses(self, actor: Actor, stack: Stack, atomic: bool = False) -> Iterator[tuple[Access, Piece]]:
+    def accesses(self, actor: Actor, stack: Stack) -> Iterator[tuple[Access, Piece]]:
         """Make one access per piece; for a kernel, one for all its reads and one for all its writes."""
         made: dict[bool, Access] = {}
         for piece, write in self.pieces:
             access = made.get(write)
             if access is None or not self.kernel:
-                access = made[write] = Access(actor, self.what, stack, write, atomic)
+                access = made[write] = Access(actor, self.what, stack, write, self.atomic)
             yield access, piece
 
 

@@ -192,7 +192,10 @@ class Timeline:
     def may_be_seen(self, mark: Obstacle) -> bool:
         """Whether the host has waited for a mark of :meth:`record`, or may have done so unseen."""
         clock, source = mark.clock, mark.source
-        return clock is not None and source is not None and self.may_be_known(source.number, clock.known[source.number])
+        if clock is None or source is None:
+            return False
+        number, time = source.number, clock.known[source.number]
+        return self.may_be_known(number, time) or any(one.clock.after(number, time) for one in self.foreign)
 
     def order(self, clock: Clock, number: int, time: int) -> int:
         """The order of an operation before the owner of a clock, as a constant of this module."""

@@ -5,23 +5,23 @@ a type, such as a fill or a kernel, removes the type.
 
 A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
 through arrays. So it compares a checksum of the source at the call with one right before the next wait of the host. It
-does so only for streams that no other library has: another library may wait for its streams in ways that the checker
-does not see.
+does so only for streams that no other library has, and for memory that no kernel may write unseen: another library may
+wait for its streams in ways that the checker does not see.
 """
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from streamalloc.driver.bindings import number_of
-from streamalloc.driver.checker.clocks import Stream, Timeline
+from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Addresses, Bytes, Piece, Range
 from streamalloc.driver.checker.reports import Stack, here
@@ -36,6 +36,8 @@ class Typed(NamedTuple):
     dtype: np.dtype[Any]
     stack: Stack
     """Place of the write."""
+    unseen: int
+    """Number of kernels without declared uses before the write."""
 
 
 class ElementTypes:
@@ -44,6 +46,8 @@ class ElementTypes:
     def __init__(self, addresses: Addresses, judge: Judge) -> None:
         self._addresses = addresses
         self._judge = judge
+        self.unseen: int = 0
+        """Number of kernels without declared uses, which may have written memory that existed."""
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
         """Record a copy. A host array on one side gives the type."""
@@ -53,7 +57,7 @@ class ElementTypes:
             self.read(number_of(source), nbytes, target.dtype, what)
         else:
             for piece, memory, start, end in self._places(number_of(source), nbytes):
-                for one in _within(memory, start, end):
+                for one in self._within(memory, start, end):
                     first = piece[1] + max(one.start, start) - start - number_of(source) + number_of(target)
                     self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
 
@@ -62,14 +66,14 @@ class ElementTypes:
         if _is_type(dtype):
             for _, memory, start, end in self._places(address, nbytes):
                 _cut(memory, start, end)
-                memory.types = (*memory.types, Typed(start, end, dtype, stack))
+                memory.types = (*memory.types, Typed(start, end, dtype, stack, self.unseen))
 
     def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
         """Report a read of elements that were written as another type."""
         if not _is_type(dtype):
             return
         for (range_, *_), memory, start, end in self._places(address, nbytes):
-            for one in _within(memory, start, end):
+            for one in self._within(memory, start, end):
                 if not _fit(one.dtype, dtype):
                     what = f"{what} reads {range_} as {dtype}, but it was written as {one.dtype}."
                     remedy = f"read it as {one.dtype}, or as bytes (uint8) where the pattern is meant."
@@ -83,15 +87,14 @@ class ElementTypes:
                 for memory, start, end in range_.physical(low, high):
                     _cut(memory, start, end)
 
+    def _within(self, memory: Bytes, start: int, end: int) -> list[Typed]:
+        return [one for one in memory.types if one.start < end and start < one.end and one.unseen == self.unseen]
+
     def _places(self, address: int, nbytes: int) -> Iterable[tuple[Piece, Bytes, int, int]]:
         for piece in self._addresses.pieces(address, nbytes):
             if piece[0].ended is None:
                 for memory, start, end in piece[0].physical(*piece[1:]):
                     yield piece, memory, start, end
-
-
-def _within(memory: Bytes, start: int, end: int) -> list[Typed]:
-    return [one for one in memory.types if one.start < end and start < one.end]
 
 
 def _cut(memory: Bytes, start: int, end: int) -> None:
@@ -120,8 +123,8 @@ def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
 
 
 HOST_KINDS = ("pinned memory", "registered memory")
-_LARGEST = 16 << 20
-"""Largest compared source in bytes; its checksum takes about 10 ms."""
+_ROW = 1 << 20
+"""Bytes of a row. A larger source is compared by the sum of its rows, which is much faster than its checksum."""
 
 
 @dataclass(eq=False)
@@ -132,34 +135,32 @@ class _Source:
     stream: Stream
     what: str
     stack: Stack
-    known: Callable[[], bool]
-    """Whether the host has waited for the operation."""
+    mark: Obstacle
+    """End of the operation."""
     checksum: int
 
 
 class QueuedSources:
     """The sources of copies that the host has not waited for."""
 
-    def __init__(
-        self, timeline: Timeline, foreign: ForeignStreams, judge: Judge, unseen_kernels: Callable[[], bool]
-    ) -> None:
+    def __init__(self, timeline: Timeline, foreign: ForeignStreams, judge: Judge) -> None:
         self._timeline = timeline
         self._foreign = foreign
         self._judge = judge
-        self._unseen_kernels = unseen_kernels
-        """Whether kernels, which may write anything, were launched."""
         self._sources: list[_Source] = []
+        self._kernels: dict[Stream, tuple[Obstacle, frozenset[Bytes] | None]] = {}
+        """End of the kernels without declared uses per stream, and the memory that they may write; None for any."""
 
     def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Record the host memory that a stream's latest operation reads."""
         viewed = self.followed(pieces)
-        if all(write for _, write in viewed) or not self._has_all_writes(stream):
+        if all(write for _, write in viewed) or not self._foreign.is_ours(stream):
             return
         written = [piece[0].bytes for piece, write in viewed if write]
-        known = partial(self._timeline.may_be_seen, self._timeline.record(stream))
+        mark = self._timeline.record(stream)
         for piece, write in viewed:
             if not write and piece[0].bytes not in written:
-                self._watch(piece, stream, what, stack, known)
+                self._watch(piece, stream, what, stack, mark)
 
     @staticmethod
     def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
@@ -174,21 +175,47 @@ class QueuedSources:
             range_.viewed = True
             for memory, start, end in range_.physical(low, high):
                 for read in memory.reads(start, end):
-                    known = partial(self._timeline.may_be_known, read.actor.number, read.time)
-                    if isinstance(read.actor, Stream) and self._has_all_writes(read.actor) and not known():
-                        self._watch(piece, read.actor, read.what, read.stack, known)
+                    if not isinstance(read.actor, Stream) or not self._foreign.is_ours(read.actor):
+                        continue
+                    mark = Obstacle(read.actor)
+                    mark.clock = Clock({read.actor.number: read.time})
+                    if not self._timeline.may_be_seen(mark):
+                        self._watch(piece, read.actor, read.what, read.stack, mark)
 
-    def _has_all_writes(self, stream: Stream) -> bool:
-        """Whether the checker sees all waits for a stream and all device writes."""
-        return self._foreign.is_ours(stream) and not self._unseen_kernels()
+    def may_be_written(self, stream: Stream, memory: frozenset[Bytes] | None) -> None:
+        """Record that a stream's latest operation may write memory unseen; None for any."""
+        self._sources = [one for one in self._sources if memory is not None and one.piece[0].bytes not in memory]
+        before = self._kernels.get(stream)
+        if memory is not None and before is not None and not self._timeline.may_be_seen(before[0]):
+            memory = None if before[1] is None else memory | before[1]
+        self._kernels[stream] = (self._timeline.record(stream), memory)
 
-    def _watch(self, piece: Piece, stream: Stream, what: str, stack: Stack, known: Callable[[], bool]) -> None:
+    def _may_be_written(self, memory: Bytes) -> bool:
+        seen = self._timeline.may_be_seen
+        self._kernels = {stream: one for stream, one in self._kernels.items() if not seen(one[0])}
+        return any(named is None or memory in named for _, named in self._kernels.values())
+
+    def polled(self, stream: Stream) -> None:
+        """Record that the host may see the latest operation of a stream by the value that it writes, and so that the
+        earlier work is over.
+        """
+        clock = stream.clock
+        self._sources = [
+            one
+            for one in self._sources
+            if one.stream is not stream
+            and (one.mark.clock is None or not clock.after(one.stream.number, one.mark.clock.known[one.stream.number]))
+        ]
+
+    def _watch(self, piece: Piece, stream: Stream, what: str, stack: Stack, mark: Obstacle) -> None:
         range_, low, high = piece
         of_host = range_.kind in HOST_KINDS or (range_.kind == "allocation" and range_.grants is not None)
-        if not of_host or range_.held_write or range_.bytes.shared or range_.ended or high - low > _LARGEST:
+        if not of_host or range_.held_write or range_.bytes.shared or range_.ended:
+            return
+        if self._may_be_written(range_.bytes):
             return
         if all(self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)):
-            self._sources.append(_Source(piece, stream, what, stack, known, _checksum(piece)))
+            self._sources.append(_Source(piece, stream, what, stack, mark, _checksum(piece)))
 
     def forget(self, ranges: Iterable[Range]) -> None:
         """Forget memory that an operation is about to write or free."""
@@ -205,7 +232,8 @@ class QueuedSources:
         sources, self._sources = self._sources, []
         for one in sources:
             range_ = one.piece[0]
-            if one.known() or range_.ended is not None or not self._has_all_writes(one.stream):
+            seen = self._timeline.may_be_seen(one.mark) or not self._foreign.is_ours(one.stream)
+            if seen or range_.ended is not None:
                 continue
             if _checksum(one.piece) == one.checksum:
                 self._sources.append(one)
@@ -218,4 +246,7 @@ class QueuedSources:
 
 def _checksum(piece: Piece) -> int:
     _, low, high = piece
-    return zlib.crc32((ctypes.c_char * (high - low)).from_address(low))
+    memory = np.frombuffer(memoryview((ctypes.c_ubyte * (high - low)).from_address(low)), np.uint8)
+    rest = len(memory) % _ROW
+    rows: npt.NDArray[np.uint64] = np.add.reduce(memory[rest:].view(np.uint64).reshape(-1, _ROW // 8), axis=0)
+    return zlib.crc32(rows.data, zlib.crc32(memory[:rest].data))

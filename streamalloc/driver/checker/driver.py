@@ -87,6 +87,7 @@ class Checked(Wrapper):
         self._shown: set[tuple[Any, ...]] = set()
         self._state = State(_Asked(self), self._found.append)
         self._state.uninitialized = uninitialized
+        self._state.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
         self._poison = Poison(driver, self._state) if poison else None
         self._host_functions: dict[int, Any] = {}
         self.process: int = os.getpid()
@@ -283,9 +284,9 @@ class Checked(Wrapper):
         """The interface that the facade notifies: this object."""
         return self
 
-    def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
+    def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
         """Record that a kernel in ``stream``, a driver handle, uses ``nbytes`` bytes. None: the host uses them now."""
-        self._notified(True, self._use, address, nbytes, stream, write)
+        self._notified(True, self._use, address, nbytes, stream, write, atomic)
 
     def lent(self, stream: Any, used: bool) -> None:
         """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
@@ -302,7 +303,7 @@ class Checked(Wrapper):
     def _type(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         if write:
             self._state.types.wrote(address, nbytes, dtype, here())
-        elif not self._state.unseen_writes():
+        elif not self._state.foreign.may_write:
             self._state.types.read(address, nbytes, dtype, "a copy of a view")
 
     def released(self, address: int, nbytes: int, released: bool) -> None:
@@ -332,12 +333,12 @@ class Checked(Wrapper):
         else:
             self._alone(step, *args)
 
-    def _use(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
+    def _use(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool) -> None:
         self._state.look()
         if stream is None:
             self._state.use_on_host(address, nbytes, write, seen=True)
         else:
-            self._state.use_on_device(self._state.stream(stream), address, nbytes, write)
+            self._state.use_on_device(self._state.stream(stream), address, nbytes, write, atomic)
             if self._state.interprocess.uses:
                 self._state.interprocess.update_announcements()
 
@@ -470,8 +471,8 @@ class Checked(Wrapper):
     def _queue_multimem(self, handle: Any, watched: dict[bool, list[Touch]], stack: Stack) -> None:
         state = self._state
         for atomic, touched in watched.items():
-            node = Node("use", "multimem_launch", stack, state.pieces(touched), kernel=True)
-            state.queue_use(state.stream(handle), node, atomic)
+            node = Node("use", "multimem_launch", stack, state.pieces(touched), kernel=True, atomic=atomic)
+            state.queue_use(state.stream(handle), node)
 
 
 class _Failed:
@@ -573,7 +574,8 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
     of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
     pinned and registered memory, and in memory that the host has by ``as_array()``, reports by ``used``, or copies to.
-    The copy's stream must be neither a default stream nor one that another library has.
+    The copy's stream must not be one that another library has. On a real driver it must not be a default stream either,
+    and the check ends once a stream of another library is seen, which may wait for the whole device.
 
     **Assumed**, if the checker cannot see an order:
 
@@ -585,7 +587,11 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
       :func:`streamalloc.ipc.share`) comes before all later work of this process: the others may have answered.
     * Events and semaphores of other libraries come after all earlier work. So does a wait for a value in device memory
       that no call of this driver wrote, once the host has seen the waiting stream idle.
-    * Copies from pageable host memory end before the call returns.
+    * Copies from pageable host memory have read it when the call returns. The target is complete in the order of the
+      stream only, which is the legacy stream for ``cuMemcpyHtoD``.
+    * The host may poll up to 64 bytes that a stream writes to host memory. The sources of earlier copies are then free.
+    * A kernel without declared uses may write the memory that its arguments name. Of all memory that exists at its
+      launch, unwritten bytes and element types are no longer checked.
     * Memory that is read was written before, unless ``uninitialized`` asks for that check.
 
     **Not checked**:
@@ -601,8 +607,11 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
       that processes share they report this for the work before the export. Who has waited for a third process counts
       as ordered.
     * Reads by the host through an array that it has had since before the copy; take ``as_array()`` anew, or call
-      ``used(on_host=True)``.
-    * A host that polls a value in memory to see how far a stream has come: query an event as well (``event.query()``).
+      ``used(on_host=True)``. On a simulated driver, ``poison`` makes them read 0xCB.
+    * A host that polls a value in memory before it uses memory with ``used(on_host=True)``: query an event as well
+      (``event.query()``).
+    * Synchronous frees of memory that queued work uses: the driver waits, although CUDA does not promise it. ``notes``
+      lists them.
 
     Parameters
     ----------
@@ -616,10 +625,12 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     poison
         Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: memory of pools in stream order,
         device and pinned memory at once, mapped memory at its first grant of access. Managed memory, memory of graphs
-        and of other processes is not filled.
+        and of other processes is not filled. A simulated driver also fills the target of an asynchronous copy to host
+        memory, and delays the copy until the host waits, for 20 ms at most.
     uninitialized
-        Report copies from pool memory or mapped memory that was never written. This check ends once a kernel is
-        launched through this driver or a stream of another library is seen.
+        Report reads of pool, device or mapped memory in which any byte was never written: by copies, by kernels that
+        declare their uses, and by ``used(write=False)``. This check ends once a stream of another library is seen, or
+        the handle of a stream was read.
 
     Returns
     -------

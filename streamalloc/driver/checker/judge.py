@@ -98,11 +98,12 @@ class Judge:
                 if range_.pending or (ordered != CERTAIN and not self._is_open(range_, born)):
                     self._before_birth((range_, low, high), born, access, clock, ordered)
             needed = 3 if access.write else 1
-            if device is not None and range_.grants is not None and needed & ~range_.grants.get(device, 0):
-                rights = "only read access" if range_.grants.get(device) else "no access"
+            if device is not None and needed & ~self._rights(range_, device):
+                rights = "only read access" if self._rights(range_, device) else "no access"
                 did = "writes" if access.write else "reads"
                 what = f"{access} {did} {range_}, but device {device} has {rights} to it."
-                remedy = f"grant device {device} access (cuMemSetAccess, cuMemPoolSetAccess)."
+                calls = "cuCtxEnablePeerAccess" if range_.context else "cuMemSetAccess, cuMemPoolSetAccess"
+                remedy = f"grant device {device} access ({calls})."
                 self.report("access without a grant", what, remedy, range_, access.stack)
             for contents in range_.awaited:
                 self._await(range_, low, high, contents, access, clock)
@@ -116,6 +117,12 @@ class Judge:
                     if not (access.atomic and before.atomic) and not self._is_open(range_, before):
                         self._race(range_, before, access, ordered)
 
+    def _rights(self, range_: Range, device: int) -> int:
+        """The access of a device: 1 read, 3 write."""
+        if range_.grants is None or (range_.context and self.timeline.foreign):
+            return 3  # another library may have enabled access to memory of a context
+        return range_.grants.get(device, 0)
+
     def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
         """Report a use that begins inside a range and extends beyond it, to ``end``."""
         range_, start, last = piece
@@ -125,17 +132,23 @@ class Judge:
             remedy = "use no more bytes than the allocation has; sizes count bytes, not elements."
             self.report("out of bounds", what, remedy, range_, stack)
 
-    def reads_unwritten(self, piece: Piece, access: Access) -> None:
-        """Report a copy of bytes that were never written."""
+    def reads_unwritten(self, piece: Piece, access: Access, unseen_upto: int) -> None:
+        """Report a read of bytes that were never written. ``unseen_upto``: highest number of memory that a kernel may
+        have written unseen.
+        """
         range_, low, high = piece
         # The host writes through arrays, unseen.
         if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
             return
-        parts = range_.physical(low, high)
-        if parts and not any(memory.writes(start, end) or memory.shared for memory, start, end in parts):
-            what = f"{access} reads {range_}, but nothing has written these bytes."
+        for memory, start, end in range_.physical(low, high):
+            missing = 0 if memory.shared or memory.number <= unseen_upto else memory.unwritten(start, end)
+            if not missing:
+                continue
+            some = "these bytes" if missing == high - low else f"{missing:,} of the {high - low:,} bytes"
+            what = f"{access} reads {range_}, but nothing has written {some}."
             remedy = "write them first, or report the kernel that writes them with used()."
             self.report("uninitialized", what, remedy, range_, access.stack)
+            return
 
     def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
         if contents.low >= high or low >= contents.high or not (contents.written or access.write):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.rules.memory import granted
 from streamalloc.driver.checker.state import State
+from streamalloc.driver.checker.uses import FLAG, may_poll
 
 ALLOCATED, FREED = 0xCB, 0xDB
 """Byte values of allocated and of freed memory."""
@@ -25,9 +27,13 @@ class Poison:
     def __init__(self, driver: Any, state: State) -> None:
         self._driver = driver
         self._state = state
+        self._delays = bool(getattr(driver, "is_simulated", False))
+        """Whether to delay copies to the host."""
 
     def fill(self, name: str, args: tuple[Any, ...], answer: Any = None) -> None:
         """Fill memory that a call is about to free, or with its answer memory that it has allocated."""
+        if name.endswith(_WAITS) or name.startswith("cuMemFree"):
+            _WAITED.set()
         step = (_BEFORE if answer is None else _AFTER).get(name)
         if step is not None:
             step(self, args, answer)
@@ -48,6 +54,19 @@ class Poison:
         found = self._state.stream(stream)
         if found not in self._state.captures:
             self._under(found.context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
+
+    def _copied(self, args: tuple[Any, ...], answer: Any) -> None:
+        """Fill the target of a copy to host memory, and delay the copy until the host waits: a host that reads the
+        target too early sees the fill.
+        """
+        target, nbytes = number_of(args[0]), int(args[2])
+        stream, pieces = self._state.stream(args[3]), self._state.addresses.pieces(target, nbytes)
+        if not self._delays or nbytes <= FLAG or stream in self._state.captures:
+            return
+        if pieces and all(may_poll(one) for one, _, _ in pieces) and abs(number_of(args[1]) - target) >= nbytes:
+            self._queue(target, nbytes, args[3], ALLOCATED)
+            _WAITED.clear()
+            self._under(stream.context, lambda: self._driver.cuLaunchHostFunc(args[3], _DELAY, 0))
 
     # -- at once ---------------------------------------------------------------------------------------------
 
@@ -108,7 +127,16 @@ class Poison:
             call()
 
 
+_WAITED = threading.Event()
+"""Set when the host waits for delayed copies."""
+_LONGEST_DELAY = 0.02
+"""Seconds of a delay of a copy; the host may wait for it unseen."""
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONGEST_DELAY) and None)
+# The driver may call it after the checker has gone.
+_DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
+_WAITS = ("Synchronize", "Query")
 _BEFORE: dict[str, _Step] = {
+    **dict.fromkeys(("cuMemcpyAsync", "cuMemcpyDtoHAsync"), Poison._copied),
     "cuMemFreeAsync": Poison._freed,
     "cuMemFree": Poison._ends,
     "cuMemFreeHost": Poison._host_ends,

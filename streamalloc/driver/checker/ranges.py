@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -81,12 +82,17 @@ Order = Callable[[Clock, int, int], int]
 Forget = Callable[[dict[int, Access]], object]
 
 
+_numbers = count()
+
+
 class Bytes:
     """Physical memory, with the latest uses of each interval."""
 
-    __slots__ = ("_segments", "fresh", "shared", "types")
+    __slots__ = ("_segments", "fresh", "number", "shared", "types")
 
     def __init__(self) -> None:
+        self.number: int = next(_numbers)
+        """Later memory has a higher number."""
         self.shared: bool = False
         """Whether other processes may have the memory."""
         self.fresh: tuple[tuple[int, int], ...] = ()
@@ -144,6 +150,11 @@ class Bytes:
     def reads(self, start: int, end: int) -> list[Access]:
         """The reads of the bytes from ``start`` to ``end`` since their latest writes."""
         return [read for one in self._overlapping(start, end) for read in one.reads.values()]
+
+    def unwritten(self, start: int, end: int) -> int:
+        """The number of bytes from ``start`` to ``end`` that were never written."""
+        written = (one for one in self._overlapping(start, end) if one.write is not None)
+        return end - start - sum(min(one.end, end) - max(one.start, start) for one in written)
 
     def _overlapping(self, start: int, end: int) -> list[_Segment]:
         return [one for one in self._segments if one.start < end and start < one.end]
@@ -226,7 +237,7 @@ class Range:
     previous: tuple[Range, ...] = ()
     """Ranges that had the same addresses before."""
     grants: dict[int, int] | None = None
-    """Access of devices: 1 read, 3 write; None: all have access."""
+    """Access of devices: 1 read, 3 write; None: all have access. Ranges of one pool or context share it."""
     bindings: list[Binding] | None = None
     """Bound bytes of a mapped multicast object; None for other memory."""
     opened: int = 1

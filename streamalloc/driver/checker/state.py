@@ -14,7 +14,7 @@ from streamalloc.driver.checker.clocks import Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
-from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
+from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here, place_of
 from streamalloc.driver.checker.streams import Streams
 from streamalloc.driver.checker.uses import Finish, UsedMemory, nothing
 
@@ -138,17 +138,13 @@ class State(UsedMemory):
         self.array_end: int = _ARRAYS
         self.primary: dict[int, int] = {}
         """Primary context by device."""
+        self._access: dict[int, dict[int, int]] = {}
+        """Access of devices to the plain memory of each context."""
         self.pools: dict[int, dict[int, int] | None] = {}
         """Access of devices by pool handle; None: all have access."""
         self.current_pools: dict[int, int] = {}
-        self.notes: dict[str, None] = {}
-        """Texts on checks that were given up, each once."""
         self.files: OpenFiles[Physical] = OpenFiles()
         """Exported and imported physical memory, by open file."""
-
-    def note(self, text: str) -> None:
-        """Record once that a check was given up."""
-        self.notes[text] = None
 
     # -- graphs and their launches -----------------------------------------------------------------------------
 
@@ -212,14 +208,14 @@ class State(UsedMemory):
 
     def _run(self, stream: Stream, nodes: list[Node], stack: Stack) -> None:
         def run(stream: Stream) -> None:
-            device = self.devices.get(stream)
             for node in nodes:
                 self.timeline.next(stream)
                 if not node.enabled:
                     continue
                 launched = Launched(node.stack, stack)
                 if node.kind == "use":
-                    self.touch(stream, node, launched, device)
+                    self.touch(stream, node, launched)
+                    self._may_write(stream, node)
                 elif node.kind == "free":
                     self.judge.free(node.range, stream, stream.clock, node.what, launched)
                 else:
@@ -286,6 +282,10 @@ class State(UsedMemory):
                 self.timeline.submit(stream, lambda stream: stream.clock.learn(unseen))
 
     # -- memory ------------------------------------------------------------------------------------------------
+
+    def access_to(self, context: int) -> dict[int, int]:
+        """Access of devices to the plain memory of a context."""
+        return self._access.setdefault(context, {})
 
     def allocate(self, address: int, size: int, stream: Stream, grants: dict[int, int] | None, stack: Stack) -> None:
         """Queue an allocation in a stream."""
@@ -363,6 +363,13 @@ class State(UsedMemory):
 
         return finish
 
+    def note_waiting_free(self, range_: Range, what: str) -> None:
+        """Note a synchronous free of memory that queued work still uses: no document says that the driver waits."""
+        for use in range_.last.values():
+            if not self.timeline.may_be_known(use.actor.number, use.time):
+                text = f"{what} at {place_of(here())} frees {range_.kind} that {use} may still use."
+                self.note(f"{text} The driver waits for that work, but CUDA does not promise it.")
+
     def end_context(self, context: int, what: str, stack: Stack) -> None:
         """Record the end of a context with its streams and memory."""
         for handle in [handle for handle, one in self.streams.items() if one.context == context]:
@@ -372,6 +379,7 @@ class State(UsedMemory):
             if one is not None:
                 self.retire(one)
         self._per_thread = [one for one in self._per_thread if one.context != context]
+        self._access.pop(context, None)
         thread = self.thread()
         self.timeline.host_acts(thread)
         for range_ in self.addresses.living():
@@ -398,8 +406,7 @@ class State(UsedMemory):
         if capture is not None:
             self.name(stream, capture.step(lambda stream: self.write_value(stream, address, value, bits)))
         else:
-            # The host may poll the value.
-            self.sources.clear()
+            self.sources.polled(stream)
             self.interprocess.notifies(stream)
             if self.interprocess.uses and self._is_shared(address):
                 self.timeline.submit(stream, lambda stream: self.interprocess.release(stream.clock))

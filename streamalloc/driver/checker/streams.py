@@ -34,6 +34,8 @@ class ForeignStreams:
         self._driver = driver
         self._timeline = timeline
         self._reachable: dict[Stream, None] = {}
+        self.calls_are_seen: bool = False
+        """Whether other libraries call no other driver, because it is a simulated one."""
         self.is_there: bool = False
         """Whether another library has used a stream."""
         self.may_write: bool = False
@@ -46,8 +48,11 @@ class ForeignStreams:
         """Number of threads querying events, without the lock."""
 
     def is_ours(self, stream: Stream) -> bool:
-        """Whether no other library can use a stream."""
-        return not self.is_there and stream not in self._reachable
+        """Whether no other library can use a stream, or wait for the device unseen."""
+        reachable = stream in self._reachable
+        if self.calls_are_seen:
+            return stream not in self._timeline.foreign and (stream.handle <= _PER_THREAD or not reachable)
+        return not (self.is_there or reachable)
 
     def can_use(self, stream: Stream) -> None:
         """Record that other libraries can get a stream, such as a default stream."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from streamalloc.driver.bindings import number_of
-from streamalloc.driver.checker.capture import Event, Node
+from streamalloc.driver.checker.capture import Event, Node, Unseen
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
-from streamalloc.driver.checker.contents import ElementTypes, QueuedSources
+from streamalloc.driver.checker.contents import HOST_KINDS, ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
-from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Pieces, Range
-from streamalloc.driver.checker.reports import Hazard, Stack, here
+from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Bytes, Pieces, Range
+from streamalloc.driver.checker.reports import Hazard, Stack, here, place_of
 from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, rights_of_process
 from streamalloc.driver.checker.wait_values import WaitValues
 
@@ -23,8 +24,25 @@ Finish = Callable[[tuple[Any, ...]], object]
 
 KERNEL = "a kernel"
 """Name of a use reported by ``used``."""
+FLAG = 64
+"""Bytes of the largest write to host memory that the host may wait for by polling."""
 _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
 """Kinds of ranges with exactly one allocation."""
+
+
+def _words(value: Any) -> list[int]:
+    """The words of a kernel argument that may be addresses."""
+    if isinstance(value, float):
+        return []
+    if not isinstance(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
+        return [int(value)]
+    data = bytes(value)
+    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data) - 7, 8)]
+
+
+def may_poll(range_: Range) -> bool:
+    """Whether the host may read memory without a call."""
+    return range_.viewed or range_.kind in HOST_KINDS
 
 
 def nothing(answer: tuple[Any, ...]) -> None:
@@ -46,18 +64,18 @@ class UsedMemory(Streams):
         self.interprocess: Interprocess = Interprocess(
             self.timeline, self.addresses, self.values, self.events, self.judge
         )
-        self.sources: QueuedSources = QueuedSources(
-            self.timeline, self.foreign, self.judge, lambda: self.unseen_kernels
-        )
+        self.sources: QueuedSources = QueuedSources(self.timeline, self.foreign, self.judge)
         self.types: ElementTypes = ElementTypes(self.addresses, self.judge)
         self.uninitialized: bool = False
-        """Whether to report copies of unwritten memory."""
-        self.unseen_kernels: bool = False
-        """Whether kernels, which may write anything, were launched."""
+        """Whether to report reads of unwritten memory."""
+        self._unseen_upto: int = -1
+        """Highest number of memory that a kernel without declared uses may have written."""
+        self.notes: dict[str, None] = {}
+        """Texts on checks that were given up, each once."""
 
-    def unseen_writes(self) -> bool:
-        """Whether unseen kernels may have written anything."""
-        return self.unseen_kernels or self.foreign.may_write
+    def note(self, text: str) -> None:
+        """Record once that a check was given up."""
+        self.notes[text] = None
 
     def look(self) -> None:
         """Read the awaited values in host memory, and query the work of other libraries: both change without a call."""
@@ -70,12 +88,44 @@ class UsedMemory(Streams):
         """Whether an address is unknown to the driver. Copies to such memory end before the call returns."""
         return self.addresses.find(address) is None and self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is None
 
-    def kernel_uses(self, *launch: Any) -> list[Touch]:
-        """The uses that a simulated kernel declares for its arguments. For other kernels none are known."""
+    # -- kernels -----------------------------------------------------------------------------------------------
+
+    def kernel_uses(self, *launch: Any) -> list[tuple[int, int, bool, bool]] | None:
+        """The uses that a simulated kernel declares for its arguments: address, size, write flag and atomic flag. None
+        for other kernels.
+        """
         ask = getattr(self.driver, "kernel_uses", None) if launch else None
-        found = None if ask is None else ask(*launch)
-        self.unseen_kernels |= found is None
-        return found or []
+        return None if ask is None else ask(*launch)
+
+    def kernel_nodes(self, what: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[Node]:
+        """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. See :meth:`check_extent`."""
+        uses = self.kernel_uses(*launch)
+        if uses is None:
+            return [Node("use", what, stack, kernel=True, unseen=Unseen(self._named(*launch[1:])))]
+        found = []
+        for atomic in (False, True):
+            touched = [one[:3] for one in uses if one[3] is atomic]
+            if touched or not atomic:
+                self.check_extent(where, touched, stack, runs)
+                found.append(Node("use", what, stack, self.pieces(touched), kernel=True, atomic=atomic))
+        return found
+
+    def _named(self, params: Any = None, extra: Any = 0) -> frozenset[Bytes] | None:
+        """The memory whose addresses are among a kernel's arguments; None if these cannot be read."""
+        if not isinstance(params, tuple) or len(params) != 2 or extra:
+            return None
+        found = [self.addresses.find(word) for value in params[0] for word in _words(value)]
+        parts = [one.physical(one.base, one.end) for one in found if one is not None]
+        return frozenset(memory for part in parts for memory, _, _ in part)
+
+    def _may_write(self, stream: Stream, node: Node) -> None:
+        """Record a kernel without declared uses: it may write any memory that exists."""
+        if node.unseen is not None:
+            self._unseen_upto = Bytes().number
+            self.types.unseen += 1
+            self.sources.may_be_written(stream, node.unseen.named)
+            text = f"{node.what} at {place_of(node.stack)} does not declare its uses, so they are not checked."
+            self.note(f"{text} Nor are unwritten bytes and element types of the memory that existed before.")
 
     # -- waits of the host -------------------------------------------------------------------------------------
 
@@ -129,16 +179,10 @@ class UsedMemory(Streams):
                 self.interprocess.refresh(range_, range_ in written)
         self.sources.forget(piece[0] for piece, write in pieces if write)
 
-    def act(self, stream: Stream, what: str, touched: Iterable[Touch], stack: Stack) -> None:
-        """Queue reads and writes in a stream."""
-        if what.startswith("cuLaunch"):
-            self.check_extent(f"{what} on {stream.name}", touched, stack, stream not in self.captures)
-        self.queue_use(stream, Node("use", what, stack, self.pieces(touched)))
-
-    def use_on_device(self, stream: Stream, address: int, nbytes: int, write: bool) -> None:
-        """Queue a kernel that the program reports. Checks the access rights of its device."""
+    def use_on_device(self, stream: Stream, address: int, nbytes: int, write: bool, atomic: bool) -> None:
+        """Queue a kernel that the program reports."""
         stack, touched = here(), [(address, nbytes, write)]
-        self.queue_use(stream, Node("use", KERNEL, stack, self._pieces(touched), kernel=True), checks_rights=True)
+        self.queue_use(stream, Node("use", KERNEL, stack, self._pieces(touched), kernel=True, atomic=atomic))
         self.check_extent(f"{KERNEL} on {stream.name}", touched, stack, stream not in self.captures)
 
     def check_extent(self, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
@@ -165,15 +209,15 @@ class UsedMemory(Streams):
         for range_, _, _ in self.addresses.pieces(address, nbytes):
             range_.released = here() if released else None
 
-    def queue_use(self, stream: Stream, node: Node, atomic: bool = False, checks_rights: bool = False) -> None:
-        """Queue a use, or add it to the capture of its stream. ``atomic``: it does not race with other atomic uses."""
+    def queue_use(self, stream: Stream, node: Node) -> None:
+        """Queue a use, or add it to the capture of its stream."""
         pieces, what, stack = node.pieces, node.what, node.stack
         self._prepare(pieces)
         self.types.forget(pieces)
         capture = self.capture_of(stream)
         if capture is not None:
             capture.add(stream, node)
-            if not checks_rights:
+            if what != KERNEL:
                 self.name(stream, node)
             return
         for (range_, _, _), write in pieces:
@@ -181,9 +225,11 @@ class UsedMemory(Streams):
                 text = f"{what} on {stream.name} writes {range_}, which was released before."
                 remedy = "take the memory into use again before the write: commit the page."
                 self.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
-        device = self.devices.get(stream) if checks_rights else None
-        self.timeline.submit(stream, lambda stream: self.touch(stream, node, stack, device, atomic))
+        self.timeline.submit(stream, lambda stream: self.touch(stream, node, stack))
         self.sources.add(stream, pieces, what, stack)
+        self._may_write(stream, node)
+        if any(write and high - low <= FLAG and may_poll(range_) for (range_, low, high), write in pieces):
+            self.sources.polled(stream)
         if stream.obstacle is not None:
             for (range_, _, _), write in pieces:
                 range_.held_write |= write
@@ -192,12 +238,12 @@ class UsedMemory(Streams):
                     range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
         self.foreign.did(stream)
 
-    def touch(self, stream: Stream, node: Node, stack: Stack, device: int | None, atomic: bool = False) -> None:
+    def touch(self, stream: Stream, node: Node, stack: Stack) -> None:
         """Check the reads and writes of an operation at the time when its stream runs it."""
-        shared = self.interprocess.uses
-        for access, piece in node.accesses(stream, stack, atomic):
-            if self.uninitialized and not (access.write or node.kernel or self.unseen_writes()):
-                self.judge.reads_unwritten(piece, access)
+        shared, device = self.interprocess.uses, self.devices.get(stream) if node.kernel else None
+        for access, piece in node.accesses(stream, stack):
+            if self.uninitialized and not (access.write or self.foreign.may_write):
+                self.judge.reads_unwritten(piece, access, self._unseen_upto)
             self.judge.use((piece,), access, stream.clock, device)
             if shared and piece[0] in shared:
                 self.interprocess.used(piece, stream, access.write)

@@ -554,6 +554,41 @@ def test_poison_is_no_part_of_a_graph(machine: Any) -> None:
     assert names(traced, "cuMemsetD8Async") == []
 
 
+@pytest.mark.simulated_only("copies of a real driver are not delayed")
+@pytest.mark.parametrize("waits", [True, False])
+def test_poison_of_what_a_copy_has_not_reached(machine: Any, waits: bool) -> None:
+    """A host that reads the target of a copy before a wait does not see the copied bytes by luck."""
+    driver: Any = sd.checked(machine, poison=True)
+    with sa.Device(0, driver=driver).current():
+        stream, source = driver.cuStreamCreate(1)[1], driver.cuMemAlloc(SIZE)[1]
+        target = int(driver.cuMemHostAlloc(SIZE, 0)[1])
+        driver.cuMemsetD8Async(source, 1, SIZE, stream)
+        driver.cuMemcpyDtoHAsync(target, source, SIZE, stream)
+        if waits:
+            driver.cuStreamSynchronize(stream)
+        assert set((ctypes.c_ubyte * SIZE).from_address(target)) == {1 if waits else 0xCB}
+        driver.cuStreamSynchronize(stream)
+        assert set((ctypes.c_ubyte * SIZE).from_address(target)) == {1}
+        driver.cuMemFree(source)
+        driver.cuMemFreeHost(target)
+        driver.cuStreamDestroy(stream)
+    assert not driver.hazards
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_free_that_waits_is_noted(machine: Any, waits: bool) -> None:
+    driver: Any = sd.checked(machine)
+    with sa.Device(0, driver=driver).current():
+        stream, memory = driver.cuStreamCreate(1)[1], driver.cuMemAlloc(SIZE)[1]
+        driver.cuMemsetD8Async(memory, 1, SIZE, stream)
+        if waits:
+            driver.cuStreamSynchronize(stream)
+        driver.cuMemFree(memory)
+        driver.cuStreamDestroy(stream)
+    assert not driver.hazards
+    assert len(driver.notes) == (not waits) and all("cuMemFree at test_checked.py" in one for one in driver.notes)
+
+
 @pytest.mark.simulated_only("plain memory that was freed is not there")
 def test_poison_of_plain_memory_that_was_freed(machine: Any) -> None:
     class Watching:

@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def used(self, address: int, nbytes: int, stream: Any, write: bool) -> None:
+    def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
         self.seen.append("used")
 
     def lent(self, stream: Any, used: bool) -> None:

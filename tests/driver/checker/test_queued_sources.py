@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc import testing
 from streamalloc.driver.internal import cuda
 from tests.driver.checker.corpus import SIZE, Bench
 
@@ -101,12 +102,88 @@ def test_a_stream_that_another_library_has(source: Source) -> None:
     source.array[:] = 5
 
 
-def test_a_kernel_that_nobody_reports(source: Source) -> None:
-    """It may write the memory behind the copy."""
-    state = source.bench.driver._state
+@testing.kernel("does_not_declare")
+def _does_not_declare(address: np.uint64) -> None:
+    """Use memory that the checker is not told of."""
+
+
+@pytest.fixture
+def launch(source: Source) -> Iterator[Callable[[int], object]]:
+    bench = source.bench
+    module = bench.raw("cuModuleLoadData", b"\x7fELF")
+    function = bench.raw("cuModuleGetFunction", module, b"does_not_declare")
+    shape = (1, 1, 1, 1, 1, 1, 0, cuda.CUstream(source.stream._raw))
+    yield lambda address: bench.raw("cuLaunchKernel", function, *shape, ((address,), (ctypes.c_uint64,)), 0)
+    bench.raw("cuModuleUnload", module)
+
+
+@pytest.mark.simulated_only("kernels are functions of the simulated driver")
+@pytest.mark.parametrize("when", ["before the copy", "after the copy", "in a graph"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_kernel_that_does_not_declare_its_uses(
+    source: Source, launch: Callable[[int], object], when: str, named: bool
+) -> None:
+    """It may write the memory that its arguments name, behind or before the copy, and no other memory."""
+    driver, address = source.bench.driver, (source.memory if named else source.target).address
+    with contextlib.ExitStack() as stack:
+        if when == "in a graph":
+            with source.stream.capture() as graph:
+                launch(address)
+            stack.enter_context(graph)
+        elif when == "before the copy":
+            launch(address)
+        source.copy()
+        if when == "after the copy":
+            launch(address)
+        elif when == "in a graph":
+            graph.launch(source.stream)
+        source.array[:] = 6
+        source.stream.synchronize()
+    assert [one.kind for one in driver.hazards] == ([] if named else ["race"])
+    assert any("does not declare its uses" in one for one in driver.notes)
+    driver.hazards.clear()
+
+
+@pytest.mark.simulated_only("kernels are functions of the simulated driver")
+def test_a_kernel_that_has_ended(source: Source, launch: Callable[[int], object]) -> None:
+    launch(source.memory.address)
+    source.stream.synchronize()
     source.copy()
-    state.unseen_kernels = True
     source.array[:] = 6
+    source.stream.synchronize()
+    driver = source.bench.driver
+    assert [one.kind for one in driver.hazards] == ["race"]
+    driver.hazards.clear()
+
+
+@pytest.mark.parametrize("nbytes", [4, SIZE])
+def test_a_flag_that_a_copy_sets(source: Source, nbytes: int) -> None:
+    """The host may poll the few bytes of a flag, and then knows that the earlier copy is over."""
+    flag = int(source.bench.raw("cuMemHostAlloc", SIZE, 0))
+    source.copy()
+    source.bench.raw("cuMemcpyDtoHAsync", flag, source.target.address, nbytes, cuda.CUstream(source.stream._raw))
+    source.array[:] = 7
+    source.stream.synchronize()
+    driver = source.bench.driver
+    assert [one.kind for one in driver.hazards] == ([] if nbytes == 4 else ["race"])
+    driver.hazards.clear()
+    source.bench.raw("cuMemFreeHost", flag)
+
+
+def test_a_stream_of_another_library_behind_the_copy(source: Source) -> None:
+    """Its library may wait for it unseen."""
+    bench = source.bench
+    with bench.device.current():
+        theirs = bench.driver._wrapped.cuStreamCreate(1)[1]
+        source.copy()
+        with sa.Event(bench.device) as event:
+            source.stream.record(event)
+            bench.driver.cuStreamWaitEvent(theirs, cuda.CUevent(event.handle), 0)
+            bench.driver.used(source.target.address, SIZE, theirs, True)
+        bench.driver._wrapped.cuStreamSynchronize(theirs)
+        source.array[:] = 8
+    bench.device.synchronize()
+    bench.driver._wrapped.cuStreamDestroy(theirs)
 
 
 def test_a_value_that_the_host_may_poll(source: Source) -> None:

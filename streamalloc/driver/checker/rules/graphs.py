@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.checker.capture import Capture, Graph, Node
+from streamalloc.driver.checker.capture import Capture, Graph, Node, Unseen
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.order import batch_of_values
@@ -111,9 +111,8 @@ def _free_node(state: State, address: Any) -> list[Node]:
 
 
 def _kernel_node(state: State, params: Any) -> list[Node]:
-    touched = state.kernel_uses(int(params.func) or int(params.kern), params.kernelParams, params.extra)
-    state.check_extent("a kernel of a graph", touched, here(), runs=False)
-    return _use(state, touched)
+    launch = (int(params.func) or int(params.kern), params.kernelParams, params.extra)
+    return state.kernel_nodes("", here(), "a kernel of a graph", False, *launch)
 
 
 def _record_node(state: State, event: Any) -> list[Node]:
@@ -170,8 +169,7 @@ def _node(state: State, params: Any) -> list[Node]:
     for kind in _KINDS:
         if kind.type == name:
             return kind.make(state, attrgetter(kind.field)(params))
-    state.unseen_kernels = True
-    return [Node("use")]
+    return [Node("use", unseen=Unseen(None))]
 
 
 def _changes_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:

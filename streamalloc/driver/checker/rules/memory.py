@@ -50,6 +50,7 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
         return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
     if ranges and ranges[0].kind in ("device memory", OPENED):
         # The driver waits for the device, unless it is pool memory.
+        state.note_waiting_free(ranges[0], name)
         state.wait_for_device()
     stack, ending = here(), "release" if "Host" in name else ""
     again = bool(ranges) and ranges[0].ended is not None
@@ -64,11 +65,17 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
     return finish
 
 
-def _makes(kind: str, size: Callable[[Arguments, Answer], int]) -> After:
+def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
+    """An allocation. ``of_device``: other devices need peer access to its context."""
+
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if int(answer[1]):
-            nbytes = max(size(args, answer), 1)
-            state.addresses.add(Range(int(answer[1]), nbytes, kind, stack=here(), context=state.context()))
+            nbytes, context = max(size(args, answer), 1), state.context()
+            device, grants = state.devices[state.legacy(context)], None
+            if of_device and device is not None:
+                grants = state.access_to(context)
+                grants[device] = 3
+            state.addresses.add(Range(int(answer[1]), nbytes, kind, stack=here(), context=context, grants=grants))
 
     return rule
 
@@ -81,6 +88,21 @@ def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None
     made = Range(number_of(args[0]), int(args[1]), "registered memory", stack=here(), context=state.context())
     made.bytes.shared = any(rights.endswith("s") for rights in rights_of_process(made.base, made.end))
     state.addresses.add(made)
+
+
+def _changes_peer_access(state: State, name: str, args: Arguments) -> Finish:
+    """The current device gets or loses access to the plain memory of another context."""
+    grants, device, enabled = state.access_to(number_of(args[0])), state.ask("cuCtxGetDevice"), "Enable" in name
+    if device is None:
+        return nothing
+    rights = {device: 3 if enabled else 0}
+    state.revoke((one for one in state.addresses.living() if one.grants is grants), grants, rights, name, here())
+
+    def finish(answer: Answer) -> None:
+        if not answer[0] or (enabled and answer[0] == cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+            grants.update(rights)
+
+    return finish
 
 
 # -- arrays --------------------------------------------------------------------------------------------------
@@ -301,8 +323,9 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
 RULES = rules(
     after={
         "cuMemAllocAsync cuMemAllocFromPoolAsync": _allocates,
-        "cuMemAlloc cuMemAllocManaged": _makes("device memory", _first),
-        "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1])),
+        "cuMemAlloc": _makes("device memory", _first, of_device=True),
+        "cuMemAllocManaged": _makes("device memory", _first),
+        "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1]), of_device=True),
         "cuMemHostAlloc cuMemAllocHost": _makes("pinned memory", _first),
         "cuMemHostRegister": _registers,
         "cuArrayCreate cuArray3DCreate": _makes_array,
@@ -324,6 +347,7 @@ RULES = rules(
         "cuMemFree cuMemFreeHost cuMemHostUnregister": frees_at_once,
         "cuMemPoolDestroy": ends(attrgetter("pools"), _ends_pool),
         "cuMemPoolSetAccess": _grants_pool,
+        "cuCtxEnablePeerAccess cuCtxDisablePeerAccess": _changes_peer_access,
         "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
         "cuMemAddressFree": _ends_reservation,
         "cuMemUnmap": _unmaps,

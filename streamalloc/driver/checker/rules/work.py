@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from streamalloc.driver.bindings import number_of
+from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
@@ -44,10 +45,17 @@ class _Work:
         for address, nbytes, write in self.taken(state, args):
             state.use_on_host(number_of(address), nbytes, write, name)
         stream = state.stream(self._stream(args))
-        state.act(stream, name, self.touched(state, args), here())
+        if self.stream_at is None and self._is_staged(state, args):
+            # The driver waits for earlier work, but the copied bytes may still be on their way when the call returns.
+            state.host_waited_for(stream)
+        for node in self._nodes(state, name, args, stream):
+            state.queue_use(stream, node)
         self.then(state, stream, args)
         if stream not in state.captures and self._host_waits(state, args):
             state.host_waited_for(stream)
+
+    def _nodes(self, state: State, name: str, args: Arguments, stream: Stream) -> list[Node]:
+        return [Node("use", name, here(), state.pieces(self.touched(state, args)))]
 
     def _stream(self, args: Arguments) -> Any:
         """The handle of the stream, also from a launch configuration."""
@@ -56,15 +64,24 @@ class _Work:
 
     def _host_waits(self, state: State, args: Arguments) -> bool:
         """Whether the host waits for the work: for copies to pageable memory, for synchronous copies with a side in
-        host memory, and for synchronous fills of host or managed memory.
+        host memory except those from pageable memory to a device, and for synchronous fills of host or managed memory.
         """
         sides = self.sides(args)
         if self.stream_at is not None:
             return len(sides) == 2 and sides[0] is not None and state.is_pageable(number_of(sides[0]))
         there = [number_of(one) for one in sides if one is not None]
         if len(sides) == 2:
-            return any(state.is_pageable(one) or state.is_of_host(one) for one in there)
+            on_host = any(state.is_pageable(one) or state.is_of_host(one) for one in there)
+            return on_host and not self._is_staged(state, args)
         return any(state.is_of_host(one) or state.is_managed(one) for one in there)
+
+    def _is_staged(self, state: State, args: Arguments) -> bool:
+        """Whether a copy goes from pageable memory to a device, through memory of the driver."""
+        sides = self.sides(args)
+        if len(sides) < 2 or sides[1] is None or not state.is_pageable(number_of(sides[1])):
+            return False
+        target = None if sides[0] is None else number_of(sides[0])
+        return target is None or not (state.is_pageable(target) or state.is_of_host(target))
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         """Before the call, check for freed memory."""
@@ -100,7 +117,7 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
         return (args[0], args[source_at]) if int(args[size_at]) else ()
 
     def then(state: State, stream: Stream, args: Arguments) -> None:
-        if int(args[size_at]) and stream not in state.captures and not state.unseen_writes():
+        if int(args[size_at]) and stream not in state.captures and not state.foreign.may_write:
             state.types.copied(args[0], args[source_at], int(args[size_at]), "a copy")
 
     return _Work(stream_at, touched, sides, then)
@@ -259,13 +276,24 @@ def _copies_plane(stream_at: int | None) -> _Work:
     return _Work(stream_at, lambda state, args: plane(state, args[0]), sides)
 
 
-def _launches(stream_at: int, params_at: int | None = None, function_at: int = 0) -> _Work:
-    """A kernel. ``params_at``: index of its arguments; without it the uses are unknown."""
+@dataclass(frozen=True)
+class _Launch(_Work):
+    """A kernel."""
 
-    def touched(state: State, args: Arguments) -> list[Touch]:
-        return state.kernel_uses(*(() if params_at is None else (args[function_at], *args[params_at:])))
+    params_at: int | None = None
+    """Index of its arguments; without it the uses are unknown."""
+    function_at: int = 0
 
-    return _Work(stream_at, touched)
+    def _launch(self, args: Arguments) -> tuple[Any, ...]:
+        return () if self.params_at is None else (args[self.function_at], *args[self.params_at :])
+
+    def _nodes(self, state: State, name: str, args: Arguments, stream: Stream) -> list[Node]:
+        runs = stream not in state.captures
+        return state.kernel_nodes(name, here(), f"{name} on {stream.name}", runs, *self._launch(args))
+
+    def before(self, state: State, name: str, args: Arguments) -> Finish:
+        touched = [one[:3] for one in state.kernel_uses(*self._launch(args)) or ()]
+        return state.stale(self._stream(args), name, touched, here())
 
 
 _WORK = {
@@ -292,11 +320,10 @@ _WORK = {
     "cuMemcpyAtoA": _arrays(None, 0, 2, True, True),
     "cuMemcpyAtoHAsync": _arrays(4, 0, 1, False, True),
     "cuMemcpyHtoAAsync": _arrays(4, 0, 2, True, False),
-    "cuLaunchKernel": _launches(8, 9),
-    "cuLaunchKernelEx": _launches(0, 2, 1),
-    "cuLaunchCooperativeKernel": _launches(8, 9),
-    "cuLaunchGridAsync": _launches(3),
-    "cuMemBatchDecompressAsync": _launches(-1),
+    **dict.fromkeys(("cuLaunchKernel", "cuLaunchCooperativeKernel"), _Launch(8, params_at=9)),
+    "cuLaunchKernelEx": _Launch(0, params_at=2, function_at=1),
+    "cuLaunchGridAsync": _Launch(3),
+    "cuMemBatchDecompressAsync": _Launch(-1),
     "cuMemDiscardBatchAsync": _Work(-1, _discarded),
     "cuMemDiscardAndPrefetchBatchAsync": _Work(-1, _discarded),
     "cuStreamAttachMemAsync": _Work(0),

@@ -344,23 +344,22 @@ class KernelCalls(Calls):
         stream = self._machine.stream(arguments.stream(config.hStream))
         self._launch_in(stream, f, (*sizes, int(config.sharedMemBytes)), kernelParams, extra, cooperative)
 
-    def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool]] | None:
-        """Not a driver function: address, size and write flag of each use of a launch; None if unknown. Bytes that are
-        read and written count as written.
+    def kernel_uses(self, f: Any, params: Any, extra: Any = 0) -> list[tuple[int, int, bool, bool]] | None:
+        """Not a driver function: address, size, write flag and atomic flag of each use of a launch; None if unknown.
+        Bytes that are read and written count as written.
         """
         function = self._machine.modules.functions.get(int(cuda.CUfunction(f or 0)))
         kernel = None if function is None else function.kernel
         if function is None or kernel is None or not kernel.declares:
             return None
         given = tuple(map(plain, unpack(function.name, params, extra, function.types)))
-        read, written = Intervals(), Intervals()
-        for address, size, write in kernel.touched(given) or ():
+        kinds = {(False, False): Intervals(), (True, False): Intervals(), (True, True): Intervals()}
+        for address, size, *kind in kernel.touched(given) or ():
             if size:
-                (written if write else read).add(address, address + size)
-        for one in written:
-            read.remove(*one)
-        pairs = ((read, False), (written, True))
-        return [(start, end - start, write) for ranges, write in pairs for start, end in ranges]
+                kinds[kind[0], kind[1]].add(address, address + size)
+        for one in kinds[True, False]:
+            kinds[False, False].remove(*one)
+        return [(start, end - start, *kind) for kind, ranges in kinds.items() for start, end in ranges]
 
     # -- linking: the result is the concatenation of the added PTX texts -----------------------------------------
 

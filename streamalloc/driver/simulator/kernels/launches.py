@@ -85,14 +85,14 @@ class Launch(HostFunction):
         return self._state == "running"
 
     def touches(self, start: int, end: int) -> bool:
-        return any(address < end and start < address + size for address, size, _ in self._uses or ())
+        return any(address < end and start < address + size for address, size, *_ in self._uses or ())
 
     def view(self, address: int, shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """The memory as an array (:func:`device_view`)."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         writable = True
         if self._uses is not None:
-            covering = [write for at, length, write in self._uses if at <= address and address + size <= at + length]
+            covering = [write for at, length, write, _ in self._uses if at <= address and address + size <= at + length]
             if not covering and size:
                 raise ValueError(f"{self.name!r} is registered without a read or write of {size} bytes at {address:#x}")
             writable = any(covering)

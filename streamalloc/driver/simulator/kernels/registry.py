@@ -27,20 +27,25 @@ class Kernel:
     types: tuple[CType, ...] | None
     reads: Uses | None
     writes: Uses | None
+    atomics: Uses | None
     attributes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def declares(self) -> bool:
         """Whether its uses are known."""
-        return self.reads is not None or self.writes is not None
+        return any(one is not None for one in (self.reads, self.writes, self.atomics))
 
-    def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool]] | None:
-        """Address, size and write flag of each use; None if unknown."""
+    def touched(self, arguments: tuple[Any, ...]) -> list[tuple[int, int, bool, bool]] | None:
+        """Address, size, write flag and atomic flag of each use; None if unknown."""
         if not self.declares:
             return None
-        pairs = ((self.reads, False), (self.writes, True))
-        found = [(one, write) for uses, write in pairs if uses is not None for one in uses(*arguments)]
-        return [(int(address), int(size), write) for (address, size), write in found]
+        kinds = ((self.reads, False, False), (self.writes, True, False), (self.atomics, True, True))
+        return [
+            (int(address), int(size), write, atomic)
+            for uses, write, atomic in kinds
+            if uses is not None
+            for address, size in uses(*arguments)
+        ]
 
 
 _kernels: dict[str, Kernel] = {}
@@ -53,6 +58,7 @@ def kernel(
     types: Iterable[Any] | None = None,
     reads: Uses | None = None,
     writes: Uses | None = None,
+    atomics: Uses | None = None,
     attributes: Mapping[str, int] | None = None,
 ) -> Callable[[_F], _F]:
     """Register a Python function that replaces a kernel, on every simulated machine of this process.
@@ -76,10 +82,11 @@ def kernel(
         Types of the parameters, from ctypes or NumPy. They are needed if the module is not PTX and a launch packs its
         arguments without types (``void**``, arrays of addresses, ``extra``, graph nodes). By default the annotations of
         the function, if each parameter has such a type.
-    reads, writes
+    reads, writes, atomics
         Functions that return pairs of an address and a number of bytes for the arguments of a launch. A checker
         (:func:`streamalloc.driver.checked`) then records these uses, and :func:`device_view` refuses all other memory.
-        Without both, the uses are unknown.
+        Bytes of ``atomics`` are written by atomic operations, which do not race with each other. Without all three, the
+        uses are unknown.
     attributes
         Answers of ``cuFuncGetAttribute``, by their enum names without ``CU_FUNC_ATTRIBUTE_``.
 
@@ -97,7 +104,7 @@ def kernel(
     def register(function: _F) -> _F:
         if not callable(function):
             raise TypeError(f"the kernel {name!r} must be a function, got {function!r}")
-        made = Kernel(function, given or _annotated(function), reads, writes, dict(attributes or {}))
+        made = Kernel(function, given or _annotated(function), reads, writes, atomics, dict(attributes or {}))
         _kernels.pop(name, None)  # the latest matching pattern applies
         _kernels[name] = made
         return function

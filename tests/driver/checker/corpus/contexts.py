@@ -79,12 +79,28 @@ def memory_of_a_pool_lives_on(b: Bench, right: bool) -> None:
 
 @hazard("use after free", gpus=2, simulated="whoever else has the primary context of a real device would lose it")
 def the_primary_context_was_reset(b: Bench, right: bool) -> None:
-    other = sa.Device(1, driver=b.driver)
+    other, x = sa.Device(1, driver=b.driver), b.ready()
     with other.current():
         memory = int(b.driver.cuMemAlloc(SIZE)[1])
+    copy = ("cuMemcpyDtoDAsync", x.address, memory, SIZE, cuda.CUstream(b.a._raw))
     if right:
-        b.at(memory, b.a)
+        b.raw(*copy)
         b.a.synchronize()
     b.driver.cuDevicePrimaryCtxReset(1)
     if not right:
-        b.at(memory, b.a)
+        b.raw(*copy)
+
+
+@hazard("access without a grant", gpus=2, simulated="its access would stay enabled for other tests")
+def a_kernel_uses_memory_of_another_context(b: Bench, right: bool) -> None:
+    """The memory of ``cuMemAlloc`` is not accessible to other devices."""
+    other = sa.Device(1, driver=b.driver)
+    with other.current():
+        context = b.driver.cuCtxGetCurrent()[1]
+        memory = int(b.driver.cuMemAlloc(SIZE)[1])
+    if right:
+        b.raw("cuCtxEnablePeerAccess", context, 0)
+    b.at(memory, b.a)
+    b.a.synchronize()
+    b.raw("cuMemFree", memory)
+    b.raw("cuCtxDisablePeerAccess", context)

@@ -304,6 +304,73 @@ def the_host_reports_a_write_of_a_source(b: Bench, right: bool) -> None:
     b.done(x, source)
 
 
+def _pinned(b: Bench, nbytes: int = SIZE) -> int:
+    address = int(b.raw("cuMemHostAlloc", nbytes, 0))
+    ctypes.memset(address, 0, nbytes)
+    b._stack.callback(lambda: b.raw("cuMemFreeHost", address))
+    return address
+
+
+def _overwritten(b: Bench, right: bool, source: int, stream: Any, nbytes: int = SIZE) -> None:
+    """Copy pinned memory, and write its last byte before or after a wait."""
+    target = int(b.raw("cuMemAlloc", nbytes))
+    b.raw("cuMemcpyHtoDAsync", target, source, nbytes, stream)
+    if right:
+        b.raw("cuStreamSynchronize", stream)
+    ctypes.memset(source + nbytes - 1, 7, 1)
+    b.raw("cuStreamSynchronize", stream)
+    b.raw("cuMemFree", target)
+
+
+@hazard("race")
+def the_host_writes_the_last_byte_of_a_large_source(b: Bench, right: bool) -> None:
+    nbytes = 17 * MiB + 3
+    _overwritten(b, right, _pinned(b, nbytes), cuda.CUstream(b.a._raw), nbytes)
+
+
+@hazard("race", simulated="on hardware, other libraries may wait for the default stream unseen")
+def the_host_writes_the_source_of_a_copy_on_the_default_stream(b: Bench, right: bool) -> None:
+    _overwritten(b, right, _pinned(b), cuda.CUstream(0))
+
+
+@hazard("race", simulated="on hardware, another library may wait for the device unseen")
+def the_host_writes_a_source_beside_another_library(b: Bench, right: bool) -> None:
+    """The library has no way to wait for this stream."""
+    with b.device.current():
+        theirs = b.driver._wrapped.cuStreamCreate(1)[1]
+    x = b.ready()
+    b.driver.used(x.address, SIZE, theirs, True)
+    _overwritten(b, right, _pinned(b), cuda.CUstream(b.a._raw))
+    b.device.synchronize()
+    b.driver._wrapped.cuStreamDestroy(theirs)
+
+
+@hazard("race")
+def another_stream_reads_what_pageable_memory_was_copied_to(b: Bench, right: bool) -> None:
+    """``cuMemcpyHtoD`` may return when the bytes are in memory of the driver."""
+    x = b.ready()
+    b.raw("cuMemcpyHtoD", x.address, np.ones(SIZE, np.uint8), SIZE)
+    if right:
+        b.raw("cuStreamSynchronize", cuda.CUstream(0))
+    b.read(x, b.a)
+
+
+@hazard("race")
+def one_of_two_streams_adds_without_atomics(b: Bench, right: bool) -> None:
+    x = b.ready()
+    x.used(b.a, atomic=True)
+    x.used(b.b, atomic=right)
+
+
+@hazard("race")
+def one_of_two_graphs_adds_without_atomics(b: Bench, right: bool) -> None:
+    x = b.ready()
+    for stream, atomic in ((b.a, True), (b.b, right)):
+        with stream.capture() as graph:
+            x.used(stream, atomic=atomic)
+        b.keep(graph).launch(stream)
+
+
 # -- what nobody has written -------------------------------------------------------------------------------------
 
 
@@ -311,8 +378,22 @@ def the_host_reports_a_write_of_a_source(b: Bench, right: bool) -> None:
 def copied_before_anything_is_written(b: Bench, right: bool) -> None:
     x, y = b.new(b.a), b.new(b.a)
     if right:
-        x[:1].fill(1, b.a)
+        x.fill(1, b.a)
     y.copy_from(x, b.a)
+
+
+@hazard("uninitialized")
+def a_part_is_not_written(b: Bench, right: bool) -> None:
+    x, y = b.new(b.a), b.new(b.a)
+    x[: SIZE - 64].fill(1, b.a)
+    y[: SIZE - 64 if right else SIZE].copy_from(x[: SIZE - 64 if right else SIZE], b.a)
+
+
+@hazard("uninitialized")
+def a_kernel_reads_what_nobody_has_written(b: Bench, right: bool) -> None:
+    x = b.new(b.a)
+    x.used(b.a, write=right)
+    x.used(b.a, write=False)
 
 
 @hazard("another type")
