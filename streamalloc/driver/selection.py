@@ -230,7 +230,7 @@ def as_asked(driver: Driver) -> Driver:
         if action not in ("report", "warn", "raise"):
             raise ValueError(f"STREAMALLOC_CHECK={_CHECK!r}: allowed are 1 or report, warn, raise, and 0")
         made = checked(driver, action, uninitialized=test is not None)
-        made.show = made.print if test is None else made.reporter(test)
+        made.show_at_once(test)
         found = _checked.setdefault(id(driver), made)
     return cast("Driver", found)
 

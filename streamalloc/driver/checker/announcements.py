@@ -114,7 +114,9 @@ class Entry:
 class Board:
     """The announcements of this process. Its file is made by the first :meth:`is_open`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_full: Callable[[], object] = int) -> None:
+        self._on_full = on_full
+        """Called if a post replaces one that is not complete."""
         self._entries: Any = None
         self._free = list(reversed(range(EVENTS)))
         self._posts = 0
@@ -163,6 +165,8 @@ class Board:
         if index is None:
             index = EVENTS + self._posts % POSTS
             self._posts += 1
+            if self._entries["name"][index]:
+                self._on_full()
         entry = self._entries[index]
         entry["name"] = b""
         entry["number"], entry["part"] = min(len(covers), COVERS), part

@@ -76,17 +76,23 @@ class _Inside:
 
     def judge(self, stream: Stream, node: Node) -> Callable[[], None]:
         """Check a node in a stream. The returned function undoes a free."""
-        self.timeline.submit(stream, lambda stream: self._judge_now(stream, node))
-        return lambda: setattr(self._shadow(node.range), "ended", None)
+        undo: list[Callable[[], None]] = []
 
-    def _judge_now(self, stream: Stream, node: Node) -> None:
+        def take_back() -> None:
+            for step in undo:
+                step()
+
+        self.timeline.submit(stream, lambda stream: self._judge_now(stream, node, undo))
+        return take_back
+
+    def _judge_now(self, stream: Stream, node: Node, undo: list[Callable[[], None]]) -> None:
         if node.kind == "use":
             for access, (range_, low, high) in node.accesses(stream, node.stack):
                 self._judge.use(((self._shadow(range_), low, high),), access, stream.clock)
         elif node.kind == "allocate":
             self._judge.allocate(self._shadow(node.range), stream)
         elif node.kind == "free":
-            self._judge.free(self._shadow(node.range), stream, stream.clock, node.what, node.stack)
+            undo.append(self._judge.free(self._shadow(node.range), stream, stream.clock, node.what, node.stack))
 
 
 class Graph:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from streamalloc.driver.checker.notes import Notes
+
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
 """Order of two operations: none; by the driver's choice; always."""
 
@@ -69,6 +71,11 @@ class Actor:
         self.within: Stream | None = None
         """Stream whose host function is running on this thread."""
 
+    @property
+    def short(self) -> str:
+        """The name without the place where a stream was created."""
+        return self.name.partition(" (created")[0]
+
 
 class Obstacle:
     """An event that streams wait for and that has not happened, as far as is known.
@@ -117,6 +124,8 @@ class Timeline:
     """All streams, and the clock of the host."""
 
     def __init__(self) -> None:
+        self.notes: Notes = Notes()
+        """What the checker leaves out."""
         self.host: Clock = Clock()
         self.held: dict[Stream, None] = {}
         """Streams with an obstacle."""
@@ -201,7 +210,10 @@ class Timeline:
         """The order of an operation before the owner of a clock, as a constant of this module."""
         if self.certain(clock, number, time):
             return CERTAIN
-        if not self._choices or self._searches == _SEARCHES:
+        if not self._choices:
+            return UNORDERED
+        if self._searches == _SEARCHES:
+            self.notes.add("luck")
             return UNORDERED
         self._searches += 1
         return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
@@ -349,7 +361,11 @@ class Timeline:
         source = obstacle.source
         while source is not None and obstacle.clock is None and source.obstacle is not None:
             self.force_mark(source.obstacle)
-        # The cause is unknown: all work queued earlier may have come first.
+        if obstacle.clock is not None:
+            return
+        if source is None:
+            # The cause is unknown: all work queued earlier may have come first.
+            self.notes.add("waits")
         self.end(obstacle, self.host if source is not None else self.everything())
 
     def everything(self) -> Clock:

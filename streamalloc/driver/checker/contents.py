@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -217,11 +217,13 @@ class QueuedSources:
         if all(self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)):
             self._sources.append(_Source(piece, stream, what, stack, mark, _checksum(piece)))
 
-    def forget(self, ranges: Iterable[Range]) -> None:
-        """Forget memory that an operation is about to write or free."""
-        if self._sources:
+    def forget(self, ranges: Iterable[Range]) -> Callable[[], None]:
+        """Forget memory that an operation is about to write or free. The returned function takes that back."""
+        before = self._sources
+        if before:
             gone = {id(one.bytes) for one in ranges}
-            self._sources = [one for one in self._sources if id(one.piece[0].bytes) not in gone]
+            self._sources = [one for one in before if id(one.piece[0].bytes) not in gone]
+        return lambda: self._sources.extend(one for one in before if one not in self._sources)
 
     def clear(self) -> None:
         """Forget all sources: the host may have waited for the copies unseen."""

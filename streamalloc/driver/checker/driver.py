@@ -20,7 +20,7 @@ from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.poison import Poison
-from streamalloc.driver.checker.reports import Hazard, Stack, here
+from streamalloc.driver.checker.reports import Hazard, Stack, here, place_of
 from streamalloc.driver.checker.rules.all_calls import RULES
 from streamalloc.driver.checker.state import HostCall, State
 from streamalloc.driver.checker.uses import Finish, Touch, nothing
@@ -70,13 +70,10 @@ _NODE_OF_HOST_FUNCTION = {
 class Checked(Wrapper):
     """A driver that finds missing stream order: :func:`checked`."""
 
-    show: Callable[[Hazard], None] | None = None
-    """Function called with each hazard, also at process exit."""
-
     def __init__(self, driver: _Interface, on: On, poison: bool, uninitialized: bool = False) -> None:
         super().__init__(driver)
         self.hazards: list[Hazard] = []
-        """All hazards in order, each place once. The list may be cleared."""
+        """All hazards in order, one for each pair of places. The list may be cleared."""
         self._on = on
         # Guards the state. Reentrant, because a finaliser may run while its own thread records.
         self._lock = RLock()
@@ -84,7 +81,17 @@ class Checked(Wrapper):
         """Identifier of the thread that changes the state."""
         self._postponed: deque[Callable[[], None]] = deque()
         self._found: list[Hazard] = []
-        self._shown: set[tuple[Any, ...]] = set()
+        self._known: dict[tuple[Any, ...], Hazard] = {}
+        """Hazards by pair of places."""
+        self._raised: set[tuple[Any, ...]] = set()
+        """Pairs of places and addresses."""
+        self._shown: set[Hazard] = set()
+        """Hazards that were shown, raised or returned by :meth:`finish`."""
+        self._finished = False
+        """Whether :meth:`finish` returned all hazards to the program."""
+        self._at_once = False
+        self._test: ParentTest | None = None
+        """Test that gets the hazards; None: they are printed."""
         self._state = State(_Asked(self), self._found.append)
         self._state.uninitialized = uninitialized
         self._state.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
@@ -239,43 +246,76 @@ class Checked(Wrapper):
     # -- hazards ---------------------------------------------------------------------------------------------
 
     def _move_found(self) -> list[Hazard]:
-        """Move the hazards of the state to :attr:`hazards`. Returns the new ones."""
+        """Move the hazards of the state to :attr:`hazards`. Returns those to show or raise.
+
+        A pair of places is shown once. It is raised once for each address, because a raised free is not made.
+        """
         fresh = []
         while self._found:
             hazard = self._found.pop(0)
-            key = (hazard.kind, hazard.address, *(stack for _, stack in hazard.places))
-            if key not in self._shown and len(self.hazards) < _MOST_HAZARDS:
-                self._shown.add(key)
+            pair = hazard.pair
+            known, key = self._known.get(pair), (*pair, hazard.address)
+            is_new = known is None or known not in self.hazards
+            if known is not None and not is_new:
+                known.count += hazard.kind != "leak"
+            elif len(self.hazards) == _MOST_HAZARDS:
+                self._state.notes.add("hazards")
+            else:
+                self._known[pair] = hazard
                 self.hazards.append(hazard)
+            if key not in self._raised if self._on == "raise" else is_new:
                 fresh.append(hazard)
+                self._raised.add(key)
         return fresh
 
     def _deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
         """Show, warn about or raise new hazards. ``undo`` is called before a raise."""
         for hazard in fresh:
-            if self.show is not None:
-                self.show(hazard)
+            if self._at_once:
+                self._show(hazard)
+            elif self._on != "report":
+                self._shown.add(hazard)
             if self._on == "warn":
                 warnings.warn(str(hazard), RuntimeWarning, 5)
         if self._on == "raise" and fresh:
             self._alone(undo)
             raise DriverMisuseError(str(fresh[0]), fresh[0])
 
-    @staticmethod
-    def print(hazard: Hazard) -> None:
-        """Print a hazard to the standard error stream."""
-        print(hazard, file=sys.stderr)
+    def _show(self, hazard: Hazard) -> None:
+        self._shown.add(hazard)
+        if self._test is None:
+            print(hazard, file=sys.stderr)
+        else:
+            self._test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
-    @staticmethod
-    def reporter(test: ParentTest) -> Callable[[Hazard], None]:
-        """Return a function for :attr:`show` that reports to the parent test, even at process exit."""
+    def _show_rest(self) -> None:
+        """Show the hazards that were not shown yet, and then what was not checked."""
+        often = [one for one in self.hazards if one.count > 1 and one in self._shown]
+        for hazard in self.hazards:
+            if hazard not in self._shown:
+                self._show(hazard)
+        if self._test is not None:
+            for note in self.notes:
+                self._test.report("notes", note)
+            return
+        leaks = sum(hazard.kind == "leak" for hazard in self.hazards)
+        texts = [f"{one.kind} at {place_of(one.places[0][1])}: found {one.count:,} times" for one in often]
+        if self.hazards or self._at_once:
+            texts.append(f"{_counted(len(self.hazards) - leaks, 'hazard')}, {_counted(leaks, 'leak')}")
+        for text in (*texts, *(f"not checked: {one}" for one in self.notes)):
+            print(f"streamalloc check: {text}", file=sys.stderr)
+
+    def show_at_once(self, test: ParentTest | None) -> None:
+        """Show each hazard when it is found: on the standard error stream, or in the parent test."""
+        self._at_once, self._test = True, test
+        if test is None:
+            return
         from multiprocessing.util import Finalize
 
         # Before Python 3.13 forked processes do not run atexit functions. From 3.13 on, spawned processes run them
         # before the program's finalizers.
         Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
         atexit.unregister(_at_exit)
-        return lambda hazard: test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
     # -- notifications ---------------------------------------------------------------------------------------
 
@@ -359,8 +399,8 @@ class Checked(Wrapper):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Texts on the kinds of checks that were given up in this run."""
-        return tuple(self._state.notes)
+        """What was not checked in this run: one text for each reason, with a count and the first place."""
+        return self._state.notes.texts()
 
     def outstanding(self) -> dict[str, list[int]]:
         """Handles or addresses that were created by this driver and not released, by kind.
@@ -383,8 +423,13 @@ class Checked(Wrapper):
     def finish(self) -> list[Hazard]:
         """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
 
-        It also runs at the end of the process, and then prints the hazards, unless they raise.
+        Without this call the end of the process does the same, and prints what was not shown.
         """
+        self._finish()
+        self._finished = True
+        return self.hazards
+
+    def _finish(self) -> None:
         end = monotonic() + _PATIENCE
         # Dropped objects are released after their queued work.
         while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
@@ -392,7 +437,6 @@ class Checked(Wrapper):
         self._alone(self._state.close)
         self._found += self.leaks()
         self._alone(self._move_found)
-        return self.hazards
 
     # -- functions with host functions or kernels as arguments -----------------------------------------------
 
@@ -473,6 +517,10 @@ class Checked(Wrapper):
         for atomic, touched in watched.items():
             node = Node("use", "multimem_launch", stack, state.pieces(touched), kernel=True, atomic=atomic)
             state.queue_use(state.stream(handle), node)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 class _Failed:
@@ -557,10 +605,9 @@ def _at_exit() -> None:
     if _alive:
         gc.collect()  # memory in garbage is not a leak: a traceback may keep it
     for one in tuple(_alive):
-        shown = len(one.hazards)
-        if one._on != "raise" and one.process == os.getpid():
-            for hazard in one.finish()[shown:]:
-                (one.show or one.print)(hazard)
+        if one.process == os.getpid() and not one._finished:
+            one._finish()
+            one._show_rest()
 
 
 def checked(driver: _Interface, on: On = "report", poison: bool = False, *, uninitialized: bool = False) -> Checked:
@@ -594,10 +641,10 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
       launch, unwritten bytes and element types are no longer checked.
     * Memory that is read was written before, unless ``uninitialized`` asks for that check.
 
-    **Not checked**:
+    **Not checked**; ``notes`` and the last lines at the end of the process list what was left out in a run, and why:
 
     * Uses by kernels that are not reported, bodies of conditional nodes, and nodes of a graph that were changed by an
-      unknown handle; ``notes`` lists what was given up.
+      unknown handle.
     * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped; but those on
       freed memory are reported.
     * An old address on the stream on which its memory was freed and allocated again. ``Buffer`` objects refuse it.
@@ -618,7 +665,8 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     driver
         Any driver.
     on
-        Action for a hazard. ``"report"`` adds it to ``hazards``. ``"warn"`` issues a ``RuntimeWarning`` as well.
+        Action for a hazard. ``"report"`` adds it to ``hazards``; the end of the process prints the list, unless the
+        program has called ``finish()``. ``"warn"`` issues a ``RuntimeWarning`` as well.
         ``"raise"`` raises :class:`DriverMisuseError`; a wrong free or unmap, and work on freed memory, then does not
         reach the driver. A second release of the same handle never reaches the driver: without ``"raise"`` the call
         answers ``CUDA_ERROR_INVALID_VALUE``.
@@ -635,7 +683,8 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
     Returns
     -------
     Checked
-        A driver. ``hazards`` lists the reports, ``outstanding()`` the handles that are not released, ``leaks()`` their
+        A driver. ``hazards`` lists the reports, one for each pair of places, ``notes`` what was not checked,
+        ``outstanding()`` the handles that are not released, ``leaks()`` their
         places in the program; ``assert_nothing_left()`` raises if there are any. Memory that a graph allocates is not
         counted.
 

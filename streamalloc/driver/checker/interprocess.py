@@ -79,7 +79,9 @@ class Interprocess:
         self._unposted: list[tuple[Range, _Use]] = []
         """Uses that the present call has queued."""
         self.events: dict[bytes, Event] = {}
-        self.board: Board = Board()
+        self._untold = partial(timeline.notes.add, "told")
+        """Called if no other process can read an announcement: tables are full, or files cannot be made."""
+        self.board: Board = Board(self._untold)
         """Announcements to other processes."""
         self.posted: dict[int, tuple[bytes, Callable[[], bool]]] = {}
         """Name and completion test of incomplete exports, by board index."""
@@ -92,6 +94,14 @@ class Interprocess:
         """Number of actors that starts the next clean-up."""
 
     # -- exports and imports ---------------------------------------------------------------------------------
+
+    def begins_import(self, range_: Range, exported: bytes) -> None:
+        """Tell other processes of an import, by its export data."""
+        entry = announcements.add_import(exported)
+        if entry is None:
+            self._untold()
+        else:
+            self.entries[range_] = entry
 
     def import_ended(self, range_: Range) -> None:
         """Remove the entry of an import."""
@@ -111,27 +121,29 @@ class Interprocess:
             self.import_ended(range_)
         self.board.close()
 
-    def frees(self, range_: Range, what: str, stack: Stack, stream: Stream | None = None) -> Callable[[], None]:
-        """Begin a free of memory that may be exported or imported. Without a stream the host frees.
-
-        The returned function is called when the free runs. It checks that no other process has an import of the memory.
-        """
+    def freed(self, range_: Range, stream: Stream | None = None) -> None:
+        """Record a free of memory that may be exported or imported. Without a stream the host has freed it."""
         if stream is None:
             self.import_ended(range_)
         elif range_ in self.entries:
             self.leaving[range_] = stream
             if len(self.leaving) > _MOST_FREES:
+                self._untold()
                 self.import_ended(next(iter(self.leaving)))
         if range_ in self.uses:
             self._keep(range_, [])
             del self.uses[range_]
-        name = self.names.pop(range_, b"")
-        if self.exports.pop(name, None) is not range_:
-            return lambda: None
-        return lambda: self._check_importers(range_, name, what, stack)
+        self.exports.pop(self.export_of(range_), None)
+        self.names.pop(range_, None)
 
-    def _check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
-        importers = announcements.importers(name)
+    def export_of(self, range_: Range) -> bytes:
+        """The data of the latest export of memory; empty without one."""
+        name = self.names.get(range_, b"")
+        return name if self.exports.get(name) is range_ else b""
+
+    def check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
+        """Report a free of memory that another process has imported. ``name``: its export data."""
+        importers = announcements.importers(name) if name else []
         if importers:
             what = f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import."
             remedy = "free it after every importer has freed its pointer and notified this process."
@@ -165,9 +177,11 @@ class Interprocess:
 
     def index(self, event: Event) -> int | None:
         """The board index of an event's recordings; None if the board is full or missing."""
-        if event.index is None and self.board.is_open():
-            event.index = self.board.add_event()
-            if event.index is not None and event.mark is not None:
+        if event.index is None:
+            event.index = self.board.add_event() if self.board.is_open() else None
+            if event.index is None:
+                self._untold()
+            elif event.mark is not None:
                 number = self.board.record(event.index)
                 if event.mark.clock is not None:
                     self.covers(event, event.mark.clock, number)
@@ -184,6 +198,7 @@ class Interprocess:
 
     def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
         if not self.board.is_open():
+            self._untold()
             return
         for index in [index for index, (known, _) in self.posted.items() if known == name]:
             self._remove_post(index)
@@ -191,6 +206,7 @@ class Interprocess:
         self.posted.pop(index, None)
         self.posted[index] = (name, done)
         if len(self.posted) > _MOST_POSTS:
+            self._untold()
             self._remove_post(next(iter(self.posted)))
 
     def _remove_post(self, index: int) -> None:
@@ -210,6 +226,8 @@ class Interprocess:
             return  # its library may have recorded an event
         made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
         kept = [one for one in self.uses[range_] if not made.replaces(one)]
+        if len(kept) >= _MOST_POSTS:
+            self._untold()
         self._keep(range_, [*kept[-_MOST_POSTS + 1 :], made])
         self._unposted.append((range_, made))
 
@@ -222,7 +240,9 @@ class Interprocess:
 
     def _announce(self, range_: Range, one: _Use) -> None:
         name = self.names.get(range_)
-        if name is not None and self.board.is_open():
+        if name is not None and not self.board.is_open():
+            self._untold()
+        elif name is not None:
             latest, part = one.covers[-announcements.COVERS :], (one.low, one.high)
             one.post = self.board.post(_named(name, one.write), latest, part, one.post)
 
@@ -327,6 +347,7 @@ class Interprocess:
         if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
             mark = self.announced[name] = self._timeline.record(stream)
             if len(self.announced) > _MOST_ANNOUNCEMENTS:
+                self._untold()
                 del self.announced[next(iter(self.announced))]
             self._post(name, [], partial(self._timeline.may_be_seen, mark))
 
@@ -350,6 +371,7 @@ class Interprocess:
     def recorded_elsewhere(self, event: Event) -> Clock | None:
         """Clock of the work that may precede an unseen recording of an event; None if there is none."""
         if event.foreign and event.mark is None:
+            self._timeline.notes.add("waits", "an event or a semaphore of another library")
             return self._timeline.everything()
         if not event.elsewhere:
             return None
@@ -377,6 +399,7 @@ class Interprocess:
         number, ready = self._actor(post).number, self._timeline.ready
         ready.known[number] = 1
         if len(ready.known) > 2 * _MOST_ANNOUNCEMENTS:
+            self._untold()
             gone = set(list(ready.known)[:_MOST_ANNOUNCEMENTS])
             self._actors = {entry: actor for entry, actor in self._actors.items() if actor.number not in gone}
             self._timeline.forget(gone)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Stream, Timeline
 from streamalloc.driver.checker.ranges import MANY_USERS, NEVER, Access, Contents, Moment, Piece, Range
-from streamalloc.driver.checker.reports import Hazard, Launched, Stack
+from streamalloc.driver.checker.reports import LAUNCHED, Hazard, Launched, Stack
 
 _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
@@ -38,22 +38,30 @@ class Judge:
                 # The driver reuses memory only after its free.
                 self.timeline.chosen(previous.freed_after or Clock({ended.actor.number: ended.time}), stream)
 
-    def free(self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = "") -> None:
+    def free(
+        self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = ""
+    ) -> Callable[[], None]:
         """Record a free, or an unmap or release if ``ending`` says so. Report operations that may still use the
         memory.
+
+        The returned function takes the free back, because the driver refused it.
         """
-        order = self.timeline.order
+        order, before = self.timeline.order, (range_.ended, range_.freed_after)
+
+        def undo() -> None:
+            range_.ended, range_.freed_after = before
+
         born, free = range_.born, Moment(actor, what, stack)
         if range_.ended is not None:
             what = f"{free} frees {range_} again: {range_.ended} had freed it."
             self.report("double free", what, "free it once.", range_, stack, freed=range_.ended.stack)
-            return
+            return undo
         if born is not None and not ending:
             ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
             if ordered != CERTAIN or range_.pending:
                 formerly, more = _formerly(range_)
                 where = f"{born.actor.name}{formerly}"
-                what = f"{free} frees {range_}, but nothing orders it after its allocation on {where}."
+                what = f"{free} frees {range_}, but nothing orders the free after the allocation on {where}."
                 remedy = missing_order(born, actor)
                 self.report("free before allocation", what, remedy, range_, stack, ordered=ordered, **more)
         for use in range_.last.values():
@@ -71,6 +79,7 @@ class Judge:
                 self.report("free before the importer's", what, remedy, range_, stack, imported=one.stack)
         range_.ended = free
         range_.freed_after = None if actor.is_host else clock.copy()
+        return undo
 
     def _import_ended(self, range_: Range, over: Moment | None, actor: Actor, clock: Clock) -> bool:
         if over is None:
@@ -209,7 +218,8 @@ class Judge:
                 self.report("reuse race", what, remedy, range_, access.stack, freed=ended.stack)
                 return
         formerly, more = _formerly(range_)
-        what = f"{access} uses {range_}, but nothing orders it after its allocation on {born.actor.name}{formerly}."
+        where = f"{born.actor.name}{formerly}"
+        what = f"{access} uses {range_}, but nothing orders this use after the allocation on {where}."
         remedy = missing_order(born, actor)
         self.report("use before allocation", what, remedy, range_, access.stack, ordered=ordered, **more)
 
@@ -222,7 +232,7 @@ class Judge:
         for name, stack in {"this call": call, **places, made: range_.stack}.items():
             shown.append((name, stack))
             if isinstance(stack, Launched):
-                shown.append((f"{name}, launched", stack.launch))
+                shown.append((f"{name}{LAUNCHED}", stack.launch))
         self._on_hazard(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(shown)))
 
 
@@ -238,14 +248,14 @@ def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
 def missing_order(before: Moment, later: Actor) -> str:
     """The advice how to order an actor after an operation."""
     its = before.what.removeprefix("a ").removeprefix("an ")
-    actor = before.actor.name
+    actor, waiting = before.actor.short, later.short
     if later.is_host and later.within is not None and not before.actor.is_host:
         event = f"an event recorded on {actor} after its {its}"
-        return f"{later.within.name} must wait for {event}, before the host function is queued."
+        return f"{later.within.short} must wait for {event}, before the host function is queued."
     if later.is_host:
         return f"the host must synchronise with {actor} after its {its}."
     if before.actor.is_host:
-        return f"{actor} must do its {its} before the work of {later.name} is queued."
+        return f"{actor} must do its {its} before the work of {waiting} is queued."
     if later.name.startswith("graph node"):
-        return f"{later.name} must depend on {actor}."
-    return f"{later.name} must wait for an event recorded on {actor} after its {its}."
+        return f"{waiting} must depend on {actor}."
+    return f"{waiting} must wait for an event recorded on {actor} after its {its}."

@@ -6,7 +6,6 @@ refers to an open file without keeping it open, and ``kcmp`` compares a descript
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -14,6 +13,8 @@ import select
 import stat
 import struct
 from typing import Generic, TypeVar
+
+from streamalloc.driver.checker.notes import Notes
 
 T = TypeVar("T")
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
@@ -27,7 +28,8 @@ _MOST_FILES = 256
 class OpenFiles(Generic[T]):
     """A table with a value per open file. Files that cannot be identified have no value."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Notes | None = None) -> None:
+        self._notes = Notes() if notes is None else notes
         self._by_inode: dict[tuple[int, int], T] = {}
         self._epoll: select.epoll | None = None
         self._noted: dict[int, T | None] = {}
@@ -47,9 +49,10 @@ class OpenFiles(Generic[T]):
             self._by_inode.pop(key, None)
             self._by_inode[key] = thing
             if len(self._by_inode) > _MOST_FILES:
+                self._notes.add("imports")
                 del self._by_inode[next(iter(self._by_inode))]
             return
-        with contextlib.suppress(OSError, ValueError):
+        try:
             if self._epoll is None:
                 self._epoll = select.epoll()
             # Another open file is in the epoll under the same descriptor number.
@@ -57,8 +60,12 @@ class OpenFiles(Generic[T]):
             self._epoll.register(number, 0)
             self._noted.pop(number, None)
             self._noted[number] = None if taken else thing
+            if len(self._noted) > _MOST_FILES or taken or _KCMP is None:
+                self._notes.add("imports")
             if len(self._noted) > _MOST_FILES:
                 del self._noted[next(iter(self._noted))]
+        except (OSError, ValueError):
+            self._notes.add("imports")
 
     def close(self) -> None:
         """Remove all files without names."""

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from streamalloc.driver.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
+from streamalloc.driver.checker.notes import Notes
 from streamalloc.driver.checker.reports import Stack
 
 NEVER = 1 << 62
@@ -302,7 +303,8 @@ def size_text(nbytes: int) -> str:
 class Addresses:
     """The ranges of an address space. A freed range stays until another range takes its addresses."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: Notes | None = None) -> None:
+        self._notes = Notes() if notes is None else notes
         self._at: dict[int, Range] = {}
         self._bases: list[int] = []
         self._most = _MANY_RANGES
@@ -325,6 +327,7 @@ class Addresses:
                 if low < high:
                     self._insert(replace(old, base=low, size=high - low, offset=old.offset + low - old.base))
         if len(self._at) > self._most:
+            self._notes.add("freed")
             for old in [one for one in self._at.values() if one.ended is not None]:
                 self.remove(old.base)
             self._most = max(_MANY_RANGES, 2 * len(self._at))

@@ -28,19 +28,27 @@ class Launched(tuple[tuple[CodeType, int], ...]):
         return made
 
 
+LAUNCHED = ", launched"
+"""End of the name of a place that launched the graph of the place before."""
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
 _BETWEEN = 3
 """Most frames of a user's driver between package and checker."""
+_LIBRARY = f"{Path(linecache.__file__).parent}/"
 # A stack ends at frames of a test runner or process starter.
-_RUNNERS = ("/_pytest/", "/pluggy/", f"{Path(linecache.__file__).parent}/multiprocessing/")
-_THEIRS, _OWN, _RUNNER = range(3)
+_RUNNERS = ("/_pytest/", "/pluggy/", f"{_LIBRARY}multiprocessing/")
+# Frames that call the program's functions and say nothing of them.
+_CALLERS = (
+    "<frozen ",
+    *(f"{_LIBRARY}{name}" for name in ("asyncio/", "concurrent/", "contextlib.py", "runpy.py", "threading.py")),
+)
+_THEIRS, _SKIPPED, _RUNNER = range(3)
 _kinds: dict[str, int] = {}
 """Kind of each file by name."""
 
 
 def here(depth: int = _DEPTH) -> Stack:
-    """The innermost ``depth`` frames of the caller, without frames of this package and of test runners."""
+    """The innermost ``depth`` frames of the program: without this package, test runners, threading and runpy."""
     frame = sys._getframe(1)
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < depth:
@@ -58,8 +66,8 @@ def here(depth: int = _DEPTH) -> Stack:
 
 
 def _kind(file: str) -> int:
-    if file.startswith(_PACKAGE):
-        return _OWN
+    if file.startswith((_PACKAGE, *_CALLERS)):
+        return _SKIPPED
     return _RUNNER if any(part in file for part in _RUNNERS) else _THEIRS
 
 
@@ -108,9 +116,9 @@ def line_of(code: CodeType, at: int) -> int:
     return code.co_firstlineno
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Hazard:
-    """A violation of stream order, found by :func:`streamalloc.driver.checked`."""
+    """A violation of stream order between two places of the program, found by :func:`streamalloc.driver.checked`."""
 
     kind: str
     """One of: ``"use before allocation"``, ``"use after free"``, ``"free before allocation"``, ``"double free"``,
@@ -118,7 +126,8 @@ class Hazard:
     of which one writes), ``"unmap while in use"``, ``"release while in use"``, ``"access without a grant"``,
     ``"out of bounds"`` (a kernel that goes beyond its allocation), ``"export before completion"``,
     ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nothing has written), ``"another type"``
-    (a copy to an array whose elements have another type than those that were written), ``"leak"``."""
+    (a copy to an array whose elements have another type than those that were written), ``"use after destroy"`` (a call
+    with a destroyed stream, event or graph), ``"leak"``."""
     what: str
     """The conflicting operations and the missing order, in one sentence."""
     remedy: str
@@ -132,6 +141,16 @@ class Hazard:
     order may be missing.
     """
     places: tuple[tuple[str, Stack], ...] = ()
+    count: int = 1
+    """Number of times that it was found at these places, also for other memory. The other fields describe the first
+    time.
+    """
+
+    @property
+    def pair(self) -> tuple[object, ...]:
+        """The kind and the places of both operations: the same for each hazard of one pair of places."""
+        operations = [name for name, _ in self.places if not name.endswith(LAUNCHED)][:2]
+        return self.kind, *(stack for name, stack in self.places if name.removesuffix(LAUNCHED) in operations)
 
     @property
     def stacks(self) -> dict[str, list[str]]:
@@ -140,9 +159,13 @@ class Hazard:
         """
         return {name: lines(stack) for name, stack in self.places}
 
+    def _texts(self) -> list[tuple[str, str]]:
+        luck = "" if self.portable else " Not portable: in this run only a choice of the driver orders them."
+        found = [("found", f"{self.count:,} times; this is the first.")] if self.count > 1 else []
+        return [("what", f"{self.what}{luck}"), ("remedy", self.remedy), *found]
+
     def _repr_html_(self) -> str:
-        luck = "" if self.portable else " (not portable: only a choice of the driver orders them in this run)"
-        rows = [("what", f"{self.what}{luck}"), ("remedy", self.remedy)]
+        rows = self._texts()
         cells = [f"<tr><td>{name}</td><td style='text-align:left'>{escape(text)}</td></tr>" for name, text in rows]
         for name, stack in self.places:
             code = escape("\n".join(line.rstrip() for line in lines(stack)))
@@ -151,8 +174,8 @@ class Hazard:
         return f"{head}<table><tbody>{''.join(cells)}</tbody></table>"
 
     def __str__(self) -> str:
-        luck = "" if self.portable else " (not portable: only a choice of the driver orders them in this run)"
-        shown = [f"{self.kind}: {self.what}{luck}", f"  remedy: {self.remedy}"]
+        (_, what), *others = self._texts()
+        shown = [f"{self.kind}: {what}", *(f"  {name}: {text}" for name, text in others)]
         for name, stack in self.places:
             shown += [f"{name}:", *lines(stack)]
         return "\n".join(shown)

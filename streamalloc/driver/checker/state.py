@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.bindings import number_of
@@ -14,9 +15,11 @@ from streamalloc.driver.checker.clocks import Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
-from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here, place_of
+from streamalloc.driver.checker.reports import Hazard, Launched, Stack, here
 from streamalloc.driver.checker.streams import Streams
 from streamalloc.driver.checker.uses import Finish, UsedMemory, nothing
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +50,7 @@ class HostCall:
         timeline = self._streams.timeline
         if not self._queued:
             # Another library has launched the graph.
+            timeline.notes.add("waits", "a graph that another library launched")
             timeline.host_observes(timeline.everything())
             return
         stream, before, ended = self._queued.popleft()
@@ -143,7 +147,7 @@ class State(UsedMemory):
         self.pools: dict[int, dict[int, int] | None] = {}
         """Access of devices by pool handle; None: all have access."""
         self.current_pools: dict[int, int] = {}
-        self.files: OpenFiles[Physical] = OpenFiles()
+        self.files: OpenFiles[Physical] = OpenFiles(self.notes)
         """Exported and imported physical memory, by open file."""
 
     # -- graphs and their launches -----------------------------------------------------------------------------
@@ -160,11 +164,18 @@ class State(UsedMemory):
 
     def graph(self, handle: Any) -> Graph:
         """The graph of a handle."""
-        return self.graphs.setdefault(number_of(handle), Graph())
+        return self._built(self.graphs, number_of(handle), Graph)
 
     def executable(self, handle: Any) -> Executable:
         """The executable graph of a handle."""
-        return self.executables.setdefault(number_of(handle), Executable([]))
+        return self._built(self.executables, number_of(handle), partial(Executable, []))
+
+    def _built(self, known: dict[int, T], number: int, make: Callable[[], T]) -> T:
+        found = known.get(number)
+        if found is None:
+            found = known[number] = make()
+            self.notes.add("graphs")
+        return found
 
     def launch(self, executable: Executable, stream: Stream, stack: Stack) -> None:
         """Queue a launch of a graph. It runs after earlier launches of the same graph."""
@@ -312,21 +323,23 @@ class State(UsedMemory):
         if capture is not None:
             return self._captured_free(capture, stream, Node("free", what, stack, range=found))
         self.sources.check()
-        self.sources.forget((found,))
-        check_importers = self.interprocess.frees(found, what, stack, stream)
+        undo = [self.sources.forget((found,))]
+        exported = self.interprocess.export_of(found)
         refused: list[bool] = []
 
         def free(stream: Stream) -> None:
             if not refused:
-                check_importers()
-                self.judge.free(found, stream, stream.clock, what, stack)
+                self.interprocess.check_importers(found, exported, what, stack)
+                undo.append(self.judge.free(found, stream, stream.clock, what, stack))
 
         def finish(answer: Any) -> None:
-            if answer[0]:
-                refused.append(True)
-                found.ended = None
-            else:
+            if not answer[0]:
+                self.interprocess.freed(found, stream)
                 self.foreign.did(stream)
+                return
+            refused.append(True)
+            for step in undo:
+                step()
 
         self.timeline.submit(stream, free)
         return finish
@@ -349,17 +362,17 @@ class State(UsedMemory):
         self.timeline.host_acts(thread)
         ended = [one for one in ranges if one.ended is None]
         self.sources.check()
-        self.sources.forget(ended)
+        undo = [self.sources.forget(ended)]
         for one in ended:
-            self.interprocess.frees(one, what, stack)()
-            self.judge.free(one, thread, self.timeline.host, what, stack, ending)
+            self.interprocess.check_importers(one, self.interprocess.export_of(one), what, stack)
+            undo.append(self.judge.free(one, thread, self.timeline.host, what, stack, ending))
 
         def finish(answer: Any) -> None:
-            for one in ended:
-                if answer[0]:
-                    one.ended = None
-                else:
-                    one.vacated = one.kind not in _KEEP_ADDRESSES
+            for one in () if answer[0] else ended:
+                self.interprocess.freed(one)
+                one.vacated = one.kind not in _KEEP_ADDRESSES
+            for step in undo if answer[0] else ():
+                step()
 
         return finish
 
@@ -367,8 +380,7 @@ class State(UsedMemory):
         """Note a synchronous free of memory that queued work still uses: no document says that the driver waits."""
         for use in range_.last.values():
             if not self.timeline.may_be_known(use.actor.number, use.time):
-                text = f"{what} at {place_of(here())} frees {range_.kind} that {use} may still use."
-                self.note(f"{text} The driver waits for that work, but CUDA does not promise it.")
+                self.notes.add("frees", f"{what} of {range_.kind} that {use} uses")
 
     def end_context(self, context: int, what: str, stack: Stack) -> None:
         """Record the end of a context with its streams and memory."""

@@ -16,6 +16,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Capture, Node
 from streamalloc.driver.checker.clocks import Actor, Stream, Timeline
+from streamalloc.driver.checker.notes import Notes
 from streamalloc.driver.checker.reports import Stack, place_of
 from streamalloc.driver.processes import mapped_ranges
 
@@ -64,6 +65,8 @@ class ForeignStreams:
     def uses(self, stream: Stream) -> None:
         """Record that another library uses a stream. From now on it may use all streams that it can get."""
         self.is_there = self.may_write = True
+        if stream not in self._timeline.foreign:
+            self._timeline.notes.add("streams", stream.name)
         self._timeline.foreign.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
 
@@ -167,6 +170,7 @@ class Streams:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
         self.timeline: Timeline = Timeline()
+        self.notes: Notes = self.timeline.notes
         self.foreign: ForeignStreams = ForeignStreams(driver, self.timeline)
         self.streams: dict[int, Stream] = {}
         self.devices: dict[Stream, int | None] = {}

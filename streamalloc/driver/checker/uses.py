@@ -6,14 +6,14 @@ import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from streamalloc.driver.bindings import number_of
+from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Event, Node, Unseen
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS, ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge, missing_order
 from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Bytes, Pieces, Range
-from streamalloc.driver.checker.reports import Hazard, Stack, here, place_of
+from streamalloc.driver.checker.reports import Hazard, Stack, here
 from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, rights_of_process
 from streamalloc.driver.checker.wait_values import WaitValues
 
@@ -24,6 +24,8 @@ Finish = Callable[[tuple[Any, ...]], object]
 
 KERNEL = "a kernel"
 """Name of a use reported by ``used``."""
+_KERNEL = "kernel "
+"""First letters of the text for a kernel with a name."""
 FLAG = 64
 """Bytes of the largest write to host memory that the host may wait for by polling."""
 _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
@@ -70,12 +72,6 @@ class UsedMemory(Streams):
         """Whether to report reads of unwritten memory."""
         self._unseen_upto: int = -1
         """Highest number of memory that a kernel without declared uses may have written."""
-        self.notes: dict[str, None] = {}
-        """Texts on checks that were given up, each once."""
-
-    def note(self, text: str) -> None:
-        """Record once that a check was given up."""
-        self.notes[text] = None
 
     def look(self) -> None:
         """Read the awaited values in host memory, and query the work of other libraries: both change without a call."""
@@ -97,16 +93,23 @@ class UsedMemory(Streams):
         ask = getattr(self.driver, "kernel_uses", None) if launch else None
         return None if ask is None else ask(*launch)
 
-    def kernel_nodes(self, what: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[Node]:
+    def kernel(self, call: str, function: Any = 0, *_: Any) -> str:
+        """Text for a launch by a call: the kernel's name if the driver has one."""
+        if not number_of(function):
+            return call
+        name = self.query("cuKernelGetName" if isinstance(function, cuda.CUkernel) else "cuFuncGetName", function)
+        return f"{_KERNEL}{name[0].decode(errors='replace')}" if name else call
+
+    def kernel_nodes(self, call: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[Node]:
         """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. See :meth:`check_extent`."""
-        uses = self.kernel_uses(*launch)
+        what, uses = self.kernel(call, *launch), self.kernel_uses(*launch)
         if uses is None:
             return [Node("use", what, stack, kernel=True, unseen=Unseen(self._named(*launch[1:])))]
         found = []
         for atomic in (False, True):
             touched = [one[:3] for one in uses if one[3] is atomic]
             if touched or not atomic:
-                self.check_extent(where, touched, stack, runs)
+                self.check_extent(f"{what} {where}", touched, stack, runs)
                 found.append(Node("use", what, stack, self.pieces(touched), kernel=True, atomic=atomic))
         return found
 
@@ -124,8 +127,7 @@ class UsedMemory(Streams):
             self._unseen_upto = Bytes().number
             self.types.unseen += 1
             self.sources.may_be_written(stream, node.unseen.named)
-            text = f"{node.what} at {place_of(node.stack)} does not declare its uses, so they are not checked."
-            self.note(f"{text} Nor are unwritten bytes and element types of the memory that existed before.")
+            self.notes.add("kernels", node.what, node.stack)
 
     # -- waits of the host -------------------------------------------------------------------------------------
 
@@ -169,7 +171,16 @@ class UsedMemory(Streams):
 
     def pieces(self, touched: Iterable[Touch]) -> Pieces:
         """The ranges behind addresses, without freed ones whose addresses other memory may have now."""
+        touched = list(touched)
+        self._note_unknown(touched)
         return [one for one in self._pieces(touched) if not one[0][0].vacated]
+
+    def _note_unknown(self, touched: Iterable[Touch]) -> None:
+        """Note memory of the driver that was not allocated through this checker."""
+        for address, size, _ in touched:
+            at = number_of(address)
+            if size and self.addresses.find(at) is None and not self.is_pageable(at):
+                self.notes.add("memory")
 
     def _prepare(self, pieces: Pieces) -> None:
         """Before a use, read again the announcements of other processes about the memory."""
@@ -182,6 +193,7 @@ class UsedMemory(Streams):
     def use_on_device(self, stream: Stream, address: int, nbytes: int, write: bool, atomic: bool) -> None:
         """Queue a kernel that the program reports."""
         stack, touched = here(), [(address, nbytes, write)]
+        self._note_unknown(touched)
         self.queue_use(stream, Node("use", KERNEL, stack, self._pieces(touched), kernel=True, atomic=atomic))
         self.check_extent(f"{KERNEL} on {stream.name}", touched, stack, stream not in self.captures)
 
@@ -327,7 +339,7 @@ class UsedMemory(Streams):
         """Whether there is usable memory at an address of a freed range."""
         if self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is not None:
             return True
-        if what.startswith(("cuLaunch", "cuMemset")):
+        if what.startswith((_KERNEL, "cuLaunch", "cuMemset")):
             return False
         # Host memory may reuse the addresses of freed memory. Addresses that a driver keeps are not readable.
         return any(rights[0] == "r" for rights in rights_of_process(address, address + 1))

@@ -65,6 +65,7 @@ class WaitValues:
             writes.append((value, stream.clock.copy()))
             del writes[:-_MOST_WRITES]
             if len(self._writes) > _MOST_ADDRESSES:
+                self._timeline.notes.add("waits", f"for one of more than {_MOST_ADDRESSES:,} values")
                 del self._writes[next(iter(self._writes))]
             if shared:
                 self._timeline.published.learn(stream.clock)
@@ -86,11 +87,15 @@ class WaitValues:
 
         def meet(stream: Stream) -> None:
             order: Clock | None = None
-            for written, clock in reversed(self._writes.get(key, ())):
+            writes = self._writes.get(key, [])
+            for written, clock in reversed(writes):
                 if not wait.accepts(written):
                     break
                 # The stream may see any of these values.
                 order = clock if order is None else order.common(clock)
+            else:
+                if len(writes) == _MOST_WRITES:
+                    self._timeline.notes.add("waits", f"for a value that {_MOST_WRITES} or more writes can end")
             if order is not None:
                 self._timeline.end(wait, order)
             else:

@@ -91,6 +91,35 @@ class TestModes:
                     bench.write(memory, stream)
         assert 1 <= len(driver.hazards) <= 2
 
+    def test_a_pair_of_places_is_reported_once_with_a_count(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            for again in range(2):
+                memories = [bench.new(bench.a) for _ in range(20)]
+                for memory in memories:
+                    memory.used(bench.b)
+                (found,) = driver.hazards
+                assert found.count == 20 and "found: 20 times" in str(found)
+                assert found.address == memories[0].address
+                if not again:
+                    driver.hazards.clear()  # begins anew
+
+    def test_raises_for_each_address(self, machine: Any) -> None:
+        driver = sd.checked(machine, on="raise")
+        with Bench(driver) as bench:
+            for memory in [bench.new(bench.a) for _ in range(3)]:
+                with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
+                    memory.free(bench.b)
+                memory.free()
+        assert [one.count for one in driver.hazards] == [3]
+
+    def test_more_hazards_than_are_kept_are_noted(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checker_driver, "_MOST_HAZARDS", 0)
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            race(bench)
+        assert driver.hazards == [] and "hazards after the first" in driver.notes[0]
+
     def test_warn_warns(self, machine: Any) -> None:
         driver = sd.checked(machine, on="warn")
         with Bench(driver) as bench, pytest.warns(RuntimeWarning, match="race: "):
@@ -216,6 +245,26 @@ class TestModes:
             bench.write(memory, bench.a)
             memory.free()
         assert driver.hazards == []
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_a_refused_second_free_changes_nothing(self, machine: Any, captured: bool) -> None:
+        """The memory stays freed: a later use is reported, and no leak."""
+        driver: Any = sd.checked(machine)
+        with Bench(driver) as bench:
+            with bench.a.capture() as graph:
+                memory = bench.pool.allocate(SIZE, bench.a)
+                address = memory.address
+                memory.free()
+                if captured:
+                    assert driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))[0]
+                    driver.used(address, SIZE, cuda.CUstream(bench.a.handle), False)
+            if not captured:
+                bench.keep(graph).launch(bench.a)
+                bench.a.synchronize()
+                assert driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))[0]
+                driver.used(address, SIZE, cuda.CUstream(bench.a.handle), False)
+            assert driver.leaks() == []
+        assert [one.kind for one in driver.hazards] == ["double free", "use after free"]
 
     def test_what_raises_has_not_happened(self, machine: Any) -> None:
         driver = sd.checked(machine)
@@ -586,7 +635,7 @@ def test_a_free_that_waits_is_noted(machine: Any, waits: bool) -> None:
         driver.cuMemFree(memory)
         driver.cuStreamDestroy(stream)
     assert not driver.hazards
-    assert len(driver.notes) == (not waits) and all("cuMemFree at test_checked.py" in one for one in driver.notes)
+    assert len(driver.notes) == (not waits) and all("cuMemFree of device memory" in one for one in driver.notes)
 
 
 @pytest.mark.simulated_only("plain memory that was freed is not there")
@@ -644,6 +693,33 @@ def test_a_process_reports_to_its_end(python: Callable[..., CompletedProcess[str
     assert done.returncode == 0 and done.stdout.split() == ["Checked", "Checked"]
     assert "use before allocation: cuMemsetD8Async" in done.stderr
     assert done.stderr.count("leak: ") == done.stderr.count("leak: allocation of 64 bytes") == 1
+
+
+def test_a_checked_driver_reports_at_the_end(python: Callable[..., CompletedProcess[str]]) -> None:
+    """All that the program did not take by finish(), and what was not checked."""
+    program = """
+import threading
+import streamalloc as sa
+driver = sa.driver.checked(sa.driver.simulated())
+device = sa.Device(0, driver=driver)
+pool = sa.MemoryPool(device)
+one, two = device.create_stream(), device.create_stream()
+memory = pool.allocate(64, one)
+threads = [threading.Thread(target=lambda: memory.used(two, write=False)) for _ in range(3)]
+for thread in threads:
+    thread.start(); thread.join()
+class Theirs:
+    cuda_stream = int(one.handle)
+memory.used(Theirs(), write=False)
+"""
+    done = python(program)
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("use before allocation: a kernel") and lines[2] == "  found: 3 times; this is the first."
+    assert "threading.py" not in done.stderr
+    at = lines.index("streamalloc check: 1 hazard, 1 leak")
+    assert len(lines) == at + 2 and lines[-1].startswith("streamalloc check: not checked: the order among streams")
+    done = python(f"{program}driver.finish()")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name
 
 def _filled(state: State, one: Any) -> list[Touch]:
     width, height = int(one.width) * int(one.elementSize), int(one.height) or 1
-    return rows(number_of(one.dst), int(one.pitch), width, height, True)
+    return rows(state, number_of(one.dst), int(one.pitch), width, height, True)
 
 
 def _work_node(touched: Callable[[State, Any], Iterable[Touch]], state: State, params: Any) -> list[Node]:
@@ -111,8 +111,8 @@ def _free_node(state: State, address: Any) -> list[Node]:
 
 
 def _kernel_node(state: State, params: Any) -> list[Node]:
-    launch = (int(params.func) or int(params.kern), params.kernelParams, params.extra)
-    return state.kernel_nodes("", here(), "a kernel of a graph", False, *launch)
+    function = params.func if int(params.func) else params.kern
+    return state.kernel_nodes(KERNEL, here(), "of a graph", False, function, params.kernelParams, params.extra)
 
 
 def _record_node(state: State, event: Any) -> list[Node]:
@@ -169,6 +169,7 @@ def _node(state: State, params: Any) -> list[Node]:
     for kind in _KINDS:
         if kind.type == name:
             return kind.make(state, attrgetter(kind.field)(params))
+    state.notes.add("nodes", f"of kind {name}")
     return [Node("use", unseen=Unseen(None))]
 
 
@@ -197,7 +198,7 @@ def _sets(make: Callable[[State, Any], list[Node]], state: State, name: str, arg
     made = make(state, params)
     kernel = make is _kernel_node or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
     for node in made:
-        node.what, node.stack, node.handle = name, here(), handle
+        node.what, node.stack, node.handle = node.what or name, here(), handle
     if executable:
         changed = state.executable(args[0])
         nodes = _replaced(state, changed.nodes, handle, made)
@@ -215,7 +216,7 @@ def _sets(make: Callable[[State, Any], list[Node]], state: State, name: str, arg
 def _without_kernels(state: State, nodes: list[Node]) -> list[Node]:
     """Remove reported kernels from nodes, after one of them got other arguments."""
     if any(one.what == KERNEL for one in nodes):
-        state.note("a kernel of a graph was given other arguments: its reported uses are not checked")
+        state.notes.add("nodes", "reported uses of a kernel that got other arguments")
     return [one for one in nodes if one.what != KERNEL]
 
 
@@ -237,7 +238,7 @@ def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
     """Index of the first node of a handle."""
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
     if at is None and len(_known(nodes)) < len(nodes):
-        state.note("an unknown node of a graph was changed: nodes without a known handle are not checked")
+        state.notes.add("nodes", "those without a known handle, after an unknown one was changed")
     return at
 
 

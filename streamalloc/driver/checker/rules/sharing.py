@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
-from streamalloc.driver.checker import announcements
 from streamalloc.driver.checker.capture import Event
 from streamalloc.driver.checker.ranges import Range
 from streamalloc.driver.checker.reports import from_package, here
@@ -46,9 +45,7 @@ def _opened(state: State, made: Range, data: bytes) -> None:
     made.bytes.shared = True
     state.addresses.add(made)
     state.interprocess.follow(made)
-    entry = announcements.add_import(data)
-    if entry is not None:
-        state.interprocess.entries[made] = entry
+    state.interprocess.begins_import(made, data)
 
 
 def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -120,6 +117,8 @@ def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
     # The number of a fabric handle is the address of its bytes.
     file = int(args[0]) if args[1] == _FILE else None
     memory = state.files.find(file) if file is not None else None
+    if file is None:
+        state.notes.add("imports", "of a fabric handle")
     if memory is None:
         memory = Physical(0, here())
         memory.bytes.shared = True

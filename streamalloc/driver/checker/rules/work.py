@@ -13,8 +13,8 @@ from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.clocks import Stream
 from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, rules
-from streamalloc.driver.checker.state import State
-from streamalloc.driver.checker.uses import Finish, Touch
+from streamalloc.driver.checker.state import Array, State
+from streamalloc.driver.checker.uses import Finish, Touch, nothing
 
 # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read its source
 # during the call or later.
@@ -123,10 +123,12 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
     return _Work(stream_at, touched, sides, then)
 
 
-def rows(start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
+def rows(state: State, start: int, pitch: int, width: int, height: int, write: bool) -> list[Touch]:
     """The rows of a plane; a single piece if they are contiguous."""
     if pitch in (0, width) or height <= 1:
         return [(start, width * height, write)]
+    if height > _ROWS:
+        state.notes.add("rows")
     return [(start + row * pitch, width, write) for row in range(min(height, _ROWS))]
 
 
@@ -141,22 +143,31 @@ def plane(state: State, copy: Any) -> list[Touch]:
         pitch = int(getattr(copy, f"{side}Pitch", 0)) or x + width
         lines = int(getattr(copy, f"{side}Height", 0)) or y + height
         if "ARRAY" in kind:
-            array = state.arrays.get(number_of(getattr(copy, f"{side}Array")))
+            array = _array(state, getattr(copy, f"{side}Array"))
             if array is None:
                 continue
             start, pitch, lines = array.base, array.pitch, array.lines
         else:
             start = number_of(getattr(copy, f"{side}Host" if "HOST" in kind else f"{side}Device"))
-        found += _box(start + x + y * pitch + z * pitch * lines, pitch, lines, width, height, depth, write)
+        found += _box(state, start + x + y * pitch + z * pitch * lines, pitch, lines, (width, height, depth), write)
     return found
 
 
-def _box(start: int, pitch: int, lines: int, width: int, height: int, depth: int, write: bool) -> list[Touch]:
-    """The rows of a box of several planes with ``lines`` rows each."""
+def _array(state: State, handle: Any) -> Array | None:
+    """The array of a handle; None if it was not made through this driver."""
+    found = state.arrays.get(number_of(handle))
+    if found is None:
+        state.notes.add("memory", "an array")
+    return found
+
+
+def _box(state: State, start: int, pitch: int, lines: int, sizes: tuple[int, int, int], write: bool) -> list[Touch]:
+    """The rows of a box of several planes with ``lines`` rows each. ``sizes``: width, height and depth."""
+    width, height, depth = sizes
     if lines == height:
-        return rows(start, pitch, width, height * depth, write)
+        return rows(state, start, pitch, width, height * depth, write)
     step = pitch * lines
-    return [row for at in range(depth) for row in rows(start + at * step, pitch, width, height, write)]
+    return [row for at in range(depth) for row in rows(state, start + at * step, pitch, width, height, write)]
 
 
 def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch]:
@@ -171,22 +182,22 @@ def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch
             if at_call if write else not _reads(order, at_call):
                 continue
             if "ARRAY" in getattr(side.type, "name", ""):
-                array, at = state.arrays.get(number_of(side.op.array.array)), side.op.array.offset
+                array, at = _array(state, side.op.array.array), side.op.array.offset
                 if array is None:
                     continue
                 # Extents and offsets of arrays count elements.
                 pitch, lines, element = array.pitch, array.lines, array.element
                 start = array.base + int(at.x) * element + int(at.y) * pitch + int(at.z) * pitch * lines
-                found += _box(start, pitch, lines, width * element, height, depth, write)
+                found += _box(state, start, pitch, lines, (width * element, height, depth), write)
             else:
                 there = side.op.ptr
                 pitch, lines = int(there.rowLength) or width, int(there.layerHeight) or height
-                found += _box(number_of(there.ptr), pitch, lines, width, height, depth, write)
+                found += _box(state, number_of(there.ptr), pitch, lines, (width, height, depth), write)
     return found
 
 
 def _of_array(state: State, array: Any, offset: Any, size: Any, write: bool) -> list[Touch]:
-    found = state.arrays.get(number_of(array))
+    found = _array(state, array)
     return [] if found is None else [(found.base + int(offset), int(size), write)]
 
 
@@ -256,7 +267,7 @@ def _discarded(state: State, args: Arguments) -> list[Touch]:
 
 def _fills_rows(stream_at: int | None, width: int) -> _Work:
     def touched(state: State, args: Arguments) -> list[Touch]:
-        return rows(number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
+        return rows(state, number_of(args[0]), int(args[1]), int(args[3]) * width, int(args[4]), True)
 
     return _Work(stream_at, touched, _target)
 
@@ -289,11 +300,12 @@ class _Launch(_Work):
 
     def _nodes(self, state: State, name: str, args: Arguments, stream: Stream) -> list[Node]:
         runs = stream not in state.captures
-        return state.kernel_nodes(name, here(), f"{name} on {stream.name}", runs, *self._launch(args))
+        return state.kernel_nodes(name, here(), f"on {stream.name}", runs, *self._launch(args))
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
-        touched = [one[:3] for one in state.kernel_uses(*self._launch(args)) or ()]
-        return state.stale(self._stream(args), name, touched, here())
+        launch = self._launch(args)
+        touched = [one[:3] for one in state.kernel_uses(*launch) or ()]
+        return state.stale(self._stream(args), state.kernel(name, *launch), touched, here()) if touched else nothing
 
 
 _WORK = {
