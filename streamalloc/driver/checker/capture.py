@@ -4,14 +4,15 @@ can belong to a capture.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
-from streamalloc.driver.checker.judge import Judge
+from streamalloc.driver.checker.judge import Judge, Recording, Wait
 from streamalloc.driver.checker.ranges import Access, Bytes, Piece, Range
-from streamalloc.driver.checker.reports import Hazard, Stack
+from streamalloc.driver.checker.reports import Hazard, Stack, here, place_of
 
 
 class Unseen(NamedTuple):
@@ -63,6 +64,7 @@ class _Inside:
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
         self._judge: Judge = Judge(self.timeline, on_hazard)
+        self.waited = self._judge.waited
         self._ranges: dict[Range, Range] = {}
         self._bytes: dict[Bytes, Bytes] = {}
 
@@ -158,8 +160,13 @@ class Capture:
                 # A captured node with an unknown handle.
                 self.join_all(stream)
 
+    def wait(self, stream: Stream, event: Event, clock: Clock) -> None:
+        """Order a stream after a captured event with this clock."""
+        self.join(stream, clock)
+        self._inside.waited(self._streams[stream], event.wait())
+
     def join(self, stream: Stream, clock: Clock | None = None) -> None:
-        """Add a stream to the capture, ordered after the clock of a captured event."""
+        """Add a stream to the capture, ordered after a clock."""
         inside = self._streams.get(stream)
         if inside is None:
             inside = self._streams[stream] = self._inside.timeline.stream(stream.name)
@@ -181,11 +188,13 @@ class Capture:
         """Have a stream come after everything captured."""
         self._streams[stream].clock.learn(self._inside.timeline.everything())
 
-    def record(self, stream: Stream) -> Clock:
-        """The clock of a captured event."""
+    def record(self, stream: Stream, event: Event) -> Clock:
+        """Record an event in a captured stream. Returns the event's clock."""
         inside = self._streams[stream]
-        self._inside.timeline.submit(inside, lambda stream: None)
-        return inside.clock.copy()
+        mark = self._inside.timeline.record(inside)
+        event.note(inside, mark)
+        assert mark.clock is not None
+        return mark.clock
 
     def step(self, step: Callable[[Stream], object], calls: object = None) -> Node:
         """Add an operation that orders streams at each launch. ``calls``: its host function."""
@@ -206,6 +215,10 @@ class Capture:
             self._done[handle] = self._streams[stream].clock.copy()
 
 
+_RECORDINGS = 4
+"""Most recordings of an event that reports can name."""
+
+
 @dataclass(eq=False, slots=True)
 class Event:
     """An event, and its latest recording."""
@@ -223,3 +236,21 @@ class Event:
     """Entry on the board of this process."""
     name: bytes = b""
     """Export data; the event's name on boards of other processes."""
+    made: Stack = ()
+    """Place of the creation."""
+    recordings: deque[Recording] = field(default_factory=lambda: deque(maxlen=_RECORDINGS))
+    """The last recording, and earlier ones that nothing has waited for."""
+    awaited: bool = False
+    """Whether something has waited for the last recording."""
+
+    def note(self, stream: Stream, mark: Obstacle) -> None:
+        """Note the place of a recording, for reports."""
+        if self.awaited:
+            self.recordings.clear()
+        self.awaited = False
+        self.recordings.append(Recording(stream, mark, here(1)))
+
+    def wait(self) -> Wait:
+        """A wait for the event, for reports."""
+        self.awaited = True
+        return Wait(place_of(self.made), tuple(self.recordings), here(1))

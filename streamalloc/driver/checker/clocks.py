@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from streamalloc.driver.checker.notes import Notes
 
@@ -24,6 +25,8 @@ UNORDERED, BY_CHOICE, CERTAIN = range(3)
 
 _CHOICES = 256
 """Most recorded choices of the driver."""
+MOST_WAITS = 8
+"""Most waits for events per stream that reports can name."""
 _SEARCHES = 2000
 """Most searches through the choices in one run."""
 
@@ -100,7 +103,9 @@ class Stream(Actor):
 
     is_host = False
 
-    __slots__ = ("clock", "context", "handle", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy")
+    __slots__ = (
+        "clock", "context", "handle", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy", "waits",
+    )  # fmt: skip
 
     def __init__(self, number: int, name: str, context: object, handle: int) -> None:
         super().__init__(number, name)
@@ -118,6 +123,8 @@ class Stream(Actor):
         self.obstacle: Obstacle | None = None
         self.queue: deque[tuple[Clock | None, Action]] = deque()
         """Operations behind the obstacle, with host clocks of their calls."""
+        self.waits: deque[Any] = deque(maxlen=MOST_WAITS)
+        """The latest waits for events, see :class:`streamalloc.driver.checker.judge.Wait`."""
 
 
 class Timeline:

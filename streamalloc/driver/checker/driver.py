@@ -39,6 +39,8 @@ T = TypeVar("T")
 On: TypeAlias = Literal["raise", "report", "warn"]
 _ON = ("raise", "report", "warn")
 _MOST_HAZARDS = 1000
+_MOST_DESTROYED = 4096
+"""Most destroyed handles that are known. The driver refuses calls with older ones, too."""
 _PATIENCE = 1.0
 """Seconds to wait for queued work before leaks are reported."""
 _EXIT_PRIORITY = -100
@@ -87,6 +89,8 @@ class Checked(Wrapper):
         """Pairs of places and addresses."""
         self._shown: set[Hazard] = set()
         """Hazards that were shown, raised or returned by :meth:`finish`."""
+        self._destroyed: dict[int, Stack] = {}
+        """Places of the calls that destroyed handles."""
         self._finished = False
         """Whether :meth:`finish` returned all hazards to the program."""
         self._at_once = False
@@ -217,6 +221,8 @@ class Checked(Wrapper):
         places = [("this call", here())]
         if range_ is not None and range_.ended is not None:
             places += [("freed", range_.ended.stack), ("allocated", range_.stack)]
+        elif handle in self._destroyed:
+            places.append(("destroyed", self._destroyed[handle]))
         what = f"{name}({handle:#x}) is refused, because no live {' or '.join(ENDERS[name])} has this handle."
         remedy, size = "end it once, and only where your program has made it.", 0 if range_ is None else range_.size
         hazard = Hazard("double free", what, remedy, handle, size, places=tuple(places))
@@ -224,9 +230,32 @@ class Checked(Wrapper):
             raise DriverMisuseError(str(hazard), hazard)
         self._found.append(hazard)
 
+    def _find_destroyed(self, name: str, args: tuple[Any, ...]) -> None:
+        """Report a refused call with a destroyed handle."""
+        for argument in args:
+            handle = _handle((getattr(argument, "hStream", argument),))
+            stack = self._destroyed.get(handle)
+            if stack is not None:
+                which = next((one.name for one in self._state.timeline.retired if one.handle == handle), f"{handle:#x}")
+                what = f"{name} is called with {which}, which was destroyed at {place_of(stack)}."
+                remedy = "destroy it after its last use. The memory that this call should have freed stays allocated."
+                remedy = remedy if "Free" in name else "destroy it after its last use."
+                self._found.append(
+                    Hazard("use after destroy", what, remedy, places=(("this call", here()), ("destroyed", stack)))
+                )
+                return
+
     def _after(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish | None) -> None:
         state, succeeded = self._state, not answer[0]
         state.look()
+        if not succeeded and self._destroyed:
+            self._find_destroyed(name, args)
+        if succeeded and name in MAKERS:
+            self._destroyed.pop(int(answer[1]), None)
+        if succeeded and name.endswith("Destroy"):
+            self._destroyed[_handle(args)] = here()
+            if len(self._destroyed) > _MOST_DESTROYED:
+                del self._destroyed[next(iter(self._destroyed))]
         if succeeded and name in COUNTED:
             stream = args[-1] if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") else None
             captured = bool(state.captures) and stream is not None and state.stream(stream) in state.captures

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.bindings import number_of
 from streamalloc.driver.checker.capture import Capture, Event, Graph, Node
-from streamalloc.driver.checker.clocks import Obstacle, Stream
+from streamalloc.driver.checker.clocks import Actor, Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS
 from streamalloc.driver.checker.open_files import OpenFiles
 from streamalloc.driver.checker.ranges import NEVER, Access, Binding, Bytes, Moment, Range, size_text
@@ -81,6 +81,17 @@ class HostCall:
 
 OPENED = "memory of another process"
 """Kind of a range from ``cuIpcOpenMemHandle``."""
+_LEAKS = {
+    "allocation": ("freed", "free it before the end: buffer.free(), or cuMemFreeAsync."),
+    "import": ("closed", "close it in this process before the end: the opened buffer's close(), or cuMemFreeAsync."),
+    OPENED: ("closed", "close it in this process before the end: the opened buffer's close(), or cuIpcCloseMemHandle."),
+    "device memory": ("freed", "free it before the end: cuMemFree."),
+    "pinned memory": ("freed", "free it before the end: cuMemFreeHost."),
+    "array": ("destroyed", "destroy it before the end: cuArrayDestroy."),
+    "mapping": ("unmapped", "close it before the end, or call cuMemUnmap and then cuMemRelease."),
+    "physical memory": ("released", "close it before the end, or call cuMemRelease."),
+}
+"""The missing end and the advice for leaks of each kind."""
 _ARRAYS = 1 << 64
 """First of the artificial addresses for arrays, beyond those of memory."""
 _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
@@ -257,13 +268,14 @@ class State(UsedMemory):
         if capture is not None and external:
             self.name(stream, capture.step(lambda stream: self.record(event, stream)))
         elif capture is not None:
-            event.mark, event.captured = None, (capture, capture.record(stream))
+            event.mark, event.captured = None, (capture, capture.record(stream, event))
         else:
             self.recorded(event, stream)
 
     def recorded(self, event: Event, stream: Stream) -> None:
         """Record an event in a stream that is not captured."""
         event.captured, event.mark = None, self.timeline.record(stream)
+        event.note(stream, event.mark)
         if event.shared:
             self.sources.clear()
             self.interprocess.notifies(stream)
@@ -274,13 +286,18 @@ class State(UsedMemory):
         self.timeline.published.learn(stream.clock)
         self.interprocess.covers(event, stream.clock, number)
 
+    def waited(self, actor: Actor, event: Event) -> None:
+        """Note a wait for an event that only this program records."""
+        if not (event.foreign or event.elsewhere):
+            self.judge.waited(actor, event.wait())
+
     def wait(self, stream: Stream, event: Event, external: bool = False) -> None:
         """Make a stream wait for an event. ``external``: if it is captured, each launch waits for the outside event."""
         capture = self.capture_of(stream)
         if event.captured is not None:
             of, clock = event.captured
             if not of.ended:
-                of.join(stream, clock)
+                of.wait(stream, event, clock)
                 self.captures[stream] = of
         elif capture is not None:
             if external:
@@ -288,6 +305,7 @@ class State(UsedMemory):
         else:
             if event.mark is not None:
                 self.timeline.wait(stream, event.mark)
+            self.waited(stream, event)
             unseen = self.interprocess.recorded_elsewhere(event)
             if unseen is not None:
                 self.timeline.submit(stream, lambda stream: stream.clock.learn(unseen))
@@ -497,8 +515,8 @@ class State(UsedMemory):
         found = []
         for (_, stack), leaked in places.items():
             more = f", and {len(leaked) - 1} more" if len(leaked) > 1 else ""
-            what, size = f"{leaked[0]} was not freed{more}.", sum(one.size for one in leaked)
-            at, remedy = leaked[0].base, "free it before the end."
+            ended, remedy = _LEAKS[leaked[0].kind]
+            what, size, at = f"{leaked[0]} was not {ended}{more}.", sum(one.size for one in leaked), leaked[0].base
             found.append(Hazard("leak", what, remedy, at, size, places=(("allocated", stack),)))
         return found
 

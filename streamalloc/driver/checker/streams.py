@@ -247,6 +247,8 @@ class Streams:
         if capturing is None:
             # The driver does not know the handle, and will refuse the call.
             unknown = self.timeline.stream(f"stream {number:#x}", handle=number)
+            # No order is missing before a call that has no effect.
+            unknown.clock = self.timeline.everything()
             self.timeline.retire(unknown)
             return unknown
         # Querying the flags of a captured stream would invalidate the capture.

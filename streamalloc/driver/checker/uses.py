@@ -11,7 +11,7 @@ from streamalloc.driver.checker.capture import Event, Node, Unseen
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
 from streamalloc.driver.checker.contents import HOST_KINDS, ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
-from streamalloc.driver.checker.judge import Judge, missing_order
+from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Bytes, Pieces, Range
 from streamalloc.driver.checker.reports import Hazard, Stack, here
 from streamalloc.driver.checker.streams import MEMORY_TYPE, Streams, rights_of_process
@@ -287,12 +287,12 @@ class UsedMemory(Streams):
                 if not self.timeline.may_be_known(use.actor.number, use.time):
                     rights = f"the access of device {self.devices[use.actor]} to {range_}"
                     found = f"{what} revokes {rights}, but nothing orders it after {use}."
-                    remedy = missing_order(use, self.thread())
+                    remedy = self.judge.missing_order(use, self.thread())
                     self.judge.report("access without a grant", found, remedy, range_, stack, used=use.stack)
 
     # -- uses of freed memory ----------------------------------------------------------------------------------
 
-    def stale(self, handle: Any, what: str, touched: Iterable[Touch], stack: Stack, *, in_order: bool = True) -> Finish:
+    def stale(self, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Finish:
         """Report a use of memory that was certainly freed before. If that is uncertain, report it only if the driver
         refuses the call.
 
@@ -303,22 +303,22 @@ class UsedMemory(Streams):
             return nothing
         stream = self.stream(handle) if in_order else None
         if stream is None:
-            return self._stale(gone, self.thread(), self.timeline.everything(), what, stack)
+            return self._stale(gone, self.thread(), self.timeline.everything(), what)
         if stream in self.captures:
-            return self.stale_at_launch(what, touched, stack)
+            return self.stale_at_launch(what, touched)
         elif stream.obstacle is None:
-            return self._stale(gone, stream, self.timeline.before_next(stream), what, stack)
+            return self._stale(gone, stream, self.timeline.before_next(stream), what)
         return nothing
 
-    def stale_at_launch(self, what: str, touched: Iterable[Touch], stack: Stack) -> Finish:
+    def stale_at_launch(self, what: str, touched: Iterable[Touch]) -> Finish:
         """Report an operation on freed memory that is added to a graph. A pool or a mapping may get the addresses
         again, so only vacated ranges count.
         """
         gone = [one for one in self._pieces(touched) if one[0][0].vacated]
-        return self._stale(gone, self.thread(), self.timeline.everything(), what, stack) if gone else nothing
+        return self._stale(gone, self.thread(), self.timeline.everything(), what) if gone else nothing
 
-    def _stale(self, gone: Pieces, actor: Actor, clock: Clock, what: str, stack: Stack) -> Finish:
-        late = []
+    def _stale(self, gone: Pieces, actor: Actor, clock: Clock, what: str) -> Finish:
+        late, stack = [], here()
         for (range_, low, high), write in gone:
             pieces, access, ended = ((range_, low, high),), Access(actor, what, stack, write), range_.ended
             assert ended is not None

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import mmap
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from tests.driver.checker.corpus.nodes import Graph, fill_params
 from tests.interrupting import Interrupted
 from tests.processes import SECONDS
 from tests.support import KEEP, bytecodes, names, read
+
+FLAGS = 2  # CU_EVENT_DISABLE_TIMING
 
 
 def race(bench: Bench) -> None:
@@ -380,8 +383,112 @@ class TestModes:
             sd.checked(machine, on="shout")  # type: ignore[arg-type]
 
 
+class Vain:
+    """Programs whose wait does not order the second use of memory after the first one."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.memory = bench, bench.new(bench.a)
+        bench.a.synchronize()
+        self.event = bench.raw("cuEventCreate", FLAGS)
+
+    def record(self, stream: sa.Stream) -> None:
+        self.bench.raw("cuEventRecord", self.event, cuda.CUstream(stream.handle))
+
+    def wait(self, stream: sa.Stream) -> None:
+        self.bench.raw("cuStreamWaitEvent", cuda.CUstream(stream.handle), self.event, 0)
+
+    def early(self) -> None:
+        self.record(self.bench.a)
+        self.memory.used(self.bench.a)
+        self.wait(self.bench.b)
+        self.memory.used(self.bench.b)
+
+    def captured(self) -> None:
+        with self.bench.a.capture() as graph:
+            self.early()
+            self.record(self.bench.b)
+            self.wait(self.bench.a)
+        graph.close()
+
+    def on_the_host(self) -> None:
+        self.record(self.bench.a)
+        self.memory.used(self.bench.a)
+        self.bench.raw("cuEventSynchronize", self.event)
+        self.memory.used(on_host=True)
+
+    def never(self) -> None:
+        self.memory.used(self.bench.a)
+        self.wait(self.bench.b)
+        self.memory.used(self.bench.b)
+
+    def replaced(self) -> None:
+        self.memory.used(self.bench.a)
+        self.record(self.bench.a)
+        self.record(self.bench.c)
+        self.wait(self.bench.b)
+        self.memory.used(self.bench.b)
+
+    def other(self) -> None:
+        """The event is another one's."""
+        self.record(self.bench.c)
+        self.wait(self.bench.b)
+        self.memory.used(self.bench.a)
+        self.memory.used(self.bench.b)
+
+
 class TestWords:
     """The text of a hazard."""
+
+    @pytest.mark.parametrize(
+        ("program", "words"),
+        [
+            (Vain.early, r"stream 0x\w+ waits at \S+ for the event recorded at \S+, before the kernel of \S+: record"),
+            (Vain.captured, r"stream 0x\w+ waits at \S+ for the event recorded at \S+, before the kernel of"),
+            (Vain.on_the_host, r"the host waits at \S+ for the event recorded at \S+, before the kernel of"),
+            (Vain.never, r"waits at \S+ for the event made at \S+, which nothing had recorded by then: record it on"),
+            (Vain.replaced, r"waits at \S+ .* after the kernel of .*, but the recording of \S+ has replaced that one"),
+            (Vain.other, r"^stream 0x\w+ must wait for an event recorded on stream 0x\w+ after its kernel\."),
+        ],
+    )
+    def test_a_wait_that_has_no_effect(self, machine: Any, program: Callable[[Vain], None], words: str) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            vain = Vain(bench)
+            program(vain)
+            bench.done(vain.memory)
+            bench.raw("cuEventDestroy", vain.event)
+        assert re.search(words, self._only(driver).remedy), self._only(driver).remedy
+
+    @pytest.mark.simulated_only("a call with a destroyed handle may end the process")
+    @pytest.mark.parametrize("name", ["cuMemFreeAsync", "cuMemsetD8Async", "cuEventRecord", "cuStreamDestroy"])
+    def test_a_destroyed_stream(self, machine: Any, name: str) -> None:
+        driver: Any = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory, stream = bench.new(bench.a), bench.raw("cuStreamCreate", 1)
+            bench.raw("cuStreamDestroy", stream)
+            first = {"cuEventRecord": (0,), "cuStreamDestroy": ()}.get(name, (memory.address,))
+            rest = (0, SIZE) if name == "cuMemsetD8Async" else ()
+            assert isinstance(bench.raw(name, *first, *rest, stream), cuda.CUresult)
+        found = self._only(driver)
+        kind = "double free" if name == "cuStreamDestroy" else "use after destroy"
+        assert found.kind == kind and f"{int(stream):#x}" in found.what
+        assert any('bench.raw("cuStreamDestroy", stream)' in line for line in found.stacks["destroyed"])
+
+    @pytest.mark.simulated_only("it has the memory of another process in the same one")
+    def test_the_call_that_a_leak_misses(self) -> None:
+        machine = sd.simulated(name="two")
+        owner, driver = sd.simulated(name="two"), sd.checked(machine)
+        for one in (owner, driver):
+            _with_context(one)
+        plain = owner.cuMemAlloc(SIZE)[1]
+        shared = driver.cuIpcOpenMemHandle(owner.cuIpcGetMemHandle(plain)[1], 1)[1]
+        kept = [driver.cuMemAlloc(SIZE)[1], driver.cuMemHostAlloc(SIZE, 0)[1]]
+        remedies = "".join(one.remedy for one in driver.leaks())
+        assert all(name in remedies for name in ("cuIpcCloseMemHandle", "cuMemFree.", "cuMemFreeHost"))
+        driver.cuIpcCloseMemHandle(shared)
+        driver.cuMemFree(kept[0])
+        driver.cuMemFreeHost(kept[1])
+        assert driver.leaks() == []
 
     @staticmethod
     def _only(driver: Any) -> sd.Hazard:

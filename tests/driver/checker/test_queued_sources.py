@@ -140,7 +140,7 @@ def test_a_kernel_that_does_not_declare_its_uses(
         source.array[:] = 6
         source.stream.synchronize()
     assert [one.kind for one in driver.hazards] == ([] if named else ["race"])
-    assert any("do not declare their uses" in one for one in driver.notes)
+    assert any("do not declare their uses" in one and "(kernel does_not_declare" in one for one in driver.notes)
     driver.hazards.clear()
 
 

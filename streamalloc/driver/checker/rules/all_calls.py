@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules import graphs, memory, order, sharing, work
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Rule
 from streamalloc.driver.checker.state import State
@@ -29,7 +28,7 @@ def _checked(before: Before | None, at: int) -> Before:
     """A rule that checks for freed memory first."""
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
-        stale = state.stale(0, name, ((args[at], 1, False),), here(), in_order=False)
+        stale = state.stale(0, name, ((args[at], 1, False),), in_order=False)
         finish = None if before is None else before(state, name, args)
 
         def both(answer: Answer) -> None:

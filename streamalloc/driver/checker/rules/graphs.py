@@ -87,7 +87,7 @@ def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Finish:
     """Before a call that adds a node: find freed memory in its arguments. The driver may refuse the call."""
-    return state.stale_at_launch(name, touched(state, args[3]), here())
+    return state.stale_at_launch(name, touched(state, args[3]))
 
 
 def _filled(state: State, one: Any) -> list[Touch]:

@@ -63,7 +63,7 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.events[int(answer[1])] = Event(bool(int(args[0]) & _INTERPROCESS))
+    state.events[int(answer[1])] = Event(bool(int(args[0]) & _INTERPROCESS), made=here(1))
 
 
 def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -118,6 +118,7 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
             assert mark.clock is not None
             state.timeline.host_observes(mark.clock)
         for one in events:
+            state.waited(state.thread(), one)
             unseen = state.interprocess.recorded_elsewhere(one)
             if unseen is not None:
                 state.timeline.host_observes(unseen)
@@ -135,7 +136,7 @@ def _names_value(state: State, name: str, args: Arguments) -> Finish:
     found = state.addresses.find(number_of(args[1]))
     if found is None or found.ended is None:
         return nothing
-    return state.stale(args[0], name, ((args[1], 4, True),), here())
+    return state.stale(args[0], name, ((args[1], 4, True),))
 
 
 def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:

@@ -85,7 +85,7 @@ class _Work:
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         """Before the call, check for freed memory."""
-        return state.stale(self._stream(args), name, (*self.touched(state, args), *self.named(state, args)), here())
+        return state.stale(self._stream(args), name, (*self.touched(state, args), *self.named(state, args)))
 
 
 def _target(args: Arguments) -> tuple[Any]:
@@ -305,7 +305,7 @@ class _Launch(_Work):
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         launch = self._launch(args)
         touched = [one[:3] for one in state.kernel_uses(*launch) or ()]
-        return state.stale(self._stream(args), state.kernel(name, *launch), touched, here()) if touched else nothing
+        return state.stale(self._stream(args), state.kernel(name, *launch), touched) if touched else nothing
 
 
 _WORK = {
