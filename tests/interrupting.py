@@ -9,7 +9,6 @@ program can guard.
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -57,7 +56,6 @@ class Interrupt:
         self._finalisers = finalisers
         self._points: list[tuple[CodeType, str]] = []
         self._inside: FrameType | None = None
-        self._callbacks = {getattr(callback, "__code__", None) for callback in gc.callbacks}
 
     def __enter__(self) -> Self:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
@@ -104,7 +102,7 @@ class Interrupt:
 
     def _is_another_s(self, code: CodeType) -> bool:
         file = code.co_filename
-        finaliser = (code.co_name == "__del__" and not self._finalisers) or code in self._callbacks or file in _WEAK
+        finaliser = (code.co_name == "__del__" and not self._finalisers) or file in _WEAK
         return finaliser or file.startswith(_DRIVER)
 
 

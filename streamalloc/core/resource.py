@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -28,7 +29,9 @@ draw: Callable[..., Any] | None = None
 def made_for_sharing() -> None:
     """Prepare for an object that may be shared with other processes."""
     if prepare_for_processes is not None:
-        prepare_for_processes()
+        # Its import needs a descriptor. Without one, the driver's answer is the error; a later object prepares.
+        with contextlib.suppress(OSError):
+            prepare_for_processes()
 
 
 class Unique:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,8 @@ def alive(process: int) -> bool:
     """Whether a process runs. Exiting processes and zombies do not count."""
     try:
         return runs(Path(f"/proc/{process}/stat").read_bytes())
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)  # no descriptor: nothing shows that it has ended
 
 
 def runs(stat: bytes) -> bool:

@@ -12,7 +12,6 @@ from .banks import Banks
 from .blocks import Block, round_up
 from .constants import BLOCK, Place
 from .contexts import Context
-from .errors import operating_system
 from .graph_memory import GraphMemory
 from .memory import FREED, AddressMap, Extent, Physical, Reservation, is_accessible
 from .physical import Mapping
@@ -233,11 +232,9 @@ class Managed:
 
     def allocate(self, size: int, context: Context) -> int:
         whole = round_up(size, BLOCK)
-        with operating_system(only_memory=True):
-            if self._physical is None:
-                self._physical = Physical("managed", 0)
-            reservation = Reservation(whole, BLOCK)
-            reservation.map(reservation.base, whole, self._physical.fd, self._physical.extend(whole))
+        if self._physical is None:
+            self._physical = Physical("managed", 0)
+        reservation = Reservation(whole, BLOCK, self._physical.fd, self._physical.extend(whole))
         self.banks.arenas.add(reservation)
         self.allocations.add(ManagedMemory(reservation.base, size, context.device.ordinal, context, reservation))
         return reservation.base

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from .allocator import Line
 from .blocks import round_up
 from .constants import CHUNK
-from .errors import operating_system
 from .files import Usage
 from .memory import AddressMap, Physical, Reservation, is_accessible, keep_readable
 
@@ -165,8 +164,7 @@ class Space:
         """All that was ever backed is below."""
         self._arenas = banks.arenas
         # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pool_creation)
-        with operating_system(only_memory=True):
-            self._reservation = Reservation(self.line.capacity, CHUNK, low=True)
+        self._reservation = Reservation(self.line.capacity, CHUNK, low=True)
         self.base: int = self._reservation.base
         self._arenas.add(self._reservation)
 

@@ -4,8 +4,8 @@ call.
 A call of the real driver runs no Python code. A simulated call is Python code, so three things must be kept out of it:
 
 * Calls of other threads. One lock serves all machines, because collections and signals belong to the process.
-* The garbage collector, since finalisers make driver calls. Automatic collections are off while a thread holds the
-  lock. Another thread can turn them on; a collection that then starts in a call finds no objects.
+* The garbage collector, since finalisers make driver calls. While a thread holds the lock, the first threshold is 0, so
+  that no automatic collection starts. ``gc.disable`` would not do: other threads disable and enable collections, too.
 * Signal handlers, since a handler can raise. During a call of the main thread, :func:`_record` replaces each handler of
   :data:`_SIGNALS`. The handler runs after the call. While a call waits, the original handlers are in place, and an
   exception of a handler ends the wait.
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # signal.signal makes enumerations of what it returns
 import _thread
+import atexit
 import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,7 @@ class Caller:
     """The context stack, the current context last."""
     capture_mode: int = 0
     in_kernel: bool = False
+    in_host_function: bool = False
 
 
 class WaitEnded(BaseException):
@@ -58,16 +59,15 @@ class WaitEnded(BaseException):
 
 _lock = threading.RLock()  # finalisers can make calls at each bytecode of enter and leave
 _acquire, _release = _lock.acquire, _lock.release
-_is_owned: Callable[[], bool] = _lock._is_owned  # type: ignore[attr-defined]
-_collection_is_on, _collect, _collect_not = gc.isenabled, gc.enable, gc.disable
+_get_thresholds, _set_threshold = gc.get_threshold, gc.set_threshold
 _held = 0  # number of acquisitions by the holding thread
 _depth = 0  # nesting depth of that thread's calls
-_collects = True  # whether automatic collections were enabled before these calls
+_threshold = gc.get_threshold()[0]  # of automatic collections, before these calls
 
 
 def enter(is_main: bool = False) -> None:
     """Wait for the lock and begin a call. It may be nested in another call of the thread."""
-    global _depth, _collects, _held, _holding
+    global _depth, _held, _holding, _threshold
     if is_main:
         if not _holding:  # a handler that is not yet replaced can raise here
             if [*map(_get_handler, _SIGNALS)] != _handlers:
@@ -78,8 +78,8 @@ def enter(is_main: bool = False) -> None:
     _acquire()
     _held += 1
     if _held == 1:
-        _collects = _collection_is_on()
-        _collect_not()
+        _threshold = _get_thresholds()[0]
+        _set_threshold(0)
     # A collection scheduled by Python 3.12 or newer runs before this line, outside of the call.
     _depth += 1
 
@@ -88,8 +88,8 @@ def leave(is_main: bool = False) -> None:
     """End the call that :func:`enter` began. ``is_main`` must be the same."""
     global _depth, _held, _holding
     _depth -= 1
-    if _held == 1 and _collects:
-        _collect()
+    if _held == 1 and not _get_thresholds()[0]:  # no other thread has set it meanwhile
+        _set_threshold(_threshold)
     _held -= 1
     _release()
     if is_main:
@@ -99,11 +99,6 @@ def leave(is_main: bool = False) -> None:
                 _set_handler(number, handler)
             while _late:
                 signal.raise_signal(_late.pop(0))
-
-
-def is_mine() -> bool:
-    """Whether the calling thread holds the lock."""
-    return _is_owned() and _depth > 0  # not by acquiring it, because a handler may raise in between
 
 
 def sleep(until: _thread.LockType, seconds: float) -> None:
@@ -132,18 +127,6 @@ def sleep(until: _thread.LockType, seconds: float) -> None:
         _holding = holding
     if error is not None:
         raise WaitEnded(error)
-
-
-# -- collections -----------------------------------------------------------------------------------------------
-
-
-def _skip_collection(phase: str, _info: object) -> None:
-    """Hide all objects from a collection that starts in a call."""
-    if is_mine():
-        (gc.freeze if phase == "start" else gc.unfreeze)()
-
-
-gc.callbacks.append(_skip_collection)
 
 
 # -- signals ---------------------------------------------------------------------------------------------------
@@ -175,16 +158,28 @@ def _record(number: int, _frame: object) -> None:
 
 def _after_fork() -> None:
     """Replace the lock, because another thread of the parent may have held it."""
-    global _acquire, _collects, _depth, _held, _holding, _is_owned, _release
+    global _acquire, _depth, _held, _holding, _release, _threshold
     lock = threading.RLock()
     _acquire, _release = lock.acquire, lock.release
-    _is_owned = lock._is_owned  # type: ignore[attr-defined]
     _late.clear()
     in_main, _holding = bool(_holding), min(_holding, 1)
     _acquire()
-    _collects = _collects if _held else gc.isenabled()
+    if not _held:
+        _threshold = gc.get_threshold()[0]
     _held = _depth = 1
     leave(in_main)
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _keep_at_exit() -> None:
+    """Hold the lock from now on, except in :func:`sleep`, so that no daemon thread is stopped for good with it."""
+    if _acquire(True, _PATIENCE):
+        enter()
+        _release()
+
+
+_PATIENCE = 1.0
+"""Seconds. A thread that keeps the lock for longer must not keep the interpreter from exiting."""
+atexit.register(_keep_at_exit)

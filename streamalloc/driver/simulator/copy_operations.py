@@ -46,7 +46,7 @@ class Move(Operation):
         return self.fail()
 
     def fail(self) -> bool:
-        self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+        self._context.error = self._context.error or Result.CUDA_ERROR_ILLEGAL_ADDRESS
         return True
 
     def _targets(self, size: int) -> list[Segment] | None:

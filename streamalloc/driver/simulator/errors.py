@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
@@ -60,14 +60,23 @@ def need_a(cls: type[T], value: object, code: Any = Result.CUDA_ERROR_INVALID_VA
     return need(value if isinstance(value, cls) else None, code)
 
 
+def code_of(error: OSError) -> Any:
+    """The result code of a call that got ``error`` from the operating system. Raises an error without a number: a
+    signal handler raised it.
+    """
+    if error.errno is None:
+        raise error
+    return Result.CUDA_ERROR_OUT_OF_MEMORY if error.errno in _NO_MEMORY else Result.CUDA_ERROR_OPERATING_SYSTEM
+
+
+_NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG)
+
+
 @contextlib.contextmanager
-def operating_system(only_memory: bool = False) -> Iterator[None]:
-    """Turn an OSError in a ``with`` block into a :class:`Fault`; with ``only_memory``, only ENOMEM."""
+def undo_by(undo: Callable[..., object], *arguments: Any) -> Iterator[None]:
+    """A ``with`` block that calls ``undo`` if the operating system refuses something in it."""
     try:
         yield
-    except OSError as error:
-        if not only_memory:
-            raise Fault(Result.CUDA_ERROR_OPERATING_SYSTEM) from error
-        if error.errno != errno.ENOMEM:
-            raise
-        raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY) from error
+    except OSError:
+        undo(*arguments)
+        raise

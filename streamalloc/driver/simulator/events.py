@@ -14,6 +14,7 @@ from typing import Any
 
 from .constants import EventFlag, new_handle
 from .contexts import Context
+from .errors import undo_by
 from .timeline import Clock, Mark, Operation, Points, Stream, Until, merge
 
 # -- events of several processes -------------------------------------------------------------------------------
@@ -40,7 +41,8 @@ class EventTable:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.taken: int = 0
-        self.words: memoryview = memoryview(mmap.mmap(fd, TABLE_BYTES)).cast("Q")
+        with undo_by(os.close, fd):
+            self.words: memoryview = memoryview(mmap.mmap(fd, TABLE_BYTES)).cast("Q")
         self.close: Callable[[], object]
         self.close = finalizer = weakref.finalize(self, _close, self.words, fd)
         finalizer.atexit = False

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .constants import HIDDEN, NOWHERE, Place
+from .errors import undo_by
 from .memory import Physical
 
 _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+)\.(\d+)\.(\d+) \(deleted\)")
@@ -78,7 +79,7 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
         return None
     try:
         own = os.open(path, os.O_RDWR)
-    except OSError:
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
         return None
     label = recognise(own)
     if label is None or not fits(label):
@@ -175,12 +176,13 @@ class Usage:
     def __init__(self, labels: Labels) -> None:
         with _alone(labels.machine):
             self._fd = _open_table(labels)
-            self._words = memoryview(mmap.mmap(self._fd, _BYTES)).cast("Q")
-            self._slot = next(slot for slot in range(_SLOTS) if not is_locked(self._fd, slot))
-            lock(self._fd, self._slot, fcntl.F_WRLCK)
-            self._words[_HIGHEST] = max(self._words[_HIGHEST], self._slot + 1)
-            self._words[self._slot * _BANKS : (self._slot + 1) * _BANKS] = memoryview(bytes(_BANKS * _WORD)).cast("Q")
-            self._name = _bound(f"streamalloc:usage:{labels.machine}:{os.getpid()}:{self._fd}")
+            with undo_by(os.close, self._fd):
+                self._words = words = memoryview(mmap.mmap(self._fd, _BYTES)).cast("Q")
+                self._slot = next(slot for slot in range(_SLOTS) if not is_locked(self._fd, slot))
+                lock(self._fd, self._slot, fcntl.F_WRLCK)
+                words[_HIGHEST] = max(words[_HIGHEST], self._slot + 1)
+                words[self._slot * _BANKS : (self._slot + 1) * _BANKS] = memoryview(bytes(_BANKS * _WORD)).cast("Q")
+                self._name = _bound(f"streamalloc:usage:{labels.machine}:{os.getpid()}:{self._fd}")
 
     def put(self, bank: int, used: int) -> None:
         """Record the bytes that this object uses."""
@@ -205,11 +207,8 @@ class Usage:
 def _bound(name: str) -> socket.socket:
     """A socket with a unique name. The kernel closes it when the process ends."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-    try:
+    with undo_by(made.close):
         made.bind(f"\0{name}")
-    except OSError:
-        made.close()
-        raise
     return made
 
 

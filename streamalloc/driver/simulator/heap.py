@@ -14,7 +14,7 @@ import functools
 from .banks import Bank, Banks
 from .blocks import HEAP, USED, Block, Shelf, round_up
 from .constants import ALIGNMENT, BLOCK
-from .errors import Fault, operating_system
+from .errors import undo_by
 from .memory import Physical, Reservation
 
 _REGION = 32 << 20
@@ -177,13 +177,10 @@ class Heap:
         """A large piece, with memory under it; None if there is not enough memory."""
         if not self._banks.make_room(self._bank, size):
             return None
-        block, reservation = self._regions.take(size), self._regions.reservation
-        try:
-            with operating_system(only_memory=True):
-                reservation.map(reservation.base + block.start, size, self._physical.fd, block.start)
-        except Fault:
-            self._regions.free(block)
-            raise
+        reservation = self._regions.reservation
+        block = self._regions.take(size)
+        with undo_by(self._regions.free, block):
+            reservation.map(reservation.base + block.start, size, self._physical.fd, block.start)
         self._used += size
         self._bank.used += size
         return block

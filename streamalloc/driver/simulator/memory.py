@@ -7,11 +7,11 @@ release the segment, the inaccessible mapping is restored and a hole is punched 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
-import gc
 import mmap
 import os
 from bisect import bisect_left, bisect_right, insort
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from streamalloc.driver.processes import mapped_ranges
 
 from .constants import CHUNK
+from .errors import undo_by
 
 _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -69,7 +70,8 @@ class Physical:
     def __init__(self, name: str, size: int) -> None:
         self.size: int = size
         self.fd: int = os.memfd_create(f"streamalloc:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size)
+        with undo_by(self.close):
+            os.ftruncate(self.fd, size)
 
     @classmethod
     def adopt(cls, fd: int) -> Physical:
@@ -91,7 +93,8 @@ class Physical:
         """
         self.seal()
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR)
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        with undo_by(os.close, fd):
+            fcntl.flock(fd, fcntl.LOCK_SH)
         self.lent = True
         return fd
 
@@ -325,10 +328,12 @@ class Extent:
 
 class Reservation(Extent):
     """A range of reserved addresses, parts of which can be mapped. It is placed at ``hint`` if that is free, at the
-    lowest free addresses with ``low``, else by the system.
+    lowest free addresses with ``low``, else by the system. With a file, all of it is mapped, from ``offset`` on.
     """
 
-    def __init__(self, size: int, alignment: int, low: bool = False, hint: int = 0) -> None:
+    def __init__(
+        self, size: int, alignment: int, fd: int = -1, offset: int = 0, *, low: bool = False, hint: int = 0
+    ) -> None:
         self.size = size
         self.mapped: Intervals = Intervals()
         if hint:
@@ -337,17 +342,15 @@ class Reservation(Extent):
             self.base = _addresses.take(size, max(alignment, CHUNK)) if low else 0
         self._noted = self.base != 0
         if not self._noted:
-            try:
-                raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
-            except OSError:
-                # Unused machines reserve terabytes of addresses until the collector frees them.
-                gc.collect()
-                raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
+            raw = _mmap(None, size + alignment, _PROT_NONE, _RESERVED)
             # at the high end: the system places its next range right below
             self.base = (raw + alignment) // alignment * alignment
             _unmap(raw, self.base - raw)
             _unmap(self.base + size, raw + alignment - self.base)
         self._open = True
+        if fd >= 0:
+            with undo_by(self.close):
+                self.map(self.base, size, fd, offset)
 
     def map(self, start: int, size: int, fd: int, offset: int) -> None:
         """Map a file at address ``start``, readable and writable."""
@@ -357,14 +360,15 @@ class Reservation(Extent):
     def map_again(self, other: Reservation) -> None:
         """Map the start of this reservation to the file at the start of ``other``."""
         # mremap(2) of 0 bytes of a shared mapping makes a second mapping of the same file.
-        got = _libc.mremap(other.base, 0, self.size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.base)
-        if got == _MAP_FAILED:
-            self.close()
-            raise OSError(ctypes.get_errno(), f"mremap to {self.size} bytes")
+        with undo_by(self.close):
+            if _libc.mremap(other.base, 0, self.size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.base) == _MAP_FAILED:
+                raise OSError(ctypes.get_errno(), f"mremap to {self.size} bytes")
         self.mapped.add(self.base, self.end)
 
     def unmap(self, start: int, size: int) -> None:
-        _mmap(start, size, _PROT_NONE, _MAP_FIXED | _RESERVED)
+        # If the process may have no more mappings, pages stay that no call uses any more.
+        with contextlib.suppress(OSError):
+            _mmap(start, size, _PROT_NONE, _MAP_FIXED | _RESERVED)
         self.mapped.remove(start, start + size)
 
     def close(self, readable: int = 0) -> None:
@@ -405,16 +409,19 @@ because a kept start prevents the reservation of equally large ranges at high ad
 @functools.cache
 def _freed_file() -> Physical:
     file = Physical("freed", _FREED_BYTES)
-    os.write(file.fd, bytes((FREED,)) * _FREED_BYTES)
+    with undo_by(file.close):
+        os.write(file.fd, bytes((FREED,)) * _FREED_BYTES)
     return file
 
 
 def keep_readable(start: int, end: int) -> None:
-    """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process."""
-    while start < end:
-        size = min(end - start, _FREED_BYTES)
-        _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_PRIVATE | _MAP_NORESERVE, _freed_file().fd)
-        start += size
+    """Let addresses without memory read as :data:`FREED`, so that reads do not kill the process, if the operating
+    system has room for that.
+    """
+    with contextlib.suppress(OSError):
+        for at in range(start, end, _FREED_BYTES):
+            size = min(end - at, _FREED_BYTES)
+            _mmap(at, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_PRIVATE | _MAP_NORESERVE, _freed_file().fd)
 
 
 _kept: deque[tuple[int, int, int]] = deque()

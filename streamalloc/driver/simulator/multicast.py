@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from .allocations import Allocation, Allocations
 from .constants import NOWHERE, Location, Place
-from .errors import DeadlockError, Result, check, need, need_a, not_modelled
+from .errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
 from .files import Label, Labels, is_locked, lock, reach
 from .memory import AddressRange, Physical, Window
 from .physical import Mappable, Mapping, Memory, Properties
@@ -84,13 +84,14 @@ class MulticastTable:
     def __init__(self, physical: Physical) -> None:
         self.physical = physical
         self._locked = 0
-        self._words = memoryview(mmap.mmap(physical.fd, _BYTES)).cast("Q")
         self._seen = -1
         self._bindings: list[Binding] = []
-        with self.locked():
-            self._words[_HOLDERS] += 1
-            self.holder: int = self._words[_HOLDERS]
-        lock(physical.fd, _FIRST_HOLDER + self.holder, fcntl.F_WRLCK, wait=True)
+        with undo_by(physical.close):
+            self._words = memoryview(mmap.mmap(physical.fd, _BYTES)).cast("Q")
+            with self.locked():
+                self._words[_HOLDERS] += 1
+                self.holder: int = self._words[_HOLDERS]
+            lock(physical.fd, _FIRST_HOLDER + self.holder, fcntl.F_WRLCK, wait=True)
 
     @classmethod
     def create(cls, name: str, devices: int, size: int, handle_types: int) -> MulticastTable:
@@ -133,7 +134,8 @@ class MulticastTable:
     def export(self) -> int:
         """A descriptor for another process."""
         fd = self.physical.lend()
-        lock(fd, _EXPORTED, fcntl.F_RDLCK, wait=True)
+        with undo_by(os.close, fd):
+            lock(fd, _EXPORTED, fcntl.F_RDLCK, wait=True)
         return fd
 
     # -- devices ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from .allocator import Line
 from .banks import Banks, Space
 from .blocks import HEAP, Block, round_up
 from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Handles, Location, Place, new_handle
-from .errors import Fault, Result, check, need, operating_system
+from .errors import Fault, Result, check, need
 from .files import Label, Labels
 from .memory import Physical, Reservation
 from .timeline import Call, Clock, Mark, Operation, Stream, Timeline
@@ -268,17 +268,15 @@ class ImportedPool(Accessible):
         self._whole = os.fstat(fd).st_size
         # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
         # ranges of full size. The sparse file is as large as the pool can become, so more can be mapped later.
-        self._views = [Reservation(min(self._whole, _VIEW), CHUNK)]
-        self._views[0].map(self._views[0].base, self._views[0].size, fd, 0)
+        self._views = [Reservation(min(self._whole, _VIEW), CHUNK, fd)]
         self._arenas.add(self._views[0])
 
     def address(self, offset: int, size: int) -> int:
         """Always the same address for the same memory."""
         check(offset + size <= self._whole)
         if offset + size > self._views[-1].size:
-            with operating_system():
-                view = Reservation(self._whole, CHUNK)
-                view.map_again(self._views[0])
+            view = Reservation(self._whole, CHUNK)
+            view.map_again(self._views[0])
             self._views.append(view)
             self._arenas.add(view)
         return next(view for view in self._views if offset + size <= view.size).base + offset

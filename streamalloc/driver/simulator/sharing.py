@@ -25,7 +25,7 @@ from .banks import Banks
 from .blocks import USED, Block
 from .constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
 from .contexts import Context, Device
-from .errors import Fault, NotModelled, Result, check, need, not_modelled, operating_system
+from .errors import Fault, NotModelled, Result, check, need, not_modelled
 from .events import TABLE_BYTES, Event, EventTable, SharedEvent
 from .files import Label, Labels, is_locked, lock, reach, recognise
 from .memory import Physical, Reservation
@@ -140,8 +140,7 @@ class Sharing:
         serial = int(label.serial, 16)
         pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
         if pool is None:
-            with operating_system():
-                pool = self.pools.add(ImportedPool(self.banks, label, fd))
+            pool = self.pools.add(ImportedPool(self.banks, label, fd))
         return pool
 
     def destroy_pool(self, pool: ImportedPool) -> None:
@@ -230,9 +229,7 @@ class Sharing:
 
     def _map_block(self, fd: int, start: int, end: int) -> OpenedBlock:
         check(end <= os.fstat(fd).st_size)
-        with operating_system():
-            reservation = Reservation(end - start, BLOCK)
-            reservation.map(reservation.base, end - start, fd, start)
+        reservation = Reservation(end - start, BLOCK, fd, start)
         self.banks.arenas.add(reservation)
         return OpenedBlock(reservation, self.labels.seen(need(recognise(fd)).place.id))
 
@@ -268,10 +265,9 @@ class Sharing:
     def _new_event(self) -> SharedEvent:
         shared = self._own_tables[-1].take() if self._own_tables else None
         if shared is None:
-            with operating_system():
-                physical = Physical(str(self.labels.own("events")), TABLE_BYTES)
-                physical.seal()
-                self._own_tables.append(EventTable(physical.fd))
+            physical = Physical(str(self.labels.own("events")), TABLE_BYTES)
+            physical.seal()
+            self._own_tables.append(EventTable(physical.fd))
             shared = self._own_tables[-1].take()
             assert shared is not None
         return shared
@@ -282,8 +278,7 @@ class Sharing:
         table = self._tables.get((process, fd, owner))
         if table is None:
             own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
-            with operating_system():
-                table = self._tables[process, fd, owner] = EventTable(own)
+            table = self._tables[process, fd, owner] = EventTable(own)
         return SharedEvent(table, index)
 
     # -- the end ---------------------------------------------------------------------------------------------

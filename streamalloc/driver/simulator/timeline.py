@@ -15,6 +15,7 @@ import contextlib
 import heapq
 import itertools
 import random
+import sys
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 from . import call_lock
-from .errors import DeadlockError
+from .errors import DeadlockError, Result, check, code_of
 
 Clock = dict[int, int]
 """Stream id -> sequence number."""
@@ -103,6 +104,16 @@ class Until(Operation):
         return not self._condition()
 
 
+def start_thread(function: Callable[[], None], name: str) -> threading.Thread | None:
+    """A thread, or None if the process may not start one now. While the interpreter exits, no new thread would run."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    with contextlib.suppress(RuntimeError):
+        if not sys.is_finalizing():
+            thread.start()
+            return thread
+    return None
+
+
 class HostFunction(Operation):
     """Runs a function on a separate thread, and delays its stream until the function returns."""
 
@@ -110,17 +121,20 @@ class HostFunction(Operation):
         self._timeline = timeline
         self._function = function
         self._state = "waiting"
+        self.ident: int = 0
+        """The thread that runs the function."""
 
     def held(self) -> bool:
         return self._state == "running"
 
     def step(self) -> bool:
-        if self._state == "waiting":
+        # tried again later if the process may not start a thread now
+        if self._state == "waiting" and start_thread(self._run, "streamalloc host function") is not None:
             self._state = "running"
-            threading.Thread(target=self._run, name="streamalloc host function", daemon=True).start()
         return self._state == "returned"
 
     def _run(self) -> None:
+        self.ident = threading.get_ident()
         try:
             self._function()
         finally:
@@ -131,7 +145,7 @@ class HostFunction(Operation):
 
 
 class Stream:
-    """A queue of operations. ``context``: the owner, which the timeline does not use."""
+    """A queue of operations. ``context``: the owner, which gets errors of operations."""
 
     def __init__(self, timeline: Timeline, handle: int, context: Any, blocking: bool, priority: int) -> None:
         self.timeline = timeline
@@ -238,7 +252,7 @@ class Stream:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
         self.seq = seq = self.seq + 1
         later = self.queue or after or operation.heavy or self.timeline.seeded
-        if not later and not operation.held() and operation.step():
+        if not later and not operation.held() and self.step(operation):
             self.done = seq
             if operation.is_command:
                 self.marked = seq
@@ -248,6 +262,14 @@ class Stream:
         self.queue.append(operation)
         self.timeline.hold(self)
         return seq
+
+    def step(self, operation: Operation) -> bool:
+        """Do some of the work of an operation; True when all is done, or the operating system refuses something."""
+        try:
+            return operation.step()
+        except OSError as error:
+            self.context.error = self.context.error or code_of(error)
+            return True
 
 
 def learn(clock: Clock, other: Stream) -> None:
@@ -325,10 +347,7 @@ class Timeline:
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
             # the thread refers only to the timeline, so it does not keep the driver alive
-            worker = threading.Thread(target=self._work, name="streamalloc simulated device", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no new threads while the interpreter exits
-                worker.start()
-                self._worker = worker
+            self._worker = start_thread(self._work, "streamalloc simulated device")
         else:
             self.announce()
 
@@ -377,7 +396,7 @@ class Timeline:
             operation = queue[0]
             if not self._may_run(operation) or (operation.heavy and not heavy):
                 break
-            if not operation.step():
+            if not stream.step(operation):
                 progress = progress or operation.heavy
                 break
             queue.popleft()
@@ -444,8 +463,12 @@ class Timeline:
                     return
                 if caller.in_kernel:
                     raise DeadlockError("a kernel waits for work, which may be its own end")
-                if self._random is None and self.pump():
+                # without the worker, this thread does its work
+                exiting = sys.is_finalizing()
+                alone = exiting or self._worker is None
+                if (alone or self._random is None) and self.pump(heavy=alone):
                     continue
+                check(not exiting, Result.CUDA_ERROR_DEINITIALIZED)  # no other thread runs that could end the wait
                 often = polled or any(stream.queue and stream.queue[0].polled for stream in self._busy.values())
                 self._sleep(POLL_SECONDS if often else _NAP_SECONDS)
                 self.caller = caller

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .allocations import Allocations, MappedMemory
 from .banks import Bank, Banks
 from .constants import Handles
-from .errors import Fault, NotModelled, Result, check, need, need_a, not_modelled, operating_system
+from .errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from .files import Labels
 from .memory import AddressMap, AddressRange, Physical
 from .physical import Mappable, Mapping, Memory, Properties
@@ -109,8 +109,7 @@ class VirtualMemory:
         check(hint % alignment == 0)
         possible = max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        with operating_system(only_memory=True):
-            found = AddressRange(size, alignment, size >= _LARGE or alignment >= _ALIGNED, hint)
+        found = AddressRange(size, alignment, low=size >= _LARGE or alignment >= _ALIGNED, hint=hint)
         if hint >= _HIGH and found.base != hint and size >= _TOO_LARGE:
             found.close()
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
@@ -157,15 +156,14 @@ class VirtualMemory:
         not_modelled(memory.properties.tile_pool, "cuMemMap of memory for tiles of arrays")
         mapping = Mapping(address, size, memory)
         memory.lead(mapping, False)
-        with operating_system(only_memory=True):
-            try:
-                for found, start, stop in segments:
-                    memory.map_at(found, start, stop - start, offset + start - address)
-            except OSError:
-                for found, start, stop in segments:
-                    found.unmap(start, stop - start)
-                memory.lose_leader(mapping)
-                raise
+        try:
+            for found, start, stop in segments:
+                memory.map_at(found, start, stop - start, offset + start - address)
+        except OSError:
+            for found, start, stop in segments:
+                found.unmap(start, stop - start)
+            memory.lose_leader(mapping)
+            raise
         memory.mappings += 1
         self.mappings.add(mapping)
         self.allocations.add(MappedMemory(address, size, memory.properties.device, None, mapping))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.driver import simulated
+from streamalloc.driver.simulator import call_lock
 from tests.facts.support import PAGE, Rig, value
 
 
@@ -28,3 +29,9 @@ def mapped(rig: Rig, size: int = PAGE, **properties: int) -> int:
 def grant(rig: Rig, address: int, size: int = PAGE, flags: int = 3, location: int = 1) -> None:
     """Give a location access, device 0 unless another is named."""
     assert rig.set_access(address, size, (location, 0, flags)) == "SUCCESS"
+
+
+def in_a_call() -> bool:
+    """Whether the calling thread is in the middle of a simulated call."""
+    owner: Any = call_lock._release
+    return owner.__self__._is_owned() and call_lock._depth > 0

@@ -13,6 +13,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.simulator import call_lock
+from tests.driver.simulator.support import in_a_call
 
 
 @pytest.fixture(params=[1, 7, 40, 80])
@@ -44,36 +45,34 @@ def test_garbage_of_streams_and_buffers(eager: None, seed: int | None) -> None:
     gc.collect()
     device.synchronize()
     driver.assert_nothing_left()
-    assert gc.isenabled()
+    assert gc.get_threshold()[0]
 
 
-@pytest.mark.parametrize("where", ["_collect_not", "_collect"])
+@pytest.mark.parametrize("where", ["_set_threshold", "_get_thresholds"])
 def test_a_collection_where_a_call_begins_and_ends(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """It is in no call: finalisers make calls of the same thread, and what is exempt from collections stays exempt."""
+    """It is in no call: finalisers make calls of the same thread."""
     device = sa.Device(0, driver=sd.simulated())
     function = getattr(call_lock, where)
     seen: list[bool] = []
-    gc.freeze()
 
-    def begin() -> None:
-        if threading.current_thread() is thread and not seen:
-            seen.append(call_lock.is_mine())
+    def begin(*args: int) -> object:
+        if threading.current_thread() is thread:
+            seen.append(in_a_call())
             assert device.driver.cuDeviceGetCount()[1] == 1
-            gc.collect()
-            seen.append(gc.get_freeze_count() == 0)
-        function()
+        return function(*args)
 
     def call() -> None:
         for _ in range(3):
             assert device.driver.cuDeviceGetCount()[1] == 1
-        done.append(not call_lock.is_mine())
+        done.append(not in_a_call())
 
     done: list[bool] = []
+    before = gc.get_threshold()
     thread = threading.Thread(target=call)
     monkeypatch.setattr(call_lock, where, begin)
     thread.start()
     thread.join()
-    assert seen == [False, False] and done == [True] and gc.isenabled()
+    assert len(seen) >= 6 and not any(seen) and done == [True] and gc.get_threshold() == before
 
 
 def test_a_collection_at_the_end_of_a_call_under_a_profiler() -> None:

@@ -12,7 +12,6 @@ import pytest
 from streamalloc.driver.simulator.banks import Bank, Banks
 from streamalloc.driver.simulator.blocks import Block
 from streamalloc.driver.simulator.constants import BLOCK
-from streamalloc.driver.simulator.errors import Fault
 from streamalloc.driver.simulator.heap import Heap, Regions
 from streamalloc.driver.simulator.memory import Reservation
 from tests.support import MiB
@@ -69,7 +68,7 @@ def test_memory_that_the_system_has_not_is_taken_by_nobody(
 
     with monkeypatch.context() as patch:
         patch.setattr(Reservation, "map", fail)
-        with pytest.raises(Fault):
+        with pytest.raises(OSError):
             heap.allocate(4 * MiB)
     assert bank.used == 0
     again = heap.allocate(4 * MiB)

@@ -15,7 +15,7 @@ from ..arrays import TAIL, BoxCopy, Extent, Layout, Part, Remap, Storage, Tile
 from ..blocks import round_up
 from ..constants import BLOCK, READ, READ_WRITE, TILE_SIZE
 from ..contexts import Context
-from ..errors import NotModelled, Result, check, need, not_modelled, operating_system
+from ..errors import NotModelled, Result, check, need, not_modelled
 from ..memory import Shape, Side
 from ..physical import Memory
 from .base import call, with_async
@@ -64,8 +64,7 @@ class ArrayCalls(CopyCalls):
         if not layout.sparse:
             size, bank = round_up(layout.size, BLOCK), context.device.bank
             check(self._machine.banks.make_room(bank, size), Result.CUDA_ERROR_OUT_OF_MEMORY)
-            with operating_system(only_memory=True):
-                made.allocate()
+            made.allocate()
         return made
 
     def cuMipmappedArrayCreate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, value_count
 
 from .. import arguments, call_lock
-from ..errors import Fault, Result, check, not_modelled
+from ..errors import Fault, Result, check, code_of, not_modelled
 from ..machine import Machine
 from ..memory import is_code
 from ..timeline import HostFunction, Operation, Stream
@@ -23,6 +24,11 @@ EDGE_DATA: bool = hasattr(cuda, "cuMemGetDefaultMemPool")
 GONE = "using registered memory that the host has unmapped"
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _BEFORE_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"}
+_IN_HOST_FUNCTIONS = re.compile(
+    r"cuInit|cuDriverGetVersion|cuGetError\w+|cuThreadExchangeStreamCaptureMode|cuLaunchHostFunc|cuGraphLaunch"
+    r"|cuMemset\w+Async|cu(Stream|Event)(?!Create)\w+"
+)
+"""Calls that a host function may make (observed on H200: test_host_functions)."""
 
 
 def call(parameters: str, body: Method, *first: Any) -> Any:
@@ -48,7 +54,7 @@ def with_async(parameters: str, body: Method, *first: Any) -> tuple[Any, Any]:
 _SOURCE = """
 def {name}(self{parameters}):
     machine = self._machine
-    if exiting():  # the worker may have been stopped for good while it held the lock
+    if exiting() and not usable():
         return (deinitialized, {nothing})
     if not machine.ready:
         code = refusal(machine, {before_init})
@@ -59,6 +65,7 @@ def {name}(self{parameters}):
         caller = machine.thread.caller
     except AttributeError:
         caller = machine.thread.caller = Caller()
+    {permit}
     enter(caller.is_main)
     machine.timeline.caller = caller
     try:
@@ -66,6 +73,8 @@ def {name}(self{parameters}):
         value = method(self{given})
     except Fault as fault:
         return (fault.code, {nothing})
+    except OSError as error:
+        return (code_of(error), {nothing})
     except WaitEnded as ended:
         raise ended.error from None
     except BaseException as error:
@@ -105,6 +114,8 @@ def driver_call(name: str, method: Method) -> Method:
             now = f"{one}_found"
         given.append(now)
     values = value_count(name)
+    nothing = "None, " * values
+    refused = f"if caller.in_host_function: return (not_permitted, {nothing})"
     source = _SOURCE.format(
         name=name,
         parameters="".join(f", {one}" for one in parameters),
@@ -112,7 +123,8 @@ def driver_call(name: str, method: Method) -> Method:
         convert="\n    ".join(convert),
         find="\n        ".join(find),
         before_init=name in _BEFORE_INIT,
-        nothing="None, " * values,
+        permit="" if _IN_HOST_FUNCTIONS.fullmatch(name) else refused,
+        nothing=nothing,
         value="value" if values == 1 else "*value" if values else "",
     )
     exec(compile(source, f"<simulated {name}>", "exec"), space)
@@ -129,16 +141,33 @@ def _refusal(machine: Machine, before_init: bool) -> Any:
     return Result.CUDA_ERROR_DEINITIALIZED if machine.timeline.closed else Result.CUDA_ERROR_NOT_INITIALIZED
 
 
+_names_of_lock = vars(call_lock)
+
+
+def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
+    """Whether calls can be made while the interpreter exits: the names of modules still exist, and no thread holds the
+    lock that will never run again. The real driver answers to the end (observed on H200: test_life).
+    """
+    acquire = names["_acquire"]
+    if acquire is None or not acquire(False):
+        return False
+    names["_release"]()
+    return True
+
+
 _NAMES = {
     "Caller": call_lock.Caller,
     "Fault": Fault,
     "WaitEnded": call_lock.WaitEnded,
+    "code_of": code_of,
     "deinitialized": Result.CUDA_ERROR_DEINITIALIZED,
     "enter": call_lock.enter,
     "exiting": sys.is_finalizing,
     "leave": call_lock.leave,
+    "not_permitted": Result.CUDA_ERROR_NOT_PERMITTED,
     "refusal": _refusal,
     "success": Result.CUDA_SUCCESS,
+    "usable": _usable,
 }
 """Stored here because a module's names may be gone at interpreter exit."""
 
@@ -149,14 +178,16 @@ class _Uncompiled:
     def __init__(self, owner: type[Calls], name: str) -> None:
         self._owner, self._name = owner, name
         self._method = vars(owner)[name]
-        self._exiting = sys.is_finalizing
+        self._exiting, self._usable = sys.is_finalizing, _usable
         self._refused = (Result.CUDA_ERROR_DEINITIALIZED, *[None] * value_count(name))
 
     def __get__(self, calls: Any, cls: Any) -> Any:
-        if self._exiting():
+        if self._exiting() and not self._usable():
             return lambda *_, **__: self._refused
-        setattr(self._owner, self._name, driver_call(self._name, self._method))
-        return getattr(cls if calls is None else calls, self._name)
+        made = driver_call(self._name, self._method)
+        setattr(self._owner, self._name, made)
+        # not by a new look-up: while the interpreter exits, subclasses keep what they have found before
+        return made.__get__(calls, cls)
 
 
 class Calls:
@@ -180,7 +211,17 @@ class Calls:
         check(address)
         not_modelled(not is_code(address), "a host function where no code lies: the real driver crashes")
         function = _HOST_FUNCTION(address)
-        return HostFunction(self._machine.timeline, lambda: function(data or None))
+        return self._queued_function(lambda: function(data or None))
+
+    def _queued_function(self, function: Callable[[], object]) -> Operation:
+        """A host function or callback as an operation."""
+        thread = self._machine.thread
+
+        def run() -> None:
+            thread.caller = call_lock.Caller(in_host_function=True)
+            function()
+
+        return HostFunction(self._machine.timeline, run)
 
     def _check_launch(self, stream: Stream, name: str) -> None:
         """Refuse work that is not modelled during a capture."""

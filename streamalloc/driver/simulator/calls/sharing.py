@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from .. import arguments, events
 from ..allocations import DeviceMemory, PoolMemory
 from ..arguments import DevicePointer, Event, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
 from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
-from ..errors import NotModelled, Result, check, need_a, not_modelled, operating_system
+from ..errors import NotModelled, Result, check, need_a, not_modelled
 from ..memory import Physical, is_accessible
 from ..multicast import MulticastObject
 from ..physical import Memory, Properties
@@ -29,12 +30,6 @@ def _handle_type(name: str, value: Any, read: Any = arguments.member) -> int:
     if number not in _HANDLE_TYPES:
         raise TypeError(f"Unsupported attribute: {getattr(value, 'name', value)}")
     return number
-
-
-def _inheritable(fd: int) -> int:
-    copy = os.dup(fd)
-    os.set_inheritable(copy, True)  # observed on H200 (test_sharing)
-    return copy
 
 
 class SharingCalls(Calls):
@@ -55,9 +50,9 @@ class SharingCalls(Calls):
         self._not_during_capture()
         check(kind & found.handle_types and not flags)
         self._need_channel(kind)
-        with operating_system():
-            physical = found.export()
-            return self._export("pool", kind, physical, lambda: _inheritable(physical.fd))
+        physical = found.export()
+        # inheritable (observed on H200: test_sharing)
+        return self._export("pool", kind, physical, lambda: fcntl.fcntl(physical.fd, fcntl.F_DUPFD, 0))
 
     def cuMemPoolImportFromShareableHandle(self, handle: HostPointer, handleType: Any, flags: UnsignedLongLong) -> Any:
         kind = _handle_type("handleType", handleType, arguments.number)
@@ -74,13 +69,12 @@ class SharingCalls(Calls):
         check(kind & memory.properties.handle_types and not flags)
         not_modelled(isinstance(memory, Memory) and memory.properties.device is None, "exporting host memory")
         self._need_channel(kind)
-        with operating_system():
-            if not isinstance(memory, MulticastObject):
-                physical = need_a(Memory, memory).physical
-                return self._export("memory", kind, physical, physical.lend)
-            not_modelled(memory.imported, "exporting a multicast object that was imported")
-            memory.table.has_fabric_handle |= kind == Handle.FABRIC
-            return self._export("memory", kind, memory.table.physical, memory.table.export)
+        if not isinstance(memory, MulticastObject):
+            physical = need_a(Memory, memory).physical
+            return self._export("memory", kind, physical, physical.lend)
+        not_modelled(memory.imported, "exporting a multicast object that was imported")
+        memory.table.has_fabric_handle |= kind == Handle.FABRIC
+        return self._export("memory", kind, memory.table.physical, memory.table.export)
 
     def _export(self, name: str, kind: int, physical: Physical, lend: Callable[[], int]) -> Any:
         """A descriptor, or a fabric handle."""
@@ -119,10 +113,9 @@ class SharingCalls(Calls):
         """
         machine = self._machine
         label = machine.sharing.recognise(fd, "memory", fabric=fabric)
-        with operating_system():
-            if label.kind == "multicast":
-                return machine.multicast.open(fd)
-            physical = Physical.adopt(os.dup(fd))
+        if label.kind == "multicast":
+            return machine.multicast.open(fd)
+        physical = Physical.adopt(os.dup(fd))
         properties = Properties(device_place(label.place.id), compression=label.compression)
         return machine.virtual.adopt(physical, 0, physical.size, properties, None)
 

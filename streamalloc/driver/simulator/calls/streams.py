@@ -14,7 +14,7 @@ from ..allocations import GraphAllocation, PoolMemory, is_gone
 from ..arguments import Event, HostFunctionHandle, HostPointer, Int, Stream, StreamCallback, UnsignedInt
 from ..constants import HANDLE_BYTES, LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
 from ..contexts import Context
-from ..errors import Fault, Result, check, need, not_modelled
+from ..errors import DeadlockError, Fault, Result, check, need, not_modelled
 from ..timeline import Call, HostFunction, Operation, Until
 from .base import GONE, Calls, call
 
@@ -108,6 +108,9 @@ class StreamCalls(Calls):
 
     def cuStreamSynchronize(self, hStream: Stream) -> None:
         self._not_captured(hStream)
+        head = hStream.queue[0] if hStream.queue else None
+        if isinstance(head, HostFunction) and head.ident == self._machine.timeline.caller.ident:
+            raise DeadlockError("a host function waits for its own stream")  # observed on H200: test_host_functions
         clock = hStream.done_with()
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
         told = hStream.id in self._machine.timeline.ranks  # pools know the stream (observed on H200: test_placements)
@@ -170,7 +173,7 @@ class StreamCalls(Calls):
         not_modelled(not callback, "cuStreamAddCallback without a function: the real driver crashes")
         self._spoil([hStream.capture])
         function, handle = _CALLBACK(callback), hStream.handle
-        hStream.submit(HostFunction(self._machine.timeline, lambda: function(handle, 0, userData or None)))
+        hStream.submit(self._queued_function(lambda: function(handle, 0, userData or None)))
 
     # -- events ----------------------------------------------------------------------------------------------
 
