@@ -442,9 +442,6 @@ class _FreeDropped(Deferred):
         with ordered._context(), notify_freed(self._session, int(self._raw), ordered._raw):
             self._session.release(self, "cuMemFreeAsync", ordered._raw)
 
-    def memory(self) -> int | None:
-        return None if self._raw is None else int(self._raw)
-
 
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
 from streamalloc.core.session import PerDriver, Session, members
@@ -89,10 +89,6 @@ class Deferred(abc.ABC):
         CudaError
             The driver refused a call. The item is attempted again later.
         """
-
-    def memory(self) -> int | None:
-        """Address of the memory that the item frees; 0 for none, None if unknown."""
-        return None
 
     def forget(self) -> None:  # noqa: B027 (most kinds have nothing to do)
         """Clear the handle after an error of :attr:`gone`."""
@@ -139,17 +135,6 @@ class DeferredQueue:
         """Number of items that have not ended."""
         submitted = len(self.submitted) + len(self._orphaned) + len(self._new)
         return submitted + len(self._waiting) + len(self._working)
-
-    def memory(self) -> set[int] | None:
-        """Addresses of all memory that items free; None if an item's memory is unknown.
-
-        Items with a live owner do not count.
-        """
-        with self._lock:
-            # Under the lock, items can only move from `_working` to `_waiting`, so the order of this tuple misses none.
-            items = (*self.submitted, *self._new, *self._working.values(), *self._waiting)
-            found = {item.memory() for item in items}
-            return None if self._orphaned or None in found else cast("set[int]", found - {0})
 
     @property
     def paused(self) -> bool:
@@ -361,9 +346,6 @@ class HandleEnd(Deferred):
     def attempt(self) -> bool:
         self._session.release(self, self._call)
         return True
-
-    def memory(self) -> int | None:
-        return 0
 
 
 def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:

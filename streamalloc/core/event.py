@@ -275,9 +275,6 @@ class _StreamEnd(Deferred):
     def attempt(self) -> bool:
         return has_passed(self.event)
 
-    def memory(self) -> int | None:
-        return 0
-
 
 pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
 """Ends that the deferred queue has."""

@@ -13,11 +13,10 @@ import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from streamalloc.core.errors import CudaError, InvalidValueError
-from streamalloc.core.internal import HandleEnd, QueuedWork, deferred_queue
+from streamalloc.core.internal import HandleEnd, QueuedWork
 from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType, bindings_member
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda
-from streamalloc.pool.lost import free_lost, no_collection_is_left, pool_of_address
 
 if TYPE_CHECKING:
     from streamalloc.core.internal import Allocator, Stream
@@ -58,7 +57,7 @@ pools_of: PerDriver[Pools] = PerDriver(Pools)
 class PoolEnd(HandleEnd):
     """The end of a pool that was made here. This item owns the pool's handle from the start."""
 
-    __slots__ = ("_frees", "_in_vain", "_place", "_resigned", "lent", "readers")
+    __slots__ = ("_frees", "_place", "_resigned", "readers")
 
     # The driver answers InvalidValueError for a pool whose context is gone.
     gone: ClassVar[tuple[type[CudaError], ...]] = (*HandleEnd.gone, InvalidValueError)
@@ -69,10 +68,6 @@ class PoolEnd(HandleEnd):
         self._resigned = False
         self._frees: QueuedWork | None = None
         """The work queued after the last frees; None if not recorded."""
-        self._in_vain = 0
-        """Bytes in use after an incomplete search for lost allocations; 0 before."""
-        self.lent: bool = False
-        """True once other code may allocate: handle lent, or pool made current."""
         self.readers: int = 0
         """Number of threads that read statistics; the pool is not destroyed meanwhile."""
 
@@ -120,8 +115,7 @@ class PoolEnd(HandleEnd):
         self._resigned = True
 
     def _unused(self) -> bool:
-        if used := self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_USED_MEM_CURRENT):
-            self._free_lost(used)
+        if self._number(_ATTRIBUTES.CU_MEMPOOL_ATTR_USED_MEM_CURRENT):
             return False
         if self._is_empty():
             return True
@@ -130,16 +124,6 @@ class PoolEnd(HandleEnd):
         if self._frees.done():
             self._frees = None  # A free that is still pending is on an unknown stream, or came later.
         return self._is_empty()
-
-    def _free_lost(self, used: int) -> None:
-        """Free lost allocations if no buffer, deferred item or other code can have one."""
-        session = self._session
-        if self.lent or used == self._in_vain or pools_of(session).alive.get(int(self._raw)) is not None:
-            return
-        waiting = deferred_queue(session).memory() if no_collection_is_left() else None
-        nobody = waiting is not None and not any(pool_of_address(session, one) == int(self._raw) for one in waiting)
-        if nobody and not free_lost(session, self._raw, self._place[0], used):
-            self._in_vain = used
 
     def _is_empty(self) -> bool:
         """Whether a trim releases all memory of the pool, which proves that no free is pending."""

@@ -246,7 +246,7 @@ class MemoryPool(Allocator, Closes, Drawn):
     @property
     def handle(self) -> int:
         """The driver's handle (``CUmemoryPool``) as a number."""
-        return int(self._lend())
+        return int(self._checked_raw())
 
     @property
     def closed(self) -> bool:
@@ -267,13 +267,6 @@ class MemoryPool(Allocator, Closes, Drawn):
         if self._closed:
             raise ClosedError(f"{self!r} was closed")
         return self._raw
-
-    def _lend(self) -> Any:
-        """Return the driver's handle and record that other code may allocate by it."""
-        raw = self._checked_raw()
-        if self._end is not None:
-            self._end.lent = True
-        return raw
 
     def _call(self, name: str, *args: Any, hint: str = "") -> Any:
         """A driver call whose first argument is this pool."""
@@ -396,7 +389,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         return MadeCurrent(self, previous)
 
     def _set_current(self) -> None:
-        set_current_pool(self._session, self._lend(), self.location, self.allocation_type)
+        set_current_pool(self._session, self._checked_raw(), self.location, self.allocation_type)
 
     def _make_room(self, stream: Stream) -> bool:
         freed = any([cache._make_room(stream) for cache in self._caches()])

@@ -322,7 +322,7 @@ class TestDeferred:
             return True
 
     class Waiting(Deferred):
-        """An item with memory, whose attempts in vain take until they are told to end."""
+        """An item whose attempts in vain take until they are told to end."""
 
         def __init__(self) -> None:
             self.attempts = 0
@@ -333,9 +333,6 @@ class TestDeferred:
             self.begun.set()
             assert self.over.wait(20)
             return False
-
-        def memory(self) -> int:
-            return 512
 
     @pytest.mark.parametrize("function", [DeferredQueue._take_over, DeferredQueue._take_off])
     def test_each_item_is_attempted_once(self, function: Any) -> None:
@@ -369,34 +366,6 @@ class TestDeferred:
         for item in items:
             item.over.set()
         deferred._unfinished.intersection_update(before)
-
-    @pytest.mark.parametrize("step", ["begins", "ends"])
-    def test_memory_of_an_item_is_found_while_an_attempt_begins_or_ends(self, step: str, queue_of_one: Any) -> None:
-        found: list[set[int] | None] = []
-        workers: list[threading.Thread] = []
-
-        def make() -> tuple[DeferredQueue, TestDeferred.Waiting]:
-            queue, item = queue_of_one()
-            item.over.clear()
-            item.begun.clear()
-            workers[:] = [threading.Thread(target=queue.work, daemon=True)]
-            if step == "ends":
-                workers[0].start()
-                assert item.begun.wait(20)
-            return queue, item
-
-        def move(state: tuple[DeferredQueue, TestDeferred.Waiting]) -> None:
-            if step == "ends":
-                state[1].over.set()
-                workers[0].join(20)
-            else:
-                workers[0].start()
-                state[1].begun.wait(20)
-
-        for queue, item in interleaved(DeferredQueue.memory, make, lambda it: found.append(it[0].memory()), move):
-            item.over.set()
-            workers[0].join(20)
-            assert found.pop() == queue.memory() == {512}
 
     def test_a_round_that_begins_late_does_not_hide_items_from_later_ones(self, queue_of_one: Any) -> None:
         def work_often(state: tuple[DeferredQueue, TestDeferred.Waiting]) -> None:

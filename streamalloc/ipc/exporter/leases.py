@@ -434,9 +434,6 @@ class _DeferredFree(Deferred):
             self._session.release(self, "cuMemFreeAsync", raw)
         return True
 
-    def memory(self) -> int | None:
-        return None if self._raw is None else int(self._raw)
-
     def forget(self) -> None:
         lease, self._raw, self._lease = self._lease, None, None
         if lease is not None:

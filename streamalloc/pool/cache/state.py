@@ -43,7 +43,6 @@ from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver.internal import RLock, cuda
 from streamalloc.pool.attributes import PoolAttributes
 from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
-from streamalloc.pool.lost import no_collection_is_left
 from streamalloc.pool.pool import POOL_STEP, MemoryPool
 
 _LARGEST_FIT = 5
@@ -378,17 +377,10 @@ class CacheState(Deferred):
         for one in list(self.stream_caches.values()):
             # Attempt ended ones again: buffers may have been dropped since.
             self._queue.end(one)
-        if self.blocks and not self._all_lost():
+        if self.blocks:
             return False
         self.stream_caches.clear()
         return True
-
-    def _all_lost(self) -> bool:
-        """Whether all remaining blocks are lost. Lost blocks end with the pool."""
-        owner = getattr(self, "_owner", None)  # buffers keep the cache
-        if owner is None or owner() is not None or not no_collection_is_left():
-            return False
-        return not self.dropped and not any(one.free_bytes for one in list(self.stream_caches.values()))
 
     # -- streams ---------------------------------------------------------------------------------------------
 
