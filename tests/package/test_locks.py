@@ -125,7 +125,7 @@ def test_a_primary_context_is_retained_once() -> None:
 def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
     def make() -> Checked:
         checked = sd.checked(sd.simulated())
-        checked._found += [sd.Hazard("race", "two writes", "order them", address) for address in range(3)]
+        checked._found += [sd.Hazard(kind, "two writes", "order them", 512) for kind in ("race", "leak", "double free")]
         return checked
 
     kept: list[list[Any]] = []
