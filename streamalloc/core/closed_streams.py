@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from streamalloc.core.deferred import deferred_queue
-from streamalloc.core.errors import InvalidContextError, InvalidHandleError, NotReadyError, OutOfMemoryError, refused
+from streamalloc.core.errors import InvalidContextError, InvalidHandleError, NotReadyError, refused
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.core.stream import Kind, Stream, awaited_ends, closable_streams, latest_closed, moment, notice_close
 
@@ -62,25 +61,6 @@ def watching_for_destruction(stream: Stream) -> Iterator[None]:
         stream._close_by_library()
         why = f"its owner has destroyed {stream!r}, and its work may not be done: synchronise the device first"
         raise refused(NotReadyError, error.call, why) from None
-
-
-def await_unknown_ends(session: Session, ordinal: int) -> bool:
-    """Wait for all work of a device if memory may wait for closed streams of libraries. Returns whether it waited."""
-    unknown = unknown_ends(session)
-    if awaited_ends(session) or (unknown and deferred_queue(session).has_work()):
-        with contextlib.suppress(OutOfMemoryError):  # the driver's own memory is exhausted as well
-            await_device(session, ordinal)
-            return True
-    return False
-
-
-def await_device(session: Session, ordinal: int) -> None:
-    """Block the host until all work of a device is done, without invalidating captures of other code (``cuMemFree``).
-
-    ``cuCtxSynchronize`` would invalidate them, whatever the mode of the capture and of the thread.
-    """
-    with synchronizing(session, ordinal), session.relaxed(), session.current(ordinal):
-        session.call("cuMemFree", session.call("cuMemAlloc", 1))
 
 
 def _find_closed(session: Session) -> None:

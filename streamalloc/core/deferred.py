@@ -29,6 +29,11 @@ of a capture, or a pool that waits for its last free. The rules:
   no capture of ours can begin (:attr:`DeferredQueue.beginning`). No call is made for a whole context: items wait for
   the work of each stream that is known (:class:`~streamalloc.core.queued_work.QueuedWork`).
 
+An explicit end or commit keeps to one rule beside captures. It waits for the streams or events that it names. If it
+names none, it waits for all work of the devices (:func:`~streamalloc.core.queued_work.all_work`), which breaks no
+capture either. What then cannot be released is an item of this queue. The first error propagates, with later ones
+attached (:func:`~streamalloc.core.errors.undoing`).
+
 A signal handler may raise between any two calls, but not between two lines that call nothing. The lines that move an
 item call nothing, so an item is never in no place. Work that needs a lock is a function, or the body of the ``with``
 block of a lock: if a handler raises between the start of a block written in Python and its body, the traceback keeps

@@ -242,25 +242,6 @@ def opened_event(device: Device, handle: Any) -> Event:
     return event
 
 
-def context_event(device: Device) -> Event:
-    """Record an event after all queued work of a device's context (``cuCtxRecordEvent``). For explicit calls only.
-
-    This invalidates all captures of the context, whatever their mode.
-
-    Raises
-    ------
-    CaptureError
-        A capture of ours is under way.
-    """
-    event = Event(device)
-    session = device._session
-    queue = deferred_queue(session)
-    with device.current(), queue.beginning:
-        queue.refuse_captures("cuCtxRecordEvent")
-        session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
-    return event
-
-
 # -- last events of streams ----------------------------------------------------------------------------------
 
 

@@ -24,12 +24,12 @@ from streamalloc.core.buffer import (
     unshared_parts,
 )
 from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
-from streamalloc.core.closed_streams import await_device, await_unknown_ends, synchronizing, watching_for_destruction
+from streamalloc.core.closed_streams import watching_for_destruction
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
 from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, unless_busy, work
 from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
 from streamalloc.core.dlpack import tensor_in
-from streamalloc.core.event import Event, Spares, context_event, opened_event
+from streamalloc.core.event import Event, Spares, opened_event
 from streamalloc.core.fd import Fd
 from streamalloc.core.graph import Graph
 from streamalloc.core.library_streams import kept_stream
@@ -44,6 +44,11 @@ from streamalloc.core.per_thread_streams import (
 )
 from streamalloc.core.queued_work import (
     QueuedWork,
+    all_work,
+    await_all_work,
+    await_device,
+    await_unknown_ends,
+    context_event,
     ordered_after,
     ordered_after_end,
     queue_behind,

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from streamalloc.core.closed_streams import end_is_known, record_unknown_end, unknown_ends
+from streamalloc.core.closed_streams import end_is_known, record_unknown_end, synchronizing, unknown_ends
 from streamalloc.core.deferred import Deferred, deferred_queue, unless_busy
 from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
+    CudaError,
     InvalidContextError,
     InvalidHandleError,
     NotReadyError,
+    OutOfMemoryError,
     refused,
 )
 from streamalloc.core.event import Event, has_passed, pending_ends
 from streamalloc.core.library_streams import names_handle, owned_streams
 from streamalloc.core.session import PerDriver, Session, members
-from streamalloc.core.stream import LEGACY, PER_THREAD, Kind, Stream, created_streams, moment, refuse_capture
+from streamalloc.core.stream import (
+    LEGACY,
+    PER_THREAD,
+    Kind,
+    Stream,
+    awaited_ends,
+    created_streams,
+    moment,
+    refuse_capture,
+)
 from streamalloc.core.stream_resolution import _default_streams, default_stream
 from streamalloc.driver.internal import RLock
 
@@ -48,12 +60,7 @@ class QueuedWork:
         self._given = bool(streams)
         self.began: int = moment()
         """The moment at which its recording began, see :func:`moment`."""
-        known = streams or (
-            *members(created_streams(session)),
-            *_default_streams(session).values(),
-            *owned_streams(session),
-            *unknown_ends(session),
-        )
+        known = streams or (*_known_streams(session), *unknown_ends(session))
         self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
         """Streams that are not recorded yet."""
         # After the streams: a stream dropped meanwhile is either among them, or has left its end event here.
@@ -92,6 +99,14 @@ class QueuedWork:
                 del self._events[-1]
             return not (self._events or self._streams)
 
+    def synchronize(self) -> None:
+        """Block the host until the work is done, except that of streams that are being captured."""
+        with self._session.relaxed():
+            self._record()
+            for event in tuple(self._events):
+                with contextlib.suppress(ClosedError):  # closed by the stream's owner, which has synchronised
+                    event.synchronize()
+
     def precede(self, stream: Stream) -> None:
         """Order later work of ``stream`` after this work.
 
@@ -108,6 +123,81 @@ class QueuedWork:
             raise refused(CaptureError, "cuStreamWaitEvent", f"{first!r} is being captured")
         for event in self._events:
             stream.wait(event)
+
+
+def _known_streams(session: Session) -> tuple[Stream, ...]:
+    return (
+        *members(created_streams(session)),
+        *_default_streams(session).values(),
+        *owned_streams(session),
+    )
+
+
+def _captured_elsewhere(stream: Stream) -> bool:
+    """Whether other code captures a stream."""
+    with contextlib.suppress(CudaError, ClosedError):
+        return stream._foreign_captures and stream.capturing
+    return False
+
+
+def context_event(device: Device) -> Event | None:
+    """Record an event after all queued work of a device's context, on streams of any library (``cuCtxRecordEvent``).
+
+    The call invalidates every capture in the context. So it is not made while this library captures a stream, or other
+    code captures a stream that this library knows; then the result is None.
+    """
+    session = device._session
+    queue = deferred_queue(session)
+    with queue.beginning, device.current():
+        if queue.captures or any(map(_captured_elsewhere, _known_streams(session))):
+            return None
+        event = Event(device)
+        session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
+        return event
+
+
+def all_work(device: Device) -> tuple[Event, ...]:
+    """Events after all queued work of a device. While this library captures a stream, the host waits for the work
+    instead, and the tuple is empty.
+    """
+    event = context_event(device)
+    if event is not None:
+        return (event,)
+    await_device(device._session, device.ordinal)
+    return ()
+
+
+def await_all_work(device: Device) -> None:
+    """Block the host until all work of a device is done, without invalidating a capture of this library."""
+    session = device._session
+    with synchronizing(session, device.ordinal), session.relaxed():
+        for event in all_work(device):
+            with event:
+                event.synchronize()
+
+
+def await_device(session: Session, ordinal: int) -> None:
+    """Block the host until all work of a device is done, without invalidating captures of any code (``cuMemFree``).
+
+    ``cuCtxSynchronize`` would invalidate them, whatever the mode of the capture and of the thread. While ``cuMemFree``
+    waits, driver 580 blocks all threads that need the context. So the host first waits for the streams that are known.
+    """
+    QueuedWork(session).synchronize()
+    with synchronizing(session, ordinal), session.relaxed(), session.current(ordinal):
+        try:
+            session.call("cuMemFree", session.call("cuMemAlloc", 1))
+        except OutOfMemoryError:
+            session.call("cuMemFreeHost", session.call("cuMemHostAlloc", 1, 0))
+
+
+def await_unknown_ends(session: Session, ordinal: int) -> bool:
+    """Wait for all work of a device if memory may wait for closed streams of libraries. Returns whether it waited."""
+    unknown = unknown_ends(session)
+    if awaited_ends(session) or (unknown and deferred_queue(session).has_work()):
+        with contextlib.suppress(OutOfMemoryError):  # the driver's own memory is exhausted as well
+            await_device(session, ordinal)
+            return True
+    return False
 
 
 _latest_work: PerDriver[list[QueuedWork]] = PerDriver(lambda _: [])

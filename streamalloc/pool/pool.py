@@ -25,6 +25,7 @@ from streamalloc.core.internal import (
     Allocator,
     Buffer,
     Device,
+    QueuedWork,
     Stream,
     StreamLike,
     as_stream,
@@ -100,10 +101,10 @@ class MemoryPool(Allocator, Closes, Drawn):
         A name for people, which ``repr``, reports, leaks and errors show.
     on_oom
         Policy for an allocation that finds no memory even after caches of the pool have returned theirs: ``"raise"``;
-        ``"sync-trim-retry"``, which synchronises the stream's device, trims the pool and tries once more; or a function
-        that gets the :class:`OutOfMemoryError`, and returns True for another attempt once it has released memory. The
-        function is called after each failed attempt, on the thread of the allocation, but not while the stream is
-        captured. Its exceptions go to the caller of the allocation.
+        ``"sync-trim-retry"``, which waits for the streams that this library knows, trims the pool and tries once more;
+        or a function that gets the :class:`OutOfMemoryError`, and returns True for another attempt once it has released
+        memory. The function is called after each failed attempt, on the thread of the allocation, but not while the
+        stream is captured. Its exceptions go to the caller of the allocation.
     driver
         The driver to use, where ``where`` does not name a device.
 
@@ -395,8 +396,9 @@ class MemoryPool(Allocator, Closes, Drawn):
         freed = any([cache._make_room(stream) for cache in self._caches()])
         if self.on_oom != "sync-trim-retry":
             return freed
-        stream.device.synchronize()
-        self._call("cuMemPoolTrimTo", 0)
+        QueuedWork(self._session).synchronize()
+        with self._session.relaxed():
+            self._call("cuMemPoolTrimTo", 0)
         return True
 
     def _ask_again(self, failure: CudaError) -> bool:

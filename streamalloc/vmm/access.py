@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from streamalloc.core.errors import CaptureError, refused
 from streamalloc.core.internal import (
     Device,
     Event,
     Stream,
     StreamLike,
     as_stream,
+    await_all_work,
     check_location,
-    deferred_queue,
     location_of,
     refuse_capture,
-    synchronizing,
     work,
 )
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType
@@ -85,24 +83,15 @@ def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLoca
 
 
 def wait(after: After, session: Session, devices: Iterable[int]) -> None:
-    """Block the host until ``after`` has completed; None means all work of ``devices`` (``cuCtxSynchronize``).
-
-    Raises
-    ------
-    CaptureError
-        ``after`` is None and a stream is being captured: a device cannot be synchronised then.
-    """
+    """Block the host until ``after`` has completed; None means all work of ``devices`` (``cuCtxRecordEvent``)."""
     if after is None:
         for ordinal in sorted(devices):
-            if deferred_queue(session).paused:
-                why = "a stream is being captured: say with after= which streams or events must have passed"
-                raise refused(CaptureError, "cuCtxSynchronize", why)
-            with synchronizing(session, ordinal), session.current(ordinal):
-                session.call("cuCtxSynchronize")
+            await_all_work(Device(ordinal, driver=session.driver))
         work(session)
         return
-    for one in ends_of(after, session):
-        one.synchronize()
+    for one in [*ends_of(after, session)]:
+        with session.relaxed():
+            one.synchronize()
 
 
 def ends_of(after: object, session: Session) -> Iterator[Event | Stream]:

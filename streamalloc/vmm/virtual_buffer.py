@@ -248,7 +248,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         OutOfMemoryError
             There is not enough memory for the backup. The buffer is unchanged.
         CaptureError
-            ``stream`` is being captured, or another stream is and ``after`` is None.
+            ``stream``, or a stream of ``after``, is being captured.
         TypeError, ValueError
             ``backup`` is of another driver or size, or its pool gives the device no access.
         OSError

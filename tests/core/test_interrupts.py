@@ -10,8 +10,14 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.deferred import Deferred, deferred_queue
-from streamalloc.core.event import context_event
-from streamalloc.core.queued_work import QueuedWork, ordered_after, queue_if_allowed, record_uncaptured, settle
+from streamalloc.core.queued_work import (
+    QueuedWork,
+    context_event,
+    ordered_after,
+    queue_if_allowed,
+    record_uncaptured,
+    settle,
+)
 from streamalloc.core.session import session_of
 from streamalloc.interop.bridge import FreeAfterAll, free_after_all
 from tests.interrupting import Interrupt, Interrupted, since_3_11

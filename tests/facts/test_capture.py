@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,15 @@ class Scene:
     other: Any
     pool: Any
     plain: Any  # 4096 bytes
+    pinned: Any  # 64 bytes
     event: Any
 
 
 @pytest.fixture
 def scene(rig: Rig) -> Scene:
-    scene = Scene(rig, rig.raw, rig.stream(), rig.stream(), rig.pool(UINT64_MAX), rig.plain(4096), rig.event())
+    scene = Scene(
+        rig, rig.raw, rig.stream(), rig.stream(), rig.pool(UINT64_MAX), rig.plain(4096), rig.pinned(64), rig.event()
+    )
     rig.allocate(scene.pool, 64, scene.other)
     rig.synchronize()
     return scene
@@ -85,6 +89,9 @@ ANY_MODE: dict[str, tuple[str, Call]] = {
 # Calls that only the relaxed mode allows; the other two say STREAM_CAPTURE_UNSUPPORTED.
 RELAXED_MODE: dict[str, Call] = {
     "allocate plain memory": lambda s: kept(s, s.raw.cuMemAlloc(64), "cuMemFree"),
+    "free plain memory": lambda s: s.raw.cuMemFree(s.rig.disown(s.plain)),
+    "free pinned memory": lambda s: s.raw.cuMemFreeHost(s.rig.disown(s.pinned)),
+    "synchronize an event": lambda s: s.raw.cuEventSynchronize(s.event),
     "allocate pinned memory": lambda s: kept(s, s.raw.cuMemHostAlloc(64, 0), "cuMemFreeHost"),
     "synchronize another stream": lambda s: s.raw.cuStreamSynchronize(s.other),
     "query another stream": lambda s: s.raw.cuStreamQuery(s.other),
@@ -300,6 +307,22 @@ def test_asking_a_captured_stream_for_other_things(rig: Rig, name: str, mode: in
     rig.begin_capture(stream, mode)
     assert said(getattr(rig.raw, name)(stream)) == "SUCCESS"
     assert said(rig.end_capture(stream)) == "SUCCESS"
+
+
+@modes
+@pytest.mark.parametrize("name", RELAXED_MODE)
+def test_a_relaxed_thread_makes_any_call_beside_a_capture_on_another_thread(scene: Scene, name: str, mode: int) -> None:
+    rig, raw = scene.rig, scene.raw
+
+    def call() -> str:
+        value(raw.cuCtxSetCurrent(rig.context))
+        value(raw.cuThreadExchangeStreamCaptureMode(raw.CUstreamCaptureMode(RELAXED)))
+        return said(RELAXED_MODE[name](scene))
+
+    rig.begin_capture(scene.stream, mode)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(call).result() == "SUCCESS"
+    assert said(rig.end_capture(scene.stream)) == "SUCCESS"
 
 
 @pytest.mark.parametrize("mode", [0, 1])

@@ -92,6 +92,16 @@ class TestContext:
         assert said(rig.raw.cuEventSynchronize(event)) == "SUCCESS"
         assert rig.executed(waiting)
 
+    @pytest.mark.parametrize("flags", [BLOCKING, NON_BLOCKING], ids=["blocking", "non-blocking"])
+    def test_comes_after_the_work_of_destroyed_streams(self, rig: Rig, flags: int) -> None:
+        stream, event, gate = rig.disown(rig.stream(flags)), rig.event(), rig.gate()
+        gate.hold(stream)
+        value(rig.raw.cuStreamDestroy(stream))
+        value(rig.raw.cuCtxRecordEvent(rig.context, event))
+        assert said(rig.raw.cuEventQuery(event)) == "NOT_READY"
+        gate.open()
+        assert said(rig.raw.cuEventSynchronize(event)) == "SUCCESS"
+
 
 class TestElapsedTime:
     def test_never_recorded(self, rig: Rig) -> None:

@@ -117,12 +117,14 @@ class TestPinnedMemory:
         assert said(raw.cuMemHostGetDevicePointer(host.ctypes.data, 0)) == "INVALID_VALUE"
 
 
+@pytest.mark.parametrize("function", ["cuMemFree", "cuMemFreeHost"])
 @pytest.mark.parametrize("flags", [BLOCKING, NON_BLOCKING])
-def test_a_free_waits_for_the_work_of_destroyed_streams(rig: Rig, flags: int) -> None:
-    stream, gate, pointer = rig.disown(rig.stream(flags)), rig.gate(), rig.disown(rig.plain(1))
+def test_a_free_waits_for_the_work_of_destroyed_streams(rig: Rig, flags: int, function: str) -> None:
+    stream, gate = rig.disown(rig.stream(flags)), rig.gate()
+    pointer = rig.disown(rig.plain(1) if function == "cuMemFree" else rig.pinned(1))
     gate.hold(stream)
     value(rig.raw.cuStreamDestroy(stream))
-    thread = threading.Thread(target=rig.raw.cuMemFree, args=(pointer,))
+    thread = threading.Thread(target=getattr(rig.raw, function), args=(pointer,))
     thread.start()
     thread.join(0.05)
     held = thread.is_alive()

@@ -24,13 +24,14 @@ from streamalloc.core.internal import (
     Stream,
     StreamLike,
     TypedView,
+    all_work,
     as_stream,
-    context_event,
+    await_all_work,
     deferred_queue,
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
 from streamalloc.core.resource import Leaves, Unique, close_all
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.store.errors import StoreError
@@ -40,7 +41,7 @@ from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
 from streamalloc.ipc.transport.process_group import listed
 from streamalloc.vmm import AddressRange, PhysicalMemory
-from streamalloc.vmm.internal import GRANULARITY, wait
+from streamalloc.vmm.internal import GRANULARITY
 
 _LARGEST_CHUNK = 1 << 30
 
@@ -213,13 +214,19 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Send the epoch. With ``block`` the host waits for queued work."""
         session = session_of(self.device)
         self._pending = None
+        with session.relaxed():
+            return self._send(session, keep, prepare, block)
+
+    def _send(self, session: Session, keep: bool, prepare: bool, block: bool) -> dict[str, Any]:
         if not self._chunks:
             self._grow(GRANULARITY)  # Only empty tensors: the driver maps no empty range.
+        # A commit includes the work of all streams, even of streams that only other libraries know.
+        devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
         if block:
-            wait(None, session, session.ordinals)
+            for device in devices:
+                await_all_work(device)
         else:
-            # A commit includes the work of all streams, even of streams that only other libraries know.
-            events = [context_event(Device(ordinal, driver=session.driver)) for ordinal in session.ordinals]
+            events = [event for device in devices for event in all_work(device)]
             if not all(event.query() for event in events):
                 self._pending = self._announced(events)
         with contextlib.ExitStack() as undo:
@@ -320,15 +327,13 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _leave(self, *, failed: bool) -> None:
         if self.closed:
             return
-        if failed:
-            self.abort()
-            return
-        try:
-            self.commit()
-        except BaseException:
-            if not self.epoch:
-                self._release()
-            raise
+        # Whatever the driver refuses, others can write the key.
+        with undoing(self._connection.close):
+            if failed:
+                self.abort()
+                return
+            with undoing(lambda: None if self.epoch else self._release()):
+                self.commit()
 
     def _text(self) -> str:
         state = f"epoch {self.epoch}" if self.epoch else "aborted" if self.closed else "not committed"

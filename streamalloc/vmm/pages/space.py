@@ -261,7 +261,7 @@ class PageSpace(Memory, Closes):
         Raises
         ------
         CaptureError
-            ``after`` is None and a stream is being captured.
+            A stream of ``after`` is being captured.
         InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         """
@@ -456,7 +456,7 @@ class PageSpace(Memory, Closes):
         InUseError, ClosedError, CudaError
             As for :meth:`commit`. No page is changed.
         CaptureError
-            ``stream`` is being captured, or another stream is and ``after`` is None.
+            ``stream``, or a stream of ``after``, is being captured.
         """
         chosen = self._unique(pages)
         ordered = self._copying_stream(stream)

@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import LOST, ClosedError, CudaError, InUseError, NotSupportedError
-from streamalloc.core.internal import Device, Event, QueuedWork, Stream, context_event, queue_batch, raw_handle
+from streamalloc.core.internal import (
+    Device,
+    Event,
+    QueuedWork,
+    Stream,
+    all_work,
+    context_event,
+    queue_batch,
+    raw_handle,
+)
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import After, ends_of
 
@@ -39,7 +48,7 @@ class Work:
     def of(cls, after: After, device: Device) -> Work:
         """Record the work that an argument names: an event, the queued work of a stream, or None for all work."""
         if after is None:
-            return cls(device, context_event(device))
+            return cls(device, *all_work(device))
         ends = ends_of(after, session_of(device))
         return cls(device, *(one if isinstance(one, Event) else one.record() for one in ends))
 
@@ -68,7 +77,8 @@ class Work:
                     return False
             except ClosedError:
                 # The owner of the event has closed it. Wait for all present work of the device instead.
-                self._ends = (context_event(self._device),)
+                present = context_event(self._device)
+                self._ends = self._ends if present is None else (present,)
                 return False
             except LOST:
                 pass  # no work is left

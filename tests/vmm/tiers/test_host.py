@@ -128,7 +128,7 @@ def test_copies_run_while_other_memory_is_unmapped_and_made(machine: Any, monkey
         for seed, buffer in enumerate(several):
             filled(buffer, seed)
         traced.calls.clear()
-        group.sleep()
+        group.sleep(after=())
         waits = names(traced, "cuEventSynchronize", "cuStreamSynchronize", "cuMemUnmap")
         event, unmap = "cuEventSynchronize", "cuMemUnmap"
         assert waits == [event, unmap, unmap, event, unmap, unmap, "cuStreamSynchronize", unmap]

@@ -36,7 +36,10 @@ class SharingCalls(Calls):
     """cuMemPool*Shareable*, cuMemPool*Pointer, cuMem*Shareable*, cuIpc*."""
 
     def _not_during_capture(self) -> None:
-        not_modelled(self._machine.graphs.captures, "sharing with other processes during a stream capture")
+        """For a call that is not known to be safe during captures: modelled where no capture forbids unsafe calls."""
+        caller = self._machine.timeline.caller
+        forbids = any(capture.forbids(caller) for capture in self._machine.graphs.captures)
+        not_modelled(forbids, "sharing with other processes while a stream capture forbids unsafe calls")
 
     def _need_channel(self, kind: int) -> None:
         """Refuse fabric handles without an IMEX channel. By default there is none, as on the observed machine."""
