@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -123,6 +124,7 @@ def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
 
 
 HOST_KINDS = ("pinned memory", "registered memory")
+_MOST_FLAGS = 64
 _ROW = 1 << 20
 """Bytes of a row. A larger source is compared by the sum of its rows, which is much faster than its checksum."""
 
@@ -148,6 +150,8 @@ class QueuedSources:
         self._foreign = foreign
         self._judge = judge
         self._sources: list[_Source] = []
+        self._flags: deque[tuple[int, int, Obstacle]] = deque(maxlen=_MOST_FLAGS)
+        """Bytes that the host may poll, and the end of their writes."""
         self._kernels: dict[Stream, tuple[Obstacle, frozenset[Bytes] | None]] = {}
         """End of the kernels without declared uses per stream, and the memory that they may write; None for any."""
 
@@ -195,10 +199,11 @@ class QueuedSources:
         self._kernels = {stream: one for stream, one in self._kernels.items() if not seen(one[0])}
         return any(named is None or memory in named for _, named in self._kernels.values())
 
-    def polled(self, stream: Stream) -> None:
-        """Record that the host may see the latest operation of a stream by the value that it writes, and so that the
-        earlier work is over.
+    def polled(self, stream: Stream, start: int, end: int) -> None:
+        """Record that the host may poll the bytes from ``start`` to ``end``, which the latest operation of a stream
+        writes. Then it knows that the earlier work is over.
         """
+        self._flags.append((start, end, self._timeline.record(stream)))
         clock = stream.clock
         self._sources = [
             one
@@ -206,6 +211,14 @@ class QueuedSources:
             if one.stream is not stream
             and (one.mark.clock is None or not clock.after(one.stream.number, one.mark.clock.known[one.stream.number]))
         ]
+
+    def seen_by_host(self, start: int, end: int) -> Clock:
+        """The work that the host may know to be over by polling, when it uses the bytes from ``start`` to ``end``."""
+        clock = self._timeline.host.copy()
+        for low, high, mark in self._flags:
+            if mark.clock is not None and (high <= start or end <= low):
+                clock.learn(mark.clock)
+        return clock
 
     def _watch(self, piece: Piece, stream: Stream, what: str, stack: Stack, mark: Obstacle) -> None:
         range_, low, high = piece

@@ -665,7 +665,7 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
       that no call of this driver wrote, once the host has seen the waiting stream idle.
     * Copies from pageable host memory have read it when the call returns. The target is complete in the order of the
       stream only, which is the legacy stream for ``cuMemcpyHtoD``.
-    * The host may poll up to 64 bytes that a stream writes to host memory. The sources of earlier copies are then free.
+    * The host may poll up to 64 bytes that a stream writes to host memory, and then use what earlier work used.
     * A kernel without declared uses may write the memory that its arguments name. Of all memory that exists at its
       launch, unwritten bytes and element types are no longer checked.
     * Memory that is read was written before, unless ``uninitialized`` asks for that check.
@@ -684,8 +684,6 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
       as ordered.
     * Reads by the host through an array that it has had since before the copy; take ``as_array()`` anew, or call
       ``used(on_host=True)``. On a simulated driver, ``poison`` makes them read 0xCB.
-    * A host that polls a value in memory before it uses memory with ``used(on_host=True)``: query an event as well
-      (``event.query()``).
     * Synchronous frees of memory that queued work uses: the driver waits, although CUDA does not promise it. ``notes``
       lists them.
 

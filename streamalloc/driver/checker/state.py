@@ -148,6 +148,8 @@ class State(UsedMemory):
         self.account: HandleCounts = HandleCounts()
         self.physical: dict[int, Physical] = {}
         self.arrays: dict[int, Array] = {}
+        self.variables: dict[int, list[Range]] = {}
+        """Variables by the handle of their module."""
         self.mipmapped: dict[int, tuple[Any, dict[int, None]]] = {}
         """Descriptor and known levels' handles of each mipmapped array."""
         self.array_end: int = _ARRAYS
@@ -436,7 +438,7 @@ class State(UsedMemory):
         if capture is not None:
             self.name(stream, capture.step(lambda stream: self.write_value(stream, address, value, bits)))
         else:
-            self.sources.polled(stream)
+            self.sources.polled(stream, address, address + bits // 8)
             self.interprocess.notifies(stream)
             if self.interprocess.uses and self._is_shared(address):
                 self.timeline.submit(stream, lambda stream: self.interprocess.release(stream.clock))

@@ -240,8 +240,9 @@ class UsedMemory(Streams):
         self.timeline.submit(stream, lambda stream: self.touch(stream, node, stack))
         self.sources.add(stream, pieces, what, stack)
         self._may_write(stream, node)
-        if any(write and high - low <= FLAG and may_poll(range_) for (range_, low, high), write in pieces):
-            self.sources.polled(stream)
+        for (range_, low, high), write in pieces:
+            if write and high - low <= FLAG and may_poll(range_):
+                self.sources.polled(stream, low, high)
         if stream.obstacle is not None:
             for (range_, _, _), write in pieces:
                 range_.held_write |= write
@@ -271,7 +272,8 @@ class UsedMemory(Streams):
         self._prepare([(piece, write) for piece in pieces])
         if seen:
             self.sources.check()
-        self.judge.use(pieces, access, self.timeline.host)
+        clock = self.sources.seen_by_host(address, address + nbytes) if seen else self.timeline.host
+        self.judge.use(pieces, access, clock)
         if seen:
             self.sources.view(pieces)
 

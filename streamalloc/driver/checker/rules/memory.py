@@ -147,6 +147,22 @@ def _ends_array(state: State, name: str, args: Arguments) -> Finish:
     return state.end(ended, name, here())
 
 
+def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    """A variable of a module or library. It lasts as long as these."""
+    there = state.addresses.find(int(answer[1]))
+    if there is None or there.ended is not None:
+        made = Range(int(answer[1]), int(answer[2]), "module variable", stack=here(), deferred=True)
+        state.addresses.add(made)
+        state.variables.setdefault(number_of(args[0]), []).append(made)
+
+
+def _unloads(state: State, name: str, args: Arguments) -> Finish:
+    ended = state.variables.pop(number_of(args[0]), [])
+    if ended:
+        state.wait_for_device()
+    return state.end(ended, name, here())
+
+
 # -- pools ---------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +347,7 @@ RULES = rules(
         "cuArrayCreate cuArray3DCreate": _makes_array,
         "cuMipmappedArrayCreate": _makes_mipmapped,
         "cuMipmappedArrayGetLevel": _finds_level,
+        "cuModuleGetGlobal cuLibraryGetGlobal cuLibraryGetManaged": _finds_variable,
         "cuMemPoolCreate": _makes_pool,
         "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
         "cuDeviceSetMemPool cuMemSetMemPool": _sets_pool,
@@ -349,6 +366,7 @@ RULES = rules(
         "cuMemPoolSetAccess": _grants_pool,
         "cuCtxEnablePeerAccess cuCtxDisablePeerAccess": _changes_peer_access,
         "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
+        "cuModuleUnload cuLibraryUnload": _unloads,
         "cuMemAddressFree": _ends_reservation,
         "cuMemUnmap": _unmaps,
         "cuMemSetAccess": _grants,

@@ -371,6 +371,30 @@ def one_of_two_graphs_adds_without_atomics(b: Bench, right: bool) -> None:
         b.keep(graph).launch(stream)
 
 
+@hazard("race")
+def the_host_reads_without_a_poll_of_the_flag(b: Bench, right: bool) -> None:
+    """The flag is set behind the copy, or before it."""
+    x, result, flag = b.ready(), _pinned(b), b.word()
+    for sets_flag in (not right, right):
+        if sets_flag:
+            b.raw("cuStreamWriteValue32", cuda.CUstream(b.a._raw), flag, 1, 0)
+        else:
+            b.raw("cuMemcpyDtoHAsync", result, x.address, SIZE, cuda.CUstream(b.a._raw))
+    while ctypes.c_uint32.from_address(flag).value == 0:
+        pass
+    b.driver.used(result, SIZE, None, False)
+
+
+@hazard("race")
+def the_host_reads_a_few_bytes_too_early(b: Bench, right: bool) -> None:
+    """Small results are no flags of their own."""
+    x, result = b.ready(), _pinned(b)
+    b.raw("cuMemcpyDtoHAsync", result, x.address, 4, cuda.CUstream(b.a._raw))
+    if right:
+        b.a.synchronize()
+    b.driver.used(result, 4, None, False)
+
+
 # -- what nobody has written -------------------------------------------------------------------------------------
 
 

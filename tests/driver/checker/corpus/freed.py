@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -98,6 +99,37 @@ def a_kernel_is_launched_after_the_free(b: Bench, right: bool) -> None:
     if not right:
         _launch(b, address, SIZE)
     b.raw("cuMemFree", other)
+
+
+testing.device_global("corpus_table", SIZE)
+
+
+def _variable(b: Bench) -> tuple[Any, int]:
+    """A module, and the address of its variable."""
+    module = b.raw("cuModuleLoadData", b"\x7fELF")
+    with b.device.current():
+        return module, int(b.driver.cuModuleGetGlobal(module, b"corpus_table")[1])
+
+
+@hazard("race", simulated="modules of the simulated driver need no code")
+def a_variable_is_copied_to_while_it_is_read(b: Bench, right: bool) -> None:
+    module, address = _variable(b)
+    b.raw("cuMemsetD8Async", address, 1, SIZE, _raw(b))
+    if right:
+        b.order(b.a, b.b)
+    b.at(address, b.b, write=False)
+    b.device.synchronize()
+    b.raw("cuModuleUnload", module)
+
+
+@hazard("use after free", simulated="modules of the simulated driver need no code")
+def a_variable_has_ended_with_its_module(b: Bench, right: bool) -> None:
+    module, address = _variable(b)
+    if right:
+        b.at(address, b.a)
+    b.raw("cuModuleUnload", module)
+    if not right:
+        b.at(address, b.a)
 
 
 @hazard("out of bounds", simulated="kernels of the simulated driver say what they use")
