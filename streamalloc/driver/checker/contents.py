@@ -26,7 +26,7 @@ from streamalloc.driver.checker.clocks import Clock, Obstacle, Stream, Timeline
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import Addresses, Bytes, Piece, Range
 from streamalloc.driver.checker.reports import Stack, here
-from streamalloc.driver.checker.streams import ForeignStreams
+from streamalloc.driver.checker.streams import ForeignStreams, is_readable
 
 
 class Typed(NamedTuple):
@@ -123,7 +123,8 @@ def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
     return kinds == {"c", "f"} and max(one.itemsize, other.itemsize) == 2 * min(one.itemsize, other.itemsize)
 
 
-HOST_KINDS = ("pinned memory", "registered memory")
+PAGEABLE = "pageable memory"
+HOST_KINDS = ("pinned memory", "registered memory", PAGEABLE)
 _MOST_FLAGS = 64
 _ROW = 1 << 20
 """Bytes of a row. A larger source is compared by the sum of its rows, which is much faster than its checksum."""
@@ -139,7 +140,7 @@ class _Source:
     stack: Stack
     mark: Obstacle
     """End of the operation."""
-    checksum: int
+    checksum: int | None
 
 
 class QueuedSources:
@@ -259,8 +260,11 @@ class QueuedSources:
             self._judge.report("race", what, remedy, range_, here(), used=one.stack)
 
 
-def _checksum(piece: Piece) -> int:
-    _, low, high = piece
+def _checksum(piece: Piece) -> int | None:
+    """A checksum of the bytes; None if they are not readable any more."""
+    range_, low, high = piece
+    if range_.kind == PAGEABLE and not is_readable(low, high):
+        return None
     memory = np.frombuffer(memoryview((ctypes.c_ubyte * (high - low)).from_address(low)), np.uint8)
     rest = len(memory) % _ROW
     rows: npt.NDArray[np.uint64] = np.add.reduce(memory[rest:].view(np.uint64).reshape(-1, _ROW // 8), axis=0)

@@ -663,8 +663,8 @@ def checked(driver: _Interface, on: On = "report", poison: bool = False, *, unin
       :func:`streamalloc.ipc.share`) comes before all later work of this process: the others may have answered.
     * Events and semaphores of other libraries come after all earlier work. So does a wait for a value in device memory
       that no call of this driver wrote, once the host has seen the waiting stream idle.
-    * Copies from pageable host memory have read it when the call returns. The target is complete in the order of the
-      stream only, which is the legacy stream for ``cuMemcpyHtoD``.
+    * Copies from pageable host memory have read it when the call returns, except in graphs. The target is complete in
+      the order of the stream only, which is the legacy stream for ``cuMemcpyHtoD``.
     * The host may poll up to 64 bytes that a stream writes to host memory, and then use what earlier work used.
     * A kernel without declared uses may write the memory that its arguments name. Of all memory that exists at its
       launch, unwritten bytes and element types are no longer checked.

@@ -218,10 +218,7 @@ class State(UsedMemory):
                 # The addresses may be mapped differently since the capture: the launch uses the present mapping.
                 node.pieces = self._pieces((low, high - low, write) for (_, low, high), write in node.pieces)
         self._run(stream, together, stack)
-        if stream.obstacle is not None:
-            for (range_, _, _), write in used:
-                range_.held_write |= write
-        elif not any(node.kind == "step" for node in nodes):
+        if not any(node.kind == "step" for node in nodes):
             followed = self.sources.followed(used)
             written = [one for one in followed if one[1]]
             for node in nodes if len(written) < len(followed) else ():
@@ -253,6 +250,9 @@ class State(UsedMemory):
                     self.judge.allocate(made, stream)
 
         self.timeline.submit(stream, run)
+        for node in nodes:
+            if node.enabled:
+                self.held(stream, node, Launched(node.stack, stack))
 
     # -- events ------------------------------------------------------------------------------------------------
 

@@ -7,10 +7,12 @@ records an event after each operation in them. Once the event has completed, the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, number_of
@@ -26,6 +28,17 @@ _LEGACY, _PER_THREAD = 1, 2
 """Handles of the default streams."""
 _MOST_EVENTS = 64
 """Most operations per stream that are followed."""
+
+
+@contextlib.contextmanager
+def beside_captures(driver: Any) -> Iterator[None]:
+    """Let the calls of this thread invalidate no capture."""
+    failed, mode = driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
+    try:
+        yield
+    finally:
+        if not failed:
+            driver.cuThreadExchangeStreamCaptureMode(mode)
 
 
 class ForeignStreams:
@@ -90,18 +103,17 @@ class ForeignStreams:
 
     def look(self) -> None:
         """Query the events of pending operations."""
-        failed, mode = self._driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
-        self._querying += 1
-        try:
-            for stream, waiting in tuple(self.pending.items()):
-                asked = tuple(waiting)
-                over = [time for time, event in asked if "NOT_READY" not in self._driver.cuEventQuery(event)[0].name]
-                self._end(stream, max(over, default=0))
-        finally:
-            self._querying -= 1
-        self._destroy_events()
-        if not failed:
-            self._driver.cuThreadExchangeStreamCaptureMode(mode)
+        query = self._driver.cuEventQuery
+        with beside_captures(self._driver):
+            self._querying += 1
+            try:
+                for stream, waiting in tuple(self.pending.items()):
+                    asked = tuple(waiting)
+                    over = [time for time, event in asked if "NOT_READY" not in query(event)[0].name]
+                    self._end(stream, max(over, default=0))
+            finally:
+                self._querying -= 1
+            self._destroy_events()
 
     def _end(self, stream: Stream, time: int) -> None:
         """Record that the host may have waited for a stream's operations, up to a time."""
@@ -146,6 +158,12 @@ _HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
 def rights_of_process(low: int, high: int) -> list[str]:
     """The permissions of this process's mappings between two addresses, such as ``"rw-p"``."""
     return [rights for start, end, rights in mapped_ranges() if start < high and low < end]
+
+
+def is_readable(low: int, high: int) -> bool:
+    """Whether this process can read all bytes between two addresses."""
+    parts = [(max(start, low), min(end, high)) for start, end, rights in mapped_ranges() if rights[0] == "r"]
+    return sum(max(end - start, 0) for start, end in parts) == high - low
 
 
 class _Thread:

@@ -9,7 +9,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Event, Node, Unseen
 from streamalloc.driver.checker.clocks import Actor, Clock, Obstacle, Stream
-from streamalloc.driver.checker.contents import HOST_KINDS, ElementTypes, QueuedSources
+from streamalloc.driver.checker.contents import HOST_KINDS, PAGEABLE, ElementTypes, QueuedSources
 from streamalloc.driver.checker.interprocess import Interprocess
 from streamalloc.driver.checker.judge import Judge
 from streamalloc.driver.checker.ranges import NEVER, Access, Addresses, Bytes, Pieces, Range
@@ -182,6 +182,13 @@ class UsedMemory(Streams):
             if size and self.addresses.find(at) is None and not self.is_pageable(at):
                 self.notes.add("memory")
 
+    def node_pieces(self, touched: Iterable[Touch]) -> Pieces:
+        """The ranges that a node of a graph uses: also pageable memory, which each launch reads when it runs."""
+        touched = list(touched)
+        read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))
+        pageable = [Range(at, size, PAGEABLE, stack=here()) for at, size in read if self.is_pageable(at)]
+        return [*self.pieces(touched), *(((one, one.base, one.end), False) for one in pageable)]
+
     def _prepare(self, pieces: Pieces) -> None:
         """Before a use, read again the announcements of other processes about the memory."""
         if self.interprocess.uses:
@@ -243,13 +250,15 @@ class UsedMemory(Streams):
         for (range_, low, high), write in pieces:
             if write and high - low <= FLAG and may_poll(range_):
                 self.sources.polled(stream, low, high)
-        if stream.obstacle is not None:
-            for (range_, _, _), write in pieces:
-                range_.held_write |= write
-                if not self.values.may_be_over(stream):
-                    # A synchronous free before the stream continues would be a hazard.
-                    range_.last[stream.number] = Access(stream, what, stack, write, time=NEVER)
+        self.held(stream, node, stack)
         self.foreign.did(stream)
+
+    def held(self, stream: Stream, node: Node, stack: Stack) -> None:
+        """Record the uses of a node behind the wait of its stream: a free by the host before they run is a hazard."""
+        for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
+            range_.held_write |= write
+            if not self.values.may_be_over(stream):
+                range_.last[stream.number] = Access(stream, node.what, stack, write, time=NEVER)
 
     def touch(self, stream: Stream, node: Node, stack: Stack) -> None:
         """Check the reads and writes of an operation at the time when its stream runs it."""

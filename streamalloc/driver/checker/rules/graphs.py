@@ -82,7 +82,7 @@ def _adds(
 
 
 def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
-    return [Node("use", pieces=state.pieces(touched))]
+    return [Node("use", pieces=state.node_pieces(touched))]
 
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Finish:

@@ -11,7 +11,7 @@ from streamalloc.driver.checker.ranges import Binding, Range
 from streamalloc.driver.checker.reports import here
 from streamalloc.driver.checker.rules.rule import After, Answer, Arguments, ends, rules
 from streamalloc.driver.checker.state import OPENED, Array, Physical, State
-from streamalloc.driver.checker.streams import rights_of_process
+from streamalloc.driver.checker.streams import beside_captures, rights_of_process
 from streamalloc.driver.checker.uses import Finish, nothing
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
@@ -27,12 +27,34 @@ def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None
     if not int(answer[1]):
         return
     stream = state.stream(args[-1])
-    if "FromPool" in name:
-        pool = int(args[1])
-    else:
-        device = state.devices.get(stream)
-        pool = state.current_pools.get(-1 if device is None else device, 0)
+    pool = int(args[1]) if "FromPool" in name else _current_pool(state, state.devices.get(stream))
     state.allocate(int(answer[1]), int(args[0]), stream, state.pools.get(pool), here())
+
+
+def _current_pool(state: State, device: int | None) -> int:
+    """The current pool of a device; 0 if unknown."""
+    if device is not None and device not in state.current_pools:
+        with beside_captures(state.driver):
+            pool = state.ask("cuDeviceGetMemPool", device)
+            if pool:
+                state.current_pools[device] = pool
+                _find_pool(state, pool, device)
+    return 0 if device is None else state.current_pools.get(device, 0)
+
+
+def _find_pool(state: State, pool: int, device: int) -> None:
+    """Record a pool that the driver or other code has made, with the access of devices that it has now."""
+    if pool in state.pools:
+        return
+    grants = {device: 3}
+    place = cuda.CUmemLocation()
+    place.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    for other in range(state.ask("cuDeviceGetCount") or 0):
+        place.id = other
+        rights = state.ask("cuMemPoolGetAccess", cuda.CUmemoryPool(pool), place)
+        if rights:
+            grants[other] = rights
+    state.pools[pool] = grants
 
 
 def _frees(state: State, name: str, args: Arguments) -> Finish:
@@ -182,7 +204,7 @@ def _ends_pool(state: State, grants: dict[int, int]) -> None:
 def _finds_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
     pool, device = int(answer[1]), _device(args)
     if device is not None:
-        state.pools.setdefault(pool, {device: 3})
+        _find_pool(state, pool, device)
         if "Default" not in name:
             state.current_pools[device] = pool
 

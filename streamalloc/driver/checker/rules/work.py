@@ -55,7 +55,8 @@ class _Work:
             state.host_waited_for(stream)
 
     def _nodes(self, state: State, name: str, args: Arguments, stream: Stream) -> list[Node]:
-        return [Node("use", name, here(), state.pieces(self.touched(state, args)))]
+        pieces = state.node_pieces if stream in state.captures else state.pieces
+        return [Node("use", name, here(), pieces(self.touched(state, args)))]
 
     def _stream(self, args: Arguments) -> Any:
         """The handle of the stream, also from a launch configuration."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+
+import numpy as np
 
 import streamalloc as sa
 from streamalloc import vmm
@@ -181,3 +184,32 @@ def a_capture_goes_on_after_nothing(b: Bench, right: bool) -> None:
     (y if right else x).fill(2, b.a)
     b.raw("cuGraphDestroy", b.raw("cuStreamEndCapture", stream))
     b.done(*buffers)
+
+
+@hazard("race")
+def the_host_writes_pageable_memory_that_a_graph_reads(b: Bench, right: bool) -> None:
+    """A copy in a graph reads pageable memory when it runs, not at the capture."""
+    x, source = b.ready(), np.ones(SIZE, np.uint8)
+    with b.a.capture() as graph:
+        b.raw("cuMemcpyHtoDAsync", x.address, source.ctypes.data, SIZE, cuda.CUstream(b.a._raw))
+    b.keep(graph).launch(b.a)
+    if right:
+        b.a.synchronize()
+    source[:] = 2
+    b.a.synchronize()
+
+
+@hazard("release while in use", simulated="a free of hardware waits there, which nobody has promised")
+def a_source_is_freed_while_its_graph_is_held(b: Bench, right: bool) -> None:
+    x, gate, source = b.ready(), b.word(), int(b.raw("cuMemHostAlloc", SIZE, 0))
+    with b.a.capture() as graph:
+        b.raw("cuMemcpyHtoDAsync", x.address, source, SIZE, cuda.CUstream(b.a._raw))
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a._raw), gate, 1, 0)
+    b.keep(graph).launch(b.a)
+    value = ctypes.c_uint32.from_address(gate)
+    if right:
+        value.value = 1
+        b.a.synchronize()
+    else:
+        threading.Timer(0.05, lambda: setattr(value, "value", 1)).start()
+    b.raw("cuMemFreeHost", source)

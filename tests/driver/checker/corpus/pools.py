@@ -337,3 +337,19 @@ def plain_memory_is_copied_after_its_free(b: Bench, right: bool) -> None:
     copy = ("cuMemcpyDtoDAsync", x.address, address, SIZE, cuda.CUstream(b.a.handle))
     for step in (copy, ("cuMemFree", address))[:: 1 if right else -1]:
         b.raw(*step)
+
+
+@hazard("access without a grant", gpus=2, simulated="its access would stay for other tests")
+def another_device_uses_memory_of_the_current_pool(b: Bench, right: bool) -> None:
+    """The program has not asked for the pool."""
+    other = sa.Device(1, driver=b.driver)
+    stream = b.keep(other.create_stream())
+    with other.current():
+        memory = int(b.driver.cuMemAllocAsync(SIZE, cuda.CUstream(stream._raw))[1])
+    stream.synchronize()
+    if right:
+        sa.MemoryPool.default(other).set_access(b.device, sa.MemAccess.READWRITE)
+    b.at(memory, b.a)
+    b.a.synchronize()
+    b.driver.cuMemFreeAsync(memory, cuda.CUstream(stream._raw))
+    stream.synchronize()
