@@ -21,8 +21,9 @@ import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.ipc.wire import relay
-from streamalloc.testing import Gate
-from tests import processes
+from streamalloc.testing import Gate, machines
+from tests import leftovers, processes
+from tests.leftovers import pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.neighbours import FreeMemory, pytest_runtest_protocol  # noqa: F401 (a hook)
 from tests.support import KEEP, collect_and_freeze, end_what_was_dropped, makes_no_multicast_object
 
@@ -50,6 +51,8 @@ _SHORT: dict[str, Callable[..., dict[str, Any]]] = {
     # As a real machine with as many GPUs, which is also what other processes of the tests simulate.
     "multicast": lambda: {"multicast": True, "machine": {"multicast": None}},
     "simulated_only": lambda reason: {"simulated_only": reason},
+    # With --one-machine on one that is not that of the other tests, whose registered memory would go.
+    "resets_contexts": lambda: {"simulated_only": "it resets the context of the whole process", "devices": 1},
 }
 
 
@@ -127,45 +130,64 @@ def readings_of_free_memory(on_cuda: bool) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def warm_devices(request: pytest.FixtureRequest, on_cuda: bool) -> None:
-    """Has the driver do now what would wait for the streams that tests hold, and hang.
+@pytest.fixture(scope="session")
+def lasting_drivers(request: pytest.FixtureRequest, on_cuda: bool) -> list[Any]:
+    """The drivers that outlive tests, with active primary contexts."""
+    if on_cuda:
+        request.getfixturevalue("primary_contexts")
+        return [sd.real()]
+    if not request.config.getoption("streamalloc_one_machine"):
+        return []
+    drivers: list[Any] = [machines.lasting(), machines.lasting(devices=2)]
+    for driver in drivers:
+        driver.cuInit(0)
+        for ordinal in range(driver.cuDeviceGetCount()[1]):
+            driver.cuDevicePrimaryCtxRetain(ordinal)
+    return drivers
+
+
+def _warm_up(driver: Any) -> None:
+    """Have the driver do now what would wait for the streams that tests hold, and hang.
 
     A stream beyond those that a context has room for waits for all work of the context (the 36th in a new process); a
-    destroyed stream leaves its room. A first fill loads kernels.
+    destroyed stream leaves its room. A first fill loads kernels. Kernels of libraries may need larger stacks, for which
+    the next launch waits.
     """
-    if not on_cuda:
-        return
-    request.getfixturevalue("primary_contexts")
-    real: Any = sd.real()
-    failed, count = real.cuDeviceGetCount()
-    for ordinal in range(0 if failed else count):
-        real.cuCtxPushCurrent(real.cuDevicePrimaryCtxRetain(ordinal)[1])
-        streams = [real.cuStreamCreate(flags)[1] for flags in (0, 1) for _ in range(64)]
-        _, memory = real.cuMemAlloc(64)
-        for fill, number in ((real.cuMemsetD8, 64), (real.cuMemsetD16, 32), (real.cuMemsetD32, 16)):
+    for ordinal in range(driver.cuDeviceGetCount()[1]):
+        driver.cuCtxPushCurrent(driver.cuDevicePrimaryCtxRetain(ordinal)[1])
+        streams = [driver.cuStreamCreate(flags)[1] for flags in (0, 1) for _ in range(64)]
+        _, memory = driver.cuMemAlloc(64)
+        for fill, number in ((driver.cuMemsetD8, 64), (driver.cuMemsetD16, 32), (driver.cuMemsetD32, 16)):
             fill(memory, 0, number)
-        for fill in (real.cuMemsetD2D8, real.cuMemsetD2D16, real.cuMemsetD2D32):
+        for fill in (driver.cuMemsetD2D8, driver.cuMemsetD2D16, driver.cuMemsetD2D32):
             fill(memory, 32, 0, 2, 2)
-        real.cuMemFree(memory)
+        driver.cuMemFree(memory)
         for stream in streams:
-            real.cuStreamDestroy(stream)
-        real.cuCtxPopCurrent()
-        real.cuDevicePrimaryCtxRelease(ordinal)
+            driver.cuStreamDestroy(stream)
+        driver.cuCtxPopCurrent()
+        driver.cuDevicePrimaryCtxRelease(ordinal)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections(request: pytest.FixtureRequest, on_cuda: bool) -> None:
-    """They look at what its tests have made only, not at all that pytest has loaded."""
-    if not on_cuda:
+def module_state(request: pytest.FixtureRequest, on_cuda: bool, lasting_drivers: list[Any]) -> Iterator[None]:
+    """Each module finds the process and its devices as the first one did, or the module before it fails."""
+    if on_cuda:
+        _warm_up(sd.real())
+    else:
         # A collection that starts in a call of another thread ends the exemption of what is left.
         relay._stop()
     end_what_was_dropped()
-    if not (on_cuda or request.config.getoption("streamalloc_one_machine")):
+    if not lasting_drivers:
         # Items of machines of earlier tests that wait for what an interrupt has lost: each attempt makes calls, which
         # traced drivers record.
         deferred._unfinished.clear()
+    # Collections look at what the module's tests have made only, not at all that pytest has loaded.
     collect_and_freeze()
+    items = [item for item in request.session.items if item.path == request.path]
+    allowed = {name for item in items for mark in item.iter_markers("leaves") for name in mark.args[:1]}
+    where = str(request.path.relative_to(request.config.rootpath))
+    with leftovers.watched(where, lasting_drivers, allowed, lambda: request.session.testsfailed):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -294,7 +294,7 @@ class Callbacks:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
             return address
         except OutOfMemoryError as error:
-            self.refusal = error
+            self.refusal = error.with_traceback(None)  # whose frames would keep their memory
         except BaseException as error:
             _report(error, self._allocate)
         if address:

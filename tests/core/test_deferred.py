@@ -170,7 +170,7 @@ def storm() -> Iterator[Callable[[], int]]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signals_lose_no_item_and_end_none_twice(storm: Callable[[], int]) -> None:
     later, ended = DeferredQueue(), list[Item]()
-    made = [Item(later, ended, [_wait] * (number % 4)) for number in range(200)]
+    made = [Guarded(later, ended, [_wait] * (number % 4)) for number in range(200)]
     for number, item in enumerate(made):
         later.submit(item)
         try:
@@ -183,7 +183,7 @@ def test_signals_lose_no_item_and_end_none_twice(storm: Callable[[], int]) -> No
     for _ in range(4):
         later.work()
     assert storm() > 5
-    assert len(later) == 0 and set(made) == set(ended)
+    assert len(later) == 0 and len(made) == len(ended) and set(made) == set(ended)
 
 
 class Owner:

@@ -236,7 +236,7 @@ class TestRefused:
             arrays.raw.cuArrayGetDescriptor(array)
 
 
-@pytest.mark.simulated_only("other processes use the memory of a GPU, too")
+@pytest.mark.resets_contexts
 class TestMemory:
     def test_counts_until_the_array_ends(self, arrays: Arrays) -> None:
         before = arrays.rig.device_free()
@@ -247,7 +247,7 @@ class TestMemory:
         value(arrays.create(1024, 1024))
         value(arrays.raw.cuDevicePrimaryCtxReset(0))
         value(arrays.raw.cuCtxSetCurrent(value(arrays.raw.cuDevicePrimaryCtxRetain(0))))
-        assert arrays.rig.device_free() == before
+        assert arrays.rig.device_free() >= before
 
     @pytest.mark.streamalloc(machine={"memory": 16 << 20})
     def test_none_left(self, arrays: Arrays) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.facts.arrays import Arrays
 from tests.facts.support import Rig, value
+from tests.neighbours import FreeMemory
+from tests.processes import Peer, There, rig_of
 
 CAPABILITY, DRIVER_VERSION, NAME = (9, 0), 13000, "NVIDIA H200"
 """Fixtures of the readings."""
@@ -21,6 +23,21 @@ def rig(raw: Any) -> Iterator[Rig]:
     rig = Rig(raw)
     yield rig
     rig.close()
+
+
+@pytest.fixture
+def in_new_process(on_cuda: bool) -> Iterator[Callable[..., Any]]:
+    """Calls a function with the rig of a new process, for readings that earlier work of a process changes.
+
+    Such are free memory, places of address ranges, and which stream shares a channel of the device with another one.
+    """
+    FreeMemory.calls += 1  # which the function may read there
+    with Peer(on_cuda) as peer:
+        yield lambda function, *args: peer.run(_with_rig, function, args)
+
+
+def _with_rig(there: There, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(rig_of(there), *args)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+from collections.abc import Callable
 
 import pytest
 
@@ -175,15 +176,23 @@ def test_so_large_a_range_only_where_there_is_room_behind_the_hint(rig: Rig) -> 
 
 
 @pytest.mark.parametrize(("size", "alignment"), [(16 * PAGE, 0), (PAGE, 64 * MiB)], ids=["large", "aligned"])
-def test_what_is_large_or_aligned_lies_low(rig: Rig, size: int, alignment: int) -> None:
-    low = rig.reserve(size, alignment)
-    assert said(rig.try_reserve(1 << 40, hint=low)) == "SUCCESS"
+def test_what_is_large_or_aligned_lies_low(in_new_process: Callable[..., str], size: int, alignment: int) -> None:
+    assert in_new_process(_reserve_behind, size, alignment) == "SUCCESS"
+
+
+def _reserve_behind(rig: Rig, size: int, alignment: int) -> str:
+    return said(rig.try_reserve(1 << 40, hint=rig.reserve(size, alignment)))
 
 
 @pytest.mark.parametrize("place", [HOST, HOST_NUMA], ids=["host", "NUMA node"])
-def test_a_pool_lies_low_too(rig: Rig, place: int) -> None:
+def test_a_pool_lies_low_too(in_new_process: Callable[..., tuple[int, int, int]], place: int) -> None:
     """At the lowest place where twice of what it may hold is free."""
+    freed, of_the_pool, later = in_new_process(_places, place)
+    assert freed == of_the_pool < later
+
+
+def _places(rig: Rig, place: int) -> tuple[int, int, int]:
     freed = rig.reserve(64 * MiB)
     assert rig.free_range(freed, 64 * MiB) == "SUCCESS"
-    assert rig.allocate(rig.pool(location=place, max_size=32 * MiB), 512, rig.stream()) == freed
-    assert rig.reserve(64 * MiB) > freed
+    of_the_pool = rig.allocate(rig.pool(location=place, max_size=32 * MiB), 512, rig.stream())
+    return freed, of_the_pool, rig.reserve(64 * MiB)

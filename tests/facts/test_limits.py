@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -100,16 +100,25 @@ def test_cache_that_is_set_aside(rig: Rig, persisting: int) -> None:
     assert put(rig, PERSISTING, 10 * persisting + 1) == "INVALID_VALUE"
 
 
-@pytest.mark.parametrize("size", [512, 2048, 3008, 4096])
-def test_stacks_take_memory(rig: Rig, size: int) -> None:
-    """One for every thread that can run at a time."""
-    put(rig, STACK, 1024)
+def test_stacks_take_memory(rig: Rig, in_new_process: Callable[..., list[int]]) -> None:
+    """One for every thread that can run at a time. Kernels that have run keep the stacks that they needed."""
+    sizes = [512, 2048, 3008, 4096]
+    readings = in_new_process(_free_with_stacks, [1024, *(size for one in sizes for size in (one, 1024))])
     multiprocessors = rig.device_attribute("MULTIPROCESSOR_COUNT")
-    before, threads = rig.device_free(), multiprocessors * rig.device_attribute("MAX_THREADS_PER_MULTIPROCESSOR")
-    assert put(rig, STACK, size) == size
-    assert before - rig.device_free() == (size * threads // PAGE - 1024 * threads // PAGE) * PAGE
-    put(rig, STACK, 1024)
-    assert rig.device_free() == before
+    threads = multiprocessors * rig.device_attribute("MAX_THREADS_PER_MULTIPROCESSOR")
+    before = readings[0]
+    assert readings[::2] == [before] * 5
+    expected = [(size * threads // PAGE - 1024 * threads // PAGE) * PAGE for size in sizes]
+    assert [before - reading for reading in readings[1::2]] == expected
+
+
+def _free_with_stacks(rig: Rig, sizes: list[int]) -> list[int]:
+    """The device's free memory after the stacks were given each of these sizes."""
+    readings = []
+    for size in sizes:
+        assert put(rig, STACK, size) == size
+        readings.append(rig.device_free())
+    return readings
 
 
 def test_other_stacks_wait_for_all_streams(rig: Rig) -> None:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.facts.support import BLOCKING, HOST, HOST_NUMA, NON_BLOCKING, MiB, Rig, in_new_thread, said, value
+
+
+def _free_after(rig: Rig, steps: tuple[tuple[int, ...], ...]) -> list[int]:
+    """The device's free memory before and after each of several allocations of these sizes."""
+    rig.stream()
+    readings = [rig.device_free()]
+    for sizes in steps:
+        for size in sizes:
+            rig.plain(size)
+        readings.append(rig.device_free())
+    return readings
 
 
 class TestDeviceMemory:
@@ -24,13 +35,8 @@ class TestDeviceMemory:
     def test_large_allocations_begin_at_2_mib(self, rig: Rig) -> None:
         assert [int(rig.plain(size)) % (2 * MiB) for size in (5 * MiB, 3 * MiB + 1)] == [0, 0]
 
-    def test_device_memory_is_taken_in_steps_of_2_mib(self, rig: Rig) -> None:
-        rig.stream()
-        readings = [rig.device_free()]
-        for sizes in ((1, 1), (5 * MiB,), (3 * MiB + 1,)):
-            for size in sizes:
-                rig.plain(size)
-            readings.append(rig.device_free())
+    def test_device_memory_is_taken_in_steps_of_2_mib(self, in_new_process: Callable[..., list[int]]) -> None:
+        readings = in_new_process(_free_after, ((1, 1), (5 * MiB,), (3 * MiB + 1,)))
         taken = [before - after for before, after in itertools.pairwise(readings)]
         assert taken == [2 * MiB, 6 * MiB, 4 * MiB]
 

@@ -202,6 +202,11 @@ class CudaCore(Library):
         super().__init__(module)
         self.device = module.Device(0)
         self.device.set_current()
+        # The first use makes it, and raises the release threshold of the current pool.
+        attributes = sa.MemoryPool.current(sa.Device(0)).attributes
+        before = attributes.release_threshold
+        assert self.device.memory_resource is not None
+        attributes.release_threshold = before
         self.default = self.device.create_stream()
 
     @property

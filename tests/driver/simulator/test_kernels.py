@@ -19,7 +19,7 @@ from streamalloc.driver.bindings import cuda, runtime
 from tests.facts.support import value as ok
 from tests.processes import eventually
 
-pytestmark = pytest.mark.simulated_only("kernels of the simulated driver")
+pytestmark = pytest.mark.resets_contexts  # and has kernels of the simulated driver
 
 N = 256
 PTX = b"""

@@ -1,0 +1,283 @@
+"""State of the process and its devices that outlives a test: a module of tests leaves it as it was.
+
+:func:`watched` compares this state before and after a module, fails the module's last test if it differs, and restores
+it for later modules. The end of the session lists the differences again, one line for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from streamalloc.core.internal import Deferred, deferred_queue
+from streamalloc.core.session import Session
+from streamalloc.driver import set_default
+from streamalloc.driver.internal import default_of_threads
+from tests.processes import eventually
+
+MARK = "left behind by "
+SECONDS = 1.0
+"""Time in which threads and work that a module has started may end."""
+_LIBRARIES = ("cuda", "cupy", "jax", "numba", "numpy", "rmm", "streamalloc", "torch")
+_set_aside: list[Deferred] = []
+"""Items that no point of work could end: kept alive, as their finalisers must not run."""
+
+
+class Setting(NamedTuple):
+    """State with a name. ``restore`` gets the earlier value; without it the state cannot be restored."""
+
+    name: str
+    read: Callable[[], Any]
+    restore: Callable[[Any], object] | None = None
+
+
+# --- the process
+
+
+def _environment() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    for name in _environment().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _handlers() -> dict[str, Any]:
+    # pytest-timeout sets its own for SIGALRM, in each test.
+    return {number.name: signal.getsignal(number) for number in signal.Signals if number != signal.SIGALRM}
+
+
+def _restore_handlers(before: dict[str, Any]) -> None:
+    for name, handler in before.items():
+        if signal.getsignal(signal.Signals[name]) is not handler:
+            signal.signal(signal.Signals[name], handler)
+
+
+def _replaced_modules() -> dict[str, Any]:
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in _LIBRARIES}
+
+
+def _restore_modules(before: dict[str, Any]) -> None:
+    sys.modules.update(before)
+
+
+def _callbacks() -> tuple[Any, ...]:
+    return tuple(one for one in gc.callbacks if not one.__module__.startswith("hypothesis"))
+
+
+PROCESS = [
+    Setting("environment", _environment, _restore_environment),
+    Setting("signal handler", _handlers, _restore_handlers),
+    Setting("module", _replaced_modules, _restore_modules),
+    Setting("working directory", os.getcwd, os.chdir),
+    Setting("sys.unraisablehook", lambda: sys.unraisablehook, lambda hook: setattr(sys, "unraisablehook", hook)),
+    Setting("sys.excepthook", lambda: sys.excepthook, lambda hook: setattr(sys, "excepthook", hook)),
+    Setting("threading.excepthook", lambda: threading.excepthook, lambda hook: setattr(threading, "excepthook", hook)),
+    Setting("trace function", sys.gettrace, sys.settrace),
+    Setting("profile function", sys.getprofile, sys.setprofile),
+    Setting("switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    Setting("collector's thresholds", gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
+    Setting("collector enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    Setting("gc.callbacks", _callbacks, lambda before: gc.callbacks.__setitem__(slice(None), before)),
+    Setting("default driver", default_of_threads, set_default),
+]  # fmt: skip
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+# --- devices
+
+
+def settings_of(driver: Any) -> list[Setting]:
+    """Settings of a driver's devices and of this thread in it, whose primary contexts are active."""
+    found = [
+        Setting("capture mode", lambda: _mode(driver), lambda mode: driver.cuThreadExchangeStreamCaptureMode(mode)),
+        Setting("current contexts", lambda: _contexts(driver), lambda before: _set_contexts(driver, before)),
+    ]
+    for ordinal in range(driver.cuDeviceGetCount()[1]):
+        found += _settings_of_device(driver, ordinal)
+    if hasattr(driver, "cuMemGetDefaultMemPool"):
+        host = driver.CUmemLocation()
+        host.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST
+        pinned = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        default = driver.cuMemGetDefaultMemPool(host, pinned)[1]
+        found.append(
+            Setting(
+                "current pool of the host",
+                lambda: int(driver.cuMemGetMemPool(host, pinned)[1]),
+                lambda _: driver.cuMemSetMemPool(host, pinned, default),
+            )
+        )
+        found += _settings_of_pool(driver, default, "default pool of the host")
+    return found
+
+
+def _mode(driver: Any) -> Any:
+    mode = driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode(0))[1]
+    driver.cuThreadExchangeStreamCaptureMode(mode)
+    return mode
+
+
+def _contexts(driver: Any) -> tuple[int, ...]:
+    """This thread's stack of contexts, the current one first."""
+    stack = []
+    while int(driver.cuCtxGetCurrent()[1]):
+        stack.append(driver.cuCtxPopCurrent()[1])
+    for context in reversed(stack):
+        driver.cuCtxPushCurrent(context)
+    return tuple(map(int, stack))
+
+
+def _set_contexts(driver: Any, before: tuple[int, ...]) -> None:
+    while int(driver.cuCtxGetCurrent()[1]):
+        driver.cuCtxPopCurrent()
+    for context in reversed(before):
+        driver.cuCtxPushCurrent(driver.CUcontext(context))
+
+
+def _settings_of_device(driver: Any, ordinal: int) -> Iterator[Setting]:
+    context = driver.cuDevicePrimaryCtxRetain(ordinal)[1]
+    driver.cuDevicePrimaryCtxRelease(ordinal)
+    default = driver.cuDeviceGetDefaultMemPool(ordinal)[1]
+    of = f"of device {ordinal}"
+
+    @contextlib.contextmanager
+    def current() -> Iterator[None]:
+        driver.cuCtxPushCurrent(context)
+        yield
+        driver.cuCtxPopCurrent()
+
+    def limit(number: Any) -> Setting:
+        def read() -> Any:
+            with current():
+                failed, *size = driver.cuCtxGetLimit(number)
+                return failed or size[0]
+
+        def restore(size: int) -> None:
+            with current():
+                driver.cuCtxSetLimit(number, size)
+
+        return Setting(f"{number.name} {of}", read, restore)
+
+    def idle() -> bool:
+        with current():
+            return eventually(lambda: not driver.cuStreamQuery(0)[0], SECONDS)
+
+    yield Setting(f"idle blocking streams {of}", idle)
+    yield Setting(
+        f"current pool {of}",
+        lambda: int(driver.cuDeviceGetMemPool(ordinal)[1]),
+        lambda _: driver.cuDeviceSetMemPool(ordinal, default),
+    )
+    yield from _settings_of_pool(driver, default, f"default pool {of}")
+    in_use = driver.CUgraphMem_attribute.CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT
+
+    def graph_memory() -> int:
+        driver.cuDeviceGraphMemTrim(ordinal)
+        return int(driver.cuDeviceGetGraphMemAttribute(ordinal, in_use)[1])
+
+    yield Setting(f"graph memory in use {of}", graph_memory)
+    yield from map(limit, list(driver.CUlimit)[:7])
+
+
+def _settings_of_pool(driver: Any, pool: Any, name: str) -> Iterator[Setting]:
+    attributes = driver.CUmemPool_attribute
+
+    def setting(key: str, attribute: Any, make: Callable[[int], Any]) -> Setting:
+        return Setting(
+            f"{key} of the {name}",
+            lambda: int(driver.cuMemPoolGetAttribute(pool, attribute)[1]),
+            lambda before: driver.cuMemPoolSetAttribute(pool, attribute, make(before)),
+        )
+
+    yield setting("release threshold", attributes.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, driver.cuuint64_t)
+    for policy in ("FOLLOW_EVENT_DEPENDENCIES", "ALLOW_OPPORTUNISTIC", "ALLOW_INTERNAL_DEPENDENCIES"):
+        yield setting(policy.lower(), getattr(attributes, f"CU_MEMPOOL_ATTR_REUSE_{policy}"), int)
+    yield setting("bytes in use", attributes.CU_MEMPOOL_ATTR_USED_MEM_CURRENT, int)._replace(restore=None)
+
+
+# --- comparison
+
+
+def deferred_items(driver: Any) -> list[Deferred]:
+    """The items that still wait after a point of work."""
+    queue = deferred_queue(Session.of(driver))
+    queue.work()
+    return [*queue.submitted, *queue._new, *queue._waiting]
+
+
+def _set_items_aside(driver: Any) -> None:
+    """Keep later tests from finding them."""
+    queue = deferred_queue(Session.of(driver))
+    with queue._lock:
+        _set_aside.extend((*queue.submitted, *queue._new, *queue._waiting))
+        for items in (queue.submitted, queue._new, queue._waiting):
+            items.clear()
+
+
+def _differences(name: str, before: Any, after: Any) -> list[str]:
+    if not isinstance(before, dict):
+        return [f"{name}: {before!r} before, {after!r} after"] if before != after else []
+    changed = [key for key in before if before[key] != after.get(key)]
+    added = [] if name == "module" else [key for key in after if key not in before]
+    return [f"{name} {key}: {before.get(key)!r} before, {after.get(key)!r} after" for key in (*changed, *added)]
+
+
+@contextlib.contextmanager
+def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Callable[[], int]) -> Iterator[None]:
+    """Compare the state before and after.
+
+    Parameters
+    ----------
+    where
+        Path of the module.
+    drivers
+        Drivers that outlive the module.
+    allowed
+        Names of settings that may differ.
+    failures
+        Number of failed tests: the frames of a failed test keep its objects, so that the state is restored only.
+    """
+    settings = [*PROCESS, *(setting for driver in drivers for setting in settings_of(driver))]
+    failed, before, threads = failures(), [setting.read() for setting in settings], _threads()
+    yield
+    left: list[str] = []
+    for driver in drivers:
+        if not eventually(lambda driver=driver: not deferred_items(driver), SECONDS):  # type: ignore[misc]
+            kinds = Counter(type(item).__name__ for item in deferred_items(driver))
+            if "deferred items" not in allowed:
+                left.append("deferred items: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+            _set_items_aside(driver)
+    if not eventually(lambda: _threads() <= threads, SECONDS):
+        left.append(f"threads: {', '.join(sorted(thread.name for thread in _threads() - threads))}")
+    for setting, value in zip(settings, before, strict=True):
+        after = setting.read()
+        if setting.name not in allowed:
+            left += _differences(setting.name, value, after)
+        if value != after and setting.restore is not None:
+            setting.restore(value)
+    if left and failures() == failed:
+        pytest.fail("\n".join(f"{MARK}{where}: {one}" for one in left), pytrace=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the leftovers of all modules."""
+    texts = [str(report.longrepr) for report in terminalreporter.stats.get("error", ())]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith(MARK)]
+    if lines:
+        terminalreporter.section("state that outlives its tests")
+        for line in lines:
+            terminalreporter.line(line.removeprefix(MARK))
