@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
 from streamalloc.core.html import Html, Row, mib, place, strip, table
 from streamalloc.core.internal import BufferView, Device, Memory, Stream, address_space_limit, location_of, session_for
@@ -17,11 +18,9 @@ from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
 from streamalloc.vmm.allocation_handles import GenericAllocation, OwnsNode
+from streamalloc.vmm.physical_memory import spec_of
 from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
-
-GRANULARITY = 2 << 20
-"""2 MiB. Driver 580 requires sizes, address hints and mapping offsets of ranges to be multiples of it."""
 
 
 class AddressRange(OwnsNode):
@@ -45,11 +44,13 @@ class AddressRange(OwnsNode):
     Parameters
     ----------
     nbytes
-        Size in bytes, a multiple of 2 MiB.
+        Size in bytes, a multiple of the granularity of device memory (``PhysicalMemory.granularity(device)``). The
+        documentation of CUDA requires a multiple of the host's pages only, but driver 580 refuses it.
     alignment
         Alignment of the address in bytes, a power of two; 0 for the driver's choice.
     address
-        Preferred address, a multiple of 2 MiB, or 0 for none; :attr:`honoured` says whether the driver used it.
+        Preferred address, a multiple of the same granularity, or 0 for none; :attr:`honoured` says whether the driver
+        used it.
     driver
         The driver to use.
 
@@ -61,21 +62,22 @@ class AddressRange(OwnsNode):
         The process has no such range of addresses left; physical memory is not the cause.
     """
 
-    __slots__ = ("_asked", "_owned", "_session", "nbytes")
+    __slots__ = ("_asked", "_granularity", "_owned", "_session", "nbytes")
 
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
         self._owned = False
-        self.nbytes: int = _multiple("nbytes", nbytes)
+        self._session = session_for(None, driver)
+        self._granularity = granularity(self._session)
+        self.nbytes: int = self._multiple("nbytes", nbytes)
         """Size in bytes."""
         if not self.nbytes:
-            raise ValueError(f"nbytes=0: allowed are multiples of {size_text(GRANULARITY)}")
+            raise ValueError(f"nbytes=0: allowed are multiples of {size_text(self._granularity)}")
         alignment = checked_size("alignment", alignment)
         if alignment & (alignment - 1):
             raise ValueError(f"alignment={alignment}: allowed are 0 and powers of two")
-        self._asked = _multiple("address", address)
+        self._asked = self._multiple("address", address)
         if alignment and self._asked % alignment:
             raise ValueError(f"address={address:#x} is no multiple of alignment={alignment}")
-        self._session = session_for(None, driver)
         self._node: Reservation = Reservation(self._session, self.nbytes)
         self._node.allocations.work()
         try:
@@ -259,7 +261,13 @@ class AddressRange(OwnsNode):
 
         If several mappings fall within one character, it shows the first.
         """
-        return self._node.drawn(max(1, min(width, self.nbytes // GRANULARITY)))
+        return self._node.drawn(max(1, min(width, self.nbytes // self._granularity)))
+
+    def _multiple(self, name: str, value: int) -> int:
+        size = checked_size(name, value)
+        if size % self._granularity:
+            raise ValueError(f"{name}={value}: allowed are multiples of {size_text(self._granularity)}")
+        return size
 
     # -- for the other modules of this package ---------------------------------------------------------------
 
@@ -564,8 +572,6 @@ def mappings_text(count: int) -> str:
     return f"{count} mapping{'' if count == 1 else 's'}"
 
 
-def _multiple(name: str, value: int) -> int:
-    size = checked_size(name, value)
-    if size % GRANULARITY:
-        raise ValueError(f"{name}={value}: allowed are multiples of {size_text(GRANULARITY)}")
-    return size
+def granularity(session: Session) -> int:
+    """Return the granularity in bytes of addresses: the one of device memory without options."""
+    return spec_of(session, MemAllocationProp(location=MemLocation.device(0))).granularity

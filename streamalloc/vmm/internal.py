@@ -11,7 +11,7 @@ from streamalloc.core.internal import Fd
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
-from streamalloc.vmm.address_range import GRANULARITY, AddressRange, LoneMapping, mappings_text
+from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, mappings_text
 from streamalloc.vmm.allocation_handles import (
     AllocationHandle,
     AllocationState,
@@ -33,7 +33,8 @@ _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
     """Map memory in a separate range; return the arguments of :class:`LoneMapping`."""
-    range = AddressRange(-(-memory.nbytes // GRANULARITY) * GRANULARITY, alignment=alignment, driver=memory.driver)
+    step = granularity(memory._session)
+    range = AddressRange(-(-memory.nbytes // step) * step, alignment=alignment, driver=memory.driver)
     range._owned = True
     with undoing(range._free):
         return range, range._map(memory, 0, rights)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -54,6 +56,18 @@ class TestReserve:
         with pytest.raises(error, match=words):
             vmm.AddressRange(**arguments, driver=driver)
         assert names(driver, "cuMemAddressReserve") == []
+
+    @pytest.mark.simulated_only("no GPU at hand has another granularity")
+    def test_granularity_is_the_drivers(self, tmp_path: Path) -> None:
+        step = 1 << 16
+        sizes = {kind: [step, step] for kind in ("NONE", "POSIX_FILE_DESCRIPTOR", "FABRIC")}
+        changed = {"granularities": dict.fromkeys(("DEVICE", "HOST", "HOST_NUMA"), sizes)}
+        profile = {"format": "streamalloc profile", "version": 1, "base": "h200", **changed}
+        (tmp_path / "small.json").write_text(json.dumps(profile))
+        driver = sd.simulated(profile=str(tmp_path / "small.json"))
+        with vmm.AddressRange(3 * step, driver=driver) as addresses, pytest.raises(ValueError, match="of 64 KiB"):
+            addresses.map(vmm.PhysicalMemory(sa.Device(0, driver=driver), step), step)
+            vmm.AddressRange(step + 4096, driver=driver)
 
     def test_no_driver(self) -> None:
         with pytest.raises(TypeError, match="driver"):

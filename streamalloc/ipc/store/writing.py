@@ -41,7 +41,6 @@ from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
 from streamalloc.ipc.transport.process_group import listed
 from streamalloc.vmm import AddressRange, PhysicalMemory
-from streamalloc.vmm.internal import GRANULARITY
 
 _LARGEST_CHUNK = 1 << 30
 
@@ -86,6 +85,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Whether the other ranks have, or get, this rank's vote."""
         self._chunks: list[PhysicalMemory] = []
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
+        self._granularity = PhysicalMemory.granularity(device)
         self.nbytes: int = 0
         """Bytes that are allocated."""
         self._mapped = 0
@@ -97,7 +97,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._connection = connection
         with undoing(self._connection.close):
             answer, _ = self._connection.ask(Kind.WRITE, key=key, device=device.uuid.hex, replace=replace)
-            capacity = max(1, -(-capacity // GRANULARITY)) * GRANULARITY
+            capacity = self._rounded(max(capacity, 1))
             self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
 
     # -- tensors ---------------------------------------------------------------------------------------------------
@@ -163,9 +163,13 @@ class WeightsWriter(Tensors, Unique, Leaves):
         if missing > 0:
             # Grow in steps of an eighth: many small tensors make few chunks, and little memory is wasted.
             step = max(missing, min(self._mapped // 8, _LARGEST_CHUNK))
-            self._grow(-(-step // GRANULARITY) * GRANULARITY)
+            self._grow(self._rounded(step))
         self.nbytes = offset + nbytes
         return offset
+
+    def _rounded(self, nbytes: int) -> int:
+        """Round a size in bytes up to the granularity of the memory."""
+        return -(-nbytes // self._granularity) * self._granularity
 
     def _grow(self, nbytes: int) -> None:
         """Create and map one more chunk."""
@@ -219,7 +223,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     def _send(self, session: Session, keep: bool, prepare: bool, block: bool) -> dict[str, Any]:
         if not self._chunks:
-            self._grow(GRANULARITY)  # Only empty tensors: the driver maps no empty range.
+            self._grow(self._rounded(1))  # Only empty tensors: the driver maps no empty range.
         # A commit includes the work of all streams, even of streams that only other libraries know.
         devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
         if block:

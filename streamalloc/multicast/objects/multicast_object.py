@@ -25,7 +25,6 @@ from streamalloc.driver.internal import cuda
 from streamalloc.multicast.objects.bindings import BindingNode, BindSource, check_multiple
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import (
-    GRANULARITY,
     Access,
     After,
     GenericAllocation,
@@ -154,7 +153,7 @@ class MulticastObject(GenericAllocation):
     @staticmethod
     def granularity(
         num_devices: int,
-        nbytes: int = GRANULARITY,
+        nbytes: int = 2 << 20,
         *,
         handle_types: MemHandleType = MemHandleType.NONE,
         recommended: bool = False,
@@ -370,7 +369,7 @@ class MulticastObject(GenericAllocation):
         self._check_mappable()
         rights = rights_of(access, self._session)
         self._check_access(rights)
-        return MulticastView(*map_alone(self, max(self._granularity, GRANULARITY), rights))
+        return MulticastView(*map_alone(self, self._granularity, rights))
 
     def close(self, after: After = None, *, unmap: bool = False) -> None:
         """Unbind all memory (``cuMulticastUnbind``) and release the object (``cuMemRelease``); idempotent.
