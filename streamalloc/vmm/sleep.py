@@ -24,7 +24,7 @@ from streamalloc.vmm.tiers.agreement import Hook, Ranks, Votes, run_hooks
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.host import NearTier
 from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, Tier
-from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
+from streamalloc.vmm.virtual_buffer import RESTORE, VirtualBuffer, evict_all, restore_all
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class SleepGroup(Closes, Claimable):
         self._check_open()
         size = checked_size("nbytes", nbytes)
         buffer = GrowableBuffer(self.device, max(size, 1), size, handle_types=self._handle_types, stream=stream)
-        self._members[buffer] = tag
+        self._admit(buffer, tag)
         return buffer
 
     def tagged(self, tag: str) -> Tagged:
@@ -167,7 +167,11 @@ class SleepGroup(Closes, Claimable):
             raise TypeError(f"buffer must be a GrowableBuffer or another VirtualBuffer, not {buffer!r}")
         if session_of(buffer) is not self._session:
             raise ValueError(f"{buffer!r} belongs to another driver than the group")
+        self._admit(buffer, tag)
+
+    def _admit(self, buffer: VirtualBuffer, tag: str) -> None:
         self._members[buffer] = tag
+        buffer._remedy = f"group.wake({tag!r}), or restore() it alone,"
 
     def remove(self, buffer: VirtualBuffer) -> None:
         """Remove a buffer from the group.
@@ -181,7 +185,8 @@ class SleepGroup(Closes, Claimable):
         def act(_: Claim) -> None:
             if buffer.evicted and buffer in self._members:
                 raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
-            self._members.pop(buffer, None)
+            if self._members.pop(buffer, None) is not None:
+                buffer._remedy = RESTORE
 
         claiming((buffer,), act)
 
@@ -563,7 +568,9 @@ class SleepGroup(Closes, Claimable):
         """Raise for tags that no buffer has: a misspelt tag would lose bytes."""
         unknown = [tag for tag in tags if tag not in buffers.values()]
         if unknown:
-            raise KeyError(f"no buffer has the tag {unknown[0]!r}: there are {sorted(set(buffers.values()))}")
+            known = f"there are {sorted(set(buffers.values()))}" if buffers else "the group has no buffers"
+            remedy = f"allocate(nbytes, tag={unknown[0]!r}) or add(buffer, {unknown[0]!r}) gives a buffer this tag"
+            raise KeyError(f"no buffer has the tag {unknown[0]!r}: {known}; {remedy}")
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.device.default_stream if stream is None else stream, self._session)
@@ -575,6 +582,8 @@ class SleepGroup(Closes, Claimable):
         A sleeping buffer keeps its bytes until it is closed; :meth:`VirtualBuffer.restore` restores it.
         """
         self.closed = True
+        for buffer in self.buffers:
+            buffer._remedy = RESTORE
         self._members.clear()
         self._before_sleep.clear()
         self._after_wake.clear()

@@ -37,6 +37,10 @@ class ChunkSpec(NamedTuple):
     spec: MemorySpec
 
 
+RESTORE = "restore() it"
+"""Remedy in errors for evicted buffers. A :class:`SleepGroup` replaces it in its buffers."""
+
+
 class Eviction(NamedTuple):
     """Physical memory that a buffer has released, and its saved bytes.
 
@@ -89,8 +93,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     """
 
     __slots__ = (
-        "__weakref__", "_device", "_evicted", "_given_stream", "_location", "_mapped", "_nbytes", "_rights",
-        "_session", "_structs", "range",
+        "__weakref__", "_device", "_evicted", "_given_stream", "_location", "_mapped", "_nbytes", "_remedy",
+        "_rights", "_session", "_structs", "range",
     )  # fmt: skip
 
     def _open(
@@ -115,6 +119,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
+        self._remedy = RESTORE
         self.range: AddressRange = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
         """The reserved addresses. Only this buffer maps and unmaps memory there."""
         self.range._owned = True
@@ -486,7 +491,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if self.range.closed:
             self._check_open()
         if self._evicted is not None:
-            raise EvictedError(f"{self!r} is evicted: restore() it before it is used")
+            raise EvictedError(f"{self!r} is evicted: {self._remedy} before it is used")
 
     def _read_only(self, on_host: bool) -> bool:
         return self._rights.get(MemLocation.host() if on_host else self.stream.device.location) == MemAccess.READ

@@ -135,9 +135,14 @@ class TestMembers:
             assert buffer.evicted and not striped.evicted
             with pytest.raises(sa.EvictedError, match="wake"):
                 group.remove(buffer)
+            with pytest.raises(sa.EvictedError, match=r"group\.wake\('mine'\)"):
+                buffer.fill(1)
             group.wake()
             assert shows(buffer, 5)
             group.remove(buffer)
+            buffer.evict()
+            with pytest.raises(sa.EvictedError, match=r"is evicted: restore\(\) it before"):
+                buffer.fill(1)
             assert group.buffers == {striped: ""}
 
     def test_what_is_dropped_or_closed_leaves(self, device: sa.Device, group: vmm.SleepGroup) -> None:
