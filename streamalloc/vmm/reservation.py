@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.core.errors import CudaError, InvalidValueError, attach, error_from, size_text, undo_all, undoing
+from streamalloc.core.errors import CudaError, attach, error_from, size_text, undo_all, undoing
 from streamalloc.core.internal import HandleEnd
 from streamalloc.core.properties import MemAccess, checked_size
 from streamalloc.core.session import Session
@@ -105,10 +105,8 @@ class MappedBytes(Node):
     def release(self) -> None:
         """Call ``cuMemUnmap``, then release the handle if the mapping holds it."""
         reservation = self.reservation
-        # The driver answers INVALID_VALUE if the memory is unmapped already: then a signal handler raised just after an
-        # earlier cuMemUnmap.
-        with contextlib.suppress(InvalidValueError):
-            reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
+        # If a signal handler raised just after an earlier cuMemUnmap, the driver accepts this one, too.
+        reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
         self.release_handle()
 
