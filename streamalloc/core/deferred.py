@@ -216,7 +216,8 @@ class DeferredQueue:
         if me in self._working:
             return 0
         total, left = 0, [math.inf if most is None else most]  # left: attempts that may still be made in vain
-        with self._guard():
+        # Not raised: the caller's own act is done.
+        with contextlib.suppress(CudaError), self._guard():
             # As long as some items end: another one, such as a pool, may have waited for them.
             while ended := self._work(me, left):
                 total += ended
