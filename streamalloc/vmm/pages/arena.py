@@ -57,11 +57,15 @@ class PageArena(Closes):
         Most bytes of all physical pages, spare ones included. The page of zeros does not count. None for no limit.
     budget
         Limit that the arena shares with other arenas, even of other processes.
+    patience
+        Most seconds that a call which finds no memory waits for the work that uses released or swapped-out pages; it
+        takes their memory as soon as there is enough. Then it raises :class:`OutOfMemoryError`. 0 to raise at once.
 
     Raises
     ------
     TypeError, ValueError
-        ``device`` is no device, ``budget`` is no budget, or ``page_size`` is zero or not a multiple of the granularity.
+        ``device`` is no device, ``budget`` is no budget, ``page_size`` is zero or not a multiple of the granularity, or
+        ``patience`` is no number of seconds.
     ClosedError
         The budget was closed.
     """
@@ -72,13 +76,21 @@ class PageArena(Closes):
     """Limit shared with other arenas; None for none."""
 
     def __init__(
-        self, device: Device, page_size: int = 2 << 20, limit: int | None = None, *, budget: PageBudget | None = None
+        self,
+        device: Device,
+        page_size: int = 2 << 20,
+        limit: int | None = None,
+        *,
+        budget: PageBudget | None = None,
+        patience: float = 1.0,
     ) -> None:
         check_device("device", device)
         if budget is not None and not isinstance(budget, PageBudget):
             raise TypeError(f"budget must be a PageBudget, not {type(budget).__name__} ({budget!r})")
+        if not patience >= 0:
+            raise ValueError(f"patience={patience!r}: allowed are 0 and more seconds")
         self.budget = budget
-        self._physical = PhysicalPages(device, page_size, limit, budget)
+        self._physical = PhysicalPages(device, page_size, limit, budget, patience)
 
     @property
     def device(self) -> Device:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import filterfalse, groupby, islice
@@ -31,7 +31,7 @@ from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.allocation_handles import Allocations, OwnedHandle, allocations_of
-from streamalloc.vmm.claims import Claimable, claiming
+from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
@@ -43,8 +43,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _STREAMS = 16
 """Most streams that clear pages. Each may be waiting for other work."""
-_PATIENCE = 0.05
+_CLEARING = 0.05
 """Most seconds that ``make_room`` waits for pages to be cleared."""
+_STEP = 5e-5
+"""Seconds between queries of the work of parked pages."""
+
+
+def _finish(parkings: Iterable[Parking], _: Claim) -> None:
+    for one in parkings:
+        one.finish()
 
 
 class Page(OwnedHandle):
@@ -71,7 +78,9 @@ class PhysicalPages(Claimable):
     the claim together, so a reader needs one of them only.
     """
 
-    def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None = None) -> None:
+    def __init__(
+        self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None, patience: float
+    ) -> None:
         self.device: Device = device
         self.session: Session = session_of(device)
         self.spec: MemorySpec = spec_of(self.session, properties_for(device, MemHandleType.NONE, False, False))
@@ -79,6 +88,8 @@ class PhysicalPages(Claimable):
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
+        self.patience: float = patience
+        """Seconds that :meth:`changing` waits for parked pages."""
         # A weak reference: the arena keeps the budget. The table of reservations keeps this object, and so a strong
         # reference would keep the budget, its function ``on_ask``, and an arena that the function refers to.
         self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
@@ -188,14 +199,46 @@ class PhysicalPages(Claimable):
     def changing(self, act: Callable[[], T]) -> T:
         """Call ``act`` while no other thread changes mappings or creates pages.
 
-        ``act`` makes driver calls and waits for no stream.
+        ``act`` makes driver calls and waits for no stream. If it finds no memory, call it again each time that parked
+        pages have come back, for :attr:`patience` seconds.
 
         Raises
         ------
         InUseError
             A signal handler called this during such a call of its thread.
         """
-        return claiming((self,), lambda _: act(), level=1)
+        parked: list[Parking] = []
+
+        def attempt(_: Claim) -> T:
+            try:
+                return act()
+            except OutOfMemoryError as error:
+                if error.call == "cuMemCreate":
+                    # Listed here, because no other thread can end a parking between the failure and this line.
+                    parked[:] = [one for places in members(self.spaces) for one in set(places.parked.values())]
+                raise
+
+        until = 0.0
+        while True:
+            try:
+                return claiming((self,), attempt, level=1)
+            except OutOfMemoryError:
+                until = until or time.monotonic() + self.patience
+                if not self._await_any(parked, until):
+                    raise
+
+    def _await_any(self, parked: Collection[Parking], until: float) -> bool:
+        """Wait until the work of one of these has completed, and release its pages. False at the time ``until``."""
+        while parked and time.monotonic() < until:
+            time.sleep(_STEP)
+            done = [one for one in parked if one.done()]
+            if done:
+                self.allocations.work()
+                # The queue attempts nothing during a capture, and a refused item is attempted again by the next call.
+                with contextlib.suppress(CudaError):
+                    claiming((self,), functools.partial(_finish, done), level=1)
+                return True
+        return False
 
     def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
         """Call ``act`` as :meth:`changing` does, or return ``otherwise`` while another call is changing mappings. For
@@ -337,13 +380,14 @@ class PhysicalPages(Claimable):
     def fill(self, count: int) -> int:
         """Create pages until ``count`` are spare or kept. Return the number of spare and kept pages."""
 
-        def create(room: list[None]) -> None:
-            self.drop([self._create(room)])
+        def create() -> None:
+            if self.available < count:
+                with self._room(1) as room:
+                    self.drop([self._create(room)])
 
         while self.available < count and not self.closed:
-            with self._room(1) as room:
-                # Claimed, so that take() on another thread does not find a page that counts but is not spare yet.
-                self.changing(functools.partial(create, room))
+            # Claimed, so that take() on another thread does not find a page that counts but is not spare yet.
+            self.changing(create)
         return self.available
 
     def clear(self, address: int, nbytes: int, stream: Stream) -> None:
@@ -453,7 +497,7 @@ class PhysicalPages(Claimable):
 
     def make_room(self) -> int:
         """Release all unused pages, because another user needs the memory. Returns the bytes released."""
-        before, until = self.count, time.monotonic() + _PATIENCE
+        before, until = self.count, time.monotonic() + _CLEARING
 
         def vacate() -> None:
             while time.monotonic() < until:
@@ -485,7 +529,10 @@ class PhysicalPages(Claimable):
         """Raise if the limit has no room for this many more pages."""
         if self.limit is None or missing <= 0 or (self.count + missing) * self.size <= self.limit:
             return
-        used = f"{self.count - self.available} pages are in use, and {self.parked} parked behind queued work"
+        places = Counter(places.backing[place] for places in members(self.spaces) for place in list(places.parked))
+        # Not a page that a committed place shares.
+        parked = sum(page is not None and page.users == count for page, count in places.items())
+        used = f"{self.count - self.available - parked} pages are in use, and {parked} parked behind queued work"
         why = (
             f"the arena's limit of {size_text(self.limit)} leaves no room for {missing} pages of {size_text(self.size)}"
         )

@@ -20,8 +20,8 @@ spare           :attr:`PhysicalPages.spare`              The page has no place.
 stored          :attr:`Places.stored`                    The contents of the place are in a tier.
 set aside       :attr:`Places.parked`                    The place is parked for an ``Unfinished`` work: a swap that a
                                                          thread is queueing. It may have no page yet.
-broken          ``Places._broken``                       The driver maps another page or permission than recorded.
-failed          :attr:`Places.failed`                    A call and its undo failed, so some places stay broken.
+broken          :attr:`Places.broken`                    A call and its undo failed: the driver may map another page or
+                                                         permission than recorded.
 ==============  =======================================  ==============================================================
 
 A committed, parked or kept place holds a page, except one that is parked for a swap. A stored place is not committed.
@@ -29,7 +29,6 @@ A committed, parked or kept place holds a page, except one that is parked for a 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,7 +49,7 @@ T = TypeVar("T")
 class Places(MappedBytes):
     """The places of a space. As a node it stands for all their mappings, which one ``cuMemUnmap`` ends."""
 
-    __slots__ = ("__weakref__", "_broken", "backing", "failed", "mapped", "numbers", "parked", "physical", "stored")
+    __slots__ = ("__weakref__", "backing", "broken", "mapped", "numbers", "parked", "physical", "stored")
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         super().__init__(reservation, 0, reservation.nbytes, {physical.device.location: MemAccess.READWRITE})
@@ -66,12 +65,10 @@ class Places(MappedBytes):
         """Contents of the places that are swapped out."""
         self.numbers: npt.NDArray[np.int64] = np.full(count, -1, np.int64)
         """Number of the page committed at each place; -1 for none."""
-        self._broken: set[int] = set()
-        """Places at which the driver maps a wrong page or permission. Empty outside of :meth:`locked`, unless
-        :attr:`failed` is true.
+        self.broken: set[int] = set()
+        """Places at which the driver may map a wrong page or permission, because a call and its undo have failed. The
+        next call of :meth:`locked` repairs them.
         """
-        self.failed: bool = False
-        """True if a call and its undo have failed, so that places stay broken until the next call repairs them."""
         physical.spaces.add(self)
 
     @property
@@ -96,9 +93,8 @@ class Places(MappedBytes):
         def checked() -> T:
             if not closing and (self.gone or self.given_up):
                 raise ClosedError("the space was closed")
-            if self._broken and not closing:
-                self.put({place: self.backing[place] or self.physical.zero for place in self._broken})
-                self.failed = False
+            if self.broken and not closing:
+                self.put({place: self.backing[place] or self.physical.zero for place in self.broken})
             return act()
 
         return self.physical.changing(checked)
@@ -165,15 +161,13 @@ class Places(MappedBytes):
 
     def _repair(self, places: Iterable[int], first: BaseException) -> None:
         """After an error, map the page that each of these places should have."""
-        wanted = {place: self.backing[place] or self.physical.zero for place in {*places, *self._broken}}
+        wanted = {place: self.backing[place] or self.physical.zero for place in {*places, *self.broken}}
         wrong = {
-            place: page for place, page in wanted.items() if place in self._broken or self.mapped[place] is not page
+            place: page for place, page in wanted.items() if place in self.broken or self.mapped[place] is not page
         }
-        self._broken |= set(wrong)
-        self.failed = True
+        self.broken |= set(wrong)
         try:
             self.put(wrong)
-            self.failed = False
         except Exception as later:
             attach(first, later)
 
@@ -188,27 +182,30 @@ class Places(MappedBytes):
     def _put(self, places: Iterable[int], pages: Mapping[int, Page], rights: list[Any]) -> None:
         size, start, session = self.physical.size, int(self.reservation.raw), self.physical.session
         unmap, map_page, set_access = session.cuMemUnmap, session.cuMemMap, session.cuMemSetAccess
-        mapped, broken = self.mapped, self._broken
+        mapped, broken = self.mapped, self.broken
         for run in adjacent(places):
             at, nbytes = start + run.start * size, len(run) * size
-            whole = [place for place in run if place not in broken]
-            broken.update(whole)
-            if any(mapped[run.start : run.stop]):
-                result = unmap(at, nbytes)[0]
-                if result:
-                    broken.difference_update(whole)
-                    raise error_from(result, "cuMemUnmap")
-            mapped[run.start : run.stop] = [None] * len(run)
-            for place in run:
-                # Record the page before the call: if a signal handler raises, the driver may have mapped the page.
-                page = mapped[place] = pages[place]
-                result = map_page(start + place * size, size, 0, page.raw, 0)[0]
-                if result:
-                    mapped[place] = None
-                    raise error_from(result, "cuMemMap")
-            result = set_access(at, nbytes, rights, len(rights))[0]
-            if result:
-                raise error_from(result, "cuMemSetAccess")
+            refused: Any = 0
+            try:
+                if any(mapped[run.start : run.stop]):
+                    refused = unmap(at, nbytes)[0]
+                if not refused:
+                    mapped[run.start : run.stop] = [None] * len(run)
+                    for place in run:
+                        # Record the page before the call: if a signal handler raises, the driver may have mapped it.
+                        page = mapped[place] = pages[place]
+                        result = map_page(start + place * size, size, 0, page.raw, 0)[0]
+                        if result:
+                            mapped[place] = None
+                            raise error_from(result, "cuMemMap")
+                    result = set_access(at, nbytes, rights, len(rights))[0]
+                    if result:
+                        raise error_from(result, "cuMemSetAccess")
+            except BaseException:
+                broken.update(run)
+                raise
+            if refused:
+                raise error_from(refused, "cuMemUnmap")
             broken.difference_update(run)
 
     def park(self, places: Sequence[int], parking: Parking) -> None:
@@ -329,7 +326,7 @@ class Places(MappedBytes):
     def unmap_all(self) -> None:
         """Unmap all places; idempotent. Call within :meth:`locked` or :meth:`PhysicalPages.try_changing`."""
         if not self.gone and any(self.mapped):
-            super().release()  # tolerates memory that is unmapped already, after an exception of a signal handler
+            super().release()
         self.unmapped()
 
     def unmapped(self) -> None:
@@ -362,7 +359,7 @@ class Parking(Deferred):
     zeros are written to the pages.
     """
 
-    __slots__ = ("_cleared", "_owner_places", "before", "places", "work")
+    __slots__ = ("_owner_places", "before", "cleared", "places", "refused", "work")
 
     def __init__(self, owner: Places, work: Work, before: Work | None = None) -> None:
         self._owner_places = owner
@@ -370,8 +367,10 @@ class Parking(Deferred):
         """The work that uses the pages; the zeros are queued after it."""
         self.work: Work = work
         """The work that the places wait for: :attr:`before`, or the zeros."""
-        self._cleared = False
+        self.cleared: bool = False
         """Whether :attr:`work` is the zeros."""
+        self.refused: Exception | None = None
+        """Error of the driver because of which no zeros were queued."""
         self.places: Sequence[int] = ()
         """The places, perhaps with some that were committed again: :attr:`Places.parked` decides."""
 
@@ -410,7 +409,7 @@ class Parking(Deferred):
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.done():
             return False
-        kept = [place for place in mine if self._cleared and not physical.closed and owner.alone_at(place)]
+        kept = [place for place in mine if self.cleared and not physical.closed and owner.alone_at(place)]
         if len(kept) < len(mine):
             owner.retire([place for place in mine if place not in set(kept)])
         owner.keep(kept)
@@ -440,10 +439,12 @@ class Parking(Deferred):
             deferred_queue(physical.session).submit(ahead)
             # If a call below fails, some zeros may be queued without an event after them. The parking then waits for
             # all work of the stream.
-            with contextlib.suppress(CudaError, ClosedError):
+            try:
                 owner.clear(alone, stream)
-                ahead.work, ahead._cleared = Work.behind(stream), True
+                ahead.work, ahead.cleared = Work.behind(stream), True
                 owner.notify(alone, released=True)
+            except (CudaError, ClosedError) as error:
+                self.refused = error
             physical.used(stream, ahead.work)
             physical.clearing[ahead] = None
         return ahead

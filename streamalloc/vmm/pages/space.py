@@ -147,12 +147,14 @@ class PageSpace(Memory, Closes):
             found = [self._places.backing[place] for place in chosen]
             return np.array([page is not None and page.users > 1 for page in found], np.bool_)
 
-    def commit(self, pages: Pages, after: After = ()) -> None:
-        """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Their contents are undefined.
+    def commit(self, pages: Pages, after: After = (), *, zero: bool = False) -> None:
+        """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Without ``zero`` the contents of newly
+        committed pages are undefined.
 
         Pages that have kept their memory use it again, without a driver call. The others get spare physical pages of
         the arena; if there are none, memory that other pages keep; then new physical pages. If a page is still parked,
-        the host waits for the work that uses it.
+        the host waits for the work that uses it. If there is no memory, the host waits for that of other parked pages,
+        see ``patience`` of :class:`PageArena`.
 
         Parameters
         ----------
@@ -161,6 +163,9 @@ class PageSpace(Memory, Closes):
         after
             Events or streams that may still read the zeros of these pages; the host waits for them. None means all work
             of the device. Default: none.
+        zero
+            Whether newly committed pages read as zeros, on every stream. Pages that have kept their memory are cleared
+            already. For other pages the host waits until they are cleared (``cuMemsetD8Async``).
 
         Raises
         ------
@@ -184,6 +189,8 @@ class PageSpace(Memory, Closes):
             numbers = self._places.numbers[chosen].tolist()
             new = [place for place, number in zip(chosen, numbers, strict=True) if number < 0]
             ready, others = self._places.claim(new)
+            if zero:
+                self._clear_first(ready, others)
             if others:
                 self._places.exchange(others, ready)
             else:
@@ -194,6 +201,29 @@ class PageSpace(Memory, Closes):
         if self._physical.newly_watched:
             with undoing(lambda: self.release(new, ())):
                 self._physical.notify_watchers()
+
+    def _clear_first(self, ready: Sequence[int], others: Mapping[int, Page]) -> None:
+        """Map ``others``, and queue zeros for the places that are not cleared, which are parked behind the zeros. Call
+        within :meth:`Places.locked`.
+
+        Raises
+        ------
+        _ParkedAgainError
+            Zeros were queued. Commit the places after them.
+        """
+        places, physical = self._places, self._physical
+        stale = [place for place in ready if place in places.parked and not places.parked[place].cleared]
+        if not (stale or others):
+            return
+        with undoing(lambda: physical.drop(others.values())):
+            physical._check_open()
+            with physical.session.relaxed():
+                stream = physical.idle_stream() or self.device.create_stream()
+        parking = Parking(places, Work(self.device))
+        places.exchange(others, parking=parking)
+        places.park([*others, *stale], parking)
+        self._begin(parking, stream)
+        raise parking.refused or _ParkedAgainError
 
     def prepare(self, pages: Pages) -> Future[int]:
         """Map memory at pages in the background, so that their commit makes no driver call.
@@ -303,6 +333,8 @@ class PageSpace(Memory, Closes):
         with contextlib.suppress(CudaError):
             try:
                 return parking.clear(behind)
+            except CudaError as error:
+                parking.refused = error
             finally:
                 if parking.places:
                     deferred_queue(self._session).submit(parking)
@@ -555,11 +587,12 @@ class PageSpace(Memory, Closes):
         left: dict[int, Page] = {}
 
         def set_aside(parking: Parking, used: contextlib.ExitStack) -> list[int]:
-            kept.update(self._swapped(chosen))
+            swapped = self._swapped(chosen)
+            ready, pages_of_rest = places.claim([*swapped])
+            left.update(pages_of_rest)
+            kept.update(swapped)
             for stored, _, _ in by_contents(kept):
                 used.enter_context(stored.in_use())
-            ready, pages_of_rest = places.claim([*kept])
-            left.update(pages_of_rest)
             places.set_aside(kept, parking)
             return ready
 
@@ -738,7 +771,7 @@ class PageSpace(Memory, Closes):
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._places.failed:
+        if self._places.broken:
             # The driver takes unmapped addresses for host addresses.
             why = "a call has failed, and its undo too: the next commit or release maps them again"
             raise EvictedError(f"pages of {self!r} are not mapped: {why}")

@@ -326,7 +326,7 @@ class TestTaken:
         assert space.kept.tolist() == [1] and settled(arena) == (4, 0, 1)
 
     def test_not_before_they_are_cleared(self, device: sa.Device, gate: Gate, other: sa.Stream) -> None:
-        with vmm.PageArena(device, limit=PAGE) as arena, arena.space(2 * PAGE, stream=other) as space:
+        with vmm.PageArena(device, limit=PAGE, patience=0) as arena, arena.space(2 * PAGE, stream=other) as space:
             space.commit(0)
             gate.hold(other)
             space.release(0, after=other)

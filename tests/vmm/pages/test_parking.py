@@ -148,20 +148,43 @@ class TestAgain:
         assert values(space)[1:3] == [3, 4]
         assert not space.shared([1, 2]).any() and settled(arena) == (2, 0, 0)
 
-    def test_memory_of_parked_pages_is_used_once_their_work_has_completed(
-        self, device: sa.Device, stream: sa.Stream, gate: Gate
+    @pytest.mark.parametrize("act", ["commit", "swap in", "make private", "prepare"])
+    def test_a_call_without_memory_waits_for_that_of_parked_pages(
+        self, device: sa.Device, stream: sa.Stream, other: sa.Stream, gate: Gate, act: str
     ) -> None:
-        with vmm.PageArena(device, limit=2 * PAGE) as arena, arena.space(PAGES * PAGE, stream=stream) as space:
-            space.commit([0, 1])
-            gate.hold(stream)
-            space.release([0, 1], after=stream)
-            with pytest.raises(sa.OutOfMemoryError, match="2 parked"):
-                space.commit([2])
-            gate.open()
-            assert executed(stream)
-            space.commit([2, 3])
-            fill(space, [2, 3])
-            assert values(space)[:4] == [0, 0, 3, 4]
+        with (
+            vmm.PageArena(device, limit=5 * PAGE) as arena,
+            arena.space(PAGES * PAGE, stream=stream) as space,
+            vmm.HostTier(device) as tier,
+        ):
+            space.commit(range(5))
+            fill(space, range(5))
+            space.swap_out([0, 1], tier)
+            space.commit([8])
+            space.alias(9, space, 4)
+            stream.synchronize()
+            gate.hold(other)
+            space.release([2, 8], after=other)
+            arena._physical.patience = 0
+            with pytest.raises(
+                sa.OutOfMemoryError, match="room for 2 pages of 2 MiB: 2 pages are in use, and 2 parked"
+            ):
+                space.commit([10, 11, 12])
+            arena._physical.patience = 20
+            with opening(gate):
+                if act == "commit":
+                    space.commit([10, 11])
+                elif act == "swap in":
+                    assert space.swap_in([0, 1]) == 2
+                elif act == "make private":
+                    space.commit([10, 11])
+                    space.release(10, after=other)
+                    assert space.make_private(4) == 1
+                else:
+                    assert arena.prepare(3).result() == 3
+            settled(arena)
+            assert values(space)[:5] == [act == "swap in", 2 * (act == "swap in"), 0, 4, 5]
+            assert arena.statistics().pages <= 5
 
 
 class TestEnd:

@@ -172,6 +172,53 @@ class TestBatches:
         assert settled(arena) == (1, 0, 1)
 
 
+ZEROED: dict[str, tuple[list[int], list[int]]] = {  # pages that share the memory of the first ones; released pages
+    "new pages": ([], []),
+    "memory that another page keeps": ([], [0, 1, 2, 3]),
+    "memory that was shared": ([8, 9], [0, 1, 8, 9]),
+    "pages that were shared": ([4, 5], [4, 5]),
+    "kept pages": ([], [0, 1]),
+}
+
+
+@pytest.mark.parametrize("name", ZEROED)
+def test_a_commit_with_zeros(device: sa.Device, stream: sa.Stream, name: str) -> None:
+    traced = sd.traced(device.driver)
+    own = sa.Device(0, driver=traced)
+    with vmm.PageArena(own, limit=6 * PAGE) as arena, arena.space(PAGES * PAGE, stream=own.create_stream()) as space:
+        space.commit(range(4))
+        fill(space, range(4))
+        space.stream.synchronize()
+        shared, released = ZEROED[name]
+        space.alias(shared, space, range(len(shared)))
+        space.release(released, ())
+        settled(arena)
+        before = values(space)
+        wanted = [0, 1] if name == "kept pages" else [4, 5]
+        traced.calls.clear()
+        space.commit(wanted, zero=True)
+        if name == "kept pages":
+            assert names(traced) == []
+        assert {*wanted} <= {*space.committed.tolist()} and values(space) == before
+        fill(space, wanted)
+        space.commit(wanted, zero=True)  # committed pages are skipped
+        assert [values(space)[page] for page in wanted] == [page + 1 for page in wanted]
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuMemMap", "cuMemCreate", "cuStreamCreateWithPriority"])
+def test_a_commit_with_zeros_that_fails_changes_nothing(machine: Any, call: str) -> None:
+    faults = Faults(machine)
+    with vmm.PageArena(sa.Device(0, driver=faults)) as arena, arena.space(PAGES * PAGE) as space:
+        faults.fail(call)
+        with pytest.raises(sa.CudaError):
+            space.commit([1, 2], zero=True)
+        faults.stop()
+        assert space.committed.size == 0 and values(space) == EMPTY and settled(arena)[2] == 0
+        space.commit([1, 2], zero=True)
+        assert values(space) == EMPTY and space.committed.tolist() == [1, 2]
+
+
 class TestLimits:
     def test_of_an_arena(self, device: sa.Device, stream: sa.Stream) -> None:
         with (
