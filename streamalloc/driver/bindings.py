@@ -25,17 +25,17 @@ _ADDED = {
         CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         """,
     "13.1": """
-        CU_MEMPOOL_ATTR_ALLOCATION_TYPE CU_MEMPOOL_ATTR_EXPORT_HANDLE_TYPES CU_MEMPOOL_ATTR_LOCATION_ID
-        CU_MEMPOOL_ATTR_LOCATION_TYPE CU_MEMPOOL_ATTR_MAX_POOL_SIZE CU_MEMPOOL_ATTR_HW_DECOMPRESS_ENABLED
         CU_MEM_LOCATION_TYPE_INVISIBLE cuMulticastBindMem_v2 cuMulticastBindAddr_v2
         """,
-    "13.4": """
-        CU_MEMPOOL_ATTR_LOCALITY_DOMAIN_ID CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_COUNT
-        CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN
+    "13.4": "CU_DEVICE_ATTRIBUTE_LOCALITY_DOMAIN_COUNT CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN",
+    "13.4.3": """
+        CU_MEMPOOL_ATTR_ALLOCATION_TYPE CU_MEMPOOL_ATTR_EXPORT_HANDLE_TYPES CU_MEMPOOL_ATTR_LOCATION_ID
+        CU_MEMPOOL_ATTR_LOCATION_TYPE CU_MEMPOOL_ATTR_MAX_POOL_SIZE CU_MEMPOOL_ATTR_HW_DECOMPRESS_ENABLED
+        CU_MEMPOOL_ATTR_LOCALITY_DOMAIN_ID
         """,
 }
-# First version of the bindings that has a name which the oldest supported version (12.9) lacks, or that changed its
-# result (cuMemcpyBatchAsync). For error messages only.
+# First version of the bindings that has a name which the oldest supported version (12.9) lacks, that changed its result
+# (cuMemcpyBatchAsync), or that reads it (CU_MEMPOOL_ATTR_*, named since 13.1). For error messages only.
 _ADDED_IN = {name: version for version, names in _ADDED.items() for name in names.split()}
 
 # Both property structs begin with the allocation type and the handle types, each a C int.
@@ -49,7 +49,7 @@ def runtime() -> Any:
 
 
 def version_that_added(name: str) -> str:
-    """The first version of cuda-bindings with ``name``, or "a newer version". For error messages."""
+    """The first version of cuda-bindings that can use ``name``, or "a newer version". For error messages."""
     return _ADDED_IN.get(name, "a newer version")
 
 
@@ -68,6 +68,11 @@ def check_name(enum_name: str, prefix: str, name: str) -> None:
 def enum_member(enum_name: str, member: str) -> Any | None:
     """A member of a bindings enum; None if these bindings lack it."""
     return getattr(getattr(cuda, enum_name, None), member, None)
+
+
+def check_readable(enum_name: str, member: Any) -> None:
+    """Raise the ``TypeError`` with which these bindings refuse an attribute that they have and cannot read."""
+    getattr(cuda, f"_Helper{enum_name}")(member, 0, is_getter=True)
 
 
 WAIT_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {

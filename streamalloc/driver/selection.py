@@ -148,6 +148,8 @@ def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
             name, value = "devices", setting
         try:
             chosen[name] = _SETTINGS[name](value)
+            if chosen.get("devices", 1) < 1:
+                raise ValueError
         except (KeyError, ValueError):
             known = f"allowed are {_FORMS}, with settings {', '.join(_SETTINGS)}"
             raise ValueError(f"{given_as}={text!r}: {setting!r} is no setting; {known}") from None
@@ -162,7 +164,7 @@ def _from_environment(text: str) -> Driver:
     return _simulated_by_default.setdefault(text, simulated(**settings))
 
 
-_FORMS = "simulated:4 (devices), simulated:devices=4,seed=7"
+_FORMS = "simulated:4 (four devices; at least 1), simulated:devices=4,seed=7"
 
 
 def default() -> Driver:

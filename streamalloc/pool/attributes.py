@@ -20,7 +20,7 @@ from streamalloc.core.properties import (
     checked_size,
     checked_type,
 )
-from streamalloc.driver.internal import BINDINGS_VERSION, cuda
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_added
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,8 +153,8 @@ class PoolAttributes:
             value = self._pool._call("cuMemPoolGetAttribute", member)
         except TypeError as error:
             # These bindings list the attribute and cannot read it.
-            found = f"cuda-bindings {BINDINGS_VERSION}, which only list it; no release up to 13.4.4 reads it"
-            raise unsupported(attribute.driver_name, "cuda-bindings that can read it", found) from error
+            needed = f"cuda-bindings {version_that_added(attribute.driver_name)}"
+            raise unsupported(attribute.driver_name, needed, f"cuda-bindings {BINDINGS_VERSION}") from error
         except InvalidValueError as error:
             if attribute.since == "11.2":
                 raise

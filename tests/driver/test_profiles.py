@@ -14,7 +14,7 @@ from streamalloc.driver import simulated
 from streamalloc.driver.simulator.profiles import BUILT_IN, ProfileError, built_in, load
 from streamalloc.driver.simulator.reading import UnreadableMachineError, read_profile
 from tests.driver.simulator.support import new_rig
-from tests.facts.support import DEVICE, FABRIC, HOST_NUMA, MANAGED, POSIX_FD, READWRITE, MiB, Rig, said, value
+from tests.facts.support import DEVICE, FABRIC, HOST_NUMA, MANAGED, PINNED, POSIX_FD, READWRITE, MiB, Rig, said, value
 
 simulated_only = pytest.mark.simulated_only("profiles of simulated machines")
 
@@ -158,6 +158,21 @@ class TestOtherGenerations:
         assert said(rig.create_pool()) == said(raw.cuMemAllocAsync(1, 0)) == "NOT_SUPPORTED"
         assert said(raw.cuDeviceGetDefaultMemPool(0)) == said(raw.cuDeviceGetMemPool(0)) == "NOT_SUPPORTED"
         assert said(raw.cuMemAlloc(1)) == "SUCCESS"
+
+    @pytest.mark.bindings("13.4")
+    def test_attributes_of_pools_that_a_newer_driver_has(self, altered: Altered) -> None:
+        names = ["ALLOCATION_TYPE", "EXPORT_HANDLE_TYPES", "LOCATION_ID", "LOCATION_TYPE", "HW_DECOMPRESS_ENABLED"]
+        names += ["MAX_POOL_SIZE", "LOCALITY_DOMAIN_ID"]
+        for version, count in ((13000, 0), (13010, 6), (13040, 7)):
+            rig = altered.rig(driver_version=version)
+            pool = rig.pool(handle_types=POSIX_FD, max_size=MiB)
+            try:
+                answers = [rig.raw.cuMemPoolGetAttribute(pool, rig.pool_attribute(name)) for name in names]
+            except TypeError:
+                pytest.skip("these bindings cannot read them")
+            values = [int(answer[1]) for answer in answers if said(answer) == "SUCCESS"]
+            assert values == [PINNED, POSIX_FD, 0, DEVICE, 0, 32 * MiB, -1][:count]
+            assert {said(answer) for answer in answers[count:]} <= {"INVALID_VALUE"}
 
     def test_no_virtual_memory(self, altered: Altered) -> None:
         rig = altered.rig(attributes={"VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": 0})

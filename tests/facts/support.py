@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from streamalloc.driver.bindings import BINDINGS_VERSION, check_readable
+
 MiB = 1 << 20
 # What physical memory, address ranges and mappings are multiples of: the granularity, which is the same for all.
 PAGE = 2 * MiB
@@ -64,6 +66,17 @@ class Stats(NamedTuple):
     reserved_high: int
     used: int
     used_high: int
+
+
+def unreadable(enum: Any, name: str) -> Any:
+    """A member that the bindings have and cannot read; otherwise the test is skipped."""
+    member = getattr(enum, name, None)
+    if member is None:
+        pytest.skip(f"cuda-bindings {BINDINGS_VERSION} lack {name}")
+    with contextlib.suppress(TypeError):
+        check_readable(enum.__name__, member)
+        pytest.skip(f"cuda-bindings {BINDINGS_VERSION} read {name}, and the driver's answer is not among the readings")
+    return member
 
 
 class Gate:

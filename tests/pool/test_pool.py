@@ -253,7 +253,7 @@ NEWER: dict[str, tuple[int, object]] = {
 class TestNewerAttributes:
     @pytest.mark.parametrize("name", NEWER)
     def test_known_or_clearly_not(self, device: sa.Device, name: str) -> None:
-        """None of the bindings up to 13.3 can read them; whichever can, has to be right."""
+        """Bindings from 13.4.3 on can read them, and a driver for CUDA 13.1 or 13.4 answers."""
         with sa.MemoryPool(device, max_size=GROWTH) as pool:
             truth: dict[str, object] = {
                 "allocation_type": sa.MemAllocationType.PINNED,
@@ -262,7 +262,7 @@ class TestNewerAttributes:
                 "location_type": sa.MemLocationType.DEVICE,
                 "max_pool_size": GROWTH,
                 "hw_decompress_enabled": False,
-                "locality_domain_id": 0,
+                "locality_domain_id": -1,
             }
             try:
                 assert getattr(pool.attributes, name) == truth[name]
@@ -296,7 +296,7 @@ class TestNewerAttributes:
         pool = _answering(machine, refuse)
         with pytest.raises(sa.NotSupportedError, match="MAX_POOL_SIZE") as caught:
             pool.attributes.max_pool_size  # noqa: B018
-        assert BINDINGS_VERSION in str(caught.value)
+        assert f"needs cuda-bindings 13.4.3, found cuda-bindings {BINDINGS_VERSION}" in str(caught.value)
 
     def test_bindings_that_do_not_name_it(self, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
         import streamalloc.core.properties as module
@@ -304,7 +304,7 @@ class TestNewerAttributes:
         monkeypatch.setattr(module, "enum_member", lambda enum, name: None)
         with pytest.raises(sa.NotSupportedError) as caught:
             pool.attributes.max_pool_size  # noqa: B018
-        assert "cuda-bindings 13.1" in str(caught.value) and BINDINGS_VERSION in str(caught.value)
+        assert "cuda-bindings 13.4.3" in str(caught.value) and BINDINGS_VERSION in str(caught.value)
 
 
 def _answering(machine: Any, answer: Callable[[Any], Any]) -> sa.MemoryPool:

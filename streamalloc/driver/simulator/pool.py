@@ -54,6 +54,7 @@ class Pool(Accessible):
     allocation_type: int = PINNED
     handle_types: int = 0
     max_size: int = 0
+    usage: int = 0
     implicit: bool = False
     threshold: int = 0
     used: int = 0

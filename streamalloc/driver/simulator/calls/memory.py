@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from streamalloc.driver.bindings import cuda
+from streamalloc.driver.bindings import check_readable, cuda
 
 from .. import arguments
 from ..allocations import (
@@ -63,13 +63,6 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
     "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
 }
 _PREFIX = "CU_POINTER_ATTRIBUTE_"
-_NOT_READ_BY_BINDINGS = (
-    "MAPPING_SIZE",
-    "MAPPING_BASE_ADDR",
-    "MEMORY_BLOCK_ID",
-    "IS_HW_DECOMPRESS_CAPABLE",
-    "LOCALITY_DOMAIN_ORDINAL",
-)
 
 
 def _has_rdma(allocation: Allocation) -> bool:
@@ -257,8 +250,7 @@ class MemoryCalls(Calls):
     def _read_attribute(self, attribute: Any, allocation: Allocation | None, address: int) -> Any:
         """The value of an attribute; None if the driver refuses, as for an address without an allocation."""
         name = attribute.name.removeprefix(_PREFIX)
-        if name in _NOT_READ_BY_BINDINGS:
-            raise TypeError(f"Unsupported attribute: {attribute.name}")
+        check_readable("CUpointer_attribute", attribute)
         not_modelled(name not in _POINTER_ATTRIBUTES, f"cuPointerGetAttribute({attribute.name})")
         if allocation is None:
             return None

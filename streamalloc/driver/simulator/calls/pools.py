@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, read_handle_types
+from streamalloc.driver.bindings import check_readable, cuda, read_handle_types
 
 from .. import arguments
 from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
@@ -21,6 +22,16 @@ _TOO_LARGE_MAX_SIZE = 1 << 46
 _SWITCHES = {1: "follow_events", 2: "opportunistic", 3: "internal_dependencies"}
 _NUMBERS = {4: "threshold", 5: "reserved", 6: "reserved_high", 7: "used", 8: "used_high"}
 """Fields of a pool, by CUmemPool_attribute."""
+_PROPERTIES: dict[int, tuple[int, Callable[[Pool], Any]]] = {
+    9: (13010, lambda pool: pool.allocation_type),
+    10: (13010, lambda pool: pool.handle_types),
+    11: (13010, lambda pool: pool.place.id),
+    12: (13010, lambda pool: pool.place.type),
+    13: (13010, lambda pool: cuda.cuuint64_t(pool.max_size)),
+    14: (13010, lambda pool: 0),
+    15: (13040, lambda pool: -1),
+}
+"""The first driver version with a property, and its documented value, by CUmemPool_attribute."""
 
 
 class PoolCalls(Calls):
@@ -46,7 +57,7 @@ class PoolCalls(Calls):
             check(usage & ~_USAGE_FLAGS == 0)
             check(max_size < _TOO_LARGE_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._check_kind_of_pool(place, handle_types)
-        return cuda.CUmemoryPool(self._machine.pools.create(place, kind, handle_types, max_size).handle)
+        return cuda.CUmemoryPool(self._machine.pools.create(place, kind, handle_types, max_size, usage=usage).handle)
 
     def _check_kind_of_pool(self, place: Place, handle_types: int) -> None:
         """Refuse pool kinds that this profile's devices lack: the real driver's answer is unknown."""
@@ -84,12 +95,17 @@ class PoolCalls(Calls):
 
     def cuMemPoolGetAttribute(self, pool: PoolHandle, attr: Any) -> Any:
         number = arguments.member("attr", attr, cuda.CUmemPool_attribute)
-        field = _NUMBERS.get(number)
-        if field is None and number not in _SWITCHES:
-            raise TypeError(f"Unsupported attribute: {attr.name}")
+        check_readable("CUmemPool_attribute", attr)
         self._unsafe_during_capture()
         found = self._machine.pools.get(pool)
-        return getattr(found, _SWITCHES[number]) if field is None else cuda.cuuint64_t(getattr(found, field))
+        if number in _SWITCHES:
+            return getattr(found, _SWITCHES[number])
+        if number in _NUMBERS:
+            return cuda.cuuint64_t(getattr(found, _NUMBERS[number]))
+        since, read = _PROPERTIES[number]
+        check(self._machine.profile.driver_version >= since)
+        not_modelled(found.managed or found.usage, f"{attr.name} of a managed pool, or of one with a usage")
+        return read(found)
 
     def cuMemPoolSetAttribute(self, pool: PoolHandle, attr: Any, value: Any) -> None:
         number = arguments.member("attr", attr, cuda.CUmemPool_attribute)
