@@ -126,8 +126,8 @@ def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
 PAGEABLE = "pageable memory"
 HOST_KINDS = ("pinned memory", "registered memory", PAGEABLE)
 _MOST_FLAGS = 64
-_ROW = 1 << 20
-"""Bytes of a row. A larger source is compared by the sum of its rows, which is much faster than its checksum."""
+_ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
+"""Bytes of a row. A larger source is compared by a weighted sum of its rows, which is faster than its checksum."""
 
 
 @dataclass(eq=False)
@@ -267,5 +267,9 @@ def _checksum(piece: Piece) -> int | None:
         return None
     memory = np.frombuffer(memoryview((ctypes.c_ubyte * (high - low)).from_address(low)), np.uint8)
     rest = len(memory) % _ROW
-    rows: npt.NDArray[np.uint64] = np.add.reduce(memory[rest:].view(np.uint64).reshape(-1, _ROW // 8), axis=0)
-    return zlib.crc32(rows.data, zlib.crc32(memory[:rest].data))
+    rows = memory[rest:].view(np.uint64).reshape(-1, _ROW // 8)
+    total: npt.NDArray[np.uint64] = rows[:1].copy()
+    for row in rows[1:]:
+        total *= _FACTOR  # so that the order of rows matters
+        total += row
+    return zlib.crc32(total.data, zlib.crc32(memory[:rest].data))

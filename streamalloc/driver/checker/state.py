@@ -159,6 +159,8 @@ class State(UsedMemory):
         """Access of devices to the plain memory of each context."""
         self.pools: dict[int, dict[int, int] | None] = {}
         """Access of devices by pool handle; None: all have access."""
+        self.host_pools: set[int] = set()
+        """Pools of host memory."""
         self.current_pools: dict[int, int] = {}
         self.files: OpenFiles[Physical] = OpenFiles(self.notes)
         """Exported and imported physical memory, by open file."""
@@ -318,7 +320,7 @@ class State(UsedMemory):
         """Access of devices to the plain memory of a context."""
         return self._access.setdefault(context, {})
 
-    def allocate(self, address: int, size: int, stream: Stream, grants: dict[int, int] | None, stack: Stack) -> None:
+    def allocate(self, address: int, size: int, stream: Stream, grants: dict[int, int] | None, stack: Stack) -> Range:
         """Queue an allocation in a stream."""
         made = Range(address, size, "allocation", stack=stack, grants=grants, pending=True)
         made.born = Moment(stream, "allocation", stack)
@@ -332,6 +334,7 @@ class State(UsedMemory):
         else:
             self.timeline.submit(stream, lambda stream: self.judge.allocate(made, stream))
             self.foreign.did(stream)
+        return made
 
     def free(self, address: int, stream: Stream, what: str, stack: Stack) -> Finish:
         """Before a free call, queue the free in a stream. Call the result with the driver's answer."""

@@ -28,7 +28,8 @@ def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None
         return
     stream = state.stream(args[-1])
     pool = int(args[1]) if "FromPool" in name else _current_pool(state, state.devices.get(stream))
-    state.allocate(int(answer[1]), int(args[0]), stream, state.pools.get(pool), here())
+    made = state.allocate(int(answer[1]), int(args[0]), stream, state.pools.get(pool), here())
+    made.viewed = pool in state.host_pools
 
 
 def _current_pool(state: State, device: int | None) -> int:
@@ -192,7 +193,9 @@ def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> Non
     location = args[0].location
     managed = "MANAGED" in getattr(args[0].allocType, "name", "")
     grants = {int(location.id): 3} if int(location.type) == _DEVICE else {}
-    state.pools[int(answer[1])] = None if managed else grants
+    pool = int(answer[1])
+    state.pools[pool] = None if managed else grants
+    (state.host_pools.add if "HOST" in location.type.name else state.host_pools.discard)(pool)
 
 
 def _ends_pool(state: State, grants: dict[int, int]) -> None:

@@ -328,6 +328,15 @@ def the_host_writes_the_last_byte_of_a_large_source(b: Bench, right: bool) -> No
     _overwritten(b, right, _pinned(b, nbytes), cuda.CUstream(b.a._raw), nbytes)
 
 
+@hazard("race")
+def the_host_writes_memory_of_a_host_pool(b: Bench, right: bool) -> None:
+    """It has the address, without an array of the package."""
+    source = _host_pool(b).allocate(SIZE, b.a)
+    b.a.synchronize()
+    _overwritten(b, right, source._at, cuda.CUstream(b.a._raw))
+    b.done(source)
+
+
 @hazard("race", simulated="on hardware, other libraries may wait for the default stream unseen")
 def the_host_writes_the_source_of_a_copy_on_the_default_stream(b: Bench, right: bool) -> None:
     _overwritten(b, right, _pinned(b), cuda.CUstream(0))
