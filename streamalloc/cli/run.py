@@ -1,4 +1,4 @@
-"""Run a Python program on the simulated driver: its calls of ``cuda.bindings`` reach that driver."""
+"""Run a Python program: its calls of ``cuda.bindings`` reach the simulated driver, or a checker."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import importlib.util
 import os
 import runpy
 import sys
+from typing import Any
 
 from streamalloc.cli.choice import Chosen, UsageError
 from streamalloc.cli.terminal import Terminal
-from streamalloc.driver.internal import as_asked
+from streamalloc.driver import use
+from streamalloc.driver.internal import RealFunctions, as_asked
 from streamalloc.testing import install
 
 _for_good = contextlib.ExitStack()
@@ -34,11 +36,16 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             raise UsageError(f"there is no file {file!r}")
     if chosen.not_found:
         print(chosen.headline, file=sys.stderr)
+    driver: Any = chosen.driver
     if not chosen.is_simulated:
+        driver = RealFunctions()
+        if as_asked(driver) is driver:
+            _run(options)
+            return 0
+    driver = as_asked(driver)
+    _for_good.enter_context(install(driver, kernels=options.kernels))
+    with use(driver):
         _run(options)
-        return 0
-    _for_good.enter_context(install(as_asked(chosen.driver), kernels=options.kernels))
-    _run(options)
     return 0
 
 

@@ -19,7 +19,7 @@ from streamalloc.driver.bindings import (
 )
 from streamalloc.driver.locks import Lock, RLock
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
-from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
+from streamalloc.driver.selection import RealFunctions, as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
     from streamalloc.driver.checker.reports import Stack, here, line_of, lines

@@ -1,4 +1,4 @@
-"""Detection of libraries that call CUDA's C libraries directly, which bypasses an installed machine."""
+"""Detection of libraries that call CUDA's C libraries directly, which bypasses an installed driver."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _OURS = ("cuda.bindings", "cuda.pathfinder")
 
 _watching = False
 _added = False
+_loss = ""
 _reported: set[str] = set()
 
 
 @contextlib.contextmanager
-def watch_imports() -> Iterator[None]:
-    """In the block, warn about each imported library that calls CUDA's C libraries."""
-    global _watching, _added
+def watch_imports(loss: str) -> Iterator[None]:
+    """In the block, warn about each imported library that calls CUDA's C libraries. ``loss``: end of the text."""
+    global _watching, _added, _loss
     if not _added:
         _added = True
         sys.addaudithook(_look)  # the interpreter keeps it
     _reported.clear()
-    _watching = True
+    _watching, _loss = True, loss
     try:
         yield
     finally:
@@ -69,5 +70,5 @@ def _calls_cuda(path: str) -> bool:
 def _warn(library: str, what: str) -> None:
     if library not in _reported:
         _reported.add(library)
-        text = f"{what} CUDA's C libraries, not cuda.bindings: what it does there does not reach the simulated machine"
+        text = f"{what} CUDA's C libraries, not cuda.bindings: what it does there {_loss}"
         warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""A simulated machine in place of ``cuda.bindings.driver`` and ``cuda.bindings.runtime``."""
+"""A simulated machine, or the checked real driver, in place of the functions of ``cuda.bindings``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import streamalloc.driver as sd
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import (
     VISIBLE,
+    RealFunctions,
     Runtime,
     as_asked,
     cuda,
@@ -85,12 +86,14 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     settings = getattr(driver, "settings", None)
     if not isinstance(settings, str):
         raise TypeError(f"machine={driver!r}: must be a simulated machine (streamalloc.driver.simulated)")
+    simulated = settings != "cuda"
     with contextlib.ExitStack() as undo:
         if not _installed.acquire(blocking=False):
             raise RuntimeError(f"a machine is installed already: {_targets.get(cuda.__name__)!r}; end its block first")
         undo.callback(_installed.release)
         undo.callback(_targets.clear)
-        _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
+        in_runtime = Runtime(driver) if simulated else _Unseen(driver)
+        _targets.update({cuda.__name__: driver, runtime().__name__: in_runtime})
         undo.callback(sd.real.cache_clear)  # the machine may be cached as the real driver
         for holder, name, stand_in in _places():
             undo.callback(setattr, holder, name, getattr(holder, name))
@@ -98,17 +101,36 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         undo.callback(sd.set_default, default_of_threads())
         sd.set_default(driver)
         hidden = os.environ.get(VISIBLE)
-        if hidden is not None and hidden == inherited() and VARIABLE not in os.environ:
+        if simulated and hidden is not None and hidden == inherited() and VARIABLE not in os.environ:
             undo.callback(_set_variable, VISIBLE, hidden)
             del os.environ[VISIBLE]
         variables = {VARIABLE: settings, KERNELS: json.dumps(files), "PYTHONPATH": _search_path()}
         for variable, value in variables.items():
             undo.callback(_set_variable, variable, os.environ.get(variable))
             os.environ[variable] = value
-        undo.enter_context(watch_imports())
+        undo.enter_context(watch_imports("does not reach the simulated machine" if simulated else "is not checked"))
         for file in files:
             runpy.run_path(file)
         yield driver
+
+
+class _Unseen:
+    """The bindings' functions of the CUDA runtime, whose calls a checker does not see."""
+
+    def __init__(self, driver: Any) -> None:
+        self._functions = dict(vars(runtime()))
+        self._note: Callable[[str], None] = getattr(driver, "unseen", lambda what: None)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = self._functions[name]
+
+        def call(*args: Any, **named: Any) -> Any:
+            try:
+                return function(*args, **named)
+            finally:
+                self._note(f"calls of cuda.bindings.runtime ({name})")
+
+        return call
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
@@ -158,6 +180,7 @@ def install_in_child() -> None:
     """Install the parent's machine for the life of this process. No effect if the parent has none."""
     text = os.environ.get(VARIABLE)
     if text:
-        _, settings = read_choice(text, VARIABLE)
+        kind, settings = read_choice(text, VARIABLE)
         kernels = json.loads(os.environ.get(KERNELS) or "[]")
-        _for_good.enter_context(install(as_asked(sd.simulated(**settings)), kernels=kernels))
+        machine: Any = RealFunctions() if kind == "cuda" else sd.simulated(**settings)
+        _for_good.enter_context(install(as_asked(machine), kernels=kernels))

@@ -393,6 +393,14 @@ class Checked(Wrapper):
         """
         self._notified(False, self._open, address, nbytes, stream, name, word)
 
+    def unseen(self, what: str) -> None:
+        """Record that code runs whose work and waits the checker does not see: all earlier work counts as done."""
+        self._notified(False, self._unseen, what)
+
+    def _unseen(self, what: str) -> None:
+        self._state.notes.add("waits", what)
+        self._state.timeline.host_observes(self._state.timeline.everything())
+
     def _notified(self, delivers: bool, step: Callable[..., None], *args: Any) -> None:
         if self._inside():
             self._postponed.append(partial(step, *args))

@@ -38,6 +38,6 @@ if os.environ.get("STREAMALLOC_INSTALL") and _has_bindings():
     try:
         _install()
     except Exception:
-        # Do not run the program without the machine, because it would use the real driver.
+        # Do not run the program without the machine: it would use the real driver, or run unchecked.
         traceback.print_exc()
-        raise SystemExit("streamalloc: the simulated machine of the parent process could not be installed") from None
+        raise SystemExit("streamalloc: the driver of the parent process could not be installed") from None
