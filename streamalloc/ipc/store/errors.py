@@ -28,9 +28,10 @@ class StoreBusyError(StoreError):
 
 
 class StoreFullError(StoreError, MemoryError):
-    """The memory would exceed the limit of the store.
+    """The memory would exceed the limit of the store, or its server has no file descriptor left.
 
-    :meth:`WeightsWriter.allocate` raises it.
+    :meth:`WeightsWriter.allocate` and :meth:`WeightsWriter.commit` raise it; without a descriptor, so do all calls that
+    connect to the server.
     """
 
 

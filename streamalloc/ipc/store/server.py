@@ -7,10 +7,12 @@ memory. When a client dies, its connection ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import itertools
 import json
+import logging
 import os
 import resource
 import selectors
@@ -20,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from typing_extensions import Self
 
@@ -29,16 +31,25 @@ from streamalloc.core.internal import Device, Fd
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
-from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError
+from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
 from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
 from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
 from streamalloc.ipc.store.protocol import Kind, pack, socket_path, unpack
-from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, Listener, PeerGoneError, ProtocolError, identity
+from streamalloc.ipc.transport.channel import (
+    PACKET_HANDLES,
+    Channel,
+    Listener,
+    ProtocolError,
+    identity,
+    no_descriptors,
+)
 from streamalloc.ipc.wire.control_block import ReadyWord
 
 _LIST_BYTES = 48 << 10
-# Seconds between two checks of announced contents, and between two attempts to send an answer or to accept.
+# Seconds between two checks of announced contents, and between two attempts to send an answer.
 _PAUSE = 0.02
+_ROOM = 8
+"""Descriptors that a commit leaves free: for connections, and for the journal."""
 
 
 class _Client(Holder):
@@ -92,8 +103,8 @@ class StoreServer(Closes):
         Another process of this user serves a store of this name.
     """
 
-    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_process", "_selector",
-                 "_thread", "_wake", "name")  # fmt: skip
+    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_process", "_selector", "_spare",
+                 "_thread", "_told", "_wake", "name")  # fmt: skip
 
     def __init__(
         self,
@@ -121,6 +132,10 @@ class StoreServer(Closes):
             self._listener: Listener = undo.enter_context(Channel.listen(path))
             self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
             self._wake = tuple(map(Fd, os.pipe()))
+            self._spare = Fd(os.dup(self._wake[0].fileno()))
+            """Descriptor that is closed to accept, and refuse, a connection when no other is left."""
+            self._told = False
+            """Whether the log says that no descriptor is left."""
             self._clients: dict[int, _Client] = {}
             self._selector = undo.enter_context(contextlib.closing(selectors.DefaultSelector()))
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -188,7 +203,7 @@ class StoreServer(Closes):
         self._clients.clear()
         self._holdings.close()
         self._selector.close()
-        close_all(self._wake)
+        close_all((*self._wake, self._spare))
         Path(self.address).with_suffix(".lock").unlink(missing_ok=True)
         self._lock.close()
 
@@ -199,21 +214,48 @@ class StoreServer(Closes):
             channel = self._listener.accept(timeout=0)
         except (TimeoutError, PermissionError):
             return
-        except OSError:
-            time.sleep(_PAUSE)  # For example, no file descriptor is left: the client waits in the queue.
+        except OSError as error:
+            if _is_out_of_descriptors(error):
+                self._refuse_connection()
             return
         client = _Client(channel)
         self._clients[client.number] = client
         self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._receive, client))
         self._receive(client)  # A client that connects has sent a request.
 
+    def _refuse_connection(self) -> None:
+        """Accept a connection with the spare descriptor, answer that no other is left, and close it."""
+        self._spare.close()
+        try:
+            with self._listener.accept(timeout=0) as channel:
+                channel.send(self._refusal(no_descriptors(1)), timeout=0)
+        except OSError:
+            time.sleep(_PAUSE)  # Another thread of this process was faster: the client waits in the queue.
+        finally:
+            with contextlib.suppress(OSError):
+                self._spare = Fd(os.dup(self._wake[0].fileno()))
+
+    def _refusal(self, error: Exception) -> bytes:
+        """Return the answer for a request that failed."""
+        if _is_out_of_descriptors(error):
+            error = no_descriptors(1) if error.strerror == os.strerror(error.errno or 0) else error
+            error = StoreFullError(f"{error.strerror}, in the server of the store {self.name!r}: remove keys")
+            if not self._told:
+                self._told = True
+                logging.getLogger(__name__).warning("%s", error)
+        return pack(Kind.REFUSED, {"error": NAMES.get(type(error), "refused"), "text": str(error)[:8000]})
+
     def _receive(self, client: _Client) -> None:
         try:
             data, handles = client.channel.receive(timeout=0)
         except TimeoutError:
             return
-        except (PeerGoneError, ProtocolError, OSError):
-            self._drop(client)
+        except (ProtocolError, OSError) as error:
+            if _is_out_of_descriptors(error):
+                client.answer = self._refusal(error)
+                self._send(client)
+            else:
+                self._drop(client)
             return
         client.handles = list(handles)
         try:
@@ -221,8 +263,7 @@ class StoreServer(Closes):
             client.answer = pack(Kind.DONE, _ANSWERS[kind](self, client, **fields))
         except (StoreError, ValueError, OSError) as error:
             client.sends = ()
-            about = {"error": NAMES.get(type(error), "refused"), "text": str(error)[:8000]}
-            client.answer = pack(Kind.REFUSED, about)
+            client.answer = self._refusal(error)
         except Exception:
             # A fault of this server must not end the other clients' connections.
             traceback.print_exc()
@@ -304,6 +345,8 @@ class StoreServer(Closes):
         # A file of its own, because the client could change its file after the check.
         manifest = sealed_file(found.to_bytes())
         with undoing(manifest.close):
+            _check_room(manifest)
+            self._told = False
             self._holdings.prepare(epoch, address, chunks, manifest, handles[first:])
         epoch.layout, epoch.count = found.layout.hash, len(found.layout)
         epoch.ready = None if word is None else (word, handles[1], ready)
@@ -375,6 +418,21 @@ def _about(entry: Entry) -> dict[str, Any]:
 
 def _pids(epoch: Epoch) -> list[int]:
     return sorted(reader.pid for reader in epoch.readers)[:1000]
+
+
+def _check_room(fd: Fd) -> None:
+    """Raise ``OSError`` (``EMFILE``) if fewer than ``_ROOM`` descriptors are free."""
+    with contextlib.ExitStack() as room:
+        try:
+            for _ in range(_ROOM):
+                room.enter_context(Fd(os.dup(fd.fileno())))
+        except OSError:
+            room.close()
+            raise no_descriptors(_ROOM) from None
+
+
+def _is_out_of_descriptors(error: Exception) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def announcement(block: Fd, ready: str) -> ReadyWord:

@@ -204,6 +204,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
         Raises
         ------
+        StoreFullError
+            The server has no room for the descriptors. Nothing was committed; :meth:`commit` can be called again.
         StoreError
             The store refused the commit, or another rank did not commit. Nothing was committed.
         """

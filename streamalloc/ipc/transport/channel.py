@@ -12,8 +12,10 @@ lost packet of a larger message and closes the channel.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
+import resource
 import select
 import socket
 import stat
@@ -251,6 +253,27 @@ def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -
     return longer
 
 
+def _name_in(packet: bytes) -> bytes:
+    """The name of the message that a packet is a part of; empty if the packet is a whole message."""
+    return packet[HEADER_BYTES : HEADER_BYTES + 8] if packet[:4] == _PART_MAGIC else b""
+
+
+def _descriptors_of(packet: bytes) -> int:
+    """The number of descriptors of the whole message, as a packet says."""
+    if packet[:4] == _PART_MAGIC and len(packet) >= HEADER_BYTES + _PART.size:
+        return int(_PART.unpack_from(packet, HEADER_BYTES)[4])
+    return int(_unpack(packet)[2]) if len(packet) >= HEADER_BYTES else 0
+
+
+def no_descriptors(needed: int) -> OSError:
+    """The error of a process that has no room for file descriptors: how many are open, may be, and are needed."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    count = most
+    with contextlib.suppress(OSError):
+        count = len(os.listdir("/proc/self/fd")) - 1  # one was open for the list
+    return OSError(errno.EMFILE, f"{count} of {most} file descriptors are open (ulimit -n), {needed} more are needed")
+
+
 def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
     """The reason why a packet is not valid, as text; None if it is valid."""
     if flags & socket.MSG_TRUNC:
@@ -265,8 +288,7 @@ def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
     if size != len(packet) - HEADER_BYTES:
         return f"it has {len(packet) - HEADER_BYTES} bytes of data and says {size}"
     if flags & socket.MSG_CTRUNC or count != handles:
-        here = " (this process may have too many files open: ulimit -n)" if count > handles else ""
-        return f"it came with {handles} descriptors and says {count}{here}"
+        return f"it came with {handles} descriptors and says {count}"
     return None
 
 
@@ -365,13 +387,26 @@ class Channel(_SocketOwner):
     b'hello'
     """
 
-    __slots__ = ("_carried", "_misses", "_partial", "_ready", "_receive", "_send", "_send_with", "peer", "timeout")
+    __slots__ = (
+        "_carried",
+        "_lost",
+        "_misses",
+        "_partial",
+        "_ready",
+        "_receive",
+        "_send",
+        "_send_with",
+        "peer",
+        "timeout",
+    )
 
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: set[bytes] = set()
         """Ids of handles already sent over this channel."""
         self._partial: Partial | None = None
+        self._lost = b""
+        """Name of a message whose first descriptors this process had no room for."""
         self._misses = 0
         """Consecutive waits in which polling found no message."""
         self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
@@ -546,6 +581,9 @@ class Channel(_SocketOwner):
             The other end is closed, and all its messages were received.
         ProtocolError
             The packet is not a valid message. The channel is closed.
+        OSError
+            This process has no room for the descriptors of the message (``EMFILE``), which is lost. The channel stays
+            usable.
         ClosedError
             This end is closed.
         """
@@ -621,6 +659,14 @@ class Channel(_SocketOwner):
         if not packet and not handles and self._poll(select.POLLRDHUP, 0):
             self._drop_partial()
             raise PeerGoneError(f"{self._who} has ended or closed its end")
+        if flags & _DAMAGED == socket.MSG_CTRUNC and len(handles) < PACKET_HANDLES:
+            close_all(handles)
+            self._drop_partial()
+            self._lost = _name_in(packet)
+            raise no_descriptors(_descriptors_of(packet))
+        if self._lost and _name_in(packet) == self._lost:  # a further part of that message
+            close_all(handles)
+            return None
         fault = fault_in(packet, len(handles), flags)
         if fault is None and packet[:4] == MAGIC:
             # The sender abandoned the previous message; no more of its packets come.

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -144,7 +145,8 @@ class TestServer:
 
         def start() -> subprocess.Popen[str]:
             command = [sys.executable, "-m", "streamalloc", "serve", name]
-            made.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(on_cuda)))
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            made.append(subprocess.Popen(command, **pipes, env=environment(on_cuda)))
             assert made[-1].stdout is not None and name in made[-1].stdout.readline()
             return made[-1]
 
@@ -152,6 +154,44 @@ class TestServer:
         for process in made:
             process.kill()
             process.communicate()
+
+    def test_is_out_of_descriptors(
+        self, served: Callable[[], subprocess.Popen[str]], name: str, device: sa.Device
+    ) -> None:
+        """It refuses what does not fit, serves on, and takes more once descriptors are free."""
+        server = served()
+        limit = len(os.listdir(f"/proc/{server.pid}/fd")) + 24
+        _, most = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (limit, most))
+        full = rf"\d+ of {limit} file descriptors are open"
+        with contextlib.ExitStack() as opened:
+            store, witness = (opened.enter_context(ipc.Store(name)) for _ in range(2))
+            written = 0
+            with pytest.raises(ipc.StoreFullError, match=full):
+                for written in range(limit):
+                    write(store, f"key {written}", written)
+            # More descriptors than the table has left do not even arrive. The writer can still commit what fits.
+            store.remove("key 0")
+            with store.write("large", device) as writer:
+                for part in range(70):
+                    writer.allocate(f"part {part}", 2 * MiB, np.uint8)
+                with pytest.raises(ipc.StoreFullError, match=full):
+                    writer.commit()
+                with pytest.raises(ipc.StoreFullError, match=full):
+                    writer.commit()
+                with pytest.raises(ipc.StoreFullError, match=full):
+                    for _ in range(limit):
+                        opened.enter_context(ipc.Store(name)).statistics()
+                assert {entry.key for entry in witness.list()} == {*(f"key {n}" for n in range(1, written)), "large"}
+                writer.abort()
+        assert server.poll() is None
+        with ipc.Store(name) as store:
+            assert eventually(lambda: store.statistics().keys == written - 1)
+            store.remove("key 1")
+            write(store, "again", 3)
+        server.terminate()
+        _, log = server.communicate()
+        assert log.count("file descriptors are open") == 1 and "Traceback" not in log
 
     def test_is_killed(self, served: Callable[[], subprocess.Popen[str]], name: str, device: sa.Device) -> None:
         first = served()

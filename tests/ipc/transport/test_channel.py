@@ -356,11 +356,33 @@ class TestDescriptors:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
         try:
-            with pytest.raises(ProtocolError, match=r"with 1 descriptors and says 8 .*ulimit -n"):
+            with pytest.raises(OSError, match=r"of \d+ file descriptors are open \(ulimit -n\), 8 more are needed"):
                 channel.receive()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert open_descriptors() <= before - 1
+        assert open_descriptors() == before
+        socket.send_fds(raw, [packet(b"next", 1)], [0])
+        data, (handle,) = channel.receive(timeout=0)
+        handle.close()
+        assert data == b"next"
+
+    def test_of_many_that_this_process_has_no_room_for(self, ends: tuple[Channel, Channel]) -> None:
+        """All parts of that message are lost, and no other."""
+        ends[0].send(b"large", [0] * (2 * PACKET_HANDLES + 1))
+        ends[0].send(b"next", [0])
+        before = open_descriptors()
+        free = os.dup(0)
+        os.close(free)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + PACKET_HANDLES + 8, limits[1]))
+        try:
+            with pytest.raises(OSError, match=f"{2 * PACKET_HANDLES + 1} more are needed"):
+                ends[1].receive()
+            data, (handle,) = ends[1].receive(timeout=0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        handle.close()
+        assert data == b"next" and open_descriptors() == before
 
 
 class TestTimeouts:
