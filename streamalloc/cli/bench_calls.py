@@ -14,6 +14,7 @@ import streamalloc as sa
 from streamalloc.cli.c_loop import c_loop
 from streamalloc.cli.libraries import CudaCore, CuPy, PyTorch, Rmm
 from streamalloc.cli.measuring import SIZE, Bench, Call, Row, Setup, Target, fastest
+from streamalloc.core.internal import raw_handle
 
 RAW = "raw calls"
 OURS = "streamalloc"
@@ -128,7 +129,7 @@ def torch_copy(torch: PyTorch, *, to_host: bool) -> Call:
 def raw_order(bench: Bench) -> Call:
     """Create and record an event, let another stream wait for it, and destroy it."""
     driver, stream = bench.driver, bench.raw_stream
-    other = driver.CUstream(bench.new_stream().handle)
+    other = raw_handle(bench.new_stream())
     create, record = driver.cuEventCreate, driver.cuEventRecord
     wait, destroy = driver.cuStreamWaitEvent, driver.cuEventDestroy
     flags = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -214,7 +215,7 @@ def _on_streams(kind: str, count: int) -> Setup:
             allocator, next_stream = _allocator(bench, kind, pool), itertools.cycle(streams).__next__
             return lambda: allocator.allocate(SIZE, next_stream()).free()
         allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
-        next_raw = itertools.cycle([bench.driver.CUstream(stream.handle) for stream in streams]).__next__
+        next_raw = itertools.cycle(map(raw_handle, streams)).__next__
 
         def pair() -> None:
             stream = next_raw()

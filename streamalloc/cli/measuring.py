@@ -21,6 +21,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc.cli.choice import KEEP_ALL, Chosen
 from streamalloc.cli.needs import Unavailable
+from streamalloc.core.internal import raw_handle
 
 SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
@@ -122,7 +123,8 @@ class Bench:
         # Raw driver calls need a current context; the library's calls do not.
         shared.enter_context(self.device.current())
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
-        self.raw_stream: Any = self.driver.CUstream(self.stream.handle)
+        # Not `handle`, which lends the stream: allocations on it would ask the driver.
+        self.raw_stream: Any = raw_handle(self.stream)
         self.pool: sa.MemoryPool
         self.raw_pool: Any
         self.pool, self.raw_pool = self.new_pool()

@@ -85,9 +85,10 @@ class Exportable(MemoryBase):
         ptr = self._ptr
         if ptr is not None:
             stream = self._stream
-            # A listener must be notified that other code gets the stream.
+            # The first time the stream is marked as lent. A listener must be notified each time.
             if (
                 stream._handle is not None
+                and stream._foreign_captures
                 and self._ordinal == stream.device.ordinal
                 and stream._session.listener is None
             ):
@@ -187,7 +188,7 @@ class Exportable(MemoryBase):
                 raise ValueError("stream=0 is ambiguous: the legacy default stream is 1, the per-thread one 2")
             ours = self.stream
             handle = LEGACY if stream is None else stream
-            if handle != ours.handle:
+            if handle != ours._number:
                 order_handle_after(handle, ours)
                 if self._session.listener is not None and not of_host:
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)

@@ -241,11 +241,9 @@ class Buffer(Memory, Closes):
         self._allocator._session.check_process()
         ordered = self._ordered_on(stream)
         ordered._checked_raw()
-        capture = ordered._capture
-        if capture is not None and not self._belongs_to(capture):
+        # For a default stream this raises if a blocking stream is captured, and keeps that capture valid.
+        if ordered._captured() and not self._belongs_to(ordered._capture):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-        if ordered.is_default:
-            ordered._captured()  # raises if a blocking stream is captured, and keeps that capture valid
         state = shared_state(self)
 
         def free(last: Stream) -> None:
@@ -281,7 +279,8 @@ class Buffer(Memory, Closes):
                 self._ptr = ptr
                 raise free_refused(result, ordered)
 
-    def _belongs_to(self, capture: Capture) -> bool:
+    def _belongs_to(self, capture: Capture | None) -> bool:
+        """Whether a capture, None for one by other code, may have allocated the memory."""
         return False
 
     def _past_caches(self) -> Buffer:
@@ -372,9 +371,21 @@ class GraphBuffer(Buffer):
     the launch. Dropping the object frees nothing.
     """
 
-    __slots__ = ("_capture",)
+    __slots__ = ("_address", "_capture")
 
+    _address: int
+    """Set by a free in the capture."""
     _capture: Capture | None
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte at every launch, also after :meth:`free`; 0 for an empty buffer."""
+        ptr = self._ptr
+        return self._address if ptr is None else int(ptr)
+
+    @property
+    def _at(self) -> int:
+        return int(self._live())
 
     @property
     def owner(self) -> object:
@@ -397,14 +408,17 @@ class GraphBuffer(Buffer):
         InvalidValueError
             No launch has allocated the memory, or the memory was freed already.
         """
-        address = self._live()
+        pointer = self._live()
         ordered = self._ordered_on(stream)
+        captured = ordered._captured()
+        self._address = int(pointer)
         self._free_slowly(ordered, still_imported, timeout)
-        if ordered._capture is None:
-            self._ptr = address
+        if not captured:
+            self._ptr = pointer
 
-    def _belongs_to(self, capture: Capture) -> bool:
-        return capture is self._capture
+    def _belongs_to(self, capture: Capture | None) -> bool:
+        # A capture may join streams of this package and of other code: the driver decides then.
+        return capture is self._capture or None in (capture, self._capture)
 
 
 def _free_later(session: Session, ptr: Any, stream: Stream, failed: Any) -> None:

@@ -153,7 +153,7 @@ class CopySide:
         """Have a stream wait until the memory may be used."""
         if type(self.keep) in kinds:
             self.keep._await_on(stream)  # type: ignore[attr-defined]
-        elif self.after is not None and self.after != stream.handle:
+        elif self.after is not None and self.after != stream._number:
             stream.wait(Stream.of_handle(stream.device, self.after, self.keep))
 
     @classmethod

@@ -84,7 +84,7 @@ class Event(Closes, Shown):
         Whether other processes can open it; such an event cannot measure time.
     """
 
-    __slots__ = ("__weakref__", "_capture", "_raw", "_session", "_spare", "device", "interprocess")
+    __slots__ = ("__weakref__", "_capture", "_foreign_captures", "_raw", "_session", "_spare", "device", "interprocess")
 
     interprocess: bool
     """True for an event that other processes can open."""
@@ -113,6 +113,9 @@ class Event(Closes, Shown):
         self.interprocess = interprocess
         self._session = device._session
         self._capture: Capture | None = None
+        """The capture by this package that the event is part of."""
+        self._foreign_captures = False
+        """Whether other code may have captured the stream at the record: a stream that waits joins the capture."""
 
     @property
     def handle(self) -> int:

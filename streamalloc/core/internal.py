@@ -36,6 +36,7 @@ from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
 from streamalloc.core.per_thread_streams import (
     give_lists,
+    is_uncaptured,
     leave_stream,
     of_this_thread,
     this_thread,
@@ -59,7 +60,6 @@ from streamalloc.core.queued_work import (
 )
 from streamalloc.core.stream import (
     LEGACY,
-    NOT_CAPTURED,
     PER_THREAD,
     Stream,
     StreamLike,
@@ -68,7 +68,9 @@ from streamalloc.core.stream import (
     end_of,
     end_with_stream,
     is_borrowed,
+    is_captured,
     keeps_alive,
+    may_be_captured,
     moment,
     name_of_stream,
     raw_handle,

@@ -67,43 +67,52 @@ def thread_number(stream: Stream) -> int:
     return 0 if threads is None else threads.number or of_this_thread(stream)._thread
 
 
-class _ThreadLists:
-    """Free lists of a cache on the per-thread default stream: those of the calling thread, unless its stream is
-    captured.
+def is_uncaptured(stream: Stream) -> bool:
+    """Whether an open stream is not being captured, by one call (``cuStreamIsCapturing``). For fast paths: False if
+    they are forbidden.
     """
+    if stream._thread:
+        stream = cast("Stream", stream._owner)  # it knows whether its context is current
+    handle = stream._handle
+    if handle is None:
+        handle = stream._asked_handle()
+    is_capturing = stream._session.cuStreamIsCapturing
+    return handle is not None and is_capturing(handle) == NOT_CAPTURED
 
-    __slots__ = ("_is_capturing", "_key", "_stream", "_threads")
+
+class _ThreadLists:
+    """Free lists of a cache on the per-thread default stream: those of the calling thread."""
+
+    __slots__ = ("_key", "_threads")
 
     def __init__(self, stream: Stream, key: object) -> None:
-        self._is_capturing: Any = stream._session.cuStreamIsCapturing
         self._key = key
-        self._stream = stream
         self._threads: Any = stream._threads
 
     def __getitem__(self, size: int) -> Any:
         mine = self._threads.stream
         if mine is None:
             raise LookupError
-        free = mine.free_lists[self._key][size]
-        shared, is_capturing = self._stream, self._is_capturing
-        asks = shared._asks
-        if not free or asks() != shared._answer or is_capturing(shared._raw) != NOT_CAPTURED:
-            raise LookupError
-        return free
+        return mine.free_lists[self._key][size]
 
 
-def give_lists(stream: Stream, key: object, lists: object) -> None:
-    """Set a cache's free lists on a stream for the cache's fast path, unless the stream is captured or closed."""
+def give_lists(stream: Stream, key: object, lists: object, *, ask: bool) -> None:
+    """Set a cache's free lists on a stream for the cache's fast path, unless the stream is captured or closed.
+
+    ``ask``: the lists call :func:`is_uncaptured`, which streams that other code may capture require.
+    """
     if stream._thread:
         shared = cast("Stream", stream._owner)
-        give_lists(shared, key, _ThreadLists(shared, key))
+        give_lists(shared, key, _ThreadLists(shared, key), ask=True)
     if key in stream.free_lists:
         return
     stream._session.shut_with_me(stream)
     stream.free_lists = {**stream.free_lists, key: lists}
     # A capture may just have begun.
-    if stream._closed or stream._capture:
+    if stream._closed or stream._capture or stream._before_work:
         stream._forbid_direct()
+    elif stream._foreign_captures and not ask:  # just lent
+        stream._lend()
 
 
 def thread_of(stream: Stream) -> tuple[int, Threads | None]:

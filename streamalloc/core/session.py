@@ -14,16 +14,17 @@ queued (:func:`~streamalloc.core.queued_work.queue_behind`):
 =============  ==========================  ========================================================================
 Slot           Set for                     The call goes straight to the driver
 =============  ==========================  ========================================================================
-``_handle``    our own, other libraries'   at once; an allocation on a library's stream first calls
+``_handle``    our own, other libraries'   at once; an allocation on a stream that other code may capture first calls
                                            ``cuStreamIsCapturing``
-``_direct``    our own                     at once, also if it is an allocation
+``_direct``    our own, unless lent        at once, also if it is an allocation
 ``_answer``    default streams, and those  while ``_asks`` returns it: ``cuCtxGetCurrent`` for a default stream, whose
                that a library may close    handle means nothing without a context; else a function of the library's
                                            object
 =============  ==========================  ========================================================================
 
-Other code may capture a library's stream, and memory allocated in a capture belongs to the graph. A free needs no such
-call: in a capture the driver refuses it, and the capture stays valid. Streams of other libraries are resolved once
+Memory allocated in a capture belongs to the graph. Other code may capture a library's stream, and a stream of ours that
+it knows: its handle was lent, or it has waited for captured work of other code. A free needs no such call, except to a
+cache: in a capture the driver refuses it, and the capture stays valid. Streams of other libraries are resolved once
 (:mod:`streamalloc.core.library_streams`). An error of the driver is raised unless the slow path can succeed. For
 example, the driver refuses a copy under another device's context, and the slow path makes the stream's own context
 current. Apart from this, fills, copies, records, waits and queries on streams other than default streams need no

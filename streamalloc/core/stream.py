@@ -173,6 +173,8 @@ class Stream(Closes, Shown):
         """Whether fast paths may use the stream if nothing else forbids it."""
         self._session = device._session
         self._capture: Capture | None = None
+        self._foreign_captures = False
+        """Whether other code may capture the stream, so that only the driver knows whether it is being captured."""
         self._closed = True
         self._last: list[Event] = []
         """After close or drop: an event after all work, see :func:`end_of`."""
@@ -202,7 +204,7 @@ class Stream(Closes, Shown):
 
     def _open(self, *, non_blocking: bool = False) -> None:
         number = self._number = int(self._raw)
-        # The legacy stream cannot be captured, and captures of our own streams are recorded by this package.
+        # The legacy stream cannot be captured. No other code knows a stream made here, until :meth:`_lend`.
         self._foreign_captures = self._kind is _BORROWED or number == PER_THREAD
         # Later work of a blocking stream waits for the legacy stream, but a query of it does not cover the legacy
         # stream. A query of the legacy stream covers all blocking streams.
@@ -281,6 +283,18 @@ class Stream(Closes, Shown):
         self._handle = self._raw
         if self._may_be_direct:
             self._direct = self._session
+
+    def _lend(self) -> None:
+        """From now on other code may capture the stream: ask the driver before memory of a capture can be meant."""
+        self._foreign_captures = True
+        self._may_be_direct = False
+        self._direct = None
+        self.free_lists = _NO_LISTS
+
+    def _notice_joining(self) -> None:
+        """Ask whether a wait has made a stream of ours part of a capture by other code."""
+        if self._kind is _MADE and not self._foreign_captures and self.capturing:
+            self._lend()
 
     def _asked_handle(self) -> Any | None:
         """``CUstream`` of a stream without ``_handle`` if direct calls are allowed now, else None.
@@ -366,6 +380,9 @@ class Stream(Closes, Shown):
     def handle(self) -> int:
         """The driver's handle (``CUstream``) as a number.
 
+        Other code may capture a stream that it has the handle of. So from the first read on, allocations on the stream,
+        and allocations and frees of a :class:`CachingAllocator`, ask the driver (``cuStreamIsCapturing``).
+
         Raises
         ------
         ClosedError
@@ -375,7 +392,9 @@ class Stream(Closes, Shown):
         return self._number
 
     def _notify_lent(self, raw: Any, used: bool) -> None:
-        """Notify the listener that other code got the handle, or (``used``) queues work on the stream."""
+        """Record that other code gets the handle, or (``used``) queues work on the stream."""
+        if not self._foreign_captures and self._kind is _MADE:
+            self._lend()
         listener = self._session.listener
         if listener is not None:
             with self._context():
@@ -398,9 +417,10 @@ class Stream(Closes, Shown):
         return int(self._call("cuStreamIsCapturing")) != 0
 
     def _captured(self) -> bool:
-        """Whether the stream is being captured. For a stream made here this needs no driver call."""
-        # Captures of other code on its own streams or on default streams are not recorded by this package.
-        return self._capture is not None or (self._kind is not _MADE and self.capturing)
+        """Whether the stream is being captured. This needs no driver call if only this package knows the stream."""
+        if self._capture is not None:
+            return True
+        return (self._foreign_captures or self._kind is _DEFAULT) and self.capturing
 
     @property
     def priority(self) -> int:
@@ -416,7 +436,7 @@ class Stream(Closes, Shown):
         CaptureError
             The stream is being captured: the call would invalidate the capture.
         """
-        if self._capture is not None:
+        if self._captured():
             raise refused(CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards")
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
@@ -470,6 +490,7 @@ class Stream(Closes, Shown):
             if result:
                 raise error_from(result, "cuEventRecord")
             event._capture = None
+            event._foreign_captures = self._foreign_captures
             return event
         if event is None and spare:
             again = Event.__new__(Event)
@@ -477,6 +498,7 @@ class Stream(Closes, Shown):
             again.interprocess = False
             again._session = session = self._session
             again._capture = None
+            again._foreign_captures = self._foreign_captures
             again._spare = spare
             try:
                 again._raw = spare.pop()
@@ -504,6 +526,7 @@ class Stream(Closes, Shown):
         with self._context():
             self._session.call("cuEventRecord", event._checked_raw(), raw)
         event._capture = self._capture
+        event._foreign_captures = self._foreign_captures
         return event
 
     def wait(self, other: Event | EventLike | StreamLike) -> None:
@@ -519,6 +542,8 @@ class Stream(Closes, Shown):
                     result = session.cuStreamWaitEvent(handle, raw, 0)[0]
                     if result:
                         raise error_from(result, "cuStreamWaitEvent")
+                    if other._foreign_captures and not self._foreign_captures:
+                        self._notice_joining()
                     return
             else:
                 if type(other) is Stream:
@@ -528,6 +553,8 @@ class Stream(Closes, Shown):
                     if owner() is not other:
                         source = kept_stream(other, session)
                 if source is not None and source._session is session and source._order(handle):
+                    if source._foreign_captures and not self._foreign_captures:
+                        self._notice_joining()
                     return
         self._wait_slowly(other)
 
@@ -567,6 +594,7 @@ class Stream(Closes, Shown):
         foreign = foreign_event(other)
         if foreign is not None:
             self._call("cuStreamWaitEvent", foreign, 0)
+            self._notice_joining()
             return
         if not isinstance(other, Event):
             from streamalloc.core.stream_resolution import as_stream
@@ -577,6 +605,8 @@ class Stream(Closes, Shown):
             raise ValueError(f"{other!r} belongs to another driver than {self!r}")
         if other._capture is None or other._capture is self._capture:
             self._call("cuStreamWaitEvent", other._checked_raw(), 0)
+            if other._foreign_captures:
+                self._notice_joining()
             return
         # A wait for an event of a captured stream adds this stream to the capture.
         with self._in_use:
@@ -675,7 +705,7 @@ class Stream(Closes, Shown):
         """
         if self._closed or self._kind is _DEFAULT:
             return
-        if self._capture is not None:
+        if self._capture is not None or (self._kind is _MADE and self._captured()):
             raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
         if self._kind is not _MADE:
             self._end_use()
@@ -746,7 +776,9 @@ class Stream(Closes, Shown):
             return
         if not self._closed or not self._last:
             # Buffers of this garbage cycle may be finalised later, and need an event after the stream's work.
-            if self._capture is None:
+            is_capturing = self._session.driver.cuStreamIsCapturing
+            captured = self._foreign_captures and is_capturing(raw) != NOT_CAPTURED
+            if self._capture is None and not captured:
                 with contextlib.suppress(CudaError), self._session.relaxed():
                     if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
                         self._record_end(raw)
@@ -755,6 +787,9 @@ class Stream(Closes, Shown):
             self._spare.end(self._session)
             destroy = self._session.driver.cuStreamDestroy
             self._raw = None
+            if captured:
+                deferred_queue(self._session).submit(_LateEnd(self._session, raw, []))
+                return
             result = destroy(raw)[0]
             if result:
                 refused_to_end(self._session, "cuStreamDestroy", raw, result)
@@ -775,7 +810,9 @@ class Stream(Closes, Shown):
 
 
 class _LateEnd(HandleEnd):
-    """Destruction of a stream that was closed while finalisers on other threads freed memory on it."""
+    """Destruction of a stream that was closed while finalisers on other threads freed memory on it, or dropped while
+    other code captured it.
+    """
 
     __slots__ = ("_dropping",)
 
@@ -784,7 +821,8 @@ class _LateEnd(HandleEnd):
         self._dropping = dropping
 
     def attempt(self) -> bool:
-        return not self._dropping and super().attempt()
+        result, status = self._session.cuStreamIsCapturing(self._raw)
+        return not (self._dropping or (not result and status)) and super().attempt()
 
 
 class Threads(threading.local):
@@ -822,6 +860,16 @@ def stream_call(stream: Stream, name: str, *args: Any) -> Any:
 def is_borrowed(stream: Stream) -> bool:
     """Whether other code made the stream, and may capture it."""
     return stream._kind is _BORROWED
+
+
+def may_be_captured(stream: Stream) -> bool:
+    """Whether other code may capture the stream, so that only the driver knows whether it is being captured."""
+    return stream._foreign_captures
+
+
+def is_captured(stream: Stream) -> bool:
+    """Whether a stream that can be captured is being captured (``cuStreamIsCapturing`` if other code may do so)."""
+    return stream._capture is not None or (stream._foreign_captures and stream.capturing)
 
 
 def direct_spares(stream: StreamLike, session: Session) -> Spares | None:

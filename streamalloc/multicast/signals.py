@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.internal import Event, Stream, refuse_capture, stream_call
+from streamalloc.core.internal import Event, Stream, raw_handle, refuse_capture, stream_call
 from streamalloc.core.properties import checked_type
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.setup.plan import CHANNELS, Layout
@@ -117,7 +117,8 @@ class Signals:
         latest = self._latest.get((kind, rank, peer, channel))
         if latest is not None:
             before, event = latest
-            if before.closed or before.device != stream.device or before.handle != stream.handle:
+            here = not before.closed and before.device == stream.device
+            if not here or int(raw_handle(before)) != int(raw_handle(stream)):
                 stream.wait(event)
 
     def _record_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from streamalloc.core.errors import OutOfMemoryError
-from streamalloc.core.internal import Allocator, Buffer, Device, Stream, as_stream
+from streamalloc.core.internal import Allocator, Buffer, Device, Stream, as_stream, raw_handle
 from streamalloc.core.session import session_of
 from streamalloc.driver import Traced
 from streamalloc.driver.internal import cuda
@@ -67,7 +67,7 @@ def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.Exit
     driver = cast(Any, device.driver)
     record, wait = driver.cuEventRecord, driver.cuStreamWaitEvent
     event = cuda.CUevent(resources.enter_context(device.create_event()).handle)
-    handles = {id(stream): cuda.CUstream(as_stream(stream, session_of(device)).handle) for stream in streams}
+    handles = {id(stream): raw_handle(as_stream(stream, session_of(device))) for stream in streams}
 
     def order(first: Any, then: Any) -> None:
         (error,) = record(event, handles[id(first)])
@@ -117,7 +117,7 @@ def _raw(device: Device, streams: int, resources: contextlib.ExitStack) -> Subje
         if error:
             raise RuntimeError(error)
 
-    handles = [cuda.CUstream(stream.handle) for stream in found.streams]
+    handles = [raw_handle(stream) for stream in found.streams]
     order = _ordering(device, handles, resources)
 
     def free_on(thing: tuple[Any, Any], own: Any, other: Any) -> None:

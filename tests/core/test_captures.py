@@ -13,19 +13,23 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.deferred import deferred_queue, work
 from streamalloc.core.graph import Capture
 from streamalloc.core.queued_work import all_work, context_event
 from streamalloc.core.session import session_of
+from streamalloc.core.stream_resolution import as_stream
+from streamalloc.driver.bindings import cuda
 from streamalloc.interop.bridge import FreeAfterAll, free_after_all
 from streamalloc.interop.loans import Lent
 from streamalloc.ipc.importer.background import OnceIdle
 from streamalloc.pool.internal import collect_dropped
 from streamalloc.testing import Gate
-from tests.support import GROWTH, KEEP
+from tests.support import GROWTH, KEEP, holds, names
 
 PAGE = 2 << 20
+RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class BeforeCall:
@@ -491,3 +495,153 @@ def test_an_end_beside_a_capture_on_another_thread(device: sa.Device, name: str,
                     thread.submit(capture.__exit__, None, None, None).result()
             assert capture.graph.nodes == []
             capture.graph.close()
+
+
+def _foreign_stream(driver: Any) -> Any:
+    result, raw = driver.cuStreamCreate(1)
+    assert not result
+    return raw
+
+
+def _exported(own: sa.Stream) -> int:
+    with sa.MemoryPool(own.device) as pool, pool.allocate(64, own) as buffer:
+        return int(buffer.__cuda_array_interface__["stream"])
+
+
+def _join_by_an_event_of_ours(driver: Any, own: sa.Stream, foreign: Any) -> None:
+    with as_stream(foreign, session_of(own)).record() as event:
+        own.wait(event)
+
+
+def _join_by_their_event(driver: Any, own: sa.Stream, foreign: Any) -> None:
+    event = driver.cuEventCreate(2)[1]
+    assert not driver.cuEventRecord(event, foreign)[0]
+    own.wait(event)
+    assert not driver.cuEventDestroy(event)[0]
+
+
+LENT: dict[str, Callable[[sa.Stream], int]] = {
+    "handle": lambda own: own.handle,
+    "__cuda_stream__": lambda own: own.__cuda_stream__()[1],
+    "array interface": _exported,
+}
+JOINED: dict[str, Callable[[Any, sa.Stream, Any], None]] = {
+    "wait for their stream": lambda driver, own, foreign: own.wait(foreign),
+    "wait for an event on their stream": _join_by_an_event_of_ours,
+    "wait for their event": _join_by_their_event,
+}
+"""Ways by which a stream of ours becomes part of a capture of other code's stream."""
+
+
+class TestStreamsOfOursThatOtherCodeCaptures:
+    """Known by their handle, or part of a capture since a wait: only the driver can tell."""
+
+    @pytest.fixture
+    def own(self, device: sa.Device) -> Iterator[sa.Stream]:
+        with device.create_stream() as own:
+            yield own
+            own.synchronize()
+
+    @pytest.mark.parametrize("checked", [False, pytest.param(True, id="checked")])
+    @pytest.mark.parametrize("allocator", ["pool", "cache"])
+    @pytest.mark.parametrize("way", [*LENT, *JOINED])
+    def test_memory(self, machine: Any, way: str, allocator: str, checked: bool) -> None:
+        driver = sd.checked(machine) if checked else machine
+        device = sa.Device(0, driver=driver)
+        with device.current(), device.create_stream() as own, sa.MemoryPool(device, release_threshold=KEEP) as pool:
+            with sa.CachingAllocator(pool) as cache:
+                source: Any = cache if allocator == "cache" else pool
+                outside, dropped, free = (source.allocate(4096, own) for _ in range(3))
+                free.free()
+                foreign = _foreign_stream(driver)
+                known: Any = cuda.CUstream(LENT[way](own)) if way in LENT else foreign
+                assert not driver.cuStreamBeginCapture(known, RELAXED)[0]
+                if way in JOINED:
+                    JOINED[way](driver, own, foreign)
+                inside = source.allocate(4096, own)
+                address = inside.address
+                inside.fill(9)
+                inside.free()
+                assert (type(inside), inside.owner, inside.freed) == (sa.GraphBuffer, None, True)
+                assert inside.address == address  # which stays true for each launch
+                with pytest.raises(sa.ClosedError):
+                    inside.fill(1)
+                with pytest.raises(sa.CaptureError, match="being captured"):
+                    outside.free()
+                for refused in (own.close, lambda: own.blocking):
+                    with pytest.raises(sa.CaptureError):
+                        refused()
+                del dropped
+                gc.collect()
+                work(session_of(device))
+                if way in JOINED:
+                    with own.record() as event:
+                        assert not driver.cuStreamWaitEvent(foreign, cuda.CUevent(event.handle), 0)[0]
+                result, graph = driver.cuStreamEndCapture(known)
+                assert not result and not own.capturing and not outside.freed
+                instance = driver.cuGraphInstantiate(graph, 0)[1]
+                mine = [source.allocate(4096, own) for _ in range(3)]
+                for buffer in (outside, *mine):
+                    buffer.fill(1)
+                assert not driver.cuGraphLaunch(instance, known)[0]
+                device.synchronize()
+                assert all(holds(buffer, 1) for buffer in (outside, *mine))
+                for buffer in (outside, *mine):
+                    buffer.free()
+                device.synchronize()
+            assert pool.statistics().used == 0
+            assert not driver.cuGraphExecDestroy(instance)[0] and not driver.cuGraphDestroy(graph)[0]
+            assert not driver.cuStreamDestroy(foreign)[0]
+
+    @pytest.mark.parametrize("end", ["close", "drop"])
+    def test_a_stream_that_ends(self, traced: Any, device: sa.Device, pool: sa.MemoryPool, end: str) -> None:
+        """It is destroyed after the capture, and its end becomes no part of that."""
+        own: Any = device.create_stream()
+        raw = cuda.CUstream(own.handle)
+        pool.allocate(4096, own).free()
+        own.synchronize()
+        assert not traced.cuStreamBeginCapture(raw, RELAXED)[0]
+        if end == "close":
+            with pytest.raises(sa.CaptureError, match="end the capture first"):
+                own.close()
+        else:
+            del own
+            gc.collect()
+        work(session_of(device))
+        assert "cuStreamDestroy" not in names(traced)
+        result, graph = traced.cuStreamEndCapture(raw)
+        assert not result and not traced.cuGraphGetNodes(graph, 0)[2] and not traced.cuGraphDestroy(graph)[0]
+        if end == "close":
+            own.close()
+        device.synchronize()
+        assert names(traced).count("cuStreamDestroy") == 1
+
+    def test_a_capture_of_ours_that_other_code_forks(
+        self, machine: Any, device: sa.Device, pool: sa.MemoryPool, own: sa.Stream
+    ) -> None:
+        """Memory of the other stream belongs to the graph too, and each stream may free it."""
+        with device.current(), device.create_stream() as side:
+            with own.capture() as graph:
+                with own.record() as event:
+                    assert not machine.cuStreamWaitEvent(side.handle, cuda.CUevent(event.handle), 0)[0]
+                buffer = pool.allocate(4096, side)
+                own.wait(side)
+                buffer.free(own)
+            assert graph.nodes == ["MEM_ALLOC", "MEM_FREE"] and type(buffer) is sa.GraphBuffer
+            graph.close()
+
+
+def test_streams_whose_handle_stays_ask_nothing(traced: Any, device: sa.Device) -> None:
+    """Work between streams of ours, their exports without a stream, and the package's own use of handles."""
+    with contextlib.ExitStack() as stack:
+        own, other = (stack.enter_context(device.create_stream()) for _ in range(2))
+        pool = stack.enter_context(sa.MemoryPool(device))
+        buffer = stack.enter_context(pool.allocate(64, own))
+        own.wait(other)
+        own.wait(other.record())
+        buffer.__dlpack__(stream=-1)
+        buffer.fill(1, other)
+        assert repr(own) and not own.capturing
+        traced.calls.clear()
+        pool.allocate(64, own).free()
+        assert names(traced) == ["cuMemAllocFromPoolAsync", "cuMemFreeAsync"]

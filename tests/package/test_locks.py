@@ -422,7 +422,7 @@ def test_a_cache_opens_a_stream_once() -> None:
     opened: list[object] = []
 
     def open_it(state: tuple[CacheState, sa.Stream]) -> None:
-        opened.append(state[0].open(state[1], ask=False))
+        opened.append(state[0].open(state[1]))
 
     with sa.MemoryPool(device) as pool, device.create_stream() as stream:
         for state, _ in interleaved(CacheState.open, lambda: (CacheState(pool), stream), open_it, open_it):

@@ -24,6 +24,7 @@ from streamalloc.core.internal import (
     as_stream,
     direct_handle,
     opened_event,
+    raw_handle,
     refuse_capture,
     thread_number,
 )
@@ -586,7 +587,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
             rights = {device.location: MemAccess.READWRITE}
             opened = ImportedRange(device, capacity, rights, streams[0], described.offset)
             undo.enter_context(undoing(opened.close))
-        elif opened.stream.handle != streams[0].handle:
+        elif int(raw_handle(opened.stream)) != int(raw_handle(streams[0])):
             streams.append(opened.stream)
         # Compare without handles: the same chunk may be shared by different handles.
         ids = [chunk[:2] for chunk in described.chunks]

@@ -26,8 +26,6 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.internal import (
-    NOT_CAPTURED,
-    PER_THREAD,
     Allocator,
     Buffer,
     Device,
@@ -39,10 +37,10 @@ from streamalloc.core.internal import (
     Watcher,
     as_stream,
     deferred_queue,
-    direct_handle,
     direct_spares,
     holders,
     is_borrowed,
+    is_captured,
     kept_stream,
     look,
     moment,
@@ -89,9 +87,12 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     Use it like the pool: the same :meth:`allocate`, the same :class:`Buffer`. Freed or dropped memory is reused on its
     stream without a driver call. This works on streams of :meth:`Device.create_stream`, on the legacy default stream,
-    on the per-thread default stream for each thread, and on streams of PyTorch, CuPy, Numba and cuda.core. On streams
-    of other libraries each allocation first queries whether the stream is being captured (``cuStreamIsCapturing``).
-    Memory that is freed on another stream returns to its own stream after an event.
+    on the per-thread default stream for each thread, and on streams of PyTorch, CuPy, Numba and cuda.core. Memory that
+    is freed on another stream returns to its own stream after an event.
+
+    Other code may capture a stream that it knows: a library's stream, the per-thread default stream, and a stream whose
+    handle it got (:attr:`Stream.handle`, ``__cuda_stream__``, an exported array). There each allocation and each
+    :meth:`Buffer.free` first asks whether the stream is being captured (``cuStreamIsCapturing``).
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes for each power of two. From
     4 KiB on, at most a ninth of a block is wasted. If a class has no free block, the request takes the smallest larger
@@ -135,7 +136,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     """
 
     __slots__ = (
-        "_cache_key", "_dropped", "_is_capturing", "_key", "_largest", "_library_key", "_limit", "_state", "pool",
+        "_cache_key", "_dropped", "_key", "_largest", "_limit", "_state", "pool",
     )  # fmt: skip
 
     pool: MemoryPool
@@ -150,8 +151,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         session = session_of(pool)
         self.pool = pool
         self._state = CacheState(pool)
-        self._key, self._library_key, self._cache_key = self._state.keys
-        self._is_capturing = session.cuStreamIsCapturing
+        self._key, self._cache_key = self._state.keys
         self._dropped: deque[Block] = self._state.dropped
         """Dropped buffers' blocks, see :class:`CacheState`."""
         self.location: MemLocation = pool.location
@@ -230,14 +230,7 @@ class CachingAllocator(Allocator, Closes, Shown):
                         kept = None
                 if kept is not None:
                     try:
-                        lists = kept.free_lists
-                        if self._library_key in lists:
-                            by_size, raw = lists[self._library_key]
-                            is_capturing = self._is_capturing
-                            free = by_size[(nbytes - 1) >> 9] if is_capturing(raw) == NOT_CAPTURED else []
-                        else:
-                            free = lists[self._key][(nbytes - 1) >> 9]
-                        block = free.pop()
+                        block = kept.free_lists[self._key][(nbytes - 1) >> 9].pop()
                     except LookupError:
                         pass
                     else:
@@ -287,7 +280,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             return
         self._state.closed = True
         # The item below is not attempted during a capture: until then no stream has lists under this key.
-        self._key = self._library_key = self._cache_key = _NOWHERE
+        self._key = self._cache_key = _NOWHERE
         self._state.collect_dropped()
         deferred_queue(self._session).end(self._state)
 
@@ -332,16 +325,14 @@ class CachingAllocator(Allocator, Closes, Shown):
         state = self._state
         for watcher in state.watchers:
             watcher.asked(self, checked_size("nbytes", nbytes))
-        kept, ask = self._cacheable(stream)
+        kept = self._cacheable(stream)
         # With cached memory, a checking driver could not tell which use belongs to which allocation.
         if kept is None or state.session.listener is not None:
             return None
-        return (kept, state.open(kept, ask=ask)) if 0 < checked_size("nbytes", nbytes) <= self._largest else None
+        return (kept, state.open(kept)) if 0 < checked_size("nbytes", nbytes) <= self._largest else None
 
-    def _cacheable(self, stream: StreamLike) -> tuple[Stream | None, bool]:
-        """Return the stream whose free lists serve an allocation, or None, and whether each allocation must query for a
-        capture.
-        """
+    def _cacheable(self, stream: StreamLike) -> Stream | None:
+        """Return the stream whose free lists serve an allocation; None if the pool must allocate."""
         session = self._session
         if type(stream) is Stream:
             kept: Stream | None = stream
@@ -349,21 +340,17 @@ class CachingAllocator(Allocator, Closes, Shown):
             as_stream(stream, session)
             kept = kept_stream(stream, session)
         if kept is None or session_of(kept) is not session or kept.closed:
-            return None, False
-        if kept.is_default:
-            return (None if int(raw_handle(kept)) == PER_THREAD and kept.capturing else kept), False
-        if kept is stream:
-            # A stream borrowed by its handle can end without notice, so it is not cached.
-            return (None if is_borrowed(kept) or direct_handle(kept, session) is None else kept), False
-        result, status = self._is_capturing(raw_handle(kept))
-        return (None if result or status else kept), True
+            return None
+        raw_handle(kept)  # attempts what must precede more work on the stream
+        # A stream borrowed by its handle can end without notice, so it is not cached.
+        return None if (kept is stream and is_borrowed(kept)) or is_captured(kept) else kept
 
     def _allocate_past(self, nbytes: int, stream: StreamLike) -> Buffer:
         """Allocate from the pool directly. If its memory runs out, the pool makes the cache release its free blocks."""
         state = self._state
         if self._limit:
             ordered = as_stream(stream, state.session)
-            if direct_handle(ordered, state.session) is not None or not ordered.capturing:
+            if not is_captured(ordered):
                 self._keep_limit(checked_size("nbytes", nbytes))
         return self.pool.allocate(nbytes, stream)
 
@@ -471,9 +458,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         self._state.watchers = watchers
         # No stream has lists under this key, so every allocation takes the slow path.
-        self._key, self._library_key, self._cache_key = (
-            (_NOWHERE,) * 3 if watchers or self._state.closed else self._state.keys
-        )
+        self._key, self._cache_key = (_NOWHERE,) * 2 if watchers or self._state.closed else self._state.keys
 
     def _check_open(self) -> None:
         if self._state.closed:

@@ -15,9 +15,9 @@ from streamalloc.core.internal import (
     SharedState,
     Stream,
     StreamLike,
-    Threads,
     direct_spares,
 )
+from streamalloc.core.session import NOT_CALLED
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -46,25 +46,8 @@ def class_size(nbytes: int) -> int:
     return (nbytes + step - 1) & -step
 
 
-class OtherThread(Exception):
-    """A block of one thread's default stream was freed on another thread."""
-
-
-class HomeOfThread:
-    """The ``home`` of a block of a per-thread default stream: a free list that only this thread may append to."""
-
-    __slots__ = ("free", "thread", "threads")
-
-    def __init__(self, free: list[Block], thread: int, threads: Threads) -> None:
-        self.free: list[Block] = free
-        self.thread: int = thread
-        self.threads: Threads = threads
-
-    def append(self, block: Block) -> None:
-        """Add a block whose last use precedes this call on the calling thread's stream."""
-        if self.threads.number != self.thread:
-            raise OtherThread
-        self.free.append(block)
+class NotHome(Exception):
+    """A block cannot be freed to its free list: its stream is captured by other code, or another thread's."""
 
 
 class SizeClass:
@@ -78,14 +61,18 @@ class SizeClass:
         self.nbytes: int = nbytes
         self.free: list[Block] = []
         """Free blocks; the last one freed is reused first."""
-        self.home: list[Block] | HomeOfThread = self.free
-        """Receives the blocks freed on this stream: ``free``, or a list that checks the thread."""
-        if owner.threads is not None:
-            self.home = HomeOfThread(self.free, owner.thread, owner.threads)
+        self.home: list[Block] | SizeClass = self
+        """Receives the blocks freed on this stream: ``free``, or this object if frees must ask."""
         self.count: int = 0
         """Number of blocks, free or in buffers. Concurrent updates may be lost."""
         self.fitting: tuple[list[Block], ...] = ()
         """Free lists that can serve this size, smallest first; empty until computed."""
+
+    def append(self, block: Block) -> None:
+        """Add a block that was freed, unless memory cannot be taken back now."""
+        if not self.owner.uncaptured():
+            raise NotHome
+        self.free.append(block)
 
 
 class Block(_Pointer):
@@ -95,7 +82,7 @@ class Block(_Pointer):
 
     address: int
     """Device address."""
-    home: list[Block] | HomeOfThread | None
+    home: list[Block] | SizeClass | None
     """:attr:`SizeClass.home`; None if frees must take the slow path."""
     size_class: SizeClass
 
@@ -132,8 +119,8 @@ class CachedBuffer(Buffer):
     ) -> None:
         """Free the memory in stream order. Earlier work may still use it, later work must not.
 
-        The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. If a
-        library is capturing that stream, the order also holds in the capture.
+        The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. It
+        first asks whether the stream is being captured if other code may do that (``cuStreamIsCapturing``).
 
         A free on another stream records an event there (``cuEventRecord``). The memory returns to the buffer's own
         stream once the event has completed. If too many blocks wait for events, the memory returns to the pool
@@ -149,7 +136,7 @@ class CachedBuffer(Buffer):
                         try:
                             home.append(block)
                             return
-                        except OtherThread:
+                        except (NotHome, *NOT_CALLED):
                             self._ptr = block
                 else:
                     source = direct_spares(stream, self._allocator._session)
@@ -165,13 +152,12 @@ class CachedBuffer(Buffer):
         if block is None:
             return
         self._ptr = None
-        if block.home is not None and self._stream.free_lists:
-            try:
-                block.home.append(block)
-                return
-            except OtherThread:
-                pass
-        self._allocator._dropped.append(block)
+        home, size_class = block.home, block.size_class
+        # Like a pool's, dropped memory is reused after the end of a capture by other code. So there is no need to ask.
+        if self._stream.free_lists and (type(home) is list or (home is not None and size_class.owner.here())):
+            size_class.free.append(block)
+        else:
+            self._allocator._dropped.append(block)
 
     _of_another_thread = False
     """The cache orders the free: the block returns to the thread's own list."""

@@ -28,8 +28,10 @@ from streamalloc.core.internal import (
     end_with_stream,
     free_refused,
     give_lists,
+    is_uncaptured,
     keeps_alive,
     leave_stream,
+    may_be_captured,
     moment,
     of_this_thread,
     ordered_after,
@@ -79,10 +81,10 @@ also the spare events of its stream, which stand for the stream, and the times b
 class ListKeys(NamedTuple):
     """The keys of one cache in ``Stream.free_lists``."""
 
-    direct: object
-    """Free lists by size, which the fast path uses at once."""
-    queried: object
-    """The same lists and the ``CUstream``: the fast path first queries whether other code captures the stream."""
+    lists: object
+    """Free lists by size, for the fast path: a dictionary, or the :class:`StreamCache` if other code may capture the
+    stream.
+    """
     stream_cache: object
     """The :class:`StreamCache`, for the slow path."""
 
@@ -91,7 +93,7 @@ class StreamCache(Deferred):
     """The size classes of one stream. It ends when the stream is closed or dropped, or the cache is closed."""
 
     __slots__ = (
-        "_last", "_passed", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists",
+        "_last", "_passed", "asks", "cache", "class_of", "classes", "device", "ended", "kept_alive", "lists",
         "peak", "returning", "session", "stream", "thread", "threads",
     )  # fmt: skip
 
@@ -107,6 +109,8 @@ class StreamCache(Deferred):
         self.kept_alive: Stream | None = keeps_alive(stream)
         """Keeps alive a library's object whose finaliser destroys the stream."""
         self.ended: bool = False
+        self.asks: bool = False
+        """Whether other code may capture the stream: each allocation and free first asks the driver."""
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
         self.class_of: dict[int, SizeClass] = {}
@@ -121,6 +125,32 @@ class StreamCache(Deferred):
         """Most bytes in use, as of the last count."""
         end_with_stream(stream, self)
 
+    def ask(self) -> None:
+        """From now on ask whether other code captures the stream before memory is handed out or taken back."""
+        if not self.asks:
+            self.asks = True
+            for size_class in list(self.classes.values()):
+                size_class.home = size_class
+            for block in list(self.cache.blocks.values()):
+                if block.size_class.owner is self and block.home is not None:
+                    block.home = block.size_class
+
+    def here(self) -> bool:
+        """Whether the stream is that of the calling thread, or of all threads."""
+        return self.threads is None or self.threads.number == self.thread
+
+    def uncaptured(self) -> bool:
+        """Whether memory may be handed out or taken back now on a stream that other code may capture."""
+        stream = self.stream()
+        return stream is not None and self.here() and is_uncaptured(stream)
+
+    def __getitem__(self, size: int) -> list[Block]:
+        """The free list that serves a requested size, in units; LookupError if the slow path must find a block."""
+        free = self.lists[size]
+        if not free or not self.uncaptured():
+            raise LookupError
+        return free
+
     def size_class(self, nbytes: int) -> SizeClass:
         """The size class for a request."""
         size = class_size(nbytes)
@@ -129,6 +159,8 @@ class StreamCache(Deferred):
             found = self.classes.setdefault(size, SizeClass(self, size))
             for other in list(self.classes.values()):
                 other.fitting = ()
+            if not self.asks:
+                found.home = found.free
         if len(self.class_of) >= _MAX_SIZES:
             self.class_of.clear()
         self.class_of[(nbytes - 1) // UNIT] = found
@@ -350,7 +382,7 @@ class CacheState(Deferred):
         self._pool_free: Any = pool._free
         self.session: Session = session_of(pool)
         self._queue = deferred_queue(self.session)
-        self.keys: ListKeys = ListKeys(object(), object(), object())
+        self.keys: ListKeys = ListKeys(object(), object())
         self.watchers: tuple[Watcher, ...] = ()
         """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
         self.blocks: dict[int, Block] = {}
@@ -393,11 +425,8 @@ class CacheState(Deferred):
         owner = found.stream()
         return found if owner is not None and not owner.closed else None
 
-    def open(self, stream: Stream, *, ask: bool) -> StreamCache:
-        """Return the stream cache of a stream, and make its free lists usable by the fast path.
-
-        ``ask``: other code may capture the stream, so each allocation first queries whether it does.
-        """
+    def open(self, stream: Stream) -> StreamCache:
+        """Return the stream cache of a stream, and make its free lists usable by the fast path."""
         self.session.check_process()
         stream = of_this_thread(stream)
         found = self.known(stream)
@@ -405,12 +434,12 @@ class CacheState(Deferred):
             with self._opening:
                 found = self.known(stream) or self._begin(stream)
             self._limit_kept_alive()
-        if ask:
-            give_lists(stream, self.keys.queried, (found.lists, raw_handle(stream)))
+        if may_be_captured(stream):
+            found.ask()
+            give_lists(stream, self.keys.lists, found, ask=True)
         else:
-            give_lists(stream, self.keys.direct, found.lists)
-            if found.threads is None:
-                give_lists(stream, self.keys.stream_cache, found)
+            give_lists(stream, self.keys.lists, found.lists, ask=False)
+            give_lists(stream, self.keys.stream_cache, found, ask=False)
         return found
 
     def _begin(self, stream: Stream) -> StreamCache:

@@ -25,6 +25,7 @@ from streamalloc.core.internal import (
     copy_bytes,
     deferred_queue,
     queue_if_allowed,
+    raw_handle,
 )
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
@@ -347,7 +348,7 @@ class PageSpace(Memory, Closes):
             return None
         stream = as_stream(ends[0], self._session)
         # Not PER_THREAD: deferred items run on any thread, and the handle names another stream there.
-        mine = stream.device.ordinal == self.device.ordinal and stream.handle != PER_THREAD
+        mine = stream.device.ordinal == self.device.ordinal and int(raw_handle(stream)) != PER_THREAD
         return stream if mine and not stream.capturing else None
 
     def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:

@@ -61,7 +61,7 @@ class Work:
         with contextlib.suppress(CudaError, ClosedError):
             end = stream.record()
         work = cls(stream.device, end)
-        if stream.handle != PER_THREAD:  # its object stands for another stream on each thread
+        if int(raw_handle(stream)) != PER_THREAD:  # its object stands for another stream on each thread
             work._stream = weakref.ref(stream)
         return work
 
@@ -157,7 +157,7 @@ def copy_batch(
     sides = targets[first], sources[first], (ends[1:] - first) * nbytes
     done, count = 0, _FIRST
     with stream.device.current():
-        if len(first) > 1 and stream.handle not in _LEGACY:
+        if len(first) > 1 and int(raw_handle(stream)) not in _LEGACY:
             with contextlib.suppress(NotSupportedError):
                 while done < len(first):
                     queue_batch(session, raw, *(side[done : done + count].tolist() for side in sides))
