@@ -124,7 +124,9 @@ def handle_types_member(value: int) -> Any:
     try:
         return cuda.CUmemAllocationHandleType(value)
     except ValueError:
-        return int.__new__(cuda.CUmemAllocationHandleType, value)
+        made: Any = int.__new__(cuda.CUmemAllocationHandleType, value)
+        made._value_ = value  # read by the setter of cuda-bindings 12.9
+        return made
 
 
 def read_handle_types(props: Any) -> int:

@@ -195,6 +195,7 @@ class TestOtherGenerations:
         assert said(rig.create_memory(handle_types=FABRIC)) == "SUCCESS"
         assert read_profile(rig.raw)["imex_channel"] == 1
 
+    @pytest.mark.bindings("13.0")
     def test_no_concurrent_managed_access(self, altered: Altered) -> None:
         rig = altered.rig(attributes={"CONCURRENT_MANAGED_ACCESS": 0})
         assert said(rig.create_pool(allocation_type=MANAGED)) == "NOT_SUPPORTED"
