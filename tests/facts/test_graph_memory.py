@@ -285,6 +285,26 @@ class TestWhatIsNotNeeded:
         assert reserved(rig) == (3, 3, 4, 4)
         self.give_back(rig, made, stream)
 
+    def test_is_taken_before_what_another_graph_uses(self, rig: Rig) -> None:
+        stream = rig.stream()
+        large, _ = self.graph(rig, stream, "a=1 b=33 -a -b")
+        small, made = self.graph(rig, stream, "a=1")
+        self.launch(rig, large, stream)
+        assert reserved(rig) == (2, 2, 3, 3)
+        self.launch(rig, small, stream)
+        assert reserved(rig) == (3, 3, 3, 3)
+        self.give_back(rig, made, stream)
+
+    def test_by_an_instance_that_is_gone_is_taken_first(self, rig: Rig) -> None:
+        stream = rig.stream()
+        large, made = self.graph(rig, stream, "a=1 -a b=33 -b c=12")
+        small, other = self.graph(rig, stream, "a=1")
+        self.launch(rig, large, stream)
+        value(rig.raw.cuGraphExecDestroy(rig.disown(large)))
+        self.launch(rig, small, stream)
+        assert reserved(rig) == (2, 2, 3, 3)
+        self.give_back(rig, {"c": made["c"], **other}, stream)
+
 
 def test_what_an_instance_of_a_graph_that_is_gone_left_can_be_freed_in_a_capture(rig: Rig) -> None:
     raw, stream = rig.raw, rig.stream()

@@ -167,6 +167,19 @@ def test_what_is_freed_beside_an_earlier_hole_takes_it_along(nodes: Nodes) -> No
     assert nodes.allocate(4096 + 512, last)[1] == start
 
 
+def test_of_two_holes_without_order_a_free_takes_only_the_following_along(nodes: Nodes) -> None:
+    small, start = nodes.allocate(512)
+    before = value(nodes.free(start, small))
+    second, address = nodes.allocate(1024)
+    second = value(nodes.free(address, second))
+    third, beside = nodes.allocate(4096, second)
+    behind = value(nodes.free(beside, third))
+    between, again = nodes.allocate(1024, before, behind)
+    assert (address, beside, again) == (start + 512, start + 1536, start + 512)
+    last = value(nodes.free(again, between))
+    assert nodes.allocate(4096, last, behind)[1] == start + 512
+
+
 def test_of_equal_holes_that_which_has_been_there_longest(nodes: Nodes) -> None:
     node, addresses = None, []
     for _ in range(3):

@@ -186,6 +186,7 @@ class GraphExec:
     def release(self) -> None:
         self.graph.instances -= 1
         for memory in self.graph.memories.values():
+            memory.keep_only_live()
             memory.disown()
 
     def launch(self, allocations: Allocations, stream: Stream) -> None:
