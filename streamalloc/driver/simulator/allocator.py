@@ -27,8 +27,8 @@ Within each group the smallest sufficient block is taken; of equal sizes, the on
 and 4 visit the streams in the order of their ranks (:meth:`.timeline.Timeline.rank`). Missing chunks are first taken
 from other blocks that are free for all streams.
 
-Memory is released block by block, beginning with the block that has been free longest. The end of the line counts as
-one of these blocks.
+Memory above the threshold is released block by block, beginning with the block that has been free longest. The end of
+the line counts as one of these blocks. A trim begins with the highest addresses.
 """
 
 from __future__ import annotations

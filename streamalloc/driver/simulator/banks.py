@@ -192,15 +192,18 @@ class Space:
             self.line.unback(range(first, first + count))
             self.bank.used -= size
 
-    def release(self, keep: int) -> None:
-        """Release memory that is free for all streams until at most ``keep`` bytes are left."""
+    def release(self, keep: int, highest: bool = False) -> None:
+        """Release memory that is free for all streams until at most ``keep`` bytes are left: first what has been free
+        longest, or with ``highest`` the highest addresses.
+        """
         excess = -(-(self.line.reserved - keep) // CHUNK)
         if excess > 0:
-            self.unback(sorted(self.line.spare()[:excess]))
+            spare = self.line.spare()
+            self.unback(sorted(spare)[-excess:] if highest else sorted(spare[:excess]))
 
     def trim(self, keep: int) -> None:
         """Release memory that is free for all streams, but keep at least ``keep`` bytes."""
-        self.release(keep + CHUNK - 1)
+        self.release(keep + CHUNK - 1, highest=True)
 
     def close(self) -> None:
         self.bank.used -= self.line.reserved
