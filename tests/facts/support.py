@@ -38,7 +38,7 @@ NO_HANDLE, POSIX_FD, WIN32, WIN32_KMT, FABRIC = 0, 1, 2, 4, 8
 NO_ACCESS, READ, READWRITE = 0, 1, 3
 # Flags of cuStreamCreate and cuEventCreate.
 BLOCKING, NON_BLOCKING = 0, 1
-TIMED, UNTIMED = 0, 2
+TIMED, UNTIMED, INTERPROCESS = 0, 2, 4
 # The null stream, which is the legacy one, as the calls take it.
 LEGACY = 0
 

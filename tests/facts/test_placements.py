@@ -102,6 +102,12 @@ PLACES: dict[str, tuple[str, str]] = {
     "streams by their first use of the pool, then the best fit": (
         "111", "a=s1:32, b=s0:4, a>s1, b>s0, c=s2:4 @0",
     ),
+    "streams also by their first wait for an event of one that used a pool": (
+        "010", "x=s0:1, s0>e, e>s2, a=s1:4, b=s2:4, a>s1, b>s2, c=s0:4 @5",
+    ),
+    "not for an event recorded before that": (
+        "010", "s0>e, x=s0:1, e>s2, a=s1:4, b=s2:4, a>s1, b>s2, c=s0:4 @1",
+    ),
     "what is done joins where it is too small": (
         "111", "a=s1:1, a>s1, b=s0:16 @0",
     ),
@@ -146,6 +152,9 @@ PLACES: dict[str, tuple[str, str]] = {
     ),
     "memory goes first from the end of the line": (
         "111", "keep 96, a=s0:64, b=s1:1, c=s0:63, a>s0, sync s0, c>s0, sync s0, d=s2:64 @0",
+    ),
+    "a trim takes memory first from the highest addresses": (
+        "000", "a=s0:32, b=s1:1, c=s0:64, d=s1:2, a>s0, sync s0, c>s0, sync s0, trim 96, e=s2:32 @0",
     ),
     "looking at what others left tells the legacy stream of the blocking ones": (
         "100", "a=T:40, a>T, x=L:50, c=b:20 @0",

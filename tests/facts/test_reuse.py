@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import BLOCKING, LEGACY, UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.support import BLOCKING, INTERPROCESS, LEGACY, UINT64_MAX, UNTIMED, MiB, Rig, Stats, said, value
 
 SIZE = 20 * MiB
 
@@ -321,12 +321,14 @@ def test_synchronising_with_a_context_s_event_shows_no_frees(rig: Rig) -> None:
         ("gate fill", True),
         ("gate event fill", True),
         ("gate fill event", True),
+        ("shared", True),
     ],
     ids=lambda given: (given or "nothing") if isinstance(given, str) else None,
 )
 def test_a_free_is_known_once_the_next_command_is_reached(rig: Rig, asks: str, steps: str, known: bool) -> None:
     """A command of the same stream takes the mark along, behind the events that it waits for. Where nothing is left to
-    do, no mark is needed; a record without time and an allocation are nothing to do, and no commands.
+    do, no mark is needed; a record without time and an allocation are nothing to do, and no commands. A record of an
+    event of several processes is a command before it waits for the event's earlier record.
     """
     pool, elsewhere = rig.pool(UINT64_MAX), rig.pool(UINT64_MAX)
     stream, held, gate, plain, event = rig.stream(), rig.stream(), rig.gate(), rig.plain(512), rig.event()
@@ -340,6 +342,11 @@ def test_a_free_is_known_once_the_next_command_is_reached(rig: Rig, asks: str, s
             value(rig.raw.cuStreamWaitEvent(stream, event, 0))
         elif step == "gate":
             gate.hold(stream)
+        elif step == "shared":  # this record waits for the earlier one
+            gate.hold(held)
+            shared = rig.event(UNTIMED | INTERPROCESS)
+            for recorder in (held, stream):
+                value(rig.raw.cuEventRecord(shared, recorder))
         elif step == "fill":
             value(rig.raw.cuMemsetD8Async(plain, 0, 512, stream))
         elif step == "record":

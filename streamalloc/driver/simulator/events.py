@@ -125,6 +125,7 @@ class Record(Operation):
         self.stream = stream
         self.clock: Clock = {}
         """The clock of the record."""
+        self.ranked: bool = stream.id in stream.timeline.ranks
         self.others: Points = ()
         """Operations of other streams to wait for, in a recording without work."""
         self.when: float = 0.0
@@ -193,8 +194,10 @@ class Event:
             # a wait for completed work is no work (observed on H200: test_events)
             joins = stream.peers is not None or not record.complete
             stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
-            live = stream.timeline.streams
-            merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in live})
+            timeline = stream.timeline
+            if record.ranked:
+                timeline.rank(stream)
+            merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in timeline.streams})
 
     def record_in(self, stream: Stream, after: Points = ()) -> None:
         """Record after all present work of ``stream``, and after ``after``."""
@@ -202,6 +205,7 @@ class Event:
         shared = self.flags & EventFlag.INTERPROCESS
         if shared and earlier is not None and earlier.stream is not stream:
             after += ((earlier.stream, earlier.seq),)  # recordings run in sequence (observed on H200: test_events)
+            stream.submit(Operation())  # earlier frees are seen before that wait (observed on H200: test_reuse)
         # an interprocess recording also gives the stream the legacy stream's order (observed on H200: test_placements)
         clock = stream.clock if shared or stream.peers is not None else dict(stream.clock)
         untimed = not shared and self.flags & EventFlag.DISABLE_TIMING

@@ -296,8 +296,9 @@ class Timeline:
         self.streams: dict[int, Stream] = {}
         self.ranks: dict[int, int] = {}
         """Ranks of streams by number: the order in which pools search them. A stream gets the first free rank at its
-        first use of any pool, even in a capture. If the legacy stream has a rank, a blocking stream gets one already
-        with its first work or wait (observed on H200: test_placements).
+        first use of any pool, even in a capture, or when it waits for an event that a ranked stream recorded. If the
+        legacy stream has a rank, a blocking stream gets one already with its first work or wait (observed on H200:
+        test_placements).
         """
         self._free_ranks: list[int] = []
         self.ids: Iterator[int] = itertools.count(1)
