@@ -142,8 +142,8 @@ _SETTINGS = {
     name: _READERS[kind.removesuffix(" | None")] for name, kind in simulated.__annotations__.items() if name != "return"
 }
 """Functions that parse the arguments of :func:`simulated` from text."""
-# One machine per text in a process, shared by all objects with the default driver.
-_simulated_by_default: dict[str, Driver] = {}
+# One driver per text in a process, shared by all objects with the default driver. A checker lasts as long, too.
+_by_default: dict[str, Driver] = {}
 
 
 def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
@@ -171,10 +171,8 @@ def read_choice(text: str, given_as: str) -> tuple[str, dict[str, Any]]:
 
 def _from_environment(text: str) -> Driver:
     kind, settings = read_choice(text, "STREAMALLOC_DRIVER")
-    if kind == "cuda":
-        return real()
-    # If two threads get here, both use the first one's machine.
-    return _simulated_by_default.setdefault(text, simulated(**settings))
+    # If two threads get here, both use the first one's driver.
+    return _by_default.setdefault(text, as_asked(real() if kind == "cuda" else simulated(**settings)))
 
 
 _FORMS = "simulated:4 (four devices; at least 1), simulated:devices=4,seed=7"
@@ -217,7 +215,7 @@ def _chosen() -> Driver:
         return chosen
     # A multiprocessing server may have the environment of an earlier test.
     text = configuration().get("STREAMALLOC_DRIVER") or os.environ.get("STREAMALLOC_DRIVER") or "cuda"
-    return _simulated_by_default.get(text) or _from_environment(text)
+    return _by_default.get(text) or _from_environment(text)
 
 
 # Action for hazards if all drivers are checked. "1" means "report".

@@ -26,12 +26,15 @@ them; on real hardware that does not, the test is skipped. The arguments:
 ``machine=dict(memory=1 << 30)``
     more arguments for :func:`streamalloc.driver.simulated`.
 ``leaks=True``
-    fail the test if it does not release everything that it has made: driver resources, objects of streamalloc,
+    error if the test does not release everything that it has made: driver resources, objects of streamalloc,
     descriptors of sockets, pipes and memfds, and threads that still run. The report has the lines that made them, or
     that a thread is in.
 ``check=True``
-    fail the test if it breaks stream order, copies memory that nothing has written, or reads elements as another type
-    than they were written (:func:`streamalloc.driver.checked`).
+    error if the test breaks stream order, copies memory that nothing has written, or reads elements as another type
+    than they were written (:func:`streamalloc.driver.checked`). The summary of the run says what was not checked.
+
+Errors of ``leaks`` and ``check`` come at the teardown of the test: pytest counts an error beside the test's own result,
+and the run fails.
 
 The mark of a test overrides the mark of its class, and that overrides the mark of the module (``pytestmark``). A marked
 test uses a machine even without the fixture; a mark with only ``simulated_only`` needs no machine.
@@ -46,7 +49,7 @@ Options of the command line; each is also an ini option, with underscores and wi
     run all tests on one simulated machine, which keeps what they do not release, as a GPU does.
 
 ``leaks`` and ``check`` include the processes that a test starts, by :mod:`multiprocessing` or with its environment: the
-test fails if such a process breaks stream order, or ends with memory that it has not freed.
+test has an error if such a process breaks stream order, or ends with memory that it has not freed.
 
 A test that takes the fixture ``streamalloc_faults`` can make driver calls fail::
 
@@ -86,10 +89,14 @@ _FLAGS = {
         "run all tests on one simulated machine, which keeps what they do not release, as a GPU does",
         "one machine for all tests",
     ),
-    "leaks": ("fail tests that do not release what they make, and name the lines that made it", "leaks fail tests"),
-    "check": ("fail tests that break stream order", "stream order is checked"),
+    "leaks": ("errors for tests that do not release what they make, with the lines that made it", "leaks are errors"),
+    "check": ("errors for tests that break stream order", "stream order is checked"),
 }
 """Help and header of each option without a value."""
+_NOTES = "streamalloc not checked"
+"""Name of the reports' property with the notes of checks, which pytest-xdist sends to its main process."""
+_notes: list[str] = []
+"""Notes of checks since the last report of a teardown."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -289,7 +296,7 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
-    """The machine of a fixture. Fails the test if one of its checks reports something."""
+    """The machine of a fixture. Its end is an error if one of its checks reports something."""
     from streamalloc.driver import simulated
     from streamalloc.driver.internal import as_asked
     from streamalloc.testing import Faults, machines
@@ -331,7 +338,7 @@ def _watched(
     if checks:
         from streamalloc.testing.children import reports as reports_of_children
 
-        children = stack.enter_context(reports_of_children(*checks))
+        children = stack.enter_context(reports_of_children("notes", *checks))
     if "check" in checks:
         from streamalloc.driver import checked
 
@@ -339,8 +346,9 @@ def _watched(
 
         def hazards(failed: bool) -> Iterable[str]:
             # The checker also reports leaks, but these count only with the mark "leaks".
-            found = checker.hazards if failed else checker.finish()
-            return [str(hazard) for hazard in found if hazard.kind != "leak"]
+            found = [str(hazard) for hazard in checker.finish() if hazard.kind != "leak"]
+            _notes.extend(checker.notes)
+            return found
 
         reports.append(hazards)
     if "leaks" in checks:
@@ -360,6 +368,7 @@ def _watched(
         reports.append(leaks)
     if checks:
         reports.append(lambda failed: children("check", *(() if failed else ("leaks",))))
+        stack.callback(lambda: _notes.extend(text for one in children("notes") for text in one.splitlines()[1:]))
     if request.scope == "function" and "streamalloc_faults" in request.fixturenames:
         from streamalloc.testing import Faults
 
@@ -401,7 +410,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed or (call.excinfo and hasattr(report, "wasxfail")):
         for node in item.listchain():
             node.stash[_failed] = True
+    if call.when == "teardown" and _notes:
+        report.user_properties = [*report.user_properties, (_NOTES, list(_notes))]
+        _notes.clear()
     return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say what the checks of all tests left out."""
+    tests: dict[str, dict[str, str]] = {}
+    for report in [one for reports in terminalreporter.stats.values() for one in reports]:
+        for text in dict(getattr(report, "user_properties", ())).get(_NOTES, ()):
+            tests.setdefault(text.partition(" (")[0], {}).setdefault(report.nodeid, text)
+    if tests:
+        terminalreporter.section("streamalloc: not checked")
+    for reason, found in tests.items():
+        first, text = next(iter(found.items()))
+        terminalreporter.line(f"{reason}: {len(found)} tests, first {first}{text.removeprefix(reason)}")
 
 
 @pytest.fixture

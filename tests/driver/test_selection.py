@@ -20,7 +20,7 @@ pytestmark = pytest.mark.simulated_only("chooses simulated drivers")
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Sets STREAMALLOC_DRIVER, as if nothing had been made by it before."""
-    monkeypatch.setattr(selection, "_simulated_by_default", {})
+    monkeypatch.setattr(selection, "_by_default", {})
     monkeypatch.setattr(selection, "_for_all_threads", None)
     yield lambda text: monkeypatch.setenv("STREAMALLOC_DRIVER", text)
 

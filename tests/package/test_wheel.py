@@ -117,7 +117,7 @@ def test_a_project_that_tests_itself_with_it(installed: Environment, tmp_path: P
     done = installed.run("python", "-m", "pytest", "-p", "no:cacheprovider", cwd=tmp_path)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
     assert f"streamalloc-{sa.__version__}" in done.stdout
-    assert "streamalloc: simulated driver, leaks fail tests" in done.stdout
+    assert "streamalloc: simulated driver, leaks are errors" in done.stdout
 
 
 PROGRAM = """

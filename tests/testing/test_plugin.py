@@ -313,7 +313,7 @@ class TestLeaks:
         result.assert_outcomes(passed=3, failed=1, errors=1)
         result.stdout.fnmatch_lines(
             [
-                "streamalloc: simulated driver, leaks fail tests",
+                "streamalloc: simulated driver, leaks are errors",
                 "*ERROR at teardown of test_leaks*",
                 "2 things were made here and not released:",
                 "pool allocation 0x* (cuMemAllocFromPoolAsync)",
@@ -437,6 +437,34 @@ class TestCheck:
             ]
         )
         assert "_pytest" not in result.stdout.str()
+
+    @pytest.mark.parametrize("workers", [(), ("-p", "xdist.plugin", "-n", "1")])
+    def test_says_what_was_not_checked(self, run: Run, workers: tuple[str, ...]) -> None:
+        result = run(
+            """
+            @pytest.mark.parametrize("count", [1, 2])
+            @pytest.mark.streamalloc(check=True)
+            def test_library(streamalloc_machine, count):
+                stream = sa.Device(0).create_stream()
+
+                class Theirs:
+                    cuda_stream = int(stream.handle)
+
+                with sa.MemoryPool(sa.Device(0)) as pool, pool.allocate(4096, Theirs()) as buffer:
+                    buffer.used(Theirs())
+
+            @pytest.mark.streamalloc(check=True)
+            def test_child(streamalloc_environment):
+                import subprocess, sys
+                code = "import streamalloc as sa; print(sa.Device(0).create_stream().handle)"
+                subprocess.run([sys.executable, "-c", code], check=True)
+            """,
+            *workers,
+        )
+        result.assert_outcomes(passed=3)
+        shown = result.stdout.str().partition(" streamalloc: not checked ")[2]
+        assert re.search(r"^the order among streams .*: 2 tests, first \S+::test_library\[1\] \(stream 0x", shown, re.M)
+        assert re.search(r"^unwritten bytes .*: 3 tests, first ", shown, re.M)
 
 
 class TestFaults:

@@ -159,7 +159,10 @@ class QueuedSources:
     def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Record the host memory that a stream's latest operation reads."""
         viewed = self.followed(pieces)
-        if all(write for _, write in viewed) or not self._foreign.is_ours(stream):
+        if all(write for _, write in viewed):
+            return
+        if not self._foreign.is_ours(stream):
+            self._timeline.notes.add("sources", f"{what} on {stream.short}")
             return
         written = [piece[0].bytes for piece, write in viewed if write]
         mark = self._timeline.record(stream)
@@ -189,7 +192,7 @@ class QueuedSources:
 
     def may_be_written(self, stream: Stream, memory: frozenset[Bytes] | None) -> None:
         """Record that a stream's latest operation may write memory unseen; None for any."""
-        self._sources = [one for one in self._sources if memory is not None and one.piece[0].bytes not in memory]
+        self._keep(lambda one: memory is not None and one.piece[0].bytes not in memory)
         before = self._kernels.get(stream)
         if memory is not None and before is not None and not self._timeline.may_be_seen(before[0]):
             memory = None if before[1] is None else memory | before[1]
@@ -206,12 +209,15 @@ class QueuedSources:
         """
         self._flags.append((start, end, self._timeline.record(stream)))
         clock = stream.clock
-        self._sources = [
-            one
-            for one in self._sources
-            if one.stream is not stream
-            and (one.mark.clock is None or not clock.after(one.stream.number, one.mark.clock.known[one.stream.number]))
-        ]
+        self._keep(
+            lambda one: (
+                one.stream is not stream
+                and (
+                    one.mark.clock is None
+                    or not clock.after(one.stream.number, one.mark.clock.known[one.stream.number])
+                )
+            )
+        )
 
     def seen_by_host(self, start: int, end: int) -> Clock:
         """The work that the host may know to be over by polling, when it uses the bytes from ``start`` to ``end``."""
@@ -224,12 +230,24 @@ class QueuedSources:
     def _watch(self, piece: Piece, stream: Stream, what: str, stack: Stack, mark: Obstacle) -> None:
         range_, low, high = piece
         of_host = range_.kind in HOST_KINDS or (range_.kind == "allocation" and range_.grants is not None)
-        if not of_host or range_.held_write or range_.bytes.shared or range_.ended:
+        if not of_host or range_.ended:
             return
-        if self._may_be_written(range_.bytes):
-            return
-        if all(self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)):
+        others = range_.held_write or range_.bytes.shared or self._may_be_written(range_.bytes)
+        if not others and all(
+            self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)
+        ):
             self._sources.append(_Source(piece, stream, what, stack, mark, _checksum(piece)))
+        else:
+            self._timeline.notes.add("sources", f"{what} on {stream.short}")
+
+    def _keep(self, which: Callable[[_Source], bool]) -> None:
+        kept = []
+        for one in self._sources:
+            if which(one):
+                kept.append(one)
+            elif not self._timeline.may_be_seen(one.mark):
+                self._timeline.notes.add("sources", f"{one.what} on {one.stream.short}")
+        self._sources = kept
 
     def forget(self, ranges: Iterable[Range]) -> Callable[[], None]:
         """Forget memory that an operation is about to write or free. The returned function takes that back."""
@@ -241,15 +259,17 @@ class QueuedSources:
 
     def clear(self) -> None:
         """Forget all sources: the host may have waited for the copies unseen."""
-        self._sources.clear()
+        self._keep(lambda one: False)
 
     def check(self) -> None:
         """Report the sources that the host has written since their copies were queued."""
         sources, self._sources = self._sources, []
         for one in sources:
             range_ = one.piece[0]
-            seen = self._timeline.may_be_seen(one.mark) or not self._foreign.is_ours(one.stream)
-            if seen or range_.ended is not None:
+            if self._timeline.may_be_seen(one.mark) or range_.ended is not None:
+                continue
+            if not self._foreign.is_ours(one.stream):
+                self._timeline.notes.add("sources", f"{one.what} on {one.stream.short}")
                 continue
             if _checksum(one.piece) == one.checksum:
                 self._sources.append(one)

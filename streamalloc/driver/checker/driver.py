@@ -21,7 +21,7 @@ from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.checker.capture import Node
 from streamalloc.driver.checker.poison import Poison
 from streamalloc.driver.checker.reports import Hazard, Stack, here, place_of
-from streamalloc.driver.checker.rules.all_calls import RULES
+from streamalloc.driver.checker.rules.all_calls import RULES, UNKNOWN
 from streamalloc.driver.checker.state import HostCall, State
 from streamalloc.driver.checker.uses import Finish, Touch, nothing
 from streamalloc.driver.errors import DriverMisuseError
@@ -92,7 +92,7 @@ class Checked(Wrapper):
         self._destroyed: dict[int, Stack] = {}
         """Places of the calls that destroyed handles."""
         self._finished = False
-        """Whether :meth:`finish` returned all hazards to the program."""
+        """Whether all hazards were shown, or :meth:`finish` returned them to the program."""
         self._at_once = False
         self._test: ParentTest | None = None
         """Test that gets the hazards; None: they are printed."""
@@ -102,8 +102,15 @@ class Checked(Wrapper):
         self._poison = Poison(driver, self._state) if poison else None
         self._host_functions: dict[int, Any] = {}
         self.process: int = os.getpid()
-        """The creating process; a forked child reports nothing at exit."""
+        """The creating process. At exit, a forked child reports only hazards that it found itself."""
         _alive.add(self)
+        if from_server():
+            from multiprocessing.util import Finalize
+
+            # Before Python 3.13 forked processes do not run atexit functions. From 3.13 on, spawned processes run them
+            # before the program's finalizers.
+            Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
+            atexit.unregister(_at_exit)
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -121,7 +128,10 @@ class Checked(Wrapper):
     def _record(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         rule = RULES.get(name)
         if rule is None and name not in COUNTED:
-            return _keeps_convention(name, function(*args))
+            answer = _keeps_convention(name, function(*args))
+            if name in UNKNOWN and not answer[0]:
+                self._alone(self._state.notes.add, "calls", name)
+            return answer
         if self._inside():
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(partial(self._late, name, args, answer))
@@ -323,6 +333,8 @@ class Checked(Wrapper):
         for hazard in self.hazards:
             if hazard not in self._shown:
                 self._show(hazard)
+        if self.process != os.getpid():
+            return  # the parent of a fork says the rest
         if self._test is not None:
             for note in self.notes:
                 self._test.report("notes", note)
@@ -337,14 +349,6 @@ class Checked(Wrapper):
     def show_at_once(self, test: ParentTest | None) -> None:
         """Show each hazard when it is found: on the standard error stream, or in the parent test."""
         self._at_once, self._test = True, test
-        if test is None:
-            return
-        from multiprocessing.util import Finalize
-
-        # Before Python 3.13 forked processes do not run atexit functions. From 3.13 on, spawned processes run them
-        # before the program's finalizers.
-        Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
-        atexit.unregister(_at_exit)
 
     # -- notifications ---------------------------------------------------------------------------------------
 
@@ -422,7 +426,7 @@ class Checked(Wrapper):
     def _lend(self, handle: Any, used: bool) -> None:
         foreign, stream = self._state.foreign, self._state.stream(handle)
         (foreign.uses if used else foreign.can_use)(stream)
-        foreign.may_write = True
+        foreign.is_lent(stream)
 
     def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         self._state.sources.clear()
@@ -628,6 +632,7 @@ _alive: weakref.WeakSet[Checked] = weakref.WeakSet()
 def _after_fork() -> None:
     for one in tuple(_alive):
         one._lock = RLock()
+        one._shown.update(one.hazards)  # the parent shows them
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -642,8 +647,10 @@ def _at_exit() -> None:
     if _alive:
         gc.collect()  # memory in garbage is not a leak: a traceback may keep it
     for one in tuple(_alive):
-        if one.process == os.getpid() and not one._finished:
-            one._finish()
+        if not one._finished:
+            if one.process == os.getpid():
+                one._finish()
+            one._finished = True
             one._show_rest()
 
 

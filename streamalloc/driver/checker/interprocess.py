@@ -223,7 +223,8 @@ class Interprocess:
         """Record a use of memory that other processes may have open."""
         range_, low, high = piece
         if actor in self._timeline.foreign:
-            return  # its library may have recorded an event
+            self._untold()  # its library may have recorded an event
+            return
         made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
         kept = [one for one in self.uses[range_] if not made.replaces(one)]
         if len(kept) >= _MOST_POSTS:

@@ -166,9 +166,11 @@ class Judge:
 
     def _rights(self, range_: Range, device: int) -> int:
         """The access of a device: 1 read, 3 write."""
-        if range_.grants is None or (range_.context and self.timeline.foreign):
-            return 3  # another library may have enabled access to memory of a context
-        return range_.grants.get(device, 0)
+        rights = 3 if range_.grants is None else range_.grants.get(device, 0)
+        if rights < 3 and range_.context and self.timeline.foreign:
+            self.timeline.notes.add("access", str(range_))
+            return 3
+        return rights
 
     def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
         """Report a use that begins inside a range and extends beyond it, to ``end``."""
@@ -202,10 +204,11 @@ class Judge:
             return
         if any(clock.after(*one) for one in contents.after):
             return
-        if access.actor in self.timeline.foreign:
-            return  # its library may have waited
         if contents.over():
             range_.awaited = tuple(one for one in range_.awaited if one is not contents)
+            return
+        if access.actor in self.timeline.foreign:
+            self.timeline.notes.add("shared", str(range_))  # its library may have waited
             return
         did = "writes" if contents.written else "reads"
         what = f"{access} uses {range_}, but nothing orders it after the {did} of {contents.whose}."

@@ -111,13 +111,13 @@ class Poison:
 
     def _fill(self, address: int, size: int, value: int) -> None:
         """Fill memory on a separate stream and wait for it."""
-        if self._state.captures:
+        failed, stream = (True, None) if self._state.captures else self._driver.cuStreamCreate(_NON_BLOCKING)
+        if failed:
+            self._state.notes.add("poison")
             return
-        failed, stream = self._driver.cuStreamCreate(_NON_BLOCKING)
-        if not failed:
-            self._driver.cuMemsetD8Async(address, value, size, stream)
-            self._driver.cuStreamSynchronize(stream)
-            self._driver.cuStreamDestroy(stream)
+        self._driver.cuMemsetD8Async(address, value, size, stream)
+        self._driver.cuStreamSynchronize(stream)
+        self._driver.cuStreamDestroy(stream)
 
     def _under(self, context: Any, call: Callable[[], object]) -> None:
         with contextlib.ExitStack() as stack:

@@ -77,11 +77,18 @@ class ForeignStreams:
 
     def uses(self, stream: Stream) -> None:
         """Record that another library uses a stream. From now on it may use all streams that it can get."""
-        self.is_there = self.may_write = True
+        self.is_there = True
+        self.is_lent(stream)
         if stream not in self._timeline.foreign:
             self._timeline.notes.add("streams", stream.name)
         self._timeline.foreign.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
+
+    def is_lent(self, stream: Stream) -> None:
+        """Record that other code has the handle of a stream, and may launch kernels unseen."""
+        if not self.may_write:
+            self.may_write = True
+            self._timeline.notes.add("contents", stream.name)
 
     def ended(self, stream: Stream) -> None:
         """Record that a stream was destroyed."""

@@ -57,7 +57,7 @@ class UsedMemory(Streams):
     def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None]) -> None:
         super().__init__(driver)
         self.on_hazard: Callable[[Hazard], None] = on_hazard
-        self.addresses: Addresses = Addresses()
+        self.addresses: Addresses = Addresses(self.notes)
         self.reserved: Addresses = Addresses()
         """Address ranges of ``cuMemAddressReserve``."""
         self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)

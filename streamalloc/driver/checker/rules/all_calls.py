@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from streamalloc.driver.account import COUNTED
+from streamalloc.driver.bindings import cuda
 from streamalloc.driver.checker.rules import graphs, memory, order, sharing, work
 from streamalloc.driver.checker.rules.rule import Answer, Arguments, Before, Rule
 from streamalloc.driver.checker.state import State
@@ -10,6 +14,12 @@ from streamalloc.driver.checker.uses import Finish
 RULES: dict[str, Rule] = {
     name: rule for area in (work, memory, order, graphs, sharing) for name, rule in area.RULES.items()
 }
+_WORK = re.compile(
+    "cu(Launch|Mem(cpy|set|MapArray|.*Async$)|Graph(Add|.*Node.*SetParams)|Graphics(Map|Unmap)|EGLStream"
+    "|Stream(Begin|End|.*MemOp)|LogicalEndpointBind|CheckpointProcess)"
+)
+UNKNOWN = {name for name in dir(cuda) if _WORK.match(name)} - {*RULES, *COUNTED}
+"""Calls without a rule that use memory or order work."""
 _NEED_MEMORY = {
     "cuIpcGetMemHandle": 0,
     "cuMemAdvise": 0,

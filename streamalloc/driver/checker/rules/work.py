@@ -341,7 +341,6 @@ _WORK = {
     "cuMemDiscardAndPrefetchBatchAsync": _Work(-1, _discarded),
     "cuStreamAttachMemAsync": _Work(0),
     "cuGraphUpload": _Work(1),
-    "cuMemMapArrayAsync": _Work(2),
     "cuMemPrefetchAsync": _Work(-1, named=lambda state, args: ((args[0], int(args[1]), False),)),
     "cuMemPrefetchBatchAsync": _Work(-1, named=_discarded),
     "cuSignalExternalSemaphoresAsync": _Work(-1),
