@@ -190,12 +190,14 @@ class Allocator(Unique):
         # In a capture, do not synchronise and do not query the pool: both would invalidate the capture.
         capturing = read_or_none(lambda: buffer._stream.capturing) is not False
         while result == _OUT_OF_MEMORY:
-            released, trouble = (False, "") if capturing else self._release_unused(buffer._stream)
+            with self._session.relaxed():
+                released, trouble = (False, "") if capturing else self._release_unused(buffer._stream)
             if released:
                 result = self._try(buffer)
             if result != _OUT_OF_MEMORY:
                 break
-            failure = self._out_of_memory(result, buffer, capturing, trouble)
+            with self._session.relaxed():
+                failure = self._out_of_memory(result, buffer, capturing, trouble)
             try:
                 if capturing or not self._ask_again(failure):
                     raise failure

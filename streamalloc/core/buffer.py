@@ -248,7 +248,8 @@ class Buffer(Memory, Closes):
 
         def free(last: Stream) -> None:
             if state is not None:
-                state.free(self, last, still_imported, timeout)
+                with last._context():
+                    state.free(self, last, still_imported, timeout)
             else:
                 self._free_on(last)
 

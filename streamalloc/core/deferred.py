@@ -110,8 +110,10 @@ class DeferredQueue:
     """
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
-        self.captures: dict[object, None] = {}
-        """Captures by this package, from :meth:`begin_capture` until their end."""
+        self.captures: dict[object, int] = {}
+        """Captures by this package, from :meth:`begin_capture` until their end. The value is the capturing thread if
+        the capture forbids unsafe calls of all threads, otherwise 0.
+        """
         self.beginning: RLock = RLock()
         """Held to enter a capture, and for calls that would invalidate one."""
         _queues.add(self)
@@ -146,10 +148,25 @@ class DeferredQueue:
         """Whether this package is capturing a stream; then no item is attempted."""
         return bool(self.captures)
 
-    def begin_capture(self, capture: object) -> None:
-        """Record a capture before it begins. From now on no item is attempted."""
+    def begin_capture(self, capture: object, *, forbids: bool = False) -> None:
+        """Record a capture before it begins. From now on no item is attempted. ``forbids``: see :attr:`captures`."""
         with self.beginning:
-            self.captures[capture] = None
+            self.captures[capture] = threading.get_ident() if forbids else 0
+
+    @property
+    def forbidding(self) -> bool:
+        """Whether a capture forbids unsafe calls of all threads."""
+        return any(self.captures.values())
+
+    @property
+    def forbids_here(self) -> bool:
+        """Whether a capture of another thread forbids unsafe calls of this one."""
+        threads = {*self.captures.values(), 0}
+        return len(threads) > 1 and threading.get_ident() not in threads
+
+    def beside_captures(self) -> contextlib.AbstractContextManager[object]:
+        """A ``with`` block whose unsafe calls break no capture of another thread."""
+        return self._guard() if self.forbids_here else contextlib.nullcontext()
 
     def refuse_captures(self, call: str) -> None:
         """Raise if a capture is under way, before a call that would invalidate it. Call this under the lock

@@ -312,6 +312,10 @@ _HINTS = {
         "now invalid; capture with mode='relaxed' to allow calls that do not touch the captured streams"
     ),
     "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED": "an earlier call broke the capture; end it and begin again",
+    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": (
+        "a blocking stream is being captured, and the legacy default stream cannot be used meanwhile: name another "
+        "stream, or capture a stream of create_stream(), which is non-blocking"
+    ),
     "CUDA_ERROR_STREAM_CAPTURE_UNJOINED": "a stream that joined the capture by an event was not joined back to it",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "earlier work used memory that was freed or not accessible; restart the process",
 }

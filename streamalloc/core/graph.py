@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from streamalloc.core.deferred import HandleEnd, deferred_queue, work
 from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import NOT_CALLED
+from streamalloc.core.session import GLOBAL, NOT_CALLED
 from streamalloc.core.stream import StreamLike
 from streamalloc.core.stream_resolution import as_stream, captures_changed
 from streamalloc.driver.internal import cuda
@@ -111,10 +111,11 @@ class Graph(Closes):
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run. Idempotent."""
         self._closed = True
-        try:
-            self._executable.attempt()
-        finally:
-            self._handle.attempt()
+        with self._session.relaxed():
+            try:
+                self._executable.attempt()
+            finally:
+                self._handle.attempt()
 
     def __del__(self) -> None:
         executable: HandleEnd | None = getattr(self, "_executable", None)
@@ -158,7 +159,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
             raise
 
     def _begin(self, raw: Any) -> None:
-        self._queue.begin_capture(self)
+        self._queue.begin_capture(self, forbids=self._mode == GLOBAL)
         captures_changed(self._session)
         # A deferred item may be using the stream on another thread.
         with self._origin._in_use, self._origin._context():

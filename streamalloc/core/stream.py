@@ -266,7 +266,7 @@ class Stream(Closes, Shown):
     _shut_after_fork = _forbid_direct
 
     def _allow_direct(self) -> None:
-        if self._closed or self._capture or self._before_work:
+        if self._closed or self._capture or self._before_work or deferred_queue(self._session).forbidding:
             return
         if self._kind is _DEFAULT:
             if deferred_queue(self._session).captures:
@@ -467,9 +467,17 @@ class Stream(Closes, Shown):
         if self._before_work:
             self._forbid_direct()
 
-    def _context(self) -> contextlib.AbstractContextManager[None]:
-        """Make the device's context current if the handle depends on it."""
-        return self.device.current() if self._kind is _DEFAULT else contextlib.nullcontext()
+    def _context(self) -> contextlib.AbstractContextManager[object]:
+        """Make the device's context current if the handle depends on it, and break no capture of another thread."""
+        queue = deferred_queue(self._session)
+        if self._kind is not _DEFAULT:
+            return queue.beside_captures()
+        return self._current_beside_captures() if queue.forbids_here else self.device.current()
+
+    @contextlib.contextmanager
+    def _current_beside_captures(self) -> Iterator[None]:
+        with self._session.relaxed(), self.device.current():
+            yield
 
     def _call(self, name: str, *args: Any) -> Any:
         """A driver call whose first argument is this stream."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.library_streams import (
     device_of_library_stream,
     handle_of_library_stream,
@@ -15,8 +16,8 @@ from streamalloc.core.library_streams import (
     kept_stream,
     kept_streams,
 )
-from streamalloc.core.session import PerDriver, Session, sessions
-from streamalloc.core.stream import DEFAULT_HANDLES, PER_THREAD, Kind, Stream, StreamLike, Threads
+from streamalloc.core.session import PerDriver, Session, members, sessions
+from streamalloc.core.stream import DEFAULT_HANDLES, PER_THREAD, Kind, Stream, StreamLike, Threads, created_streams
 from streamalloc.driver.internal import SETTLERS, cuda
 
 if TYPE_CHECKING:
@@ -93,8 +94,13 @@ def default_stream(device: Device, handle: int) -> Stream:
 
 
 def captures_changed(session: Session) -> None:
-    """Allow direct calls on default streams, or forbid them while this package captures a stream."""
-    for stream in [*_default_streams(session).values()]:
+    """Allow direct calls, or forbid them while this package captures a stream: on default streams, and in the mode
+    ``"global"`` on all streams (:meth:`Stream._context`).
+    """
+    forbidding = deferred_queue(session).forbidding
+    for stream in [*_default_streams(session).values(), *members(created_streams(session)), *kept_streams(session)]:
+        if forbidding:
+            stream._forbid_direct()
         stream._allow_direct()
 
 

@@ -368,7 +368,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         if self.managed or self.location == device.location:
             return True
         # The handle of a closed pool is valid while buffers of it live.
-        flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
+        with self._session.relaxed():
+            flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
         return MemAccess(int(flags)) is not MemAccess.NONE
 
     @property

@@ -121,8 +121,9 @@ class TilePool(Closes):
             return
         if len(self._free) < self.tiles:
             raise ValueError(f"{self.tiles - len(self._free)} of {self.tiles} tiles of this pool are mapped in arrays")
-        for event in {free.event for free in self._free if free.event is not None}:
-            event.synchronize()
+        with session_of(self.memory).relaxed():
+            for event in {free.event for free in self._free if free.event is not None}:
+                event.synchronize()
         self.memory.close()
         self._free = deque(_FreeTile(free.tile, None, None) for free in self._free)
 
@@ -461,8 +462,9 @@ class SparseArray(OwnsNode):
         Idempotent.
         """
         # The driver does not document that destroying an array waits for queued work.
-        for event in self._node.last.values():
-            event.synchronize()
+        with self._node.allocations.session.relaxed():
+            for event in self._node.last.values():
+                event.synchronize()
         if self._node.raw is not None:
             self._node.allocations.end(self._node)
 

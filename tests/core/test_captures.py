@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -421,7 +422,8 @@ def _evicted(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], obje
 
 
 def _store(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
-    with ipc.Store.serve("beside-captures", driver=device.driver), ipc.Store("beside-captures") as store:
+    name = f"beside-captures-{os.getpid()}"
+    with ipc.Store.serve(name, driver=device.driver), ipc.Store(name) as store:
 
         def write() -> None:
             with store.write("key", device, True, stream=stream, capacity=PAGE) as writer:
@@ -446,14 +448,15 @@ def _shared(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], objec
     kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
     with (
         sa.MemoryPool(device, handle_types=kind) as pool,
-        pool.allocate(64, stream) as buffer,
         vmm.GrowableBuffer(device, PAGE, PAGE, handle_types=kind, stream=stream) as growable,
     ):
+        buffer = pool.allocate(64, stream)
 
         def use() -> None:
-            for thing in (buffer, growable):
+            for thing in (buffer, growable, buffer):
                 shared = ipc.share(thing)
                 ipc.open(shared.to_bytes(), handles=shared.fds, stream=stream).close()
+            buffer.free()
 
         yield use
 
@@ -467,7 +470,30 @@ def _exhausted(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], ob
         yield lambda: pool.allocate(GROWTH, stream).free()
 
 
+def _other_work(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
+    with stream.capture() as graph:
+        pass
+    graph.instantiate()
+    pool = sa.MemoryPool(device)
+
+    def use() -> None:
+        with pool.allocate(4096, stream) as buffer:
+            buffer.fill(1)
+            with stream.record() as event:
+                stream.wait(event)
+            stream.synchronize()
+            assert stream.query()
+        with device.create_stream() as other:
+            freed_later = pool.allocate(4096, other)
+        freed_later.close()
+        graph.close()
+        pool.close()
+
+    yield use
+
+
 ENDS: dict[str, Callable[[sa.Device, sa.Stream], Iterator[Callable[[], object]]]] = {
+    "work of another stream": _other_work,
     "a mapping": _mapping,
     "a permission": _permission,
     "a growable buffer": _growable,
@@ -479,7 +505,7 @@ ENDS: dict[str, Callable[[sa.Device, sa.Stream], Iterator[Callable[[], object]]]
 }
 
 
-@pytest.mark.parametrize("mode", ["thread_local", "relaxed"])
+@pytest.mark.parametrize("mode", ["thread_local", "relaxed", "global"])
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
 @pytest.mark.parametrize("name", ENDS)
 def test_an_end_beside_a_capture_on_another_thread(device: sa.Device, name: str, mode: Any, blocking: bool) -> None:

@@ -26,6 +26,7 @@ from streamalloc.core.internal import (
     TypedView,
     as_stream,
     check_usable,
+    deferred_queue,
     direct_view,
     raw_handle,
     refuse_capture,
@@ -259,7 +260,8 @@ def share(
                 raise ValueError(f"expose_block=True is for memory of cuMemAlloc, which {thing!r} is not: leave it out")
             if stream is not None and isinstance(thing, (MemoryPool, Event)):
                 raise ValueError(f"stream={stream!r}: {thing!r} has no contents that a stream writes, leave it out")
-            return function(thing, options)
+            with deferred_queue(session_of(thing)).beside_captures():  # type: ignore[arg-type]
+                return function(thing, options)
     if hasattr(thing, "__cuda_array_interface__"):
         return _share_foreign(thing, options)
     raise TypeError(
@@ -398,7 +400,8 @@ def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
     ordered: Any = buffer.stream if stream is None else stream
     if direct_view(ordered, session)[0] is None:
         ordered = _ordered(ordered, session)
-    return _Leased(exports.lease(buffer, address), address, nbytes, ordered, None)
+    with deferred_queue(session).beside_captures():
+        return _Leased(exports.lease(buffer, address), address, nbytes, ordered, None)
 
 
 def _share_buffer(

@@ -7,6 +7,7 @@ allocations. A stream waits for the contents of opened memory; if no stream can,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -603,12 +604,15 @@ class ImportedBuffer(Memory, Closes, Foreign):
         if stream is None and self._thread and self._thread != thread_number(self._stream):
             return ordered_after(self._stream, self.close)
         ordered = self._stream if stream is None else as_stream(stream, source.session)
+        beside: AbstractContextManager[None] = contextlib.nullcontext()
         if direct_handle(ordered, source.session) is None:
             raw_handle(ordered)
             refuse_capture(ordered, "cuStreamWriteValue32", "memory of other processes cannot be closed in a capture")
-        if self._contents is not None:
-            self._contents.await_on(self, ordered)
-        _release(self, ordered)
+            beside = source.session.relaxed()
+        with beside:
+            if self._contents is not None:
+                self._contents.await_on(self, ordered)
+            _release(self, ordered)
         if source.imports.deferred.has_work():
             source.imports.deferred.work()
 

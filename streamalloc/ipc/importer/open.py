@@ -363,7 +363,7 @@ def open(
         importer = importer_of(session)
         source = importer.sources.get(data[:HEADER_BYTES])
         fields = None if source is None else source.header.decode(data)
-        if source is not None and fields is not None:
+        if source is not None and fields is not None and not importer.deferred.captures:
             if importer.deferred.has_work():
                 importer.deferred.work()
             return _open_allocation(source, fields, stream)  # type: ignore[return-value]
@@ -453,7 +453,7 @@ def _open_first(
     request = _Request(importer, described, bytes(data), handles, device, stream)
     if described.handle_type == FABRIC:
         request = request._replace(fabric_block=importer.fabric_block(described, handles, device))
-    with contextlib.nullcontext() if described.mechanism in _WITH_LEASES else _arriving(request):
+    with importer.deferred.beside_captures(), _arriving(request):
         opened = opener(request)
     if not is_array:
         return opened
@@ -467,7 +467,7 @@ def _arriving(request: _Request) -> Iterator[None]:
     """A ``with`` block that opens a descriptor and then releases its hold. For buffers,
     :class:`ImportedBuffer` does that.
     """
-    hold = request.described.hold
+    hold = 0 if request.described.mechanism in _WITH_LEASES else request.described.hold
     block = request.block if hold else None
     if block is not None:
         block.mark("hold", hold)  # raises if there is no such mark

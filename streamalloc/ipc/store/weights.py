@@ -129,6 +129,7 @@ class OpenEpoch:
         """Open the last commit of a key, and import its memory. The epoch owns the connection."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(connection.close))
+            undo.enter_context(session.relaxed())
             answer, received = connection.ask(Kind.OPEN, key=key)
             undo.callback(close_all, received)
             manifest = parse(read_file(received[0]))
