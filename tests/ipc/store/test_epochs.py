@@ -348,3 +348,18 @@ def test_memory_of_another_device(store: ipc.Store, device: sa.Device, peer: sa.
     with store.open("key") as near, store.open("key", device) as far:
         assert (near.device, far.device) == (peer, device)
         assert holds(near["all"], 6) and holds(far["all"], 6)
+
+
+def test_a_release_that_the_driver_refuses_neither_hides_the_error_nor_locks_the_key(
+    server: ipc.StoreServer, store: ipc.Store, machine: Any
+) -> None:
+    driver = sd.faulty(machine, "cuMemUnmap", result="CUDA_ERROR_UNKNOWN")
+    with ipc.Store(server.name, driver=driver) as other:
+        with pytest.raises(ZeroDivisionError) as caught, other.write("key", capacity=2 * MiB) as writer:
+            writer.allocate("all", 8, np.uint8)
+            raise ZeroDivisionError
+        assert "cuMemUnmap" in str(caught.value.__notes__)
+        write(store, "key", 1)
+        assert [entry.epoch for entry in store.list()] == [1]
+        writer.range.unmap()
+        writer.abort()
