@@ -16,6 +16,8 @@ from streamalloc.core.session import PerDriver, Session, drained
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, Future, TimerHandle
+
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
 
@@ -153,7 +155,8 @@ class Event(Closes, Shown):
     def __await__(self) -> Generator[Any, None, None]:
         """Wait in a coroutine of :mod:`asyncio` as :meth:`synchronize` does. The loop runs other tasks meanwhile.
 
-        No thread is used: the loop queries the event at intervals of 1 to 10 ms (``cuEventQuery``). If the event is
+        No thread is used: the loop queries the event at intervals of 1 to 10 ms (``cuEventQuery``), of up to 30 ms if
+        there are many waits or a query was slow. If the event is
         recorded again during the wait, the wait ends with the later record.
 
         Raises
@@ -287,36 +290,112 @@ def has_passed(event: Event) -> bool:
 _TURNS = 1e-4
 """Seconds during which every loop turn queries a new wait."""
 _SHORTEST, _LONGEST = 1e-3, 1e-2
-"""Seconds between queries."""
+"""Seconds between the rounds of queries of a loop."""
 _SHARE = 20
-"""Minimum ratio of an interval to the duration of a query of each wait."""
-_waits: set[object] = set()
-"""One entry for each wait."""
+"""Ratio of the pause after a round to its duration, so that many waits do not keep the loop busy."""
+_LONGEST_PAUSE = 3e-2
+"""Most seconds of that pause, as one slow query must not delay the end of a wait."""
+
+
+class Poll:
+    """The waits of one event loop. A timer queries all their events, one round after another."""
+
+    def __init__(self) -> None:
+        self.waits: dict[Future[None], Event] = {}
+        """Events by the future of each wait."""
+        self._timer: TimerHandle | None = None
+        self._latest = 0.0
+        """Loop time at which the latest wait began."""
+        self._rested = 0.0
+        """Loop time from which the next round may begin."""
+
+    @staticmethod
+    def of(loop: AbstractEventLoop) -> Poll:
+        """The one of a loop. Its waits keep it alive."""
+        known = polls.get(loop)
+        found = None if known is None else known()
+        if found is None:
+            found = Poll()
+            polls[loop] = weakref.ref(found)
+        return found
+
+    async def wait(self, event: Event, loop: AbstractEventLoop) -> None:
+        """Wait until a round has found that the event has completed."""
+        future = loop.create_future()
+        self.waits[future] = event
+        self._latest = loop.time()
+        try:
+            self._plan(loop, _SHORTEST)
+            await future
+        finally:
+            del self.waits[future]
+
+    def _plan(self, loop: AbstractEventLoop, pause: float) -> None:
+        """Begin a round after a pause, or earlier if one is planned earlier."""
+        when = max(loop.time() + pause, self._rested)
+        if self._timer is None or when < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(when, self._query, loop)
+
+    def _query(self, loop: AbstractEventLoop) -> None:
+        self._timer = None
+        began = loop.time()
+        try:
+            for session in {event._session for event in self.waits.values()}:
+                waits = [(future, event) for future, event in self.waits.items() if event._session is session]
+                with _errors_to(*(future for future, _ in waits)), session.relaxed():
+                    for future, event in waits:
+                        with _errors_to(future):
+                            if not future.done() and _has_finished(event):
+                                future.set_result(None)
+        finally:
+            if self.waits:
+                now = loop.time()
+                self._rested = now + min(_SHARE * (now - began), _LONGEST_PAUSE)
+                self._plan(loop, min(max((now - self._latest) / 8, _SHORTEST), _LONGEST))
+
+
+polls: weakref.WeakKeyDictionary[AbstractEventLoop, weakref.ref[Poll]] = weakref.WeakKeyDictionary()
+"""The polls of the loops that have waits."""
+
+
+@contextlib.contextmanager
+def _errors_to(*futures: Future[None]) -> Iterator[None]:
+    """Give errors of the block to futures that are not done."""
+    try:
+        yield
+    except Exception as error:
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+
+
+def _has_finished(event: Event) -> bool:
+    """Whether an event has completed. The driver then has seen that the frees before it have run."""
+    if not event.query():
+        return False
+    event.synchronize()  # returns at once
+    return True
 
 
 async def finished(event: Event) -> None:
     """Wait as :meth:`Event.synchronize` does, without blocking the running loop.
 
-    The loop queries the event (``cuEventQuery``) at every turn during the first 0.1 ms, then at intervals. The interval
-    grows from 1 to 10 ms with the age of the wait, and further if many waits would keep the loop busy with queries.
+    The loop queries the event (``cuEventQuery``) at every turn during the first 0.1 ms, then every 1 to 10 ms: the more
+    often, the younger its latest wait is. Many waits or slow queries make the intervals longer, up to 30 ms.
     """
     # A running loop has already imported it. At module level the import would double the package's import time.
     from asyncio import get_running_loop, sleep
 
-    loop, wait = get_running_loop(), object()
+    loop = get_running_loop()
     began = loop.time()
-    _waits.add(wait)
-    try:
-        while True:
-            now = loop.time()
-            # A query in another mode would invalidate captures of other streams.
-            with event._session.relaxed():
-                if event.query():
-                    # Returns at once. It makes the driver see that the frees before the event have run.
-                    event.synchronize()
-                    return
-            age, took = now - began, loop.time() - now
-            interval = min(max(age / 8, _SHORTEST), _LONGEST)
-            await sleep(0 if age < _TURNS else max(interval, _SHARE * len(_waits) * took))
-    finally:
-        _waits.discard(wait)
+    while True:
+        # A query in another mode would invalidate captures of other streams.
+        with event._session.relaxed():
+            if _has_finished(event):
+                return
+        if loop.time() - began >= _TURNS:
+            break
+        await sleep(0)
+    await Poll.of(loop).wait(event, loop)

@@ -13,9 +13,15 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.event import _waits
+from streamalloc.core.event import polls
+from streamalloc.core.session import session_of
 from streamalloc.testing import Gate
 from tests.support import GROWTH, MiB, executed, names
+
+
+def waits() -> int:
+    """The waits that rounds of queries answer, of all loops."""
+    return sum(len(poll.waits) for poll in (known() for known in polls.values()) if poll is not None)
 
 
 async def started(wait: Awaitable[None]) -> asyncio.Task[None]:
@@ -24,9 +30,9 @@ async def started(wait: Awaitable[None]) -> asyncio.Task[None]:
     async def run() -> None:
         await wait
 
-    before = len(_waits)
+    before = waits()
     task = asyncio.ensure_future(run())
-    while len(_waits) == before:
+    while waits() == before:
         await asyncio.sleep(0)
     assert not task.done()
     return task
@@ -55,7 +61,7 @@ def test_other_tasks_run_meanwhile(stream: sa.Stream, gate: Gate, kind: str) -> 
         await awaited(stream, kind)
 
     asyncio.run(main())
-    assert not _waits
+    assert not waits()
 
 
 def test_frees_are_seen(device: sa.Device, stream: sa.Stream, kind: str) -> None:
@@ -78,10 +84,10 @@ def test_cancelled(stream: sa.Stream, gate: Gate, kind: str) -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        assert not _waits
+        assert not waits()
 
     asyncio.run(main())
-    assert not _waits
+    assert not waits()
 
 
 def test_closed_meanwhile(stream: sa.Stream, gate: Gate) -> None:
@@ -137,7 +143,7 @@ def test_a_loop_that_is_closed(stream: sa.Stream, gate: Gate) -> None:
     gone = weakref.ref(task)
     del task, loop
     gc.collect()
-    assert gone() is None and not _waits
+    assert gone() is None and not waits()
 
 
 def test_a_capture_goes_on(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
@@ -187,7 +193,7 @@ def virtual() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.mark.simulated_only("the time of the loop is no real time")
 def test_the_loop_rests(machine: Any, virtual: asyncio.AbstractEventLoop) -> None:
-    """Ten seconds: a tenth of a millisecond of turns, and then 1 to 10 ms between queries, for each wait."""
+    """Ten seconds: a tenth of a millisecond of turns, and then 1 to 10 ms between rounds of queries."""
     driver = sd.traced(machine)
     device = sa.Device(0, driver=driver)
 
@@ -203,5 +209,38 @@ def test_the_loop_rests(machine: Any, virtual: asyncio.AbstractEventLoop) -> Non
     async def wait(stream: sa.Stream) -> None:
         await stream
 
+    with device.create_stream() as stream, Gate(device) as gate:
+        virtual.run_until_complete(main(stream, gate))
+
+
+@pytest.mark.simulated_only("the time of the loop is no real time")
+@pytest.mark.parametrize(("count", "once", "each"), [(1, 1.0, 0.0), (20, 1.0, 0.0), (1000, 0.5, 1e-5)])
+def test_the_end_comes_soon(
+    machine: Any, virtual: Virtual, count: int, once: float, each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 30 ms and two rounds of queries after the work, however long one query has taken."""
+    device = sa.Device(0)
+    session, queries = session_of(device), iter([0.0] * 3 * count + [once])
+    query = session.cuEventQuery
+
+    def slow(event: Any) -> Any:
+        virtual.now += each + next(queries, 0.0)
+        return query(event)
+
+    async def main(stream: sa.Stream, gate: Gate) -> None:
+        gate.hold(stream)
+        ends = [asyncio.ensure_future(end(stream)) for _ in range(count)]
+        await asyncio.sleep(0.5)
+        assert next(queries, None) is None
+        gate.open()
+        stream.synchronize()
+        done = virtual.now
+        assert 0 <= max(await asyncio.gather(*ends)) - done <= 0.031 + 2 * count * each
+
+    async def end(stream: sa.Stream) -> float:
+        await stream
+        return virtual.now
+
+    monkeypatch.setattr(session, "cuEventQuery", slow)
     with device.create_stream() as stream, Gate(device) as gate:
         virtual.run_until_complete(main(stream, gate))
