@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamalloc.core.array_interfaces import cuda_array
+from streamalloc.core.device import Device
 from streamalloc.core.elements import fill_pattern
 from streamalloc.core.errors import error_from
 from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory_base import MemoryBase, kinds
+from streamalloc.core.places import place_of
 from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream, StreamLike
 from streamalloc.core.stream_resolution import queue_handle
@@ -153,8 +155,21 @@ class CopySide:
         """Have a stream wait until the memory may be used."""
         if type(self.keep) in kinds:
             self.keep._await_on(stream)  # type: ignore[attr-defined]
-        elif self.after is not None and self.after != stream._number:
-            stream.wait(Stream.of_handle(stream.device, self.after, self.keep))
+        elif self.after is not None:
+            device = stream.device if self.ordinal is None else Device._of(self.ordinal, stream._session)
+            if self.after != stream._number or device != stream.device:
+                stream.wait(Stream.of_handle(device, self.after, self.keep))
+
+    def access_hint(self, stream: Stream) -> str:
+        """The likely reason why the driver refuses a stream's device the use of the memory."""
+        if isinstance(self.keep, MemoryBase):
+            return self.keep._access_hint(stream)
+        if self.ordinal in (None, stream.device.ordinal):
+            return ""
+        return (
+            f"the array is on device {self.ordinal} and the stream runs on device {stream.device.ordinal}: name a "
+            f"stream of device {self.ordinal}"
+        )
 
     @classmethod
     def _of_argument(cls, other: object, session: Session, name: str, *, writable: bool) -> Self:
@@ -173,7 +188,11 @@ class CopySide:
             found = cuda_array(interface, name)
             if writable and found.read_only:
                 raise ValueError(f"{name} is read-only")
-            return cls(found.address, found.nbytes, None, other, found.stream)
+            # With one device the address is enough for the driver.
+            several = found.nbytes and session.call("cuDeviceGetCount") > 1
+            place = place_of(session, found.address) if several else None
+            ordinal = None if place is None or place.managed else place.ordinal
+            return cls(found.address, found.nbytes, ordinal, other, found.stream)
         try:
             array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))  # type: ignore[arg-type]
         except TypeError as error:
@@ -256,8 +275,7 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
         else:
 
             def hint() -> str:
-                sides = (side.keep for side in (target, source) if isinstance(side.keep, MemoryBase))
-                return next(filter(None, (memory._access_hint(stream) for memory in sides)), "")
+                return next(filter(None, (side.access_hint(stream) for side in (target, source))), "")
 
             session.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
 

@@ -43,6 +43,16 @@ from streamalloc.core.per_thread_streams import (
     thread_number,
     thread_of,
 )
+from streamalloc.core.places import (
+    Address,
+    Place,
+    existing_pool,
+    has_calls_of_its_own,
+    location_of_pool,
+    place_of,
+    pool_locations,
+    set_current_pool,
+)
 from streamalloc.core.queued_work import (
     QueuedWork,
     all_work,

@@ -17,7 +17,9 @@ from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.internal import (
     PER_THREAD,
     Deferred,
+    Device,
     Memory,
+    Place,
     QueuedWork,
     Stream,
     StreamLike,
@@ -26,6 +28,7 @@ from streamalloc.core.internal import (
     check_dense,
     cuda_array,
     deferred_queue,
+    place_of,
     queue_behind,
     queue_if_allowed,
     session_for,
@@ -141,7 +144,7 @@ class Borrowed(Memory, Closes):
     until the work of :attr:`stream` is done.
     """
 
-    __slots__ = ("__weakref__", "_address", "_array", "_end", "_keep", "_location", "_nbytes", "_stream", "dtype",
+    __slots__ = ("__weakref__", "_address", "_array", "_end", "_keep", "_nbytes", "_place", "_stream", "dtype",
                  "shape")  # fmt: skip
 
     dtype: np.dtype[Any]
@@ -153,11 +156,10 @@ class Borrowed(Memory, Closes):
         self._keep: Any = None
         self._array = array
         self._stream = stream
-        self._address, self.dtype, self.shape, self._keep, device = _taken(array, stream, lender)
+        self._address, self.dtype, self.shape, self._keep, self._place = _taken(array, stream, lender)
         self._end = _End((self._keep, array), self._session, stream, lender)
         # The queue has the end, so that the array is not released too early if a signal handler raises in __del__.
         deferred_queue(self._session).end_with(self, self._end)
-        self._location = MemLocation.device(device)
         self._nbytes = self.dtype.itemsize * math.prod(self.shape)
 
     @property
@@ -184,8 +186,18 @@ class Borrowed(Memory, Closes):
 
     @property
     def location(self) -> MemLocation:
-        """The device that has the memory."""
-        return self._location
+        """The device that has the memory, or the host for pinned memory that devices reach."""
+        return self._place.location or self._stream.device.location
+
+    @property
+    def managed(self) -> bool:
+        """Whether the driver migrates the memory between devices and host."""
+        return self._place.managed
+
+    @property
+    def host_accessible(self) -> bool:
+        """Whether the CPU may use the memory at the same address: pinned host memory and managed memory."""
+        return self.managed or self.location.on_host
 
     @property
     def owner(self) -> object:
@@ -194,7 +206,7 @@ class Borrowed(Memory, Closes):
 
     @property
     def device_accessible(self) -> bool:
-        """True: it is device memory."""
+        """True: devices reach the memory."""
         return True
 
     @property
@@ -238,7 +250,8 @@ def borrow(
     Parameters
     ----------
     array
-        A contiguous object in device memory with ``__dlpack__`` or ``__cuda_array_interface__``.
+        A contiguous object in device memory with ``__dlpack__`` or ``__cuda_array_interface__``. The interface names no
+        device: the driver is asked (``cuPointerGetAttribute``).
     stream
         The stream that uses the memory. It waits for the work queued on the library's current stream.
     lender
@@ -250,7 +263,7 @@ def borrow(
     Raises
     ------
     TypeError, ValueError
-        ``array`` is no array in device memory, is not contiguous, or has elements that are no whole bytes.
+        ``array`` is no array in memory that devices reach, is not contiguous, or has elements that are no whole bytes.
 
     Examples
     --------
@@ -264,8 +277,8 @@ def borrow(
         return Borrowed(array, ordered, None if lender is None else as_stream(lender, session))
 
 
-def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, int]:
-    """Address, type, shape, owner and device ordinal of an array. ``stream`` waits for the array's contents."""
+def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, Place]:
+    """Address, type, shape, owner and place of an array. ``stream`` waits for the array's contents."""
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         kind, device = array.__dlpack_device__()
         if int(kind) != _CUDA:
@@ -279,13 +292,24 @@ def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.d
         if rest:
             raise ValueError(f"{type(array).__name__} has elements of {8 * size + rest} bits, which are no whole bytes")
         dtype = np.dtype(f"{_KINDS.get(tensor.code, 'V') if tensor.lanes == 1 else 'V'}{size}")
-        return (tensor.data or 0) + tensor.byte_offset, dtype, shape, capsule, int(device)
+        place = Place(MemLocation.device(int(device)), managed=False)
+        return (tensor.data or 0) + tensor.byte_offset, dtype, shape, capsule, place
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         raise TypeError(f"array must have __dlpack__ or __cuda_array_interface__, which {type(array).__name__} has not")
     found = cuda_array(interface, type(array).__name__)
+    session = session_of(stream)
+    where = place_of(session, found.address) if found.nbytes else Place(None, managed=False)
+    if where is None:
+        raise ValueError(
+            f"{type(array).__name__} at {found.address:#x} is in no memory that {session.driver!r} knows: pageable "
+            "host memory, freed memory, or memory of another driver; copy_from and copy_to take host arrays as they are"
+        )
     if found.stream is not None:
-        stream.wait(Stream.of_handle(stream.device, found.stream, array))
+        # The handle of a default stream names that of the array's device.
+        ordinal = where.ordinal
+        device = stream.device if ordinal is None else Device(ordinal, driver=session.driver)
+        stream.wait(Stream.of_handle(device, found.stream, array))
     elif lender is not None:
         stream.wait(lender)
-    return found.address, found.dtype, found.shape, interface, stream.device.ordinal
+    return found.address, found.dtype, found.shape, interface, where

@@ -13,8 +13,15 @@ import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from streamalloc.core.errors import CudaError, InvalidValueError
-from streamalloc.core.internal import HandleEnd, QueuedWork
-from streamalloc.core.properties import MemAllocationType, MemLocation, MemLocationType, bindings_member
+from streamalloc.core.internal import (
+    HandleEnd,
+    QueuedWork,
+    existing_pool,
+    has_calls_of_its_own,
+    pool_locations,
+    set_current_pool,
+)
+from streamalloc.core.properties import MemAllocationType, MemLocation
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda
 
@@ -89,6 +96,7 @@ class PoolEnd(HandleEnd):
             return False
         # First, because the driver may give the handle to a new pool at once.
         closed.discard(int(raw))
+        pool_locations(self._session).pop(int(raw), None)
         try:
             return super().attempt()
         except CudaError:
@@ -98,6 +106,7 @@ class PoolEnd(HandleEnd):
     def forget(self) -> None:
         if self._raw is not None:
             pools_of(self._session).closed.discard(int(self._raw))
+            pool_locations(self._session).pop(int(self._raw), None)
         self._raw = None
 
     def _resign(self) -> None:
@@ -109,7 +118,7 @@ class PoolEnd(HandleEnd):
         if self._resigned or self._raw is None:
             return
         # With bindings that cannot read the current pool, this pool cannot have become current.
-        known = _has_calls_of_its_own(*self._place) or hasattr(self._session.driver, "cuMemGetMemPool")
+        known = has_calls_of_its_own(*self._place) or hasattr(self._session.driver, "cuMemGetMemPool")
         if known and int(existing_pool(self._session, "", *self._place)) == int(self._raw):
             set_current_pool(self._session, existing_pool(self._session, "Default", *self._place), *self._place)
         self._resigned = True
@@ -132,30 +141,3 @@ class PoolEnd(HandleEnd):
 
     def _number(self, attribute: Any) -> int:
         return int(self._session.call("cuMemPoolGetAttribute", self._raw, attribute))
-
-
-# -- default and current pools -------------------------------------------------------------------------------
-
-
-def existing_pool(session: Session, which: str, location: MemLocation, allocation_type: MemAllocationType) -> Any:
-    """The driver's handle of a location's default pool (``which`` is ``"Default"``) or current pool (``""``)."""
-    if _has_calls_of_its_own(location, allocation_type):
-        return session.call(f"cuDeviceGet{which}MemPool", location.id)
-    return session.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))
-
-
-def set_current_pool(session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
-    """Make a pool the current one of a location."""
-    if _has_calls_of_its_own(location, allocation_type):
-        session.call("cuDeviceSetMemPool", location.id, raw)
-    else:
-        session.call("cuMemSetMemPool", location.to_driver(), _driver_type(allocation_type), raw)
-
-
-def _has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
-    """Whether the ``cuDevice*`` calls serve this location. All bindings have them; other locations need ``cuMem*``."""
-    return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
-
-
-def _driver_type(allocation_type: MemAllocationType) -> Any:
-    return bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{allocation_type.name}")

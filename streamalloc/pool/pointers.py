@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from streamalloc.core.errors import InvalidDeviceError, InvalidValueError, NotSupportedError
-from streamalloc.core.internal import Device, session_for
-from streamalloc.core.properties import MemAccess, MemAllocationType, MemHandleType, MemLocation, checked_type
+from streamalloc.core.internal import Address, Device, location_of_pool, session_for
+from streamalloc.core.properties import MemAllocationType, MemHandleType, checked_type
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
-from streamalloc.pool.ending import existing_pool
 from streamalloc.pool.pool import MemoryPool
 
 if TYPE_CHECKING:
@@ -96,33 +94,33 @@ def pointer_attributes(address: int, *, driver: Driver | None = None) -> Pointer
     if not 0 <= address < 1 << 64:
         raise ValueError(f"address={address:#x} is out of range: addresses have 64 bits")
     session = session_for(None, driver)
-    ask = _Asker(session, address)
-    kind = _KINDS.get(ask.number("MEMORY_TYPE"), MemoryKind.UNKNOWN)
+    ask = Address(session, address)
+    kind = _KINDS.get(ask.integer("MEMORY_TYPE"), MemoryKind.UNKNOWN)
     if kind is MemoryKind.UNKNOWN:
         return PointerAttributes(address, kind)
-    if ask.number("IS_MANAGED"):
+    if ask.integer("IS_MANAGED"):
         kind = MemoryKind.MANAGED
     pool = _pool_at(session, ask, kind)
     device = _device_at(session, ask, pool)
-    handle_types = MemHandleType(ask.number("ALLOWED_HANDLE_TYPES"))
+    handle_types = MemHandleType(ask.integer("ALLOWED_HANDLE_TYPES"))
     if pool is not None and pool.properties is not None:
         handle_types |= pool.properties.handle_types
     # The query of a device address needs a context, any context.
     with (device or Device(0, driver=session.driver)).current():
-        device_address = ask.number("DEVICE_POINTER")
+        device_address = ask.integer("DEVICE_POINTER")
     return PointerAttributes(
         address=address,
         kind=kind,
         device=device,
         # The driver reports a size but no start for host pool memory that no device may use.
-        base=ask.number("RANGE_START_ADDR"),
-        nbytes=ask.number("RANGE_SIZE"),
+        base=ask.integer("RANGE_START_ADDR"),
+        nbytes=ask.integer("RANGE_SIZE"),
         pool=pool,
         device_address=device_address or None,
-        host_address=ask.number("HOST_POINTER") or None,
+        host_address=ask.integer("HOST_POINTER") or None,
         handle_types=handle_types,
-        legacy_ipc=bool(ask.number("IS_LEGACY_CUDA_IPC_CAPABLE")),
-        gpu_direct_rdma=bool(ask.number("IS_GPU_DIRECT_RDMA_CAPABLE")),
+        legacy_ipc=bool(ask.integer("IS_LEGACY_CUDA_IPC_CAPABLE")),
+        gpu_direct_rdma=bool(ask.integer("IS_GPU_DIRECT_RDMA_CAPABLE")),
     )
 
 
@@ -133,24 +131,7 @@ _KINDS = {
 }
 
 
-class _Asker(NamedTuple):
-    """Reader of the attributes of one address; an attribute that the driver refuses is 0."""
-
-    session: Session
-    address: int
-
-    def value(self, name: str) -> Any:
-        attribute = getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-        try:
-            return self.session.call("cuPointerGetAttribute", attribute, self.address)
-        except InvalidValueError:
-            return 0
-
-    def number(self, name: str) -> int:
-        return int(self.value(name))
-
-
-def _pool_at(session: Session, ask: _Asker, kind: MemoryKind) -> MemoryPool | None:
+def _pool_at(session: Session, ask: Address, kind: MemoryKind) -> MemoryPool | None:
     raw = ask.value("MEMPOOL_HANDLE")
     if not int(raw):
         return None
@@ -158,53 +139,11 @@ def _pool_at(session: Session, ask: _Asker, kind: MemoryKind) -> MemoryPool | No
     if known is not None:
         return known
     allocation_type = MemAllocationType.MANAGED if kind is MemoryKind.MANAGED else MemAllocationType.PINNED
-    location = _location_of_pool(session, raw, kind, allocation_type)
+    location = location_of_pool(session, raw, kind is MemoryKind.HOST, allocation_type)
     return None if location is None else MemoryPool._of_handle(session, raw, location, allocation_type)
 
 
-def _location_of_pool(
-    session: Session, raw: Any, kind: MemoryKind, allocation_type: MemAllocationType
-) -> MemLocation | None:
-    """The location of a pool that was not made here; None if it cannot be found.
-
-    The bindings cannot read the location of a pool yet. A device always has access to its own pool. So if one device
-    has access to device memory, it owns the memory. The locations of default and current pools are known. Every other
-    pool of pinned host memory counts as one of any NUMA node.
-    """
-    devices = list(map(MemLocation.device, range(int(session.call("cuDeviceGetCount")))))
-    if kind is MemoryKind.DEVICE:
-        candidates = [device for device in devices if _has_access(session, raw, device)]
-        if len(candidates) == 1:
-            return candidates[0]
-    else:
-        nodes = {Device(device.id, driver=session.driver).supports.host_numa_id for device in devices}
-        candidates = [
-            MemLocation.host(),
-            *(MemLocation.host_numa(node) for node in nodes if node is not None and node >= 0),
-        ]
-        if kind is MemoryKind.MANAGED:
-            candidates += [*devices, MemLocation.none()]
-    named = (place for place in candidates if int(raw) in _named_pools(session, place, allocation_type))
-    return next(named, MemLocation.host() if kind is MemoryKind.HOST else None)
-
-
-def _named_pools(session: Session, location: MemLocation, allocation_type: MemAllocationType) -> list[int]:
-    """Handles of the default and the current pool of a location; none if the driver or the bindings refuse it."""
-    try:
-        return [int(existing_pool(session, which, location, allocation_type)) for which in ("Default", "")]
-    except (InvalidValueError, InvalidDeviceError, NotSupportedError):
-        return []
-
-
-def _has_access(session: Session, raw: Any, device: MemLocation) -> bool:
-    try:
-        flags = session.call("cuMemPoolGetAccess", raw, device.to_driver())
-    except (InvalidValueError, InvalidDeviceError):
-        return False
-    return int(flags) != MemAccess.NONE
-
-
-def _device_at(session: Session, ask: _Asker, pool: MemoryPool | None) -> Device | None:
+def _device_at(session: Session, ask: Address, pool: MemoryPool | None) -> Device | None:
     """The device of an address.
 
     Read from the pool or the context, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings 13.3 read 0 for every

@@ -31,9 +31,12 @@ from streamalloc.core.internal import (
     as_stream,
     check_location,
     deferred_queue,
+    existing_pool,
     location_of,
+    pool_locations,
     read_or_none,
     session_for,
+    set_current_pool,
     work,
 )
 from streamalloc.core.properties import (
@@ -52,7 +55,7 @@ from streamalloc.core.session import Session, members
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
-from streamalloc.pool.ending import PoolCache, PoolEnd, existing_pool, pools_of, set_current_pool
+from streamalloc.pool.ending import PoolCache, PoolEnd, pools_of
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
@@ -182,6 +185,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         self._closed = False
         self.on_oom = "raise"
         pools_of(session).alive[int(raw)] = self
+        pool_locations(session)[int(raw)] = location
 
     @classmethod
     def default(

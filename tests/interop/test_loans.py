@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-from streamalloc import interop
+from streamalloc import interop, vmm
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.internal import tensor_in
 from streamalloc.core.session import session_of
@@ -230,6 +230,53 @@ class TestLent:
         assert used(pool, device) == 0
 
 
+def _bytes_at(address: int, **fields: Any) -> Any:
+    interface = {"shape": (64,), "typestr": "|u1", "data": (address, False), "version": 3, **fields}
+    return SimpleNamespace(__cuda_array_interface__=interface)
+
+
+def _in_a_pool(device: sa.Device, stream: sa.Stream, stack: contextlib.ExitStack) -> Any:
+    buffer = stack.enter_context(sa.MemoryPool(device).allocate(64, stream))
+    buffer.fill(7)
+    return _bytes_at(buffer.address, stream=stream.handle)
+
+
+def _in_a_pool_of_other_code(device: sa.Device, stream: sa.Stream, stack: contextlib.ExitStack) -> Any:
+    driver: Any = device.driver
+    raw = cuda.CUstream(stream.handle)
+    pool = driver.cuMemPoolCreate(sa.MemPoolProps(location=device.location).to_driver())[1]
+    address = driver.cuMemAllocFromPoolAsync(64, pool, raw)[1]
+    stack.callback(driver.cuMemPoolDestroy, pool)
+    stack.callback(stream.synchronize)
+    stack.callback(driver.cuMemFreeAsync, address, raw)
+    assert not driver.cuMemsetD8Async(address, 7, 64, raw)[0]
+    return _bytes_at(int(address))
+
+
+def _plain(device: sa.Device, stream: sa.Stream, stack: contextlib.ExitStack) -> Any:
+    driver: Any = device.driver
+    with device.current():
+        address = driver.cuMemAlloc(64)[1]
+        stack.callback(driver.cuMemFree, address)
+        assert not driver.cuMemsetD8(address, 7, 64)[0]
+    return _bytes_at(int(address), stream=1)
+
+
+def _mapped(device: sa.Device, stream: sa.Stream, stack: contextlib.ExitStack) -> Any:
+    buffer = stack.enter_context(vmm.GrowableBuffer(device, 2 << 20, 2 << 20, stream=stream))
+    buffer.fill(7)
+    return _bytes_at(buffer.address)
+
+
+PLACES: dict[str, Callable[[sa.Device, sa.Stream, contextlib.ExitStack], Any]] = {
+    "pool": _in_a_pool,
+    "pool of other code": _in_a_pool_of_other_code,
+    "plain": _plain,
+    "mapped": _mapped,
+}
+"""Arrays with 64 times 7 in memory of a device."""
+
+
 class TestBorrowed:
     @pytest.mark.parametrize("name", ["cupy", "torch", "numba"])
     def test_reads_and_writes(self, get: Get, stream: sa.Stream, name: str) -> None:
@@ -398,6 +445,48 @@ class TestBorrowed:
         buffer = pool.allocate(96, stream)
 
         assert interop.borrow(_array(buffer, (2, 1, 12), (48, 999, 4)), stream).nbytes == 96
+
+
+    @pytest.mark.parametrize("kind", PLACES)
+    @pytest.mark.gpus(2)
+    def test_memory_of_another_device(self, device: sa.Device, peer: sa.Device, stream: sa.Stream, kind: str) -> None:
+        """The interface names no device, so the driver is asked; copies with the array, borrowed or not, go."""
+        with peer.create_stream() as there, contextlib.ExitStack() as stack:
+            array = PLACES[kind](peer, there, stack)
+            target = stack.enter_context(sa.MemoryPool(device).allocate(64, stream))
+            back = stack.enter_context(sa.MemoryPool(peer).allocate(64, there))
+            there.synchronize()
+            borrowed = stack.enter_context(interop.borrow(array, stream))
+            assert (borrowed.location, borrowed.__dlpack_device__()) == (peer.location, (2, peer.ordinal))
+            for source in (array, borrowed):
+                target.fill(0)
+                target.copy_from(source)
+                assert holds(target, 7)
+                back.copy_from(source, there)
+                assert holds(back, 7)
+            target.fill(8)
+            target.copy_to(array)
+            target.copy_from(borrowed)
+            assert holds(target, 8)
+            device.synchronize()
+            peer.synchronize()
+
+    def test_pinned_memory(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
+        with device.current():
+            result, address = machine.cuMemHostAlloc(64, 0)
+            assert not result
+            with interop.borrow(_bytes_at(int(address)), stream) as borrowed:
+                borrowed.fill(6)
+                stream.synchronize()
+                assert borrowed.location == sa.MemLocation.host() and borrowed.__dlpack_device__() == (3, 0)
+                assert (borrowed.as_array() == 6).all()
+            stream.synchronize()
+            assert not machine.cuMemFreeHost(address)[0]
+
+    def test_pageable_memory_is_refused(self, stream: sa.Stream) -> None:
+        memory = np.zeros(64, np.uint8)
+        with pytest.raises(ValueError, match="pageable host memory"):
+            interop.borrow(_bytes_at(memory.ctypes.data), stream)
 
 
 def _array(memory: sa.Memory, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:

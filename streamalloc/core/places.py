@@ -1,0 +1,160 @@
+"""Places of memory: the device or the host that an address is on, as the driver says, also for memory of other code."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from streamalloc.core.device import Device
+from streamalloc.core.errors import CudaError, InvalidDeviceError, InvalidValueError, NotSupportedError
+from streamalloc.core.properties import MemAccess, MemAllocationType, MemLocation, MemLocationType, bindings_member
+from streamalloc.core.session import PerDriver, Session
+from streamalloc.driver.internal import cuda
+
+pool_locations: PerDriver[dict[int, MemLocation]] = PerDriver(lambda _: {})
+"""Locations of the pools that have an object in this process, by driver handle."""
+
+_HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+
+class Address(NamedTuple):
+    """Reader of the attributes of one address; an attribute that the driver refuses is 0."""
+
+    session: Session
+    number: int
+
+    def value(self, name: str) -> Any:
+        """The value of an attribute (``cuPointerGetAttribute``)."""
+        attribute = getattr(cuda.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+        try:
+            return self.session.call("cuPointerGetAttribute", attribute, self.number)
+        except InvalidValueError:
+            return 0
+
+    def integer(self, name: str) -> int:
+        """The value of an attribute as an integer."""
+        return int(self.value(name))
+
+
+class Place(NamedTuple):
+    """The place of memory."""
+
+    location: MemLocation | None
+    """None if it cannot be found."""
+    managed: bool
+
+    @property
+    def ordinal(self) -> int | None:
+        """Ordinal of the device; None for the host and for unknown places."""
+        found = self.location
+        return found.id if found is not None and found.type is MemLocationType.DEVICE else None
+
+
+def place_of(session: Session, address: int) -> Place | None:
+    """The place of the memory at an address; None for pageable host memory, freed memory, or none.
+
+    Read from the pool, the context or the mapped allocation, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings
+    13.3 read 0 for every device there. Captures stay valid.
+    """
+    with session.relaxed():
+        ask = Address(session, address)
+        kind = ask.integer("MEMORY_TYPE")
+        if not kind:
+            return None
+        managed = bool(ask.integer("IS_MANAGED"))
+        raw, context = ask.value("MEMPOOL_HANDLE"), ask.value("CONTEXT")
+        if int(raw):
+            allocation_type = MemAllocationType.MANAGED if managed else MemAllocationType.PINNED
+            return Place(location_of_pool(session, raw, kind == _HOST, allocation_type), managed)
+        if kind == _HOST and not managed:
+            return Place(MemLocation.host(), managed)
+        if int(context):
+            return Place(MemLocation.device(session.device_of(context)), managed)
+        return Place(_location_of_mapped(session, address), managed)
+
+
+def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
+    """The location of virtual memory (``cuMemRetainAllocationHandle``); None for memory of graphs."""
+    try:
+        raw = session.call("cuMemRetainAllocationHandle", address)
+    except CudaError:
+        return None
+    try:
+        prop = session.call("cuMemGetAllocationPropertiesFromHandle", raw)
+        return MemLocation.from_driver(prop.location)
+    except CudaError:  # a multicast object
+        return None
+    finally:
+        session.call("cuMemRelease", raw)
+
+
+def location_of_pool(
+    session: Session, raw: Any, on_host: bool, allocation_type: MemAllocationType
+) -> MemLocation | None:
+    """The location of a pool; None if it was not made here and its location cannot be found.
+
+    Not all bindings can read it. A device always has access to its own pool. So if one device has access to device
+    memory, it owns the memory. The locations of default and current pools are known. Every other pool of pinned host
+    memory counts as one of any NUMA node.
+    """
+    known = pool_locations(session).get(int(raw))
+    if known is not None:
+        return known
+    devices = list(map(MemLocation.device, range(int(session.call("cuDeviceGetCount")))))
+    managed = allocation_type is MemAllocationType.MANAGED
+    if not on_host and not managed:
+        candidates = [device for device in devices if _has_access(session, raw, device)]
+        if len(candidates) == 1:
+            return candidates[0]
+    else:
+        nodes = {Device(device.id, driver=session.driver).supports.host_numa_id for device in devices}
+        candidates = [
+            MemLocation.host(),
+            *(MemLocation.host_numa(node) for node in nodes if node is not None and node >= 0),
+        ]
+        if managed:
+            candidates += [*devices, MemLocation.none()]
+    named = (place for place in candidates if int(raw) in _named_pools(session, place, allocation_type))
+    return next(named, MemLocation.host() if on_host else None)
+
+
+def _named_pools(session: Session, location: MemLocation, allocation_type: MemAllocationType) -> list[int]:
+    """Handles of the default and the current pool of a location; none if the driver or the bindings refuse it."""
+    try:
+        return [int(existing_pool(session, which, location, allocation_type)) for which in ("Default", "")]
+    except (InvalidValueError, InvalidDeviceError, NotSupportedError):
+        return []
+
+
+def _has_access(session: Session, raw: Any, device: MemLocation) -> bool:
+    try:
+        flags = session.call("cuMemPoolGetAccess", raw, device.to_driver())
+    except (InvalidValueError, InvalidDeviceError):
+        return False
+    return int(flags) != MemAccess.NONE
+
+
+# -- default and current pools -------------------------------------------------------------------------------
+
+
+def existing_pool(session: Session, which: str, location: MemLocation, allocation_type: MemAllocationType) -> Any:
+    """The driver's handle of a location's default pool (``which`` is ``"Default"``) or current pool (``""``)."""
+    if has_calls_of_its_own(location, allocation_type):
+        return session.call(f"cuDeviceGet{which}MemPool", location.id)
+    return session.call(f"cuMemGet{which}MemPool", location.to_driver(), _driver_type(allocation_type))
+
+
+def set_current_pool(session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
+    """Make a pool the current one of a location."""
+    if has_calls_of_its_own(location, allocation_type):
+        session.call("cuDeviceSetMemPool", location.id, raw)
+    else:
+        session.call("cuMemSetMemPool", location.to_driver(), _driver_type(allocation_type), raw)
+
+
+def has_calls_of_its_own(location: MemLocation, allocation_type: MemAllocationType) -> bool:
+    """Whether the ``cuDevice*`` calls serve this location. All bindings have them; other locations need ``cuMem*``."""
+    return location.type is MemLocationType.DEVICE and allocation_type is MemAllocationType.PINNED
+
+
+def _driver_type(allocation_type: MemAllocationType) -> Any:
+    return bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{allocation_type.name}")
