@@ -101,7 +101,7 @@ def test_one_of_them(streamalloc_machine):
         [
             "*ERROR at teardown of test_both*",
             "in process *, which the test has started:",
-            "use before allocation: cuMemsetD8Async on stream *",
+            "use before allocation: cuMemsetD8Async in fill() on stream *",
             "*, in wrong",
             "in process *, which the test has started:",
             "leak: allocation of 4 KiB at *",

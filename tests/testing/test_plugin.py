@@ -431,7 +431,7 @@ class TestCheck:
             [
                 "streamalloc: simulated driver, stream order is checked",
                 "*ERROR at teardown of test_breaks_it*",
-                "use before allocation: cuMemsetD8Async on stream *",
+                "use before allocation: cuMemsetD8Async in fill() on stream *",
                 "  remedy: *",
                 "free racing a use: *",
             ]

@@ -228,14 +228,16 @@ class Checked(Wrapper):
 
     def _refuse(self, name: str, handle: int) -> None:
         range_ = self._state.addresses.find(handle)
+        ended = self._destroyed.get(handle) if range_ is None or range_.ended is None else range_.ended.stack
         places = [("this call", here())]
+        what = f"{name}({handle:#x}) is refused, because no live {' or '.join(ENDERS[name])} has this handle"
+        if ended is not None:
+            places.append(("freed", ended))
+            what += f": it was ended at {place_of(ended)}"
         if range_ is not None and range_.ended is not None:
-            places += [("freed", range_.ended.stack), ("allocated", range_.stack)]
-        elif handle in self._destroyed:
-            places.append(("destroyed", self._destroyed[handle]))
-        what = f"{name}({handle:#x}) is refused, because no live {' or '.join(ENDERS[name])} has this handle."
+            places.append(("allocated", range_.stack))
         remedy, size = "end it once, and only where your program has made it.", 0 if range_ is None else range_.size
-        hazard = Hazard("double free", what, remedy, handle, size, places=tuple(places))
+        hazard = Hazard("double free", f"{what}.", remedy, handle, size, places=tuple(places))
         if self._on == "raise":
             raise DriverMisuseError(str(hazard), hazard)
         self._found.append(hazard)
@@ -296,7 +298,8 @@ class Checked(Wrapper):
             known, key = self._known.get(pair), (*pair, hazard.address)
             is_new = known is None or known not in self.hazards
             if known is not None and not is_new:
-                known.count += hazard.kind != "leak"
+                if hazard.kind != "leak":
+                    known._found_again()
             elif len(self.hazards) == _MOST_HAZARDS:
                 self._state.notes.add("hazards")
             else:

@@ -363,7 +363,8 @@ class Interprocess:
 
     def _incomplete(self, range_: Range, missing: Moment, stack: Stack) -> None:
         by = missing.actor.name
-        what = f"{range_} is exported, but nothing lets importers wait for {missing}."
+        work = f"its {missing}" if missing is range_.born else missing
+        what = f"{range_} is exported, but nothing lets importers wait for {work}."
         remedy = f"synchronise with {by} first, or record an interprocess event there that importers wait for."
         self._judge.report("export before completion", what, remedy, range_, stack, used=missing.stack)
 

@@ -10,6 +10,7 @@ from streamalloc.driver.checker.clocks import BY_CHOICE, CERTAIN, MOST_WAITS, Ac
 from streamalloc.driver.checker.ranges import MANY_USERS, NEVER, Access, Contents, Moment, Piece, Range
 from streamalloc.driver.checker.reports import LAUNCHED, Hazard, Launched, Stack, place_of
 
+_WAKES = {"sleep()": ", or wake() before it", "evict()": ", or restore() before it"}
 _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 
@@ -239,7 +240,7 @@ class Judge:
             return  # reported at the free
         if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
             what = f"{access} uses {range_} after {ended} freed it."
-            kind, remedy = "use after free", f"call {ended.what} after this use."
+            kind, remedy = "use after free", f"call {ended.call} after this use{_WAKES.get(ended.call, '')}."
         else:
             what = f"{access} uses {range_}, but nothing orders it before {ended}, which frees it."
             kind, remedy = "free racing a use", self.missing_order(access, ended.actor)
@@ -310,7 +311,7 @@ def _vain(wait: Wait, before: Moment, waiting: Actor) -> str:
 
 def _bare(moment: Moment) -> str:
     """The name of an operation without its article."""
-    return moment.what.removeprefix("a ").removeprefix("an ")
+    return moment.call.removeprefix("a ").removeprefix("an ")
 
 
 def _missing_order(before: Moment, later: Actor) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from streamalloc.driver.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
 from streamalloc.driver.checker.notes import Notes
-from streamalloc.driver.checker.reports import Stack
+from streamalloc.driver.checker.reports import Stack, function_of
 
 NEVER = 1 << 62
 """Time of an operation that has not run yet."""
@@ -41,7 +41,14 @@ class Moment:
     def __str__(self) -> str:
         if self.actor.name.startswith("graph node"):
             return self.actor.name  # it contains the call
-        return f"{self.what} {'by' if self.actor.is_host else 'on'} {self.actor.name}"
+        call = f"{self.what} in {self.call}" if self.call != self.what else self.what
+        return f"{call} {'by' if self.actor.is_host else 'on'} {self.actor.name}"
+
+    @property
+    def call(self) -> str:
+        """The call in the program: that of this package, if it made the driver's."""
+        function = function_of(self.stack) if self.what.startswith("cu") else ""
+        return f"{function}()" if function else self.what
 
 
 class Access(Moment):

@@ -10,22 +10,41 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from types import CodeType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 """Code and instruction offset per frame, innermost first."""
 
 
-class Launched(tuple[tuple[CodeType, int], ...]):
+class Called(tuple[tuple[CodeType, int], ...]):
+    """A place of the program that calls a function of this package."""
+
+    function: str = ""
+    """Name of the function."""
+
+    def __new__(cls, stack: Stack, function: str) -> Called:
+        """Combine a place and the name of the function that it calls."""
+        made = super().__new__(cls, stack)
+        made.function = function
+        return made
+
+
+class Launched(Called):
     """The place of a capture or of a node, together with that of its launch."""
 
     launch: Stack
 
     def __new__(cls, stack: Stack, launch: Stack) -> Launched:
         """Combine the two places."""
-        made = super().__new__(cls, stack)
+        made: Any = super().__new__(cls, stack, function_of(stack))
         made.launch = launch
-        return made
+        return made  # type: ignore[no-any-return]
+
+
+def function_of(stack: Stack) -> str:
+    """Name of the public function of this package that a place calls; empty if it calls the driver itself."""
+    found = stack.function if isinstance(stack, Called) else ""
+    return "" if found.startswith(("_", "<")) else found
 
 
 LAUNCHED = ", launched"
@@ -42,7 +61,7 @@ _CALLERS = (
     "<frozen ",
     *(f"{_LIBRARY}{name}" for name in ("asyncio/", "concurrent/", "contextlib.py", "runpy.py", "threading.py")),
 )
-_THEIRS, _SKIPPED, _RUNNER = range(3)
+_THEIRS, _FACADE, _SKIPPED, _RUNNER = range(4)
 _kinds: dict[str, int] = {}
 """Kind of each file by name."""
 
@@ -50,6 +69,7 @@ _kinds: dict[str, int] = {}
 def here(depth: int = _DEPTH) -> Stack:
     """The innermost ``depth`` frames of the program: without this package, test runners, threading and runpy."""
     frame = sys._getframe(1)
+    function = ""
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < depth:
         code = frame.f_code
@@ -59,13 +79,17 @@ def here(depth: int = _DEPTH) -> Stack:
             kind = _kinds[file] = _kind(file)
         if kind == _THEIRS:
             found.append((code, frame.f_lasti))
+        elif kind == _FACADE and not found:
+            function = code.co_name
         elif kind == _RUNNER and found:
             break
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return Called(tuple(found), function) if function else tuple(found)
 
 
 def _kind(file: str) -> int:
+    if file.startswith(_PACKAGE) and not file.startswith(f"{_PACKAGE}driver/"):
+        return _FACADE
     if file.startswith((_PACKAGE, *_CALLERS)):
         return _SKIPPED
     return _RUNNER if any(part in file for part in _RUNNERS) else _THEIRS
@@ -116,7 +140,7 @@ def line_of(code: CodeType, at: int) -> int:
     return code.co_firstlineno
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Hazard:
     """A violation of stream order between two places of the program, found by :func:`streamalloc.driver.checked`."""
 
@@ -145,6 +169,9 @@ class Hazard:
     """Number of times that it was found at these places, also for other memory. The other fields describe the first
     time.
     """
+
+    def _found_again(self) -> None:
+        object.__setattr__(self, "count", self.count + 1)  # frozen for programs
 
     @property
     def pair(self) -> tuple[object, ...]:
