@@ -344,7 +344,7 @@ class Checked(Wrapper):
             return
         leaks = sum(hazard.kind == "leak" for hazard in self.hazards)
         texts = [f"{one.kind} at {place_of(one.places[0][1])}: found {one.count:,} times" for one in often]
-        if self.hazards or self._at_once:
+        if self.hazards:
             texts.append(f"{_counted(len(self.hazards) - leaks, 'hazard')}, {_counted(leaks, 'leak')}")
         for text in (*texts, *(f"not checked: {one}" for one in self.notes)):
             print(f"streamalloc check: {text}", file=sys.stderr)

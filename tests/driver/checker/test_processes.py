@@ -252,7 +252,7 @@ stream.close()
 def test_an_argument_of_a_process_is_no_leak(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """It lasts until the end of its process."""
     done = python(ARGUMENT, STREAMALLOC_CHECK="report")
-    assert (done.returncode, {*done.stderr.splitlines()}) == (0, {"streamalloc check: 0 hazards, 0 leaks"})
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("end", ["free", "drop"])
