@@ -14,7 +14,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -50,9 +50,11 @@ class Watcher(Protocol):
     def look(self) -> None:
         """After a free that no finaliser made."""
 
-    def holders(self, location: MemLocation, /) -> list[str]:
+    def holders(self, location: MemLocation, allocators: Collection[object] | None, /) -> list[str]:
         """Return lines for an error text: live allocations in a location, by line of the program. Makes no driver
         call.
+
+        ``allocators``: only allocations of these pools, and of caches over them; None for all.
         """
 
 
@@ -202,9 +204,14 @@ watching_of: PerDriver[Watching] = PerDriver(Watching)
 """The watchers of a driver: ``watching_of(session)``."""
 
 
-def holders(session: Session, location: MemLocation) -> tuple[str, ...]:
-    """Return the lines of all watchers about live allocations in a location, for an out-of-memory error."""
-    lines = [line for watcher in watching_of(session).watchers for line in watcher.holders(location)]
+def holders(
+    session: Session, location: MemLocation, allocators: Collection[object] | None = None
+) -> tuple[str, ...]:
+    """Return the lines of all watchers about live allocations in a location, for an out-of-memory error.
+
+    ``allocators``: see :meth:`Watcher.holders`.
+    """
+    lines = [line for watcher in watching_of(session).watchers for line in watcher.holders(location, allocators)]
     return tuple(dict.fromkeys(lines))  # of several observers
 
 

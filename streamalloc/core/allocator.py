@@ -6,7 +6,6 @@ binds the driver function of either. A closed pool binds an allocation function 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -224,9 +223,13 @@ class Allocator(Unique):
     def _out_of_memory(self, result: Any, buffer: Buffer, capturing: bool, trouble: str) -> CudaError:
         figures = self._figures(buffer._stream.device, capturing)
         figures["requested"] = buffer._nbytes
-        if figures.get("used", 0) + buffer._nbytes > (figures.get("limit") or math.inf):
-            figures.pop("holders", None)  # other pools have no part in it
-        figures["holders"] = (*figures.get("holders", ()), *holders(self._session, self.location))
+        own, pools = figures.pop("allocators", None), figures.pop("holders", ())
+        # At its own limit, other pools have no part in it. So it is if the device has memory.
+        used, free = figures.get("used", 0), figures.get("free", 0)
+        limited = "limit" in figures and (used + buffer._nbytes > figures["limit"] or free >= buffer._nbytes)
+        if not limited:
+            own = None
+        figures["holders"] = (() if limited else pools) + holders(self._session, self.location, own)
         return error_from(result, self._alloc_name, trouble or _advice(**figures), **figures)
 
     def _no_source(self) -> str:

@@ -292,7 +292,9 @@ def array_form(memory: MemoryBase, dtype: npt.DTypeLike, shape: tuple[int, ...] 
         others = math.prod(sizes[:place] + sizes[place + 1 :])
         sizes[place] = count // others if others > 0 else -1
     if rest or min(sizes, default=0) < 0 or math.prod(sizes) != count:
-        raise ValueError(f"shape={shape} of {kind} does not fill the {memory.nbytes} bytes of {memory!r}")
+        form = f"shape={shape} of {kind}" if shape is not None else f"no number of {kind} (each {kind.itemsize} bytes)"
+        verb = "does not fill" if shape is not None else "fills"
+        raise ValueError(f"{form} {verb} the {memory.nbytes} bytes of {memory!r}; memory[start:stop] is a part of it")
     if memory._at % kind.alignment:
         raise ValueError(f"{memory!r} is not aligned for {kind}, which lies at multiples of {kind.alignment} bytes")
     return kind, tuple(sizes)

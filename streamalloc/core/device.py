@@ -244,6 +244,9 @@ class Device:
         return f"{about}<br>{gauge(total - free, total)} in use"
 
 
+DOMAIN_NEEDS = "locality domains need a device with that many of them: see device.supports.locality_domains"
+"""Usual cause if the driver refuses memory of a locality domain."""
+
 FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channel: see `python -m streamalloc info`"
 
 

@@ -61,10 +61,21 @@ class Graph(Closes):
         """Whether the capture has ended and the graph can be launched."""
         return self._handle._raw is not None
 
+    @property
+    def handle(self) -> int:
+        """The driver's handle (``CUgraph``) as a number, for raw calls and cuda.core. :meth:`close` destroys the graph.
+
+        Raises
+        ------
+        ClosedError
+            The capture has not ended or has failed, or the graph was closed.
+        """
+        return int(self._checked_raw())
+
     def _checked_raw(self) -> Any:
         raw = self._handle._raw
         if raw is None:
-            raise ClosedError(f"{self!r} has nothing to launch: its capture has not ended, failed, or it was closed")
+            raise ClosedError(f"{self!r} has no nodes: its capture has not ended, failed, or it was closed")
         return raw
 
     @property

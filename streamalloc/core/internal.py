@@ -27,7 +27,15 @@ from streamalloc.core.capabilities import address_space_limit, imex_channels, mi
 from streamalloc.core.closed_streams import watching_for_destruction
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
 from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, unless_busy, work
-from streamalloc.core.device import FABRIC_NEEDS, Device, check_device, check_location, location_of, session_for
+from streamalloc.core.device import (
+    DOMAIN_NEEDS,
+    FABRIC_NEEDS,
+    Device,
+    check_device,
+    check_location,
+    location_of,
+    session_for,
+)
 from streamalloc.core.dlpack import tensor_in
 from streamalloc.core.event import Event, Spares, opened_event
 from streamalloc.core.fd import Fd

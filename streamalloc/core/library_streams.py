@@ -84,7 +84,16 @@ def handle_of_library_stream(stream: object) -> int:
         if isinstance(handle, int):
             return handle
     known = ", ".join(name for name, _ in _HANDLE_OF)
-    raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}")
+    if stream is None:
+        way_out = ": name one, such as device.default_stream"
+    elif isinstance(stream, int):
+        way_out = (
+            ": the size comes first, as in allocate(nbytes, stream); Stream.of_handle(device, handle, owner) takes a "
+            "handle, of which 0 is device.default_stream"
+        )
+    else:
+        way_out = ""
+    raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}{way_out}")
 
 
 def names_handle(stream: object, handle: int) -> bool:

@@ -52,7 +52,15 @@ class Unique:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if reduce_for_processes is not None and _called_by_multiprocessing(sys._getframe(1)):
             return reduce_for_processes(self)
-        raise TypeError(f"{type(self).__name__} objects own driver resources: they cannot be copied or pickled")
+        raise not_copied(self)
+
+
+def not_copied(thing: object) -> TypeError:
+    """The error for a copy or a pickle of an object that owns driver resources."""
+    return TypeError(
+        f"{type(thing).__name__} objects own driver resources: they cannot be copied or pickled. Memory, pools and "
+        "events go to other processes by streamalloc.ipc.share or multiprocessing's queues; copy_to copies bytes"
+    )
 
 
 def _called_by_multiprocessing(caller: types.FrameType) -> bool:

@@ -28,6 +28,7 @@ import contextlib
 import functools
 import importlib
 import weakref
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from streamalloc.core.errors import CaptureError, CudaError
@@ -52,7 +53,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import GLOBAL, RELAXED, PerDriver, Session, session_of
-from streamalloc.driver.internal import BINDINGS_VERSION
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.pool.internal import CachedBuffer, free_together
 
@@ -74,16 +75,33 @@ class Source(Protocol):
     def allocate(self, nbytes: int, stream: Stream, /) -> Memory: ...
 
 
-def library(name: str) -> Any:
-    """Import another library.
+_NAMES = {
+    "cuda": "cuda.core",
+    "cupy": "CuPy",
+    "jax": "JAX",
+    "jaxlib": "JAX",
+    "numba": "Numba",
+    "rmm": "RMM",
+    "torch": "PyTorch",
+}
+"""Names of the libraries by their module."""
+
+
+def library(name: str, session: Session | None = None) -> Any:
+    """Import another library. ``session``: of the memory that the library is to use.
 
     Raises
     ------
     ModuleNotFoundError
         It is not installed; the message gives the command to install it.
+    ValueError
+        The memory is of a simulated driver.
     """
     try:
-        return importlib.import_module(name)
+        found = importlib.import_module(name)
+        if session is not None:
+            check_driver(found, session)
+        return found
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
             raise
@@ -92,6 +110,22 @@ def library(name: str) -> Any:
         raise ModuleNotFoundError(
             f"{name} is not installed: pip install 'streamalloc[{extra}]'", name=error.name
         ) from None
+
+
+def check_driver(module: ModuleType | None, session: Session) -> None:
+    """Raise ValueError if a library is on the CUDA driver and the session on a simulated one.
+
+    A module without a ``__spec__`` is a test's stand-in, on whatever driver the test says.
+    """
+    spec = getattr(module, "__spec__", None)
+    name = "" if spec is None else _NAMES.get(spec.name.partition(".")[0], "")
+    # A checked CUDA driver has settings, too. `testing.install` has wrapped the bindings' functions, which Numba calls.
+    settings = getattr(session.driver, "settings", "cuda")
+    if name and settings != "cuda" and not (name == "Numba" and hasattr(cuda.cuInit, "__wrapped__")):
+        raise ValueError(
+            f"{name} uses the CUDA driver, and cannot use memory of {session.driver!r}: take a pool of "
+            "Device(0, driver=streamalloc.driver.real())"
+        )
 
 
 # Started bridges. They continue after they are dropped.

@@ -8,6 +8,7 @@ from typing import Any
 
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Memory, StreamLike
+from streamalloc.core.session import session_of
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow
 from streamalloc.pool import MemoryPool
@@ -58,7 +59,7 @@ class CudaCoreBridge(Bridge):
     __slots__ = ()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        core = library("cuda.core")
+        core = library("cuda.core", self.sources.session)
         for ordinal in self.sources.by_device:
             device = core.Device(ordinal)
             device.set_current()
@@ -69,7 +70,7 @@ class CudaCoreBridge(Bridge):
 
 
 def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
-    core = library("cuda.core")
+    core = library("cuda.core", sources.session)
     source = sources.by_device[ordinal]
     if isinstance(source, MemoryPool) and not callbacks:
         # DeviceMemoryResource() takes the handle of the device's current pool.
@@ -136,8 +137,9 @@ def buffer(memory: Memory, stream: StreamLike) -> Any:
     ``stream`` waits for the work queued on the memory's stream. When the buffer is dropped, the memory's stream waits
     for ``stream``. If other streams use the buffer, make ``stream`` wait for them before the buffer is dropped.
     """
+    core = library("cuda.core", session_of(memory))
     lent = Lent(memory.view_as("u1"), stream)
-    return library("cuda.core").Buffer.from_handle(lent.address, lent.nbytes, owner=lent)
+    return core.Buffer.from_handle(lent.address, lent.nbytes, owner=lent)
 
 
 def memory(buffer: Any, stream: StreamLike, *, lender: StreamLike | None = None) -> Borrowed:

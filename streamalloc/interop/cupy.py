@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Memory, StreamLike
-from streamalloc.core.session import GLOBAL, RELAXED
+from streamalloc.core.session import GLOBAL, RELAXED, session_of
 from streamalloc.interop.bridge import Bridge, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool.internal import CachedBuffer
@@ -66,7 +66,7 @@ class CuPyHandles(Bridge):
     __slots__ = ()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        cupy = library("cupy")
+        cupy = library("cupy", self.sources.session)
         pools = self.sources.pools or {}
         current = []
         for ordinal in range(cupy.cuda.runtime.getDeviceCount()):
@@ -114,7 +114,7 @@ class CuPyCallback(Bridge):
     __slots__ = ()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        cupy = library("cupy")
+        cupy = library("cupy", self.sources.session)
         before = cupy.cuda.get_allocator()
         cupy.cuda.set_allocator(_allocator(cupy, self.sources))
         undo.callback(cupy.cuda.set_allocator, before)
@@ -173,7 +173,7 @@ def array(
     TypeError, ValueError
         The memory cannot be viewed with this type and shape.
     """
-    cupy = library("cupy")
+    cupy = library("cupy", session_of(memory))
     lent = Lent(form(memory, dtype, shape), cupy.cuda.get_current_stream() if stream is None else stream)
     unowned = cupy.cuda.UnownedMemory(lent.address, lent.nbytes, lent, lent.location.id)
     return cupy.ndarray(lent.shape, lent.dtype, cupy.cuda.MemoryPointer(unowned, 0))

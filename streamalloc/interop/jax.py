@@ -7,6 +7,7 @@ from typing import Any
 import numpy.typing as npt
 
 from streamalloc.core.internal import Memory, StreamLike
+from streamalloc.core.session import session_of
 from streamalloc.interop.bridge import library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 
@@ -31,7 +32,7 @@ def array(memory: Memory, dtype: npt.DTypeLike | None = None, shape: tuple[int, 
     TypeError, ValueError
         The memory cannot be viewed with this type and shape.
     """
-    return library("jax.dlpack").from_dlpack(Lent(form(memory, dtype, shape), None))
+    return library("jax.dlpack", session_of(memory)).from_dlpack(Lent(form(memory, dtype, shape), None))
 
 
 def memory(array: Any, stream: StreamLike) -> Borrowed:

@@ -8,6 +8,7 @@ memory, and the streams wait in the opposite direction. The host never waits.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from streamalloc.core.properties import MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
+from streamalloc.interop.bridge import check_driver
 
 _CUDA = 2
 
@@ -263,7 +265,8 @@ def borrow(
     Raises
     ------
     TypeError, ValueError
-        ``array`` is no array in memory that devices reach, is not contiguous, or has elements that are no whole bytes.
+        ``array`` is no array in memory that devices reach, is not contiguous, or has elements that are no whole bytes;
+        or it is of the CUDA driver and ``stream`` of a simulated one.
 
     Examples
     --------
@@ -279,6 +282,7 @@ def borrow(
 
 def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, Place]:
     """Address, type, shape, owner and place of an array. ``stream`` waits for the array's contents."""
+    check_driver(sys.modules.get(type(array).__module__.partition(".")[0]), session_of(stream))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         kind, device = array.__dlpack_device__()
         if int(kind) != _CUDA:

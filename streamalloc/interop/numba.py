@@ -58,7 +58,7 @@ class NumbaCallback(Bridge):
     __slots__ = ()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        numba = library("numba.cuda.cudadrv.driver")
+        numba = library("numba.cuda.cudadrv.driver", self.sources.session)
         devices = library("numba.cuda.cudadrv.devices")
         manager = manager_class(lambda context: self.sources)
         before = numba._memory_manager
@@ -153,7 +153,7 @@ def array(
     TypeError, ValueError
         The memory cannot be viewed with this type and shape.
     """
-    numba = library("numba.cuda")
+    numba = library("numba.cuda", session_of(memory))
     lent = Lent(form(memory, dtype, shape), memory.stream.device.default_stream if stream is None else stream)
     # Without the entry "stream", which would make Numba synchronise the host.
     interface = {key: value for key, value in lent.__cuda_array_interface__.items() if key != "stream"}

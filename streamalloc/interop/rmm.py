@@ -60,7 +60,7 @@ class RMMBridge(Bridge):
         """RMM's resources by device ordinal, from the first start on."""
 
     def _install(self, undo: contextlib.ExitStack) -> None:
-        mr = library("rmm").mr
+        mr = library("rmm", self.sources.session).mr
         for ordinal in self.sources.by_device:
             if ordinal not in self.resources:
                 self.resources[ordinal] = _resource(self.sources, ordinal, self._callbacks)
@@ -70,7 +70,7 @@ class RMMBridge(Bridge):
 
 
 def _resource(sources: Sources, ordinal: int, callbacks: bool) -> Any:
-    mr = library("rmm").mr
+    mr = library("rmm", sources.session).mr
     pools = sources.pools
     if callbacks or pools is None:
         made = mr.CallbackMemoryResource(*_callbacks(Ledger(sources), ordinal))

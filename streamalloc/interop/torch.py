@@ -26,6 +26,7 @@ import numpy as np
 
 from streamalloc.core.errors import InUseError, OutOfMemoryError
 from streamalloc.core.internal import BufferView, Memory, StreamLike
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
@@ -100,7 +101,7 @@ class TorchBridge(Bridge):
         return None if self._functions is None else self._functions.refusal
 
     def _prepare(self) -> Any:
-        torch = library("torch")
+        torch = library("torch", self.sources.session)
         if not self.pools:
             if self._rmm:
                 _immortal(RMMBridge(self.sources).start())
@@ -352,7 +353,7 @@ def tensor(memory: Memory, dtype: Any = None, shape: tuple[int, ...] | None = No
     TypeError, ValueError
         The memory cannot be viewed with this type and shape.
     """
-    torch = library("torch")
+    torch = library("torch", session_of(memory))
     if isinstance(dtype, torch.dtype):
         flat = torch.from_dlpack(Lent(memory.view_as("u1"), None)).view(dtype)
         return flat if shape is None else flat.view(shape)

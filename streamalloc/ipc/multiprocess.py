@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import BufferView, Device, Event, Fd, PoolBuffer, TypedView
-from streamalloc.core.resource import Unique
+from streamalloc.core.resource import Unique, not_copied
 from streamalloc.core.session import session_of
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.exporter.exports import exports_of
@@ -68,7 +68,7 @@ def reduce(thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """
     try:
         if type(thing) not in KINDS:
-            raise TypeError(f"{type(thing).__name__} objects own driver resources: they cannot be copied or pickled")
+            raise not_copied(thing)
         if type(thing) is not Shared:
             exports_of(session_of(thing)).serve()
             thing = share(thing, hold=True)

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -180,10 +180,15 @@ class Account:
         error.holders = tuple(largest(self.live.values()))
         return error
 
-    def holders(self, location: MemLocation) -> list[str]:
-        """The lines with live allocations in a location, most bytes first."""
+    def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
+        """The lines with live allocations in a location, most bytes first; of all allocators, or of these pools."""
         self._enter_notes(threading.get_ident())
-        return largest(one for one in tuple(self.live.values()) if one.source.location == location)
+        live = [one for one in tuple(self.live.values()) if one.source.location == location]
+        if allocators is not None:
+            known = [*self._sources.items()]
+            own = {id(source) for one, source in known if one in allocators or getattr(one, "pool", None) in allocators}
+            live = [one for one in live if id(one.source) in own]
+        return largest(live)
 
     def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
         """Memory was allocated."""

@@ -21,6 +21,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.html import Drawn, Row, gauge, place
 from streamalloc.core.internal import (
+    DOMAIN_NEEDS,
     FABRIC_NEEDS,
     Allocator,
     Buffer,
@@ -418,6 +419,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         if statistics is not None:
             figures.update(used=statistics.used, reserved=statistics.reserved)
             figures["holders"] = pool_holders(self._session, self.location, except_for=self)
+            figures["allocators"] = (self,)
         if self.properties is not None and self.properties.max_size:
             figures["limit"] = self.properties.max_size
         if self.location.type is MemLocationType.DEVICE:
@@ -538,7 +540,12 @@ class CurrentPool(Allocator):
 
     def _figures(self, device: Device, capturing: bool) -> dict[str, Any]:
         pool = None if capturing else read_or_none(lambda: MemoryPool.current(device))
-        return _memory_of(device) if pool is None else pool._figures(device, capturing)
+        if pool is None:
+            return _memory_of(device)
+        figures = pool._figures(device, capturing)
+        if "allocators" in figures:
+            figures["allocators"] += (self,)
+        return figures
 
 
 def allocate(nbytes: int, stream: StreamLike) -> Buffer:
@@ -597,6 +604,13 @@ def _why_refused(properties: MemPoolProps) -> str:
     """The usual cause of the driver's refusal to make a pool."""
     if properties.handle_types & MemHandleType.FABRIC:
         return FABRIC_NEEDS
+    if properties.alloc_type is MemAllocationType.MANAGED:
+        return (
+            "pools of managed memory need a driver for CUDA 13.0, and concurrent managed access on every device: see "
+            "device.supports.managed_memory_pools"
+        )
+    if properties.location.type is MemLocationType.DEVICE_LOCALITY_DOMAIN:
+        return DOMAIN_NEEDS
     if properties.location.type is MemLocationType.HOST_NUMA:
         return f"location={properties.location}: is there such a NUMA node, and does the device support pools on it?"
     if properties.max_size:

@@ -19,6 +19,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.html import Row, mib, place
 from streamalloc.core.internal import (
+    DOMAIN_NEEDS,
     FABRIC_NEEDS,
     Device,
     Fd,
@@ -63,8 +64,9 @@ class MemorySpec:
         """``CUmemAllocationProp``."""
         self.granularity: int = granularity_of(session, self.struct)
         """Bytes; sizes are multiples of it."""
-        self.hint: str = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else ""
         place = prop.location
+        in_domain = DOMAIN_NEEDS if place.type is MemLocationType.DEVICE_LOCALITY_DOMAIN else ""
+        self.hint: str = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else in_domain
         self.mark: str = "?" if not place.seen else "H" if place.on_host else f"{place.id % 16:x}"
         """One character for the memory in drawings of an address range."""
 

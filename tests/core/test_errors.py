@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
 from streamalloc.core.errors import error_from
 from streamalloc.driver.bindings import cuda
 from tests.support import GROWTH, MiB
@@ -119,3 +125,42 @@ def test_figures_are_as_they_were_after_the_failure(device: sa.Device, stream: s
         with pytest.raises(sa.OutOfMemoryError) as caught:
             pool.allocate(100 * MiB, stream)
         assert caught.value.reserved == pool.statistics().reserved == 64 * MiB
+
+
+WAYS_OUT: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "a stream of None": (lambda pool, stream: pool.allocate(64, None), "not None: name one, such as device.default"),
+    "a stream of 0": (lambda pool, stream: pool.allocate(64, 0), r"not 0: .*of_handle\(.* 0 is device.default_stream"),
+    "swapped arguments": (lambda pool, stream: pool.allocate(stream, 64), r"not 64: .* allocate\(nbytes, stream\)"),
+    "swapped, of a cache": (
+        lambda pool, stream: sa.CachingAllocator(pool).allocate(stream, 64),  # type: ignore[arg-type]
+        r"not 64: .* allocate\(nbytes, stream\)",
+    ),
+    "a pickled buffer": (lambda pool, stream: pickle.dumps(pool.allocate(64, stream)), "ipc.share .*copy_to copies"),
+    "elements that do not fit": (
+        lambda pool, stream: pool.allocate(63, stream).view_as(np.float32),
+        r"^no number of float32 \(each 4 bytes\) fills the 63 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS_OUT)
+def test_says_the_way_out(pool: sa.MemoryPool, stream: sa.Stream, name: str) -> None:
+    act, match = WAYS_OUT[name]
+    with pytest.raises((TypeError, ValueError), match=match):
+        act(pool, stream)
+
+
+@pytest.mark.simulated_only("a machine without these")
+def test_what_a_refused_place_needs(tmp_path: Path) -> None:
+    """Managed pools, and memory of a locality domain."""
+    about = {"format": "streamalloc profile", "version": 1, "base": "h200"}
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps(about | {"attributes": {"CONCURRENT_MANAGED_ACCESS": 0}}))
+    machine = sd.simulated(profile=str(profile))
+    managed = sa.MemPoolProps(alloc_type=sa.MemAllocationType.MANAGED, location=sa.MemLocation.none())
+    with pytest.raises(sa.NotSupportedError, match="concurrent managed access on every device"):
+        sa.MemoryPool(managed, driver=machine)
+    domain = sa.MemLocation(sa.MemLocationType.DEVICE_LOCALITY_DOMAIN, localized=sa.MemLocality(0, 0))
+    for make in (sa.MemoryPool, lambda place, driver: vmm.PhysicalMemory(place, 2 << 20, driver=driver)):
+        with pytest.raises((sa.CudaError, sa.NotSupportedError), match=r"locality_domain|LOCALITY_DOMAIN"):
+            make(domain, driver=machine)

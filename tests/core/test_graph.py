@@ -328,6 +328,17 @@ class TestFailures:
         with graph, pytest.raises(sa.InvalidValueError, match="memory that was freed after its capture"):
             graph.launch(stream)
 
+    def test_its_handle_is_for_raw_calls(self, raw: Any, stream: sa.Stream, kept: sa.Buffer) -> None:
+        with stream.capture() as graph:
+            with pytest.raises(sa.ClosedError, match="capture has not ended"):
+                assert graph.handle
+            kept.fill(3)
+        with graph:
+            result, copy = raw.cuGraphClone(cuda.CUgraph(graph.handle))
+            assert not result and raw.cuGraphGetNodes(copy, 0)[2] == 1 and not raw.cuGraphDestroy(copy)[0]
+        with pytest.raises(sa.ClosedError):
+            assert graph.handle
+
     def test_a_graph_that_was_closed(self, traced: Any, device: sa.Device) -> None:
         with device.create_stream() as stream:
             with stream.capture() as graph, sa.allocate(64, stream):

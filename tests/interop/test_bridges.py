@@ -11,6 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from streamalloc.interop.cupy import _in_relaxed_mode
 from streamalloc.testing import Faults, Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
+from tests.interop.standins import STANDINS
 from tests.support import GROWTH, KEEP, MiB, holds
 
 N = 2 * MiB
@@ -864,3 +867,55 @@ def test_a_capture_mode_that_the_driver_refuses(machine: Any, monkeypatch: pytes
         allocate = _in_relaxed_mode(sources, lambda nbytes: nbytes // 0, lambda nbytes: nbytes // 0)
         with pytest.raises(ZeroDivisionError):
             allocate(512)
+
+
+USES: dict[str, tuple[str, tuple[Callable[[Any, Any, Any], object], ...]]] = {
+    "cupy": ("CuPy", (
+        lambda pool, buffer, stream: interop.cupy.use(pool),
+        lambda pool, buffer, stream: interop.cupy.use(pool, callbacks=True),
+        lambda pool, buffer, stream: interop.cupy.array(buffer),
+    )),
+    "torch": ("PyTorch", (
+        lambda pool, buffer, stream: interop.torch.use(pool),
+        lambda pool, buffer, stream: interop.torch.use(pool, rmm=True),
+        lambda pool, buffer, stream: interop.torch.tensor(buffer),
+    )),
+    "numba": ("Numba", (
+        lambda pool, buffer, stream: interop.numba.use(pool),
+        lambda pool, buffer, stream: interop.numba.array(buffer),
+    )),
+    "rmm": ("RMM", (
+        lambda pool, buffer, stream: interop.rmm.use(pool),
+        lambda pool, buffer, stream: interop.rmm.resource(pool, callbacks=True),
+    )),
+    "cuda_core": ("cuda.core", (
+        lambda pool, buffer, stream: interop.cuda_core.use(pool),
+        lambda pool, buffer, stream: interop.cuda_core.resource(pool),
+        lambda pool, buffer, stream: interop.cuda_core.buffer(buffer, stream),
+    )),
+    "jax": ("JAX", (lambda pool, buffer, stream: interop.jax.array(buffer),)),
+}  # fmt: skip
+"""The library, and its uses of memory of ours."""
+
+
+@pytest.mark.simulated_only("the libraries are on the real driver there")
+@pytest.mark.parametrize("name", USES)
+def test_memory_of_a_simulated_driver_is_refused(
+    machine: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a library that was imported from its files: before it fails in the CUDA driver."""
+    jax = {imported: ModuleType(imported) for imported in ("jax", "jax.dlpack")}
+    modules = jax if name == "jax" else STANDINS[name](machine)
+    for imported, standin in modules.items():
+        standin.__spec__ = ModuleSpec(imported, None)
+        monkeypatch.setitem(sys.modules, imported, standin)
+    library, uses = USES[name]
+    with pool.allocate(64, stream) as buffer:
+        for use in uses:
+            with pytest.raises(ValueError, match=rf"^{library} uses the CUDA driver.*<SimulatedDriver.*take a pool"):
+                use(pool, buffer, stream)
+        foreign = type("Array", (), {"__module__": f"{next(iter(modules)).partition('.')[0]}.arrays"})()
+        if name != "cuda_core":
+            with pytest.raises(ValueError, match=f"^{library} uses the CUDA driver"):
+                interop.borrow(foreign, stream)
+    assert used(pool) == 0

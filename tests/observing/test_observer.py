@@ -449,6 +449,22 @@ class TestHolders:
             host.allocate(64 * MiB, stream)
         assert caught.value.holders == ()
 
+    @pytest.mark.parametrize("of", ["pool", "cache", "limited cache", "current pool"])
+    def test_of_a_pool_s_own_limit(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, of: str) -> None:
+        """Memory of other pools is no reason."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sa.observe(device))
+            stack.enter_context(pool.allocate(8 * MiB, stream))
+            own = stack.enter_context(sa.MemoryPool(device, max_size=64 * MiB))
+            stack.enter_context(own.make_current())
+            cache = stack.enter_context(sa.CachingAllocator(own, limit=63 * MiB if of == "limited cache" else 0))
+            allocate = {"pool": own.allocate, "current pool": sa.allocate}.get(of, cache.allocate)
+            stack.enter_context(own.allocate(32 * MiB, stream))
+            stack.enter_context(allocate(MiB, stream))
+            with pytest.raises(sa.OutOfMemoryError) as caught:
+                allocate(40 * MiB, stream)
+            assert [text.partition("B in ")[0] for text in caught.value.holders] == ["32 Mi", "1 Mi"]
+
     def test_only_the_largest(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with sa.observe(pool, limit=100) as observer:
             buffers = []

@@ -370,7 +370,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(nbytes)}"
             error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
             error.requested, error.used, error.limit = nbytes, used, self._limit
-            error.holders = holders(self._session, self.location)
+            error.holders = holders(self._session, self.location, (self.pool,))
             raise error
 
     # -- frees off the fast path ---------------------------------------------------------------------------
