@@ -204,11 +204,17 @@ def supported(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def machine(streamalloc_machine: Any, request: pytest.FixtureRequest, on_cuda: bool) -> Iterator[Any]:
     """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""
+    if not (on_cuda or request.config.getoption("streamalloc_one_machine")):
+        yield streamalloc_machine
+        return
+    streamalloc_machine.cuInit(0)
+    contexts = leftovers.current_contexts(streamalloc_machine)
     yield streamalloc_machine
-    if on_cuda or request.config.getoption("streamalloc_one_machine"):
-        # A test in which the call that restores this thread's capture mode fails leaves it relaxed.
-        modes = streamalloc_machine.CUstreamCaptureMode
-        streamalloc_machine.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
+    # A test in which the calls that restore this thread's state fail, or are interrupted, leaves it changed. Libraries
+    # leave their context current.
+    modes = streamalloc_machine.CUstreamCaptureMode
+    streamalloc_machine.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
+    leftovers.set_current_contexts(streamalloc_machine, contexts)
 
 
 @pytest.fixture(scope="session")

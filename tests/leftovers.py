@@ -72,11 +72,8 @@ def _restore_modules(before: dict[str, Any]) -> None:
     sys.modules.update(before)
 
 
-def _callbacks() -> tuple[Any, ...]:
-    return tuple(one for one in gc.callbacks if not one.__module__.startswith("hypothesis"))
-
-
 PROCESS = [
+    # No thresholds and callbacks of the collector: a simulated call of another thread changes them meanwhile.
     Setting("environment", _environment, _restore_environment),
     Setting("signal handler", _handlers, _restore_handlers),
     Setting("module", _replaced_modules, _restore_modules),
@@ -87,9 +84,7 @@ PROCESS = [
     Setting("trace function", sys.gettrace, sys.settrace),
     Setting("profile function", sys.getprofile, sys.setprofile),
     Setting("switch interval", sys.getswitchinterval, sys.setswitchinterval),
-    Setting("collector's thresholds", gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
     Setting("collector enabled", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-    Setting("gc.callbacks", _callbacks, lambda before: gc.callbacks.__setitem__(slice(None), before)),
     Setting("default driver", default_of_threads, set_default),
 ]  # fmt: skip
 
@@ -105,7 +100,9 @@ def settings_of(driver: Any) -> list[Setting]:
     """Settings of a driver's devices and of this thread in it, whose primary contexts are active."""
     found = [
         Setting("capture mode", lambda: _mode(driver), lambda mode: driver.cuThreadExchangeStreamCaptureMode(mode)),
-        Setting("current contexts", lambda: _contexts(driver), lambda before: _set_contexts(driver, before)),
+        Setting(
+            "current contexts", lambda: current_contexts(driver), lambda before: set_current_contexts(driver, before)
+        ),
     ]
     for ordinal in range(driver.cuDeviceGetCount()[1]):
         found += _settings_of_device(driver, ordinal)
@@ -131,18 +128,21 @@ def _mode(driver: Any) -> Any:
     return mode
 
 
-def _contexts(driver: Any) -> tuple[int, ...]:
+def current_contexts(driver: Any) -> tuple[int, ...]:
     """This thread's stack of contexts, the current one first."""
     stack = []
     while int(driver.cuCtxGetCurrent()[1]):
-        stack.append(driver.cuCtxPopCurrent()[1])
+        failed, *popped = driver.cuCtxPopCurrent()
+        if failed:  # as a test wants it
+            break
+        stack += popped
     for context in reversed(stack):
         driver.cuCtxPushCurrent(context)
     return tuple(map(int, stack))
 
 
-def _set_contexts(driver: Any, before: tuple[int, ...]) -> None:
-    while int(driver.cuCtxGetCurrent()[1]):
+def set_current_contexts(driver: Any, before: tuple[int, ...]) -> None:
+    for _ in current_contexts(driver):
         driver.cuCtxPopCurrent()
     for context in reversed(before):
         driver.cuCtxPushCurrent(driver.CUcontext(context))

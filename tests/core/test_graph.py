@@ -180,6 +180,12 @@ class TestForeignMemory:
         assert pool.statistics().used == 0
 
 
+def _free_by_address(stream: sa.Stream, address: int) -> None:
+    """Free the memory of the last launch, for which there is no buffer any more."""
+    driver: Any = stream.device.driver
+    assert not driver.cuMemFreeAsync(address, cuda.CUstream(stream.handle))[0]
+
+
 class TestTheGraphsMemory:
     def test_freed_twice(self, stream: sa.Stream) -> None:
         with stream.capture() as graph:
@@ -209,9 +215,11 @@ class TestTheGraphsMemory:
             graph.launch(stream)
             with pytest.raises(sa.InvalidValueError, match="auto_free_on_launch"):
                 graph.launch(stream)
+            address = buffer.address
             buffer.free()
             graph.launch(stream)
             stream.synchronize()
+            _free_by_address(stream, address)
 
     def test_freed_by_the_next_launch(self, stream: sa.Stream) -> None:
         with stream.capture() as graph:
@@ -221,14 +229,16 @@ class TestTheGraphsMemory:
                 graph.launch(stream)
                 buffer.fill(value)
                 assert holds(buffer, value)
+            buffer.free()
 
     def test_a_dropped_buffer_frees_nothing(self, traced: Any, device: sa.Device) -> None:
         with device.create_stream() as stream:
             with stream.capture() as graph:
-                sa.allocate(64, stream)
+                address = sa.allocate(64, stream).address
             graph.launch(stream)
             gc.collect()
             assert names(traced, "cuMemFreeAsync", "cuMemFree") == []
+            _free_by_address(stream, address)
             graph.close()
 
     def test_belongs_to_the_graph_for_the_checker(self, machine: Any) -> None:

@@ -294,7 +294,6 @@ class TestBorrowed:
             memory.fill(1)
         assert library.holds(array, 7)
 
-    @pytest.mark.leaves("current contexts", "an interrupt comes between the push of a context and its pop")
     @pytest.mark.simulated_only("a signal handler that raises is the same on any driver")
     @pytest.mark.parametrize("named", [True, False])
     def test_interrupted_drop_keeps_the_array_until_we_are_done(self, machine: Any, named: bool) -> None:

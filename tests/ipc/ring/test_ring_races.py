@@ -17,6 +17,7 @@ from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupted, interrupts, since_3_11
+from tests.ipc.ring.support import settled
 from tests.ipc.support import shared_pool
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import executed, pending
@@ -49,12 +50,6 @@ def join(partner: Partner, ring: RingProducer, name: str = "ring") -> None:
         partner.begin(_join, name, fds=[theirs])  # type: ignore[list-item]
     ring.add(mine, SECONDS)
     partner.result()
-
-
-def left_for_later(stream: sa.Stream) -> int:
-    """Number of deferred items, after another attempt."""
-    stream.synchronize()
-    return len(deferred_queue(stream._session))
 
 
 def _join(there: There, name: str) -> None:
@@ -97,6 +92,7 @@ def _sizes_interrupted(there: There) -> tuple[list[int], int]:
 
 # Python prints what a signal handler raises in a finaliser, and goes on.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.leaves("deferred items", "a pool waits for the buffer that an interrupt has lost")
 class TestInterrupts:
     @since_3_11
     def test_of_the_producer(self, ring: RingProducer, partner: Partner) -> None:
@@ -139,7 +135,7 @@ class TestInterrupts:
         got, interrupted = partner.result()
         assert interrupted and len(got) >= len(sent) - interrupted
         assert got == sorted(set(got)) and set(got) <= set(sent)
-        assert eventually(lambda: not left_for_later(stream) and pool.statistics().used == 0)
+        assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
 
     def test_of_closing(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """An interrupted close goes on at the next point of work, or at the next call."""
@@ -156,7 +152,7 @@ class TestInterrupts:
             ring.close()
             assert partner.result() == [1] * SLOTS
             del ring
-            assert eventually(lambda: not left_for_later(stream))
+            assert eventually(lambda: not settled(stream))
             assert pool.statistics().used == 0
 
 
@@ -194,7 +190,7 @@ class TestThreads:
         got = partner.result()
         for place, count in enumerate(counts):
             assert got.count(1 + place) == count
-        assert eventually(lambda: not left_for_later(stream) and pool.statistics().used == 0)
+        assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
 
     def test_a_consumer_that_is_closed_meanwhile(self, ring: RingProducer, partner: Partner) -> None:
         """All slots come back, whichever step its other thread is at."""
@@ -226,7 +222,7 @@ class TestThreads:
         assert pending(stream)
         gate.open()
         assert partner.run(_sizes) == [1, 1]
-        assert eventually(lambda: not left_for_later(stream) and pool.statistics().used == 0)
+        assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
 
 
 def _close_meanwhile(there: There) -> None:
