@@ -1128,6 +1128,7 @@ class Closing:
             if self.stream is not None and name == self._name:
                 stream, self.stream = self.stream, None
                 self.closer = self._threads.submit(stream.close)
+                self._threads.shutdown(wait=False)
                 wait([self.closer], 0.05)  # it waits for who uses the stream
             if self._gone and any(isinstance(one, cuda.CUstream) and int(one) == self._gone for one in args):
                 self.after.append(name)
