@@ -346,8 +346,9 @@ class Checked(Wrapper):
         texts = [f"{one.kind} at {place_of(one.places[0][1])}: found {one.count:,} times" for one in often]
         if self.hazards:
             texts.append(f"{_counted(len(self.hazards) - leaks, 'hazard')}, {_counted(leaks, 'leak')}")
-        for text in (*texts, *(f"not checked: {one}" for one in self.notes)):
-            print(f"streamalloc check: {text}", file=sys.stderr)
+        texts += [f"not checked: {one}" for one in self.notes]
+        # In one piece: processes of one program end at the same time.
+        sys.stderr.write("".join(f"streamalloc check: {text}\n" for text in texts))
 
     def show_at_once(self, test: ParentTest | None) -> None:
         """Show each hazard when it is found: on the standard error stream, or in the parent test."""
