@@ -5,7 +5,8 @@ Both have a fast path (:mod:`streamalloc.core.session`) for memory whose :attr:`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -274,10 +275,14 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
             session.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
         else:
 
-            def hint() -> str:
-                return next(filter(None, (side.access_hint(stream) for side in (target, source))), "")
-
+            hint = functools.partial(access_hint, (target, source), stream)
             session.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
+
+
+def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:
+    """The likely reason why the driver refuses a copy: memory of another device, or else of the host."""
+    ordered = sorted(sides, key=lambda side: side.ordinal is None)
+    return next(filter(None, (side.access_hint(stream) for side in ordered)), "")
 
 
 def queue_batch(
@@ -288,6 +293,7 @@ def queue_batch(
     sizes: Sequence[int],
     attributes: Sequence[Any] = (),
     runs: Sequence[int] = (0,),
+    hint: str | Callable[[], str] = "",
 ) -> None:
     """Queue copies in one driver call (``cuMemcpyBatchAsync``). ``raw``: the ``CUstream``. Sizes are in bytes.
 
@@ -299,4 +305,4 @@ def queue_batch(
         attributes = (in_order,)
     pointers = [list(map(cuda.CUdeviceptr, addresses)) for addresses in (targets, sources)]
     settings = list(attributes), list(runs), len(runs)
-    session.call("cuMemcpyBatchAsync", *pointers, list(sizes), len(sizes), *settings, raw)
+    session.call("cuMemcpyBatchAsync", *pointers, list(sizes), len(sizes), *settings, raw, hint=hint)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, get_args
 
-from streamalloc.core.copies import CopySide, queue_batch
+from streamalloc.core.copies import CopySide, access_hint, queue_batch
 from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.errors import CaptureError, refused, unsupported
 from streamalloc.core.managed import refuse_legacy
@@ -122,8 +123,9 @@ def copy_batch(
             side.ordered_before(ordered)
     targets, sources = ([pair[side].address for pair, _ in filled] for side in (0, 1))
     sizes = [target.nbytes for (target, _), _ in filled]
+    hint = functools.partial(access_hint, [side for pair, _ in filled for side in pair], ordered)
     with ordered.device.current():
-        queue_batch(session, ordered._checked_raw(), targets, sources, sizes, attributes, runs)
+        queue_batch(session, ordered._checked_raw(), targets, sources, sizes, attributes, runs, hint)
 
 
 def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:

@@ -117,7 +117,9 @@ class Event(Closes, Shown):
         self._capture: Capture | None = None
         """The capture by this package that the event is part of."""
         self._foreign_captures = False
-        """Whether other code may have captured the stream at the record: a stream that waits joins the capture."""
+        """Whether a record may be part of a capture by other code, which a stream that waits joins: on a stream that
+        other code may capture, or by its handle.
+        """
 
     @property
     def handle(self) -> int:
@@ -128,7 +130,9 @@ class Event(Closes, Shown):
         ClosedError
             The event was closed.
         """
-        return int(self._checked_raw())
+        raw = self._checked_raw()
+        self._foreign_captures = True
+        return int(raw)
 
     @property
     def closed(self) -> bool:

@@ -498,7 +498,7 @@ class Stream(Closes, Shown):
             if result:
                 raise error_from(result, "cuEventRecord")
             event._capture = None
-            event._foreign_captures = self._foreign_captures
+            event._foreign_captures |= self._foreign_captures
             return event
         if event is None and spare:
             again = Event.__new__(Event)
@@ -534,7 +534,7 @@ class Stream(Closes, Shown):
         with self._context():
             self._session.call("cuEventRecord", event._checked_raw(), raw)
         event._capture = self._capture
-        event._foreign_captures = self._foreign_captures
+        event._foreign_captures |= self._foreign_captures
         return event
 
     def wait(self, other: Event | EventLike | StreamLike) -> None:

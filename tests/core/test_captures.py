@@ -546,6 +546,12 @@ def _join_by_their_event(driver: Any, own: sa.Stream, foreign: Any) -> None:
     assert not driver.cuEventDestroy(event)[0]
 
 
+def _join_by_our_event_that_they_record(driver: Any, own: sa.Stream, foreign: Any) -> None:
+    with own.device.create_event() as event:
+        assert not driver.cuEventRecord(cuda.CUevent(event.handle), foreign)[0]
+        own.wait(event)
+
+
 LENT: dict[str, Callable[[sa.Stream], int]] = {
     "handle": lambda own: own.handle,
     "__cuda_stream__": lambda own: own.__cuda_stream__()[1],
@@ -555,6 +561,7 @@ JOINED: dict[str, Callable[[Any, sa.Stream, Any], None]] = {
     "wait for their stream": lambda driver, own, foreign: own.wait(foreign),
     "wait for an event on their stream": _join_by_an_event_of_ours,
     "wait for their event": _join_by_their_event,
+    "wait for our event that they record": _join_by_our_event_that_they_record,
 }
 """Ways by which a stream of ours becomes part of a capture of other code's stream."""
 

@@ -74,6 +74,10 @@ class SizeClass:
             raise NotHome
         self.free.append(block)
 
+    def free_here(self) -> list[Block] | None:
+        """The free blocks, if the calling thread may use the stream."""
+        return self.free if self.owner.here() else None
+
 
 class Block(_Pointer):
     """An allocation of the pool that a cache holds. It is a ``CUdeviceptr``, so the driver takes it as an address."""
@@ -152,12 +156,14 @@ class CachedBuffer(Buffer):
         if block is None:
             return
         self._ptr = None
-        home, size_class = block.home, block.size_class
-        # Like a pool's, dropped memory is reused after the end of a capture by other code. So there is no need to ask.
-        if self._stream.free_lists and (type(home) is list or (home is not None and size_class.owner.here())):
-            size_class.free.append(block)
-        else:
-            self._allocator._dropped.append(block)
+        home = block.home
+        if home is not None and self._stream.free_lists:
+            # Like a pool's, dropped memory is reused after a capture by other code. So there is no need to ask.
+            free = home if type(home) is list else block.size_class.free_here()
+            if free is not None:
+                free.append(block)
+                return
+        self._allocator._dropped.append(block)
 
     _of_another_thread = False
     """The cache orders the free: the block returns to the thread's own list."""
