@@ -455,7 +455,8 @@ def _shared(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], objec
         def use() -> None:
             for thing in (buffer, growable, buffer):
                 shared = ipc.share(thing)
-                ipc.open(shared.to_bytes(), handles=shared.fds, stream=stream).close()
+                handles = [ipc.Fd(os.dup(fd.fileno())) for fd in shared.fds]  # the call closes them
+                ipc.open(shared.to_bytes(), handles=handles, stream=stream).close()
             buffer.free()
 
         yield use
