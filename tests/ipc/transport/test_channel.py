@@ -302,6 +302,20 @@ class TestInterrupts:
         assert set(got) == set(sizes) and len(got) >= sent
 
 
+@contextlib.contextmanager
+def room_for(count: int) -> Iterator[None]:
+    """A block in which this process may open so many more file descriptors."""
+    limits, limit = resource.getrlimit(resource.RLIMIT_NOFILE), 0
+    while count:
+        count -= not os.path.exists(f"/proc/self/fd/{limit}")
+        limit += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 class TestDescriptors:
     def test_arrive_as_duplicates_with_an_owner(self, ends: tuple[Channel, Channel]) -> None:
         sent = pipes(PACKET_HANDLES)
@@ -351,15 +365,9 @@ class TestDescriptors:
         raw, channel = stranger
         socket.send_fds(raw, [packet(b"x", 8)], [0] * 8)
         before = open_descriptors()
-        free = os.dup(0)
-        os.close(free)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
-        try:
-            with pytest.raises(OSError, match=r"of \d+ file descriptors are open \(ulimit -n\), 8 more are needed"):
-                channel.receive()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        message = r"of \d+ file descriptors are open \(ulimit -n\), 8 more are needed"
+        with room_for(1), pytest.raises(OSError, match=message):
+            channel.receive()
         assert open_descriptors() == before
         socket.send_fds(raw, [packet(b"next", 1)], [0])
         data, (handle,) = channel.receive(timeout=0)
@@ -371,16 +379,10 @@ class TestDescriptors:
         ends[0].send(b"large", [0] * (2 * PACKET_HANDLES + 1))
         ends[0].send(b"next", [0])
         before = open_descriptors()
-        free = os.dup(0)
-        os.close(free)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free + PACKET_HANDLES + 8, limits[1]))
-        try:
+        with room_for(PACKET_HANDLES + 8):
             with pytest.raises(OSError, match=f"{2 * PACKET_HANDLES + 1} more are needed"):
                 ends[1].receive()
             data, (handle,) = ends[1].receive(timeout=0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         handle.close()
         assert data == b"next" and open_descriptors() == before
 
