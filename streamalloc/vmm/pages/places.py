@@ -431,9 +431,10 @@ class Parking(Deferred):
             stream = physical.idle_stream() if alone and behind is None else behind
             if stream is None or not alone or physical.closed:
                 return None
+            ahead = Parking(owner, Work(stream.device, stream), self.work)
+            physical.used(stream, ahead.work)  # first: after an error the stream may wait for a part of the work
             if behind is None and not done:
                 self.work.precede(stream)
-            ahead = Parking(owner, Work(stream.device, stream), self.work)
             owner.park(alone, ahead)
             self.places = shared
             deferred_queue(physical.session).submit(ahead)

@@ -578,7 +578,7 @@ class PageSpace(Memory, Closes):
         CaptureError
             ``stream`` is being captured.
         """
-        chosen = self._unique(pages)
+        chosen = [*self._swapped(self._unique(pages))]  # no other page is waited for
         ordered = self._copying_stream(stream)
         places = self._places
         for stored, indices, mine in by_contents(self._swapped(chosen)):
