@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.testing import Faults as FailingCalls
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 from tests.processes import eventually
-from tests.support import end_what_was_dropped, in_a_thread, read
+from tests.support import end_what_was_dropped, read
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, settled, values
+from tests.vmm.pages.support import fill
 from tests.vmm.support import PAGE
 
 CLASSES: list[type] = [vmm.PageArena, vmm.PageSpace, vmm.HostTier, vmm.PageTable]
@@ -137,60 +134,3 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, PAGE_ACTS, inherited=False), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
     fails_in_turn(lambda: Paged(machine), kind, act, most=5)
-
-
-MOVES: dict[str, Callable[[vmm.PageSpace, vmm.HostTier | vmm.DiskTier], Any]] = {
-    "commit, a page that is kept too": lambda space, tier: space.commit([3, 7, 9, 10]),
-    "release behind a stream": lambda space, tier: space.release([0, 1, 2], after=space.stream),
-    "release of what is done": lambda space, tier: space.release([0, 1, 2], after=()),
-    "swap out": lambda space, tier: space.swap_out([0, 2], tier),
-    "swap in": lambda space, tier: space.swap_in([5, 6]),
-}
-
-
-@pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "host") for name in MOVES), ("swap out", "disk"), ("swap in", "disk")]
-)
-@in_a_thread
-def test_each_call_of_a_move_fails(machine: Any, tmp_path: Path, name: str, kind: str) -> None:
-    """All pages are as before, or as they should be, and no content is lost; each call fails once, or for ever."""
-    faults = FailingCalls(machine)
-    device = sa.Device(0, driver=faults)
-    with device.create_stream() as stream:
-        seen = []
-        for nth in itertools.count(0, 2 if kind == "host" else 5):  # a swap to disk makes many calls
-            with (
-                vmm.PageArena(device, limit=9 * PAGE) as arena,
-                arena.space(12 * PAGE, stream=stream) as space,
-                vmm.HostTier(device)
-                if kind == "host"
-                else vmm.DiskTier(device, tmp_path, block=PAGE // 2, threads=1) as tier,
-            ):
-                space.commit(range(8))
-                fill(space, range(8))
-                space.alias(8, space, 2)
-                space.swap_out([5, 6], tier)
-                space.release([3, 4], after=stream)
-                stream.synchronize()
-                settled(arena)
-                if nth:
-                    faults.fail(nth, result="CUDA_ERROR_UNKNOWN")
-                with contextlib.suppress(sa.CudaError):
-                    MOVES[name](space, tier)
-                failed = faults.failed
-                faults.stop()
-                contents = values(space, {*space._places.parked})
-                seen.append((space.committed.tolist(), sorted(space._places.stored), contents))
-                assert seen[-1][:2] in [seen[0][:2], ([0, 1, 2, 7, 8], [5, 6])], (nth, failed)
-                assert all(page in (0, index + 1) for index, page in enumerate(seen[-1][2][:8])), (nth, failed)
-                space.swap_in(range(12))
-                lost = {"commit": (), "release": (0, 1, 2)}.get(name.split()[0].strip(","), ())
-                kept = [index for index in (0, 1, 2, 5, 6, 7) if index in space.committed]
-                assert set(kept) | set(lost) >= {0, 1, 2, 5, 6, 7}, (nth, failed)
-                assert [values(space)[index] for index in kept] == [index + 1 for index in kept], (nth, failed)
-                pages, spare, mapped = settled(arena)
-                assert pages - spare - mapped == len(set(space.numbers.tolist()) - {-1}), (nth, failed)
-            if nth and not failed:
-                break
-        assert nth > 3 and len(seen) > 3

@@ -1,4 +1,4 @@
-"""Any sequence of operations on two spaces, from one thread or several, compared with a model."""
+"""Any sequence of operations on two spaces, with refused calls, compared with a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import gc
 import itertools
 import random
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,141 +17,346 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
+from streamalloc.driver.bindings import cuda, value_count
+from streamalloc.driver.wrappers import Wrapper
+from streamalloc.testing import Gate
 from tests.interrupting import Interrupt, Interrupted, lost_one
 from tests.support import Account, end_what_was_dropped, in_a_thread, read
-from tests.vmm.pages.support import settled
+from tests.vmm.pages.support import page, settled
 from tests.vmm.support import PAGE
 
-PAGES = 12
+pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+PAGES, LIMIT = 8, 10
+WORKOUT = settings(
+    max_examples=15,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+MAPPING = ["cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemsetD8Async"]
+OTHER = [
+    "cuMemAddressReserve",
+    "cuMemAddressFree",
+    "cuMemHostAlloc",
+    "cuMemFreeHost",
+    "cuMemcpyAsync",
+    "cuMemcpyBatchAsync",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamSynchronize",
+    "cuStreamCreateWithPriority",
+    "cuThreadExchangeStreamCaptureMode",
+]
+RESULTS = [f"CUDA_ERROR_{name}" for name in ("UNKNOWN", "INVALID_VALUE", "OUT_OF_MEMORY")]
+PATTERNS = [[1], [1], [1, 1], [1, 0, 1], [0, 1, 1], [1, 1, 1], [1, 1, 0, 0, 1], []]
+STEP = some.integers(0, 1 << 24)
+"""The seed of what a step chooses: Hypothesis itself does not draw evenly."""
 
 
-class Model:
-    """Two spaces, a tier in host memory and one on disk, and the value of each page."""
+class Refusing(Wrapper):
+    """A driver that refuses some of the next calls of some functions."""
 
-    def __init__(self, account: Account, seed: int, folder: Path) -> None:
-        self.random = random.Random(seed)
-        self.arena = vmm.PageArena(account.device, limit=16 * PAGE)
-        self.host = vmm.HostTier(account.device, check=bool(seed % 2))
-        self.disk = vmm.DiskTier(account.device, folder, block=1 << 20, threads=2)
-        self.spaces = [self.arena.space(PAGES * PAGE) for _ in range(2)]
+    def __init__(self, driver: Any) -> None:
+        super().__init__(driver)
+        self.names: Any = ()
+        self.next: list[int] = []
+        self.result = ""
+        self.refused: list[str] = []
+
+    def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name in self.names and self.next and self.next.pop(0):
+            self.refused.append(name)
+            return (getattr(cuda.CUresult, self.result), *(None for _ in range(value_count(name))))
+        return function(*args)  # type: ignore[no-any-return]
+
+
+class Pages(RuleBasedStateMachine):
+    """Two spaces of an arena, a tier in host memory and one on disk, and the value of each page."""
+
+    driver_below: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undo = contextlib.ExitStack()
+        self.account = Account(self.driver_below)
+        self.driver: Any = Refusing(self.account.driver)  # type: ignore[abstract]
+        device = sa.Device(0, driver=self.driver)
+        keep = self.undo.enter_context
+        self.stream, self.other = keep(device.create_stream()), keep(device.create_stream())
+        self.gate = keep(Gate(device))
+        self.arena = keep(vmm.PageArena(device, limit=LIMIT * PAGE, patience=20))
+        folder = Path(keep(tempfile.TemporaryDirectory()))
+        disk = keep(vmm.DiskTier(device, folder, block=1 << 20, threads=1))
+        self.tiers = [keep(vmm.HostTier(device)), keep(vmm.HostTier(device, check=True)), disk]
+        self.spaces = [self.arena.space(PAGES * PAGE, stream=self.stream) for _ in range(2)]
         self.cells: list[list[Any]] = [[None] * PAGES for _ in range(2)]
         """The cell of each page, a list of one value that pages with the same memory share; None without memory."""
         self.stored: list[dict[int, int]] = [{}, {}]
-        self.values = itertools.count(1)
+        self.held: dict[tuple[int, int], Any] = {}
+        """Cells of the pages that are parked behind the gate."""
+        self.closed_gate = False
+        self.values, self.steps = itertools.count(1), itertools.count()
+        self.seen = np.zeros(PAGES * PAGE, np.uint8)
+        # Pages in each state.
+        for number in range(5):
+            self.commit(number)
+        self.alias(1)
+        self.swap_out(1)
+        self.release(1)
 
-    def some(self) -> list[int]:
-        return sorted(self.random.sample(range(PAGES), self.random.randint(1, 5)))
+    # -- helpers -----------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        side = self.random.randrange(2)
-        space, cells, stored = self.spaces[side], self.cells[side], self.stored[side]
-        pages, memory = self.some(), {id(cell) for each in self.cells for cell in each if cell}
-        act = self.random.choice(["commit", "release", "alias", "private", "out", "in", "fill", "close"])
-        if act == "commit":
-            new = [page for page in pages if cells[page] is None]
-            if any(page in stored for page in pages):
-                with pytest.raises(sa.EvictedError):
-                    space.commit(pages)
-            elif len(memory) + len(new) > 16:
-                with pytest.raises(sa.OutOfMemoryError):
-                    space.commit(pages)
-            else:
-                space.commit(pages)
-                for page in new:
-                    cells[page] = [0]
-                    self.fill(side, page)
-        elif act == "release":
-            after = self.random.choice([None, (), space.stream])
-            if after == ():
-                space.stream.synchronize()
-            space.release(pages, after=after)
-            for page in pages:
-                cells[page] = None
-                stored.pop(page, None)
-        elif act == "alias":
-            other = self.random.randrange(2)
-            sources = [self.random.randrange(PAGES) for _ in pages]
-            found = [self.cells[other][page] for page in sources]
-            wrong = [
-                cell is None or (cells[page] is not None and cells[page] is not cell)
-                for page, cell in zip(pages, found, strict=True)
-            ]
-            if any(wrong) or any(page in stored for page in pages):
-                with pytest.raises((ValueError, sa.EvictedError)):
-                    space.alias(pages, self.spaces[other], sources)
-            else:
-                space.alias(pages, self.spaces[other], sources)
-                for page, cell in zip(pages, found, strict=True):
-                    cells[page] = cell
-        elif act == "private":
-            counts = [sum(cell is cells[page] for each in self.cells for cell in each) for page in pages]
-            shared = [page for page, count in zip(pages, counts, strict=True) if cells[page] and count > 1]
-            if len(memory) + len(shared) > 16:
-                with pytest.raises(sa.OutOfMemoryError):
-                    space.make_private(pages)
-            else:
-                assert space.make_private(pages) == len(shared)
-                for page in shared:
-                    cells[page] = [cells[page][0]]
-        elif act == "out":
-            space.swap_out(pages, self.random.choice([self.host, self.disk]))
-            for page in pages:
-                if cells[page]:
-                    stored[page], cells[page] = cells[page][0], None
-        elif act == "in":
-            back = [page for page in pages if page in stored]
-            if len(memory) + len(back) > 16:
-                with pytest.raises(sa.OutOfMemoryError):
-                    space.swap_in(pages)
-            else:
-                assert space.swap_in(pages) == len(back)
-                for page in back:
-                    cells[page] = [stored.pop(page)]
-        elif act == "fill":
-            for page in pages:
-                if cells[page]:
-                    self.fill(side, page)
-        elif self.random.random() < 0.1:
-            space.close()
-            self.spaces[side] = self.arena.space(PAGES * PAGE)
-            self.cells[side], self.stored[side] = [None] * PAGES, {}
+    def perform(self, act: Callable[[], Any], error: Any = None) -> bool:
+        """Make a call while the driver refuses some calls; returns whether it succeeds. ``error``: why it cannot."""
+        rng, driver = self.random, self.driver
+        driver.names = rng.choice(
+            [rng.sample(MAPPING, 2), rng.sample(MAPPING, 1), rng.sample(OTHER, 1), MAPPING + OTHER]
+        )
+        driver.next = [0] * rng.randrange(40 if len(driver.names) > 2 else 3) + rng.choice(PATTERNS)
+        driver.result, driver.refused = rng.choice(RESULTS), []
+        try:
+            self.answer = act()
+        except (sa.CudaError, ValueError, sa.EvictedError) as raised:
+            expected = error is not None and isinstance(raised, error)
+            if not (expected or (driver.refused and isinstance(raised, sa.CudaError))):
+                raise
+            return False
+        finally:
+            driver.names = ()
+            for space in self.spaces if driver.refused else ():
+                if not space.closed:
+                    space.release([])  # makes the undo that the driver refused
+        assert error is None
+        return True
 
-    def fill(self, side: int, page: int) -> None:
+    def choose(self, number: int, relevant: Callable[[int, int], object]) -> tuple[int, list[int]]:
+        """A side and some of its pages, mostly relevant ones."""
+        # Hypothesis repeats numbers.
+        self.random = rng = random.Random(number << 10 | next(self.steps))
+        side = rng.randrange(2)
+        pages = [page for page in range(PAGES) if relevant(side, page)]
+        if not pages or rng.random() < 0.1:
+            pages = [*range(PAGES)]
+        return side, sorted(rng.sample(pages, min(rng.randint(1, 5), len(pages))))
+
+    def committed(self, side: int, page: int) -> object:
+        return self.cells[side][page]
+
+    def free(self, side: int, page: int) -> bool:
+        return not self.cells[side][page] and page not in self.stored[side]
+
+    def live(self) -> set[int]:
+        return {id(cell) for cells in self.cells for cell in cells if cell}
+
+    def room(self, count: int) -> Any:
+        """The error of a call that needs so many pages, or None."""
+        if len(self.live() | {id(cell) for cell in self.held.values()}) + count > LIMIT:
+            self.open()
+        return sa.OutOfMemoryError if len(self.live()) + count > LIMIT else None
+
+    def touch(self, side: int, pages: list[int]) -> None:
+        """Open the gate if one of the pages waits for it."""
+        if any((side, page) in self.held for page in pages):
+            self.open()
+
+    def fill(self, side: int, index: int) -> None:
         value = next(self.values) % 256
-        self.spaces[side][page * PAGE : (page + 1) * PAGE].fill(value)
-        self.cells[side][page][0] = value
+        page(self.spaces[side], index).fill(value)
+        self.cells[side][index][0] = value
 
-    def check(self) -> None:
-        self.arena.device.synchronize()
-        end_what_was_dropped()
-        for space, cells in zip(self.spaces, self.cells, strict=True):
+    # -- operations --------------------------------------------------------------------------------------------
+
+    @rule()
+    def hold(self) -> None:
+        if not self.closed_gate:
+            self.gate.hold(self.other)
+            self.closed_gate = True
+
+    @rule()
+    def open(self) -> None:
+        self.gate.open()
+        self.other.synchronize()
+        self.closed_gate = False
+        self.held.clear()
+
+    @rule(number=STEP)
+    def write(self, number: int) -> None:
+        side, pages = self.choose(number, self.committed)
+        for index in pages:
+            if self.cells[side][index]:
+                self.fill(side, index)
+
+    @rule(number=STEP)
+    def commit(self, number: int) -> None:
+        side, pages = self.choose(number, self.free)
+        self.touch(side, pages)
+        cells, zero = self.cells[side], self.random.random() < 0.4
+        new = [page for page in pages if cells[page] is None]
+        error = sa.EvictedError if any(page in self.stored[side] for page in pages) else self.room(len(new))
+        if self.perform(lambda: self.spaces[side].commit(pages, zero=zero), error):
+            for page in new:
+                cells[page] = [0]
+                if not zero:
+                    self.fill(side, page)
+
+    @rule(number=STEP)
+    def release(self, number: int) -> None:
+        side, pages = self.choose(number, lambda side, page: not self.free(side, page))
+        space, cells = self.spaces[side], self.cells[side]
+        after: Any = self.random.choice([None, (), self.stream, self.other, self.stream.record()])
+        if after == ():
+            self.stream.synchronize()
+        if self.perform(lambda: space.release(pages, after=after)):
+            for page in pages:
+                if cells[page] and self.closed_gate and after in (None, self.other):
+                    self.held[side, page] = cells[page]
+                cells[page] = None
+                self.stored[side].pop(page, None)
+
+    @rule(number=STEP)
+    def alias(self, number: int) -> None:
+        side, pages = self.choose(number, self.free)
+        self.touch(side, pages)
+        cells, of = self.cells[side], self.random.randrange(2)
+        sources = [page for page in range(PAGES) if self.cells[of][page]] or [0]
+        sources = self.random.choices(sources, k=len(pages))
+        found = [self.cells[of][page] for page in sources]
+        wrong = [
+            cell is None or (cells[page] is not None and cells[page] is not cell) or page in self.stored[side]
+            for page, cell in zip(pages, found, strict=True)
+        ]
+        error = (ValueError, sa.EvictedError) if any(wrong) else None
+        if self.perform(lambda: self.spaces[side].alias(pages, self.spaces[of], sources), error):
+            for page, cell in zip(pages, found, strict=True):
+                cells[page] = cell
+
+    @rule(number=STEP)
+    def make_private(self, number: int) -> None:
+        self.open()
+        settled(self.arena)
+        side, pages = self.choose(number, self.committed)
+        cells = self.cells[side]
+        users = [cell for each in self.cells for cell in each]
+        shared = [page for page in pages if cells[page] and sum(cell is cells[page] for cell in users) > 1]
+        if self.perform(lambda: self.spaces[side].make_private(pages), self.room(len(shared))):
+            assert self.answer == len(shared)
+            for page in shared:
+                cells[page] = [cells[page][0]]
+
+    @rule(number=STEP)
+    def swap_out(self, number: int) -> None:
+        side, pages = self.choose(number, self.committed)
+        cells, tier = self.cells[side], self.random.choice(self.tiers)
+        if self.perform(lambda: self.spaces[side].swap_out(pages, tier)):
+            for page in pages:
+                if cells[page]:
+                    self.stored[side][page], cells[page] = cells[page][0], None
+
+    @rule(number=STEP)
+    def swap_in(self, number: int) -> None:
+        side, pages = self.choose(number, lambda side, page: page in self.stored[side])
+        back = [page for page in pages if page in self.stored[side]]
+        self.touch(side, back)
+        if self.perform(lambda: self.spaces[side].swap_in(pages), self.room(len(back))):
+            assert self.answer == len(back)
+            for page in back:
+                self.cells[side][page] = [self.stored[side].pop(page)]
+
+    @rule(number=STEP)
+    def prepare(self, number: int) -> None:
+        self.open()  # what is parked may be waited for
+        side, pages = self.choose(number, self.free)
+        count, act = self.random.randint(0, LIMIT), self.random.randrange(3)
+        with contextlib.suppress(sa.OutOfMemoryError):  # kept pages are not taken
+            self.perform(
+                lambda: (
+                    self.spaces[side].prepare(pages).result()
+                    if not act
+                    else self.arena.prepare(count).result()
+                    if act == 1
+                    else self.arena.trim(count)
+                )
+            )
+
+    @rule(number=STEP)
+    def make_and_close(self, number: int) -> None:
+        side, _ = self.choose(number, self.committed)
+        if self.random.random() < 0.7:
+            self.perform(lambda: self.arena.space(PAGES * PAGE).close(()))
+            return
+        self.open()
+        if not self.perform(self.spaces[side].close):
+            self.spaces[side].close()
+        assert self.spaces[side].closed
+        self.cells[side], self.stored[side] = [None] * PAGES, {}
+        if not self.perform(lambda: self.arena.space(PAGES * PAGE, stream=self.stream)):
+            self.answer = self.arena.space(PAGES * PAGE, stream=self.stream)
+        self.spaces[side] = self.answer
+        del self.answer
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def has_the_expected_pages(self) -> None:
+        for space, cells, stored in zip(self.spaces, self.cells, self.stored, strict=True):
             assert space.committed.tolist() == [page for page in range(PAGES) if cells[page]]
-            wanted = [cell[0] if cell else 0 for cell in cells]
-            ends = [read(space[page * PAGE + at :][:8])[0] for page in range(PAGES) for at in (0, PAGE - 8)]
-            assert ends == [value for value in wanted for _ in range(2)]
-        memory = {id(cell) for each in self.cells for cell in each if cell}
-        pages, spare, kept = settled(self.arena)
-        assert pages - spare - kept == len(memory)
+            assert sorted(space._places.stored) == sorted(stored)
 
-    def close(self) -> None:
-        for one in (*self.spaces, self.host, self.disk, self.arena):
-            one.close()
+    @rule()
+    def check(self) -> None:
+        """Compare bytes, permissions and counters."""
+        cells = {(side, page): cell for side in (0, 1) for page, cell in enumerate(self.cells[side])}
+        numbers = {(side, page): int(self.spaces[side].numbers[page]) for side, page in cells if cells[side, page]}
+        assert len({*numbers.values()}) == len(self.live())
+        assert len({(id(cells[one]), number) for one, number in numbers.items()}) == len(self.live())
+        if not self.closed_gate:
+            self.arena.device.synchronize()
+            pages, spare, kept = settled(self.arena)
+            assert pages - spare - kept == len(self.live())
+        where = self.arena.location.to_driver()
+        for side, space in enumerate(self.spaces):
+            space.copy_to(self.seen)
+            self.stream.synchronize()
+            for index in range(PAGES):
+                cell = cells[side, index]
+                right = int(self.account.traced.cuMemGetAccess(where, space.address + index * PAGE)[1])
+                assert right == 3 if cell else right in (1, 3)
+                if cell or not self.closed_gate:
+                    assert {*self.seen[index * PAGE : (index + 1) * PAGE : PAGE - 1].tolist()} == {
+                        cell[0] if cell else 0
+                    }
+
+    def teardown(self) -> None:
+        self.open()
+        self.check()
+        while self.spaces:
+            self.spaces.pop().close()
+        self.undo.close()
+        del self.tiers, self.arena, self.gate, self.stream, self.other, self.undo
+        gc.collect()
+        end_what_was_dropped()
+        assert self.account.left == {}
 
 
-@pytest.mark.parametrize("seed", range(6))
 @in_a_thread
-def test_any_sequence(machine: Any, tmp_path: Path, seed: int) -> None:
-    account = Account(machine)
-    model = Model(account, seed, tmp_path)
-    for number in range(120):
-        model.step()
-        if number % 6 == 0:
-            model.check()
-    model.check()
-    model.close()
-    del model
-    gc.collect()
-    assert account.left == {}
+def test_any_sequence(machine: Any) -> None:
+    class OnMachine(Pages):
+        driver_below = machine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streamalloc.vmm.pages.space._BATCH", 2)
+        run_state_machine_as_test(OnMachine, settings=WORKOUT)
 
 
 def test_threads_share_an_arena(device: sa.Device) -> None:
@@ -192,30 +399,30 @@ def test_threads_share_an_arena(device: sa.Device) -> None:
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @in_a_thread
-def test_interrupts_at_any_point(machine: Any, tmp_path: Path) -> None:
+def test_interrupts_at_any_point(machine: Any) -> None:
     """At most one object is lost, and the space works on."""
     for nth in itertools.count(1, 131):
         account = Account(machine)
-        model = Model(account, 1, tmp_path)
-        space = model.spaces[0]
-        space.commit(range(4))
-        block = Interrupt(nth)
-        with contextlib.suppress(Interrupted), block:
-            space.commit([6, 8])
-            space.alias([9, 10], space, [0, 1])
-            space.make_private(9)
-            space.swap_out([2, 6], model.host)
-            space.release([3, 8])
-            space.swap_in([2])
-        if not block.came:
-            assert nth > 1
-            return
-        space.release(range(PAGES))
-        space.commit(range(PAGES))
-        space[: PAGES * PAGE].fill(7)
-        assert (read(space)[::4096] == 7).all()
-        model.close()
-        del model, space
+        host = vmm.HostTier(account.device, check=True)
+        with vmm.PageArena(account.device) as arena, arena.space(12 * PAGE) as space:
+            space.commit(range(4))
+            block = Interrupt(nth)
+            with contextlib.suppress(Interrupted), block:
+                space.commit([6, 8])
+                space.alias([9, 10], space, [0, 1])
+                space.make_private(9)
+                space.swap_out([2, 6], host)
+                space.release([3, 8])
+                space.swap_in([2])
+            if not block.came:
+                assert nth > 1
+                return
+            space.release(range(12))
+            space.commit(range(12))
+            space.fill(7)
+            assert (read(space)[::4096] == 7).all()
+        host.close()
+        del host, arena, space
         gc.collect()
         sa.Device(0, driver=account.driver).synchronize()
         assert lost_one(account.left), (nth, account.left)

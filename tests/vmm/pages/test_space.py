@@ -205,20 +205,6 @@ def test_a_commit_with_zeros(device: sa.Device, stream: sa.Stream, name: str) ->
         assert [values(space)[page] for page in wanted] == [page + 1 for page in wanted]
 
 
-@pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize("call", ["cuMemsetD8Async", "cuMemMap", "cuMemCreate", "cuStreamCreateWithPriority"])
-def test_a_commit_with_zeros_that_fails_changes_nothing(machine: Any, call: str) -> None:
-    faults = Faults(machine)
-    with vmm.PageArena(sa.Device(0, driver=faults)) as arena, arena.space(PAGES * PAGE) as space:
-        faults.fail(call)
-        with pytest.raises(sa.CudaError):
-            space.commit([1, 2], zero=True)
-        faults.stop()
-        assert space.committed.size == 0 and values(space) == EMPTY and settled(arena)[2] == 0
-        space.commit([1, 2], zero=True)
-        assert values(space) == EMPTY and space.committed.tolist() == [1, 2]
-
-
 class TestLimits:
     def test_of_an_arena(self, device: sa.Device, stream: sa.Stream) -> None:
         with (

@@ -450,32 +450,6 @@ def test_trim(machine: object, device: sa.Device, space: vmm.PageSpace, tier: An
     assert tier.reserved == 0
 
 
-@pytest.mark.simulated_only("calls that fail are the same on any driver")
-def test_a_fault_after_some_batches_changes_nothing(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamalloc.vmm.pages.space._BATCH", 2)
-    faults = Faults(machine)
-    device = sa.Device(0, driver=faults)
-    with (
-        device.create_stream() as stream,
-        vmm.PageArena(device) as arena,
-        arena.space(PAGES * PAGE, stream=stream) as space,
-        vmm.HostTier(device) as tier,
-    ):
-        space.commit(range(8))
-        fill(space, range(8))
-        space.swap_out(range(8), tier)
-        stream.synchronize()
-        arena.trim()  # what is kept takes no call
-        faults.fail("cuMemSetAccess", 3, result="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(sa.CudaError):
-            space.swap_in(range(8))
-        assert faults.failed == ["cuMemSetAccess"] and space.committed.size == 0
-        stream.synchronize()
-        assert settled(arena) == (8, 4, 4) and values(space) == [0] * PAGES
-        assert space.swap_in(range(8)) == 8
-        assert values(space)[:8] == list(range(1, 9)) and tier.used == 0
-
-
 def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: sa.Stream, tier: AnyTier) -> None:
     with sa.allocate(4 * 4096, stream) as buffer:
         stored = tier.save(buffer, range(3), 4096, stream)
