@@ -122,7 +122,9 @@ class Graph(Closes):
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run. Idempotent."""
         self._closed = True
-        with self._session.relaxed():
+        with contextlib.ExitStack() as mode:
+            with contextlib.suppress(CudaError):  # refused: the graph ends in the thread's own mode
+                mode.enter_context(self._session.relaxed())
             try:
                 self._executable.attempt()
             finally:
