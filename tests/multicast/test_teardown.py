@@ -330,12 +330,12 @@ class TestClosed:
         team = Team(account.driver)
         account.traced.calls.clear()
         team.bindings[0].close()
-        assert names(account.traced, "cuCtxSynchronize", "cuMulticastUnbind") == [
-            *TEAM * ["cuCtxSynchronize"], "cuMulticastUnbind",
+        assert names(account.traced, "cuCtxRecordEvent", "cuMulticastUnbind") == [
+            *TEAM * ["cuCtxRecordEvent"], "cuMulticastUnbind",
         ]  # fmt: skip
         account.traced.calls.clear()
         team.bindings[1].close(())
-        assert names(account.traced, "cuCtxSynchronize", "cuMulticastUnbind") == ["cuMulticastUnbind"]
+        assert names(account.traced, "cuCtxRecordEvent", "cuMulticastUnbind") == ["cuMulticastUnbind"]
 
 
 EXIT = """
