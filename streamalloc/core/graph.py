@@ -123,12 +123,13 @@ class Graph(Closes):
         """Destroy the graph and its instance; queued launches still run. Idempotent."""
         self._closed = True
         with contextlib.ExitStack() as mode:
-            with contextlib.suppress(CudaError):  # refused: the graph ends in the thread's own mode
-                mode.enter_context(self._session.relaxed())
             try:
-                self._executable.attempt()
-            finally:
-                self._handle.attempt()
+                mode.enter_context(self._session.relaxed())
+            finally:  # if the mode is refused, the graph ends in the thread's own mode
+                try:
+                    self._executable.attempt()
+                finally:
+                    self._handle.attempt()
 
     def __del__(self) -> None:
         executable: HandleEnd | None = getattr(self, "_executable", None)
