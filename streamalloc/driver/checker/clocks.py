@@ -132,7 +132,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.notes: Notes = Notes()
-        """What the checker leaves out."""
+        """Notes of what the checker leaves out."""
         self.host: Clock = Clock()
         self.held: dict[Stream, None] = {}
         """Streams with an obstacle."""

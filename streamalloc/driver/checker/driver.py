@@ -444,7 +444,7 @@ class Checked(Wrapper):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was not checked in this run: one text for each reason, with a count and the first place."""
+        """Texts about everything that this run did not check: one for each reason, with a count and the first place."""
         return self._state.notes.texts()
 
     def outstanding(self) -> dict[str, list[int]]:

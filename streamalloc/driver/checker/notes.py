@@ -40,7 +40,7 @@ class _Note:
 
 
 class Notes:
-    """What was not checked, by reason, with a count and the place where it happened first."""
+    """Parts of a run that were not checked, by reason, with a count and the first place."""
 
     def __init__(self) -> None:
         self._found: dict[str, _Note] = {}
