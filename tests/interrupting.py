@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import streamalloc
-import streamalloc.driver
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,7 +33,7 @@ since_3_11 = pytest.mark.skipif(
 """For tests of signals at random times."""
 
 _PACKAGE = os.path.dirname(streamalloc.__file__)
-_DRIVER = os.path.dirname(streamalloc.driver.__file__)
+_DRIVERS = tuple(f"{_PACKAGE}/{folder}/" for folder in ("checker", "driver", "simulator"))
 _WEAK = (weakref.__file__, sys.modules["_weakrefset"].__file__)
 
 
@@ -103,7 +102,7 @@ class Interrupt:
     def _is_another_s(self, code: CodeType) -> bool:
         file = code.co_filename
         finaliser = (code.co_name == "__del__" and not self._finalisers) or file in _WEAK
-        return finaliser or file.startswith(_DRIVER)
+        return finaliser or file.startswith(_DRIVERS)
 
 
 class interrupts:

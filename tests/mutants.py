@@ -27,7 +27,9 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
 
 ROOT = Path(__file__).parent.parent
 AREAS = {
-    "driver": ("driver", "facts", "package/test_locks.py"),
+    "driver": ("driver", "package/test_locks.py"),
+    "simulator": ("simulator", "facts"),
+    "checker": ("checker", "package/test_locks.py"),
     "core": ("core", "package/test_html.py", "package/test_locks.py"),
     "pool": ("pool", "package/test_locks.py"),
     "vmm": ("vmm", "package/test_locks.py", "ipc/test_locks.py"),

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.driver.simulator import SimulatedDriver
+from streamalloc.simulator import SimulatedDriver
 from streamalloc.testing import Gate
 from tests.facts.support import Rig, said
 from tests.support import filled, holds, shows
@@ -51,7 +51,7 @@ _forkserver.set_forkserver_preload(
         "tests.processes",
         "tests.ipc.support",
         "tests.cli.conftest",
-        "streamalloc.driver.simulator",
+        "streamalloc.simulator",
         "streamalloc.multicast",
     ]
 )

@@ -27,8 +27,8 @@ import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import SETTLERS
-from streamalloc.driver.simulator import call_lock
-from streamalloc.driver.simulator import machine as simulated_machine
+from streamalloc.simulator import call_lock
+from streamalloc.simulator import machine as simulated_machine
 from streamalloc.testing import Gate
 
 MiB = 1 << 20

@@ -11,7 +11,7 @@ import json
 
 from streamalloc.cli.choice import Chosen, UsageError
 from streamalloc.cli.terminal import Terminal, write_file
-from streamalloc.driver.internal import UnreadableMachineError, read_profile
+from streamalloc.simulator.internal import UnreadableMachineError, read_profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

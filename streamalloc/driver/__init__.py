@@ -9,11 +9,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver.errors import DriverMisuseError, DriverNotFoundError, ForkedProcessError
-from streamalloc.driver.selection import default, real, set_default, simulated, use
+from streamalloc.driver.selection import checked, default, real, set_default, simulated, use
 
 if TYPE_CHECKING:
-    from streamalloc.driver.checker import Checked, Hazard, checked
-    from streamalloc.driver.protocol import Driver
+    from streamalloc.driver.protocol import Checked, Driver
+    from streamalloc.driver.reports import Hazard
     from streamalloc.driver.wrappers import Call, Faulty, Traced, faulty, traced
 
 __all__ = [
@@ -39,9 +39,9 @@ __all__ = [
 
 # Modules that are imported on first use, to keep the import of this package fast.
 _LATER = {
-    "Driver": "protocol",
+    "Hazard": "reports",
+    **dict.fromkeys(("Checked", "Driver"), "protocol"),
     **dict.fromkeys(("Call", "Faulty", "Traced", "faulty", "traced"), "wrappers"),
-    **dict.fromkeys(("Checked", "Hazard", "checked"), "checker"),
 }
 
 

@@ -22,25 +22,15 @@ from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import RealFunctions, as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
-    from streamalloc.driver.checker.reports import Stack, here, line_of, lines
     from streamalloc.driver.protocol import Listener
-    from streamalloc.driver.simulator.kernels.launches import current_launch, device_view
-    from streamalloc.driver.simulator.kernels.registry import device_global, kernel, unregister_kernel
-    from streamalloc.driver.simulator.reading import UnreadableMachineError, read_profile
-    from streamalloc.driver.simulator.runtime import Runtime
-    from streamalloc.driver.simulator.visibility import VISIBLE, inherited
+    from streamalloc.driver.reports import Stack, here, line_of, lines
     from streamalloc.driver.wrappers import Wrapper
 
 # Imported on first use, to keep the package's import fast.
 _LATER = {
     "Listener": "protocol",
-    "Runtime": "simulator.runtime",
     "Wrapper": "wrappers",
-    **dict.fromkeys(("current_launch", "device_view"), "simulator.kernels.launches"),
-    **dict.fromkeys(("device_global", "kernel", "unregister_kernel"), "simulator.kernels.registry"),
-    **dict.fromkeys(("UnreadableMachineError", "read_profile"), "simulator.reading"),
-    **dict.fromkeys(("VISIBLE", "inherited"), "simulator.visibility"),
-    **dict.fromkeys(("Stack", "here", "line_of", "lines"), "checker.reports"),
+    **dict.fromkeys(("Stack", "here", "line_of", "lines"), "reports"),
 }
 
 

@@ -8,10 +8,16 @@ which version is needed.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from streamalloc.driver.parent import ParentTest
+    from streamalloc.driver.reports import Hazard
 
 Status: TypeAlias = "tuple[Any]"
 Answer: TypeAlias = "tuple[Any, Any]"
+On: TypeAlias = Literal["raise", "report", "warn"]
 
 
 @runtime_checkable
@@ -205,3 +211,41 @@ class Listener(Protocol):
 
         ``word``: the address of the 32-bit word that the stream waits for. Without a stream, the host has waited.
         """
+
+
+class Checked(Driver, Protocol):
+    """A driver that finds missing stream order: :func:`checked`."""
+
+    hazards: list[Hazard]
+    """All hazards in order, one for each pair of places. The list may be cleared."""
+    process: int
+    """The creating process. At exit, a forked child reports only hazards that it found itself."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Texts about everything that this run did not check: one for each reason, with a count and the first place."""
+
+    @property
+    def listener(self) -> Listener:
+        """Receiver of the facade's notifications."""
+
+    def outstanding(self) -> dict[str, list[int]]:
+        """Handles or addresses that were created by this driver and not released, by kind.
+
+        A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
+        """
+
+    def leaks(self) -> list[Hazard]:
+        """One hazard per place in the program that allocated memory which is not freed."""
+
+    def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
+        """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""
+
+    def finish(self) -> list[Hazard]:
+        """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
+
+        Without this call the end of the process does the same, and prints what was not shown.
+        """
+
+    def show_at_once(self, test: ParentTest | None) -> None:
+        """Print hazards as they are found, or report them to the test that started this process."""

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import os
+import pkgutil
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +18,15 @@ from streamalloc.driver.errors import DriverNotFoundError
 from streamalloc.driver.parent import configuration, parent_test
 
 if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Driver
+    from streamalloc.driver.protocol import Checked, Driver, On
+
+_FACTORIES = {"checked": "streamalloc.checker:Checked", "simulated": "streamalloc.simulator:SimulatedDriver.of_spec"}
+"""Makers of drivers, by name as in an entry point: the door knows no module above it, and imports one on first use."""
+_ON = ("raise", "report", "warn")
+
+
+def _made_by(name: str) -> Any:
+    return pkgutil.resolve_name(_FACTORIES[name])
 
 
 @functools.cache
@@ -125,11 +134,104 @@ def simulated(
     ValueError
         There is no such profile, a field of it is missing, unknown or out of range, or a number is below 1.
     """
-    # Imported on first use: programs on a GPU do not need it.
-    from streamalloc.driver.simulator import MachineSpec, SimulatedDriver
-
     spec = (devices, memory, profile, multicast, fabric, seed, name, multicast_slots, patience, kernels, host)
-    return cast("Driver", SimulatedDriver(MachineSpec(*spec)))  # its functions are added at run time
+    made: Driver = _made_by("simulated")(*spec)
+    return made
+
+
+def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitialized: bool = False) -> Checked:
+    """Wrap a driver so that it finds missing stream order, double frees and leaks.
+
+    The checker records the order of operations (streams, events, synchronisation, host functions, waits for values,
+    captures and graphs), the memory that each call uses, and the life of that memory. It reports a missing dependency
+    even if the run happened to go well. It does not see kernels: report their uses with ``buffer.used(stream)``.
+
+    **Found**, each as a :class:`Hazard`: uses before the allocation and after the free, frees that race a use, races of
+    two uses, unmaps and releases while in use, access without a grant, kernels that go beyond their allocation, exports
+    of incomplete memory, double frees and leaks. A host write to memory that a queued copy still reads is found in
+    pinned and registered memory, and in memory that the host has by ``as_array()``, reports by ``used``, or copies to.
+    The copy's stream must not be one that another library has. On a real driver it must not be a default stream either,
+    and the check ends once a stream of another library is seen, which may wait for the whole device.
+
+    **Assumed**, if the checker cannot see an order:
+
+    * All host threads share the order of their waits, host functions included.
+    * Streams of other libraries, streams of ours that such a library uses, and default streams come after each other.
+      Once a stream of another library was seen, this holds for each stream whose ``handle`` was read, also by
+      ``__cuda_array_interface__``. The host may have waited for any finished work in these streams.
+    * Work on shared memory that other processes can wait for (an interprocess event, a value in shared memory,
+      :func:`streamalloc.ipc.share`) comes before all later work of this process: the others may have answered.
+    * Events and semaphores of other libraries come after all earlier work. So does a wait for a value in device memory
+      that no call of this driver wrote, once the host has seen the waiting stream idle.
+    * Copies from pageable host memory have read it when the call returns, except in graphs. The target is complete in
+      the order of the stream only, which is the legacy stream for ``cuMemcpyHtoD``.
+    * The host may poll up to 64 bytes that a stream writes to host memory, and then use what earlier work used.
+    * A kernel without declared uses may write the memory that its arguments name. Of all memory that exists at its
+      launch, unwritten bytes and element types are no longer checked.
+    * Memory that is read was written before, unless ``uninitialized`` asks for that check.
+
+    **Not checked**; ``notes`` and the last lines at the end of the process list what was left out in a run, and why:
+
+    * Uses by kernels that are not reported, bodies of conditional nodes, and nodes of a graph that were changed by an
+      unknown handle.
+    * Calls that the driver refuses, such as a copy beyond its allocation or to memory that is not mapped; but those on
+      freed memory are reported.
+    * An old address on the stream on which its memory was freed and allocated again. ``Buffer`` objects refuse it.
+    * Rows of a plane after the first 32,768.
+    * Processes without a checker or of another user. The checkers of two processes do report, in both directions, uses
+      of allocations that do not wait for an interprocess event or a value of the other process. Of physical memory
+      that processes share they report this for the work before the export. Who has waited for a third process counts
+      as ordered.
+    * Reads by the host through an array that it has had since before the copy; take ``as_array()`` anew, or call
+      ``used(on_host=True)``. On a simulated driver, ``poison`` makes them read 0xCB.
+    * Synchronous frees of memory that queued work uses: the driver waits, although CUDA does not promise it. ``notes``
+      lists them.
+
+    Parameters
+    ----------
+    driver
+        Any driver.
+    on
+        Action for a hazard. ``"report"`` adds it to ``hazards``; the end of the process prints the list, unless the
+        program has called ``finish()``. ``"warn"`` issues a ``RuntimeWarning`` as well.
+        ``"raise"`` raises :class:`DriverMisuseError`; a wrong free or unmap, and work on freed memory, then does not
+        reach the driver. A second release of the same handle never reaches the driver: without ``"raise"`` the call
+        answers ``CUDA_ERROR_INVALID_VALUE``.
+    poison
+        Fill memory with 0xCB when it is allocated and with 0xDB when it is freed: memory of pools in stream order,
+        device and pinned memory at once, mapped memory at its first grant of access. Managed memory, memory of graphs
+        and of other processes is not filled. A simulated driver also fills the target of an asynchronous copy to host
+        memory, and delays the copy until the host waits, for 20 ms at most.
+    uninitialized
+        Report reads of pool, device or mapped memory in which any byte was never written: by copies, by kernels that
+        declare their uses, and by ``used(write=False)``. This check ends once a stream of another library is seen, or
+        the handle of a stream was read.
+
+    Returns
+    -------
+    Checked
+        A driver. ``hazards`` lists the reports, one for each pair of places, ``notes`` what was not checked,
+        ``outstanding()`` the handles that are not released, ``leaks()`` their
+        places in the program; ``assert_nothing_left()`` raises if there are any. Memory that a graph allocates is not
+        counted.
+
+    Examples
+    --------
+    >>> import streamalloc as sa
+    >>> driver = sa.driver.checked(sa.driver.simulated())
+    >>> device = sa.Device(0, driver=driver)
+    >>> with device.create_stream() as one, device.create_stream() as two, sa.MemoryPool(device) as pool:
+    ...     buffer = pool.allocate(1024, one)
+    ...     buffer.fill(0, two)
+    ...     device.synchronize()
+    ...     buffer.free()
+    >>> [hazard.kind for hazard in driver.hazards]
+    ['use before allocation']
+    """
+    if on not in _ON:
+        raise ValueError(f"on={on!r}: allowed are {', '.join(map(repr, _ON))}")
+    made: Checked = _made_by("checked")(driver, on, bool(poison), bool(uninitialized))
+    return made
 
 
 _READERS: dict[str, Callable[[str], object]] = {
@@ -235,8 +337,6 @@ def as_asked(driver: Driver) -> Driver:
         return driver
     if hasattr(driver, "listener"):  # checked already, perhaps within another wrapper
         return driver
-    from streamalloc.driver.checker import checked
-
     found = _checked.get(id(driver))
     if found is None:
         action: Any = "report" if _CHECK in ("", "1") else _CHECK

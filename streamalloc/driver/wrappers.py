@@ -29,12 +29,12 @@ class Wrapper(_Interface):
     """
 
     def __init__(self, driver: _Interface) -> None:
-        self._wrapped: Any = driver
+        self.wrapped: Any = driver
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        target = getattr(self._wrapped, name)
+        target = getattr(self.wrapped, name)
         # A capital after "cu" marks a function (cuMemAlloc), unlike other names (cuuint64_t, CUstream).
         if not (name.startswith("cu") and name[2:3].isupper()):
             return target
@@ -60,7 +60,7 @@ class Wrapper(_Interface):
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__.lower()} {self._wrapped!r}>"
+        return f"<{type(self).__name__.lower()} {self.wrapped!r}>"
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,14 @@ from typing import Any
 import streamalloc.driver as sd
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import (
-    VISIBLE,
     RealFunctions,
-    Runtime,
     as_asked,
     cuda,
     default_of_threads,
-    inherited,
     read_choice,
     runtime,
 )
+from streamalloc.simulator.internal import VISIBLE, Runtime, inherited
 from streamalloc.testing.compiled import watch_imports
 
 VARIABLE = "STREAMALLOC_INSTALL"

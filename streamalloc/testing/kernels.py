@@ -1,5 +1,5 @@
 """Python functions in place of kernels, for the simulated driver."""
 
-from streamalloc.driver.internal import current_launch, device_global, device_view, kernel, unregister_kernel
+from streamalloc.simulator.internal import current_launch, device_global, device_view, kernel, unregister_kernel
 
 __all__ = ["current_launch", "device_global", "device_view", "kernel", "unregister_kernel"]

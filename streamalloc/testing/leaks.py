@@ -68,7 +68,7 @@ class Accounts(Wrapper):
         # Functions that neither create nor release resources are called directly.
         if name in COUNTED | _EXPORTS or name.startswith("__"):
             return super().__getattr__(name)
-        return getattr(self._wrapped, name)
+        return getattr(self.wrapped, name)
 
     def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         on_stream = args and name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync")
@@ -87,7 +87,7 @@ class Accounts(Wrapper):
         return answer
 
     def _captures(self, stream: Any) -> bool:
-        answer = self._wrapped.cuStreamIsCapturing(stream)
+        answer = self.wrapped.cuStreamIsCapturing(stream)
         return not answer[0] and int(answer[1]) != 0
 
     def leaks(self) -> list[Leak]:

@@ -237,7 +237,7 @@ def test_what_is_no_function_is_the_driver_s(machine: Any, wrap: Any) -> None:
 @pytest.mark.timeout(20)
 def test_a_finaliser_in_the_middle_of_an_observation(machine: Any) -> None:
     """The collector may run one anywhere, also where the account is being kept; it must not wait for itself."""
-    driver = sd.checked(machine)
+    driver: Any = sd.checked(machine)
     device = sa.Device(0, driver=driver)
 
     class Collects(Counter[tuple[str, int]]):

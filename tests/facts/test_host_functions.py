@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamalloc.driver.simulator import DeadlockError
+from streamalloc.simulator import DeadlockError
 from tests.facts.support import PAGE, Rig, said, value
 
 MADE = """

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamalloc.driver.bindings import runtime
-from streamalloc.driver.internal import Runtime
+from streamalloc.simulator.internal import Runtime
 from tests.facts.support import Rig
 
 bindings: Any = runtime()

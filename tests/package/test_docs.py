@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import streamalloc.driver as sd
-from tests.driver.checker.corpus import CASES, KINDS
-from tests.driver.test_random_steps import recorded
+from tests.checker.corpus import CASES, KINDS
 from tests.interop.standins import STANDINS
+from tests.simulator.test_random_steps import recorded
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "notebooks" / "docs"

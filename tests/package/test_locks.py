@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -16,12 +16,12 @@ import streamalloc as sa
 import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.checker.driver import Checked
 from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.queued_work import QueuedWork, queue_behind, queue_if_allowed, settle
 from streamalloc.core.session import Session, session_of, sessions
-from streamalloc.driver.checker.driver import Checked
 from streamalloc.interop import torch as torch_bridge
 from streamalloc.observing import account as observed
 from streamalloc.observing.records import Phase
@@ -124,9 +124,9 @@ def test_a_primary_context_is_retained_once() -> None:
 
 def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
     def make() -> Checked:
-        checked = sd.checked(sd.simulated())
+        checked: Any = sd.checked(sd.simulated())
         checked._found += [sd.Hazard(kind, "two writes", "order them", 512) for kind in ("race", "leak", "double free")]
-        return checked
+        return cast("Checked", checked)
 
     kept: list[list[Any]] = []
     guard = threading.Lock()

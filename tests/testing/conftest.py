@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 from cuda.bindings import runtime as bound_runtime
 
-from streamalloc.driver import checker, simulator
+from streamalloc import checker, simulator
 from streamalloc.driver.internal import default_of_threads
-from streamalloc.driver.simulator import runtime
+from streamalloc.simulator import runtime
 from streamalloc.testing import leaks, objects
 
 # Imported here, as what a run of pytest imports is forgotten.

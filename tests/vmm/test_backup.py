@@ -274,7 +274,7 @@ class TestOrder:
             end_what_was_dropped()
             there.synchronize()
             assert host.statistics().used == 0
-            hazards = second._wrapped.hazards
+            hazards = second.wrapped.hazards
         assert hazards == []
 
 

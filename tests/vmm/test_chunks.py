@@ -20,6 +20,7 @@ from tests.support import Account, bytecodes, names, pattern, read
 from tests.vmm.support import PAGE, READ, READWRITE, same, write
 
 PACKAGE = str(Path(sa.__file__).parent)
+DRIVERS = tuple(f"{PACKAGE}/{folder}/" for folder in ("checker", "driver", "simulator"))
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ class TestOneStep:
 
         def is_facade(frame: FrameType) -> bool:
             file = frame.f_code.co_filename
-            return file.startswith(PACKAGE) and not file.startswith(f"{PACKAGE}/driver")
+            return file.startswith(PACKAGE) and not file.startswith(DRIVERS)
 
         with vmm.GrowableBuffer(sa.Device(0, driver=machine), 8 * PAGE) as buffer:
             buffer.grow(PAGE)

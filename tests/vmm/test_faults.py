@@ -765,10 +765,10 @@ def test_a_call_fails_and_one_of_the_next(machine: Any, kind: type[Case]) -> Non
             case: Any = kind(account, 1)
             with contextlib.suppress(sa.CudaError):
                 case.step()
-            for failed in (*account.driver._wrapped.failed, *account.driver.failed):
+            for failed in (*account.driver.wrapped.failed, *account.driver.failed):
                 if failed == "cuCtxPopCurrent":
                     machine.cuCtxPopCurrent()  # the context is still there
-            account.driver._target = account.driver._wrapped._target = 1 << 40
+            account.driver._target = account.driver.wrapped._target = 1 << 40
             owner = getattr(case, "buffer", None)
             owner = getattr(case, "range", None) if owner is None else owner.range
             if owner is not None and not owner.closed:

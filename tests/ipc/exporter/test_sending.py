@@ -20,6 +20,7 @@ from streamalloc.testing import Gate
 from tests.ipc.support import shared_pool
 from tests.support import end_what_was_dropped, executed, filled, names, shows
 
+DRIVERS = ("streamalloc.checker", "streamalloc.driver", "streamalloc.simulator")
 pytestmark = pytest.mark.simulated_only("several drivers in one process, which stand for several processes")
 
 SECONDS = 5.0
@@ -43,7 +44,7 @@ def frames_of(call: Callable[[], object]) -> list[str]:
 
     def profile(frame: types.FrameType, event: str, _: object) -> None:
         module = frame.f_globals.get("__name__", "")
-        if event == "call" and module.startswith("streamalloc.") and not module.startswith("streamalloc.driver"):
+        if event == "call" and module.startswith("streamalloc.") and not module.startswith(DRIVERS):
             found.append(module)
 
     before = sys.getprofile()

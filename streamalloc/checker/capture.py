@@ -1,0 +1,256 @@
+"""Graphs, captured or built explicitly: each is checked once by itself, and again at each launch. Also events, which
+can belong to a capture.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from streamalloc.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.checker.judge import Judge, Recording, Wait
+from streamalloc.checker.ranges import Access, Bytes, Piece, Range
+from streamalloc.driver.reports import Hazard, Stack, here, place_of
+
+
+class Unseen(NamedTuple):
+    """The memory that a kernel without declared uses may use."""
+
+    named: frozenset[Bytes] | None
+    """Memory whose addresses are arguments of the kernel; None if the arguments cannot be read."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One operation of a graph at each launch."""
+
+    kind: str
+    """``"use"``, ``"allocate"``, ``"free"``, or ``"step"`` (orders streams)."""
+    what: str = ""
+    stack: Stack = ()
+    pieces: list[tuple[Piece, bool]] = field(default_factory=list)
+    range: Range = field(default_factory=lambda: Range(0, 0, "nothing"))
+    kernel: bool = False
+    """Whether it is a kernel: its own uses have an unknown order, and the driver does not check its access."""
+    atomic: bool = False
+    """Whether its uses do not race with other atomic uses."""
+    unseen: Unseen | None = None
+    """Uses that the kernel does not declare."""
+    handle: int = 0
+    """Handle of the driver's node; 0 where unknown."""
+    nested: bool = False
+    """Whether it is in a child graph, under another handle."""
+    enabled: bool = True
+    step: Callable[[Stream], object] = lambda stream: None
+    """Called with the stream of a launch."""
+    calls: Any = None
+    """Host function that the step calls."""
+
+    def accesses(self, actor: Actor, stack: Stack) -> Iterator[tuple[Access, Piece]]:
+        """Make one access per piece; for a kernel, one for all its reads and one for all its writes."""
+        made: dict[bool, Access] = {}
+        for piece, write in self.pieces:
+            access = made.get(write)
+            if access is None or not self.kernel:
+                access = made[write] = Access(actor, self.what, stack, write, self.atomic)
+            yield access, piece
+
+
+class _Inside:
+    """A timeline and ranges only for one graph, to check its operations against each other."""
+
+    def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
+        self.timeline: Timeline = Timeline()
+        self._judge: Judge = Judge(self.timeline, on_hazard)
+        self.waited = self._judge.waited
+        self._ranges: dict[Range, Range] = {}
+        self._bytes: dict[Bytes, Bytes] = {}
+
+    def _shadow(self, range_: Range) -> Range:
+        found = self._ranges.get(range_)
+        if found is None:
+            found = Range(range_.base, range_.size, range_.kind, offset=range_.offset, stack=range_.stack)
+            found.bytes = self._bytes.setdefault(range_.bytes, found.bytes)
+            self._ranges[range_] = found
+        return found
+
+    def judge(self, stream: Stream, node: Node) -> Callable[[], None]:
+        """Check a node in a stream. The returned function undoes a free."""
+        undo: list[Callable[[], None]] = []
+
+        def take_back() -> None:
+            for step in undo:
+                step()
+
+        self.timeline.submit(stream, lambda stream: self._judge_now(stream, node, undo))
+        return take_back
+
+    def _judge_now(self, stream: Stream, node: Node, undo: list[Callable[[], None]]) -> None:
+        if node.kind == "use":
+            for access, (range_, low, high) in node.accesses(stream, node.stack):
+                self._judge.use(((self._shadow(range_), low, high),), access, stream.clock)
+        elif node.kind == "allocate":
+            self._judge.allocate(self._shadow(node.range), stream)
+        elif node.kind == "free":
+            undo.append(self._judge.free(self._shadow(node.range), stream, stream.clock, node.what, node.stack))
+
+
+class Graph:
+    """A graph, with its nodes in a valid order, unless edges were added later."""
+
+    def __init__(self, nodes: list[Node] | None = None) -> None:
+        self.nodes: list[Node] = [] if nodes is None else nodes
+        self.handles: dict[int, list[Node]] = {}
+        """Explicitly added nodes by handle."""
+        self.after: dict[int, list[int]] = {}
+        """Handles of the nodes that each node depends on."""
+
+    def add(self, handle: int, node: Node, after: list[int]) -> None:
+        """Add a node that a call has added explicitly."""
+        node.handle = handle
+        self.nodes.append(node)
+        self.handles.setdefault(handle, []).append(node)
+        self.after.setdefault(handle, []).extend(after)
+
+    def judge(self, on_hazard: Callable[[Hazard], None]) -> None:
+        """Check the explicitly added nodes, in the order of their edges."""
+        self.play(_Inside(on_hazard))
+
+    def play(self, inside: _Inside) -> dict[int, Stream]:
+        """Run the explicitly added nodes, each in a separate stream. Returns the streams by node handle."""
+        done: dict[int, Stream] = {}
+        waiting = list(self.handles)
+        while waiting:
+            ready = [one for one in waiting if all(it in done or it not in self.handles for it in self.after[one])]
+            if not ready:
+                break
+            for handle in ready:
+                nodes = self.handles[handle]
+                stream = done[handle] = inside.timeline.stream(f"graph node {len(done) + 1} ({nodes[0].what})")
+                for it in self.after[handle]:
+                    if it in done:
+                        stream.clock.learn(done[it].clock)
+                for node in nodes:
+                    inside.judge(stream, node)
+            waiting = [one for one in waiting if one not in done]
+        return done
+
+
+class Capture:
+    """A capture under way."""
+
+    def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
+        self.graph: Graph = Graph()
+        self.ended = False
+        self._inside = _Inside(on_hazard)
+        self._streams: dict[Stream, Stream] = {}
+        self._done: dict[int, Clock] = {}
+        """Clock after each node, by handle."""
+
+    def begin_in(self, graph: Graph, stream: Stream, after: Iterable[int]) -> None:
+        """Capture into an existing graph after some of its nodes."""
+        self.graph = graph
+        done = graph.play(self._inside)
+        for handle in after:
+            if handle in done:
+                self.join(stream, done[handle].clock)
+            elif handle not in graph.handles:
+                # A captured node with an unknown handle.
+                self.join_all(stream)
+
+    def wait(self, stream: Stream, event: Event, clock: Clock) -> None:
+        """Order a stream after a captured event with this clock."""
+        self.join(stream, clock)
+        self._inside.waited(self._streams[stream], event.wait())
+
+    def join(self, stream: Stream, clock: Clock | None = None) -> None:
+        """Add a stream to the capture, ordered after a clock."""
+        inside = self._streams.get(stream)
+        if inside is None:
+            inside = self._streams[stream] = self._inside.timeline.stream(stream.name)
+        if clock is not None:
+            inside.clock.learn(clock)
+
+    def reorder(self, stream: Stream, after: list[int], anew: bool) -> None:
+        """Order a stream after some nodes. ``anew``: only after these, without its earlier order."""
+        if anew:
+            # A new stream of the timeline, so it is ordered after no earlier operation.
+            self._streams[stream] = self._inside.timeline.stream(stream.name)
+        for handle in after:
+            if handle in self._done:
+                self.join(stream, self._done[handle])
+            else:
+                self.join_all(stream)
+
+    def join_all(self, stream: Stream) -> None:
+        """Have a stream come after everything captured."""
+        self._streams[stream].clock.learn(self._inside.timeline.everything())
+
+    def record(self, stream: Stream, event: Event) -> Clock:
+        """Record an event in a captured stream. Returns the event's clock."""
+        inside = self._streams[stream]
+        mark = self._inside.timeline.record(inside)
+        event.note(inside, mark)
+        assert mark.clock is not None
+        return mark.clock
+
+    def step(self, step: Callable[[Stream], object], calls: object = None) -> Node:
+        """Add an operation that orders streams at each launch. ``calls``: its host function."""
+        node = Node("step", step=step, calls=calls)
+        self.graph.nodes.append(node)
+        return node
+
+    def add(self, stream: Stream, node: Node) -> Callable[[], None]:
+        """Add a captured node. The returned function undoes a free."""
+        self.graph.nodes.append(node)
+        return self._inside.judge(self._streams[stream], node)
+
+    def name(self, stream: Stream, handle: int, nodes: Iterable[Node]) -> None:
+        """Set the handle of the driver's node for the latest recorded nodes of a stream."""
+        for node in nodes:
+            node.handle = handle
+        if handle:
+            self._done[handle] = self._streams[stream].clock.copy()
+
+
+_RECORDINGS = 4
+"""Most recordings of an event that reports can name."""
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """An event, and its latest recording."""
+
+    shared: bool = False
+    """Whether the event is an interprocess event."""
+    foreign: bool = False
+    """Whether another library has it, and may record it."""
+    mark: Obstacle | None = None
+    """End of the recorded work; None if no recording was seen."""
+    captured: tuple[Capture, Clock] | None = None
+    elsewhere: bool = False
+    """Whether another process has it, and may record it."""
+    index: int | None = None
+    """Entry on the board of this process."""
+    name: bytes = b""
+    """Export data; the event's name on boards of other processes."""
+    made: Stack = ()
+    """Place of the creation."""
+    recordings: deque[Recording] = field(default_factory=lambda: deque(maxlen=_RECORDINGS))
+    """The last recording, and earlier ones that nothing has waited for."""
+    awaited: bool = False
+    """Whether something has waited for the last recording."""
+
+    def note(self, stream: Stream, mark: Obstacle) -> None:
+        """Note the place of a recording, for reports."""
+        if self.awaited:
+            self.recordings.clear()
+        self.awaited = False
+        self.recordings.append(Recording(stream, mark, here(1)))
+
+    def wait(self) -> Wait:
+        """A wait for the event, for reports."""
+        self.awaited = True
+        return Wait(place_of(self.made), tuple(self.recordings), here(1))

@@ -1,0 +1,419 @@
+"""The order of operations: vector clocks with one component for each stream and host thread. Pure Python, no driver.
+
+A stream *enters* an operation once everything before the operation is known, usually during the call. If a stream waits
+for something that has not happened yet (a value in memory, an event behind such a wait, a host function), its later
+operations are queued until then. So operations are checked in a possible order.
+
+All host threads share one clock: threads order each other in many ways that the checker does not see. Work that one
+thread has synchronised with comes before everything that any thread does later.
+
+The driver may order more than the program requests: an allocation runs after the free whose memory it reuses. Clocks do
+not contain these choices of the driver. The latest choices are kept in a list, which is searched if an order is
+missing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from streamalloc.checker.notes import Notes
+
+UNORDERED, BY_CHOICE, CERTAIN = range(3)
+"""Order of two operations: none; by the driver's choice; always."""
+
+_CHOICES = 256
+"""Most recorded choices of the driver."""
+MOST_WAITS = 8
+"""Most waits for events per stream that reports can name."""
+_SEARCHES = 2000
+"""Most searches through the choices in one run."""
+
+
+class Clock:
+    """A vector clock: the time of the last preceding operation of each actor, by actor number."""
+
+    __slots__ = ("known",)
+
+    def __init__(self, known: dict[int, int] | None = None) -> None:
+        self.known: dict[int, int] = {} if known is None else known
+
+    def copy(self) -> Clock:
+        """A copy that later changes do not reach."""
+        return Clock(self.known.copy())
+
+    def learn(self, other: Clock) -> None:
+        """Add everything before the other clock."""
+        known = self.known
+        get = known.get
+        for number, time in other.known.items():
+            if get(number, 0) < time:
+                known[number] = time
+
+    def common(self, other: Clock) -> Clock:
+        """The operations in both clocks."""
+        get = other.known.get
+        return Clock({number: min(time, get(number, 0)) for number, time in self.known.items()})
+
+    def after(self, number: int, time: int) -> bool:
+        """Whether the clock contains an operation."""
+        return self.known.get(number, 0) >= time
+
+
+class Actor:
+    """A host thread or a stream, whose operations are ordered."""
+
+    __slots__ = ("name", "number", "time", "within")
+    is_host: bool = True
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number: int = number
+        self.name: str = name
+        self.time: int = 0
+        self.within: Stream | None = None
+        """Stream whose host function is running on this thread."""
+
+    @property
+    def short(self) -> str:
+        """The name without the place where a stream was created."""
+        return self.name.partition(" (created")[0]
+
+
+class Obstacle:
+    """An event that streams wait for and that has not happened, as far as is known.
+
+    ``source``: the stream in which it will happen; None if the host causes it.
+    """
+
+    __slots__ = ("clock", "source", "waiters")
+
+    def __init__(self, source: Stream | None = None) -> None:
+        self.source: Stream | None = source
+        self.clock: Clock | None = None
+        """Clock of its happening; None until then."""
+        self.waiters: list[Stream] = []
+
+
+Action = Callable[["Stream"], None]
+
+
+class Stream(Actor):
+    """A stream, with the clock of its latest operation."""
+
+    is_host = False
+
+    __slots__ = (
+        "clock", "context", "handle", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy", "waits",
+    )  # fmt: skip
+
+    def __init__(self, number: int, name: str, context: object, handle: int) -> None:
+        super().__init__(number, name)
+        self.context: object = context
+        self.handle: int = handle
+        """The driver's handle; 1 and 2 for default streams, 0 for auxiliary streams."""
+        self.clock: Clock = Clock()
+        self.seen_host: int = -1
+        """Version of the host clock that it has merged."""
+        self.legacy: Stream | None = None
+        """Legacy stream of its context, if the two synchronise."""
+        self.seen_legacy: int = 0
+        self.peers: dict[Stream, int] | None = None
+        """For a legacy stream: its blocking streams, with the last merged times."""
+        self.obstacle: Obstacle | None = None
+        self.queue: deque[tuple[Clock | None, Action]] = deque()
+        """Operations behind the obstacle, with host clocks of their calls."""
+        self.waits: deque[Any] = deque(maxlen=MOST_WAITS)
+        """The latest waits for events, see :class:`streamalloc.checker.judge.Wait`."""
+
+
+class Timeline:
+    """All streams, and the clock of the host."""
+
+    def __init__(self) -> None:
+        self.notes: Notes = Notes()
+        """Notes of what the checker leaves out."""
+        self.host: Clock = Clock()
+        self.held: dict[Stream, None] = {}
+        """Streams with an obstacle."""
+        self.version: int = 0
+        """Number of changes of the host clock."""
+        self._numbers = 0
+        self._streams: dict[Stream, None] = {}
+        self.retired: list[Stream] = []
+        """Destroyed streams whose work may still run."""
+        self.foreign: dict[Stream, None] = {}
+        """Streams that other libraries may have ordered."""
+        self.over: dict[int, int] = {}
+        """Times, by actor number, that the host may have waited for."""
+        self.ended_threads: deque[int] = deque()
+        """Numbers of ended host threads; finalisers append."""
+        self.published: Clock = Clock()
+        """Clock of all work other processes can wait for."""
+        self.ready: Clock = Clock()
+        """Clock of all announcements of other processes."""
+        self._live: set[int] = set()
+        """Numbers of actors, without ended streams and threads, which precede all later work."""
+        self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
+        """Choices of the driver: a clock, and the later actor and time."""
+        self._searches = 0
+        self._ready: deque[Stream] = deque()
+        self._draining = False
+
+    # -- actors ----------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self._numbers += 1
+        self._live.add(self._numbers)
+        return self._numbers
+
+    def thread(self, name: str) -> Actor:
+        """Add a host thread, or an actor for the work of another process."""
+        return Actor(self._number(), name)
+
+    def stream(self, name: str, context: object = None, legacy: Stream | None = None, handle: int = 0) -> Stream:
+        """Add a stream. ``legacy``: its legacy stream, if the two synchronise."""
+        made = Stream(self._number(), name, context, handle)
+        self._streams[made] = None
+        made.legacy = legacy
+        if legacy is not None:
+            if legacy.peers is None:
+                legacy.peers = {}
+            legacy.peers[made] = 0
+        return made
+
+    def retire(self, stream: Stream) -> None:
+        """Record that a stream was destroyed."""
+        if stream.legacy is not None and stream.legacy.peers is not None and stream.obstacle is None:
+            # The legacy stream's next operation comes after all work of this stream.
+            stream.legacy.clock.learn(stream.clock)
+            del stream.legacy.peers[stream]
+        self.retired.append(stream)
+
+    # -- order -----------------------------------------------------------------------------------------------
+
+    def certain(self, clock: Clock, number: int, time: int) -> bool:
+        """Whether the operation at ``time`` of actor ``number`` comes before one with this clock in each run."""
+        # A stream is removed once the host has waited for all its work, so later work comes after it.
+        return clock.known.get(number, 0) >= time or number not in self._live or self.over.get(number, 0) >= time
+
+    def is_known(self, number: int, time: int) -> bool:
+        """Whether the host has waited for an operation, as far as was seen."""
+        return self.host.after(number, time) or number not in self._live
+
+    def may_be_known(self, number: int, time: int) -> bool:
+        """Whether the host has waited for an operation, or may have done so unseen."""
+        return self.certain(self.host, number, time)
+
+    def may_be_seen(self, mark: Obstacle) -> bool:
+        """Whether the host has waited for a mark of :meth:`record`, or may have done so unseen."""
+        clock, source = mark.clock, mark.source
+        if clock is None or source is None:
+            return False
+        number, time = source.number, clock.known[source.number]
+        return self.may_be_known(number, time) or any(one.clock.after(number, time) for one in self.foreign)
+
+    def order(self, clock: Clock, number: int, time: int) -> int:
+        """The order of an operation before the owner of a clock, as a constant of this module."""
+        if self.certain(clock, number, time):
+            return CERTAIN
+        if not self._choices:
+            return UNORDERED
+        if self._searches == _SEARCHES:
+            self.notes.add("luck")
+            return UNORDERED
+        self._searches += 1
+        return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
+
+    def before_next(self, stream: Stream) -> Clock:
+        """Clock of the next operation of a stream that is not waiting."""
+        clock = stream.clock.copy()
+        clock.learn(self.host)
+        for other in (stream.legacy, *(stream.peers or ()), *(self.foreign if stream in self.foreign else ())):
+            if other is not None:
+                clock.learn(other.clock)
+        return clock
+
+    def _is_chosen(self, clock: Clock, number: int, time: int) -> bool:
+        """Whether a chain of the driver's choices leads from an operation to a clock."""
+        left, ends = list(self._choices), [clock]
+        while ends:
+            end = ends.pop()
+            rest = []
+            for choice in left:
+                before, later, at = choice
+                if not end.after(later, at):
+                    rest.append(choice)
+                elif before.after(number, time):
+                    return True
+                else:
+                    ends.append(before)
+            left = rest
+        return False
+
+    def chosen(self, before: Clock, stream: Stream) -> None:
+        """Record the driver's choice that the latest operation of a stream comes after a clock."""
+        self._choices.append((before, stream.number, stream.time))
+
+    def submit(self, stream: Stream, action: Action) -> None:
+        """Queue an operation: ``action(stream)`` is called once everything before it is in the stream's clock."""
+        legacy = stream.legacy
+        if self.held:
+            if legacy is not None and legacy.obstacle is not None:
+                self._wait(stream, self._mark(legacy))
+            for peer in tuple(stream.peers or ()):
+                if peer.obstacle is not None:
+                    self._wait(stream, self._mark(peer))
+            if stream.obstacle is not None:
+                stream.queue.append((self.host.copy(), action))
+                return
+        if stream.seen_host != self.version:
+            stream.clock.learn(self.host)
+            stream.seen_host = self.version
+        self._enter(stream)
+        action(stream)
+
+    def _enter(self, stream: Stream) -> None:
+        if stream in self.foreign:
+            for other in self.foreign:
+                stream.clock.learn(other.clock)
+        legacy = stream.legacy
+        if legacy is not None:
+            if stream.seen_legacy < legacy.time:
+                stream.clock.learn(legacy.clock)
+                stream.seen_legacy = legacy.time
+        elif stream.peers:
+            for peer, heard in stream.peers.items():
+                if heard < peer.time:
+                    stream.clock.learn(peer.clock)
+                    stream.peers[peer] = peer.time
+        self.next(stream)
+
+    def next(self, stream: Stream) -> None:
+        """Begin the next operation of a stream."""
+        time = stream.time = stream.time + 1
+        stream.clock.known[stream.number] = time
+
+    def _wait(self, stream: Stream, obstacle: Obstacle) -> None:
+        """Queue a wait behind the waits of a stream."""
+        if stream.obstacle is not None:
+            stream.queue.append((None, lambda stream: self._meet(stream, obstacle)))
+        else:
+            self._meet(stream, obstacle)
+
+    def _meet(self, stream: Stream, obstacle: Obstacle) -> None:
+        if obstacle.clock is not None:
+            stream.clock.learn(obstacle.clock)
+        else:
+            stream.obstacle = obstacle
+            obstacle.waiters.append(stream)
+            self.held[stream] = None
+
+    def _mark(self, stream: Stream) -> Obstacle:
+        """Return an obstacle that ends when the present queue of a waiting stream has run."""
+        mark = Obstacle(stream)
+        stream.queue.append((None, lambda stream: self.end(mark, stream.clock)))
+        return mark
+
+    def record(self, stream: Stream) -> Obstacle:
+        """Return an obstacle that ends when the queued work of a stream has run."""
+        mark = Obstacle(stream)
+        self.submit(stream, lambda stream: self.end(mark, stream.clock))
+        return mark
+
+    def wait(self, stream: Stream, obstacle: Obstacle) -> None:
+        """Queue a wait for an obstacle."""
+        self.submit(stream, lambda stream: self._meet(stream, obstacle))
+
+    # -- obstacles -------------------------------------------------------------------------------------------
+
+    def end(self, obstacle: Obstacle, clock: Clock) -> None:
+        """Record that an obstacle has happened. Its waiters are ordered after ``clock``."""
+        if obstacle.clock is not None:
+            return
+        obstacle.clock = clock.copy()
+        for stream in obstacle.waiters:
+            stream.obstacle = None
+            self.held.pop(stream, None)
+            stream.clock.learn(obstacle.clock)
+            self._ready.append(stream)
+        obstacle.waiters.clear()
+        if not self._draining:
+            self._drain()
+
+    def _drain(self) -> None:
+        self._draining = True
+        try:
+            self._run_ready()
+        finally:
+            self._draining = False
+
+    def _run_ready(self) -> None:
+        while self._ready:
+            stream = self._ready.popleft()
+            while stream.obstacle is None and stream.queue:
+                host, action = stream.queue.popleft()
+                if host is not None:
+                    stream.clock.learn(host)
+                    self._enter(stream)
+                action(stream)
+
+    def force(self, stream: Stream) -> None:
+        """Record that the host has seen a stream idle: all its waits are over."""
+        while stream.obstacle is not None:
+            self.force_mark(stream.obstacle)
+
+    def force_mark(self, obstacle: Obstacle) -> None:
+        """Record that the host has seen an obstacle happen."""
+        source = obstacle.source
+        while source is not None and obstacle.clock is None and source.obstacle is not None:
+            self.force_mark(source.obstacle)
+        if obstacle.clock is not None:
+            return
+        if source is None:
+            # The cause is unknown: all work queued earlier may have come first.
+            self.notes.add("waits")
+        self.end(obstacle, self.host if source is not None else self.everything())
+
+    def everything(self) -> Clock:
+        """Clock of everything that was queued so far."""
+        clock = self.host.copy()
+        for stream in self._streams:
+            clock.learn(stream.clock)
+        return clock
+
+    # -- the host --------------------------------------------------------------------------------------------
+
+    def host_acts(self, thread: Actor) -> None:
+        """Begin the next operation of a host thread."""
+        thread.time += 1
+        self.host.known[thread.number] = thread.time
+        self.version += 1
+
+    def host_observes(self, clock: Clock) -> None:
+        """Record that the host has waited for all operations in ``clock``."""
+        self.host.learn(clock)
+        self.version += 1
+        if len(self.retired) + len(self.ended_threads) > 32:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Remove ended threads, and destroyed streams whose work the host has waited for."""
+        known = self.host.known
+        while self.ended_threads:
+            self._live.discard(self.ended_threads.popleft())
+        over = [one for one in self.retired if not one.queue and known.get(one.number, 0) >= one.time]
+        self.retired = [one for one in self.retired if one not in over]
+        for stream in over:
+            del self._streams[stream]
+            self.foreign.pop(stream, None)
+            self.over.pop(stream.number, None)
+        self.forget({one.number for one in over})
+
+    def forget(self, numbers: set[int]) -> None:
+        """Remove actors, by number, from all clocks except those of recordings."""
+        self._live -= numbers
+        # Also remove earlier ones again: clocks of older records may have re-added them.
+        for clock in (self.host, self.published, self.ready, *(stream.clock for stream in self._streams)):
+            for number in [one for one in clock.known if one not in self._live]:
+                del clock.known[number]

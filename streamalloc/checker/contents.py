@@ -1,0 +1,295 @@
+"""Contents of memory: types of elements that the host has written, and host memory that queued copies read.
+
+A copy to the host that reads elements as another type is reported. Types are recorded when work is queued. Work without
+a type, such as a fill or a kernel, removes the type.
+
+A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
+through arrays. So it compares a checksum of the source at the call with one right before the next wait of the host. It
+does so only for streams that no other library has, and for memory that no kernel may write unseen: another library may
+wait for its streams in ways that the checker does not see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.checker.clocks import Clock, Obstacle, Stream, Timeline
+from streamalloc.checker.judge import Judge
+from streamalloc.checker.ranges import Addresses, Bytes, Piece, Range
+from streamalloc.checker.streams import ForeignStreams, is_readable
+from streamalloc.driver.bindings import number_of
+from streamalloc.driver.reports import Stack, here
+
+
+class Typed(NamedTuple):
+    """An interval of bytes with one type."""
+
+    start: int
+    end: int
+    dtype: np.dtype[Any]
+    stack: Stack
+    """Place of the write."""
+    unseen: int
+    """Number of kernels without declared uses before the write."""
+
+
+class ElementTypes:
+    """The types of the elements in a driver's memory."""
+
+    def __init__(self, addresses: Addresses, judge: Judge) -> None:
+        self._addresses = addresses
+        self._judge = judge
+        self.unseen: int = 0
+        """Number of kernels without declared uses, which may have written memory that existed."""
+
+    def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
+        """Record a copy. A host array on one side gives the type."""
+        if isinstance(source, np.ndarray):
+            self.wrote(number_of(target), nbytes, source.dtype, here())
+        elif isinstance(target, np.ndarray):
+            self.read(number_of(source), nbytes, target.dtype, what)
+        else:
+            for piece, memory, start, end in self._places(number_of(source), nbytes):
+                for one in self._within(memory, start, end):
+                    first = piece[1] + max(one.start, start) - start - number_of(source) + number_of(target)
+                    self.wrote(first, min(one.end, end) - max(one.start, start), one.dtype, one.stack)
+
+    def wrote(self, address: int, nbytes: int, dtype: np.dtype[Any], stack: Stack) -> None:
+        """Record a write of elements. Bytes have no type."""
+        if _is_type(dtype):
+            for _, memory, start, end in self._places(address, nbytes):
+                _cut(memory, start, end)
+                memory.types = (*memory.types, Typed(start, end, dtype, stack, self.unseen))
+
+    def read(self, address: int, nbytes: int, dtype: np.dtype[Any], what: str) -> None:
+        """Report a read of elements that were written as another type."""
+        if not _is_type(dtype):
+            return
+        for (range_, *_), memory, start, end in self._places(address, nbytes):
+            for one in self._within(memory, start, end):
+                if not _fit(one.dtype, dtype):
+                    what = f"{what} reads {range_} as {dtype}, but it was written as {one.dtype}."
+                    remedy = f"read it as {one.dtype}, or as bytes (uint8) where the pattern is meant."
+                    self._judge.report("another type", what, remedy, range_, here(), used=one.stack)
+                    return
+
+    def forget(self, pieces: Iterable[tuple[Piece, bool]]) -> None:
+        """Make memory bytes that an operation writes."""
+        for (range_, low, high), write in pieces:
+            if write:
+                for memory, start, end in range_.physical(low, high):
+                    _cut(memory, start, end)
+
+    def _within(self, memory: Bytes, start: int, end: int) -> list[Typed]:
+        return [one for one in memory.types if one.start < end and start < one.end and one.unseen == self.unseen]
+
+    def _places(self, address: int, nbytes: int) -> Iterable[tuple[Piece, Bytes, int, int]]:
+        for piece in self._addresses.pieces(address, nbytes):
+            if piece[0].ended is None:
+                for memory, start, end in piece[0].physical(*piece[1:]):
+                    yield piece, memory, start, end
+
+
+def _cut(memory: Bytes, start: int, end: int) -> None:
+    """Take the types from an interval."""
+    if memory.types:
+        memory.types = tuple(
+            one._replace(start=low, end=high)
+            for one in memory.types
+            for low, high in ((one.start, min(one.end, start)), (max(one.start, end), one.end))
+            if low < high
+        )
+
+
+def _is_type(dtype: np.dtype[Any]) -> bool:
+    return dtype.itemsize > 1 and dtype.kind in "iufcmM"
+
+
+def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    """Whether elements of one type may be read as another: unsigned integers as bit patterns, complex numbers as
+    pairs.
+    """
+    kinds = {one.kind, other.kind}
+    if one.itemsize == other.itemsize:
+        return one.newbyteorder("=") == other.newbyteorder("=") or "u" in kinds or kinds <= {"i", "m", "M"}
+    return kinds == {"c", "f"} and max(one.itemsize, other.itemsize) == 2 * min(one.itemsize, other.itemsize)
+
+
+PAGEABLE = "pageable memory"
+HOST_KINDS = ("pinned memory", "registered memory", PAGEABLE)
+_MOST_FLAGS = 64
+_ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
+"""Bytes of a row. A larger source is compared by a weighted sum of its rows, which is faster than its checksum."""
+
+
+@dataclass(eq=False)
+class _Source:
+    """A part of host memory that a queued operation reads."""
+
+    piece: Piece
+    stream: Stream
+    what: str
+    stack: Stack
+    mark: Obstacle
+    """End of the operation."""
+    checksum: int | None
+
+
+class QueuedSources:
+    """The sources of copies that the host has not waited for."""
+
+    def __init__(self, timeline: Timeline, foreign: ForeignStreams, judge: Judge) -> None:
+        self._timeline = timeline
+        self._foreign = foreign
+        self._judge = judge
+        self._sources: list[_Source] = []
+        self._flags: deque[tuple[int, int, Obstacle]] = deque(maxlen=_MOST_FLAGS)
+        """Bytes that the host may poll, and the end of their writes."""
+        self._kernels: dict[Stream, tuple[Obstacle, frozenset[Bytes] | None]] = {}
+        """End of the kernels without declared uses per stream, and the memory that they may write; None for any."""
+
+    def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
+        """Record the host memory that a stream's latest operation reads."""
+        viewed = self.followed(pieces)
+        if all(write for _, write in viewed):
+            return
+        if not self._foreign.is_ours(stream):
+            self._timeline.notes.add("sources", f"{what} on {stream.short}")
+            return
+        written = [piece[0].bytes for piece, write in viewed if write]
+        mark = self._timeline.record(stream)
+        for piece, write in viewed:
+            if not write and piece[0].bytes not in written:
+                self._watch(piece, stream, what, stack, mark)
+
+    @staticmethod
+    def followed(pieces: Iterable[tuple[Piece, bool]]) -> list[tuple[Piece, bool]]:
+        """The pieces that the host may write unseen."""
+        # Code that allocated or registered pinned memory by a driver call has its address.
+        return [(piece, write) for piece, write in pieces if piece[0].viewed or piece[0].kind in HOST_KINDS]
+
+    def view(self, pieces: Iterable[Piece]) -> None:
+        """Record that the host has an array of memory, and the operations that still read the memory."""
+        for piece in pieces:
+            range_, low, high = piece
+            range_.viewed = True
+            for memory, start, end in range_.physical(low, high):
+                for read in memory.reads(start, end):
+                    if not isinstance(read.actor, Stream) or not self._foreign.is_ours(read.actor):
+                        continue
+                    mark = Obstacle(read.actor)
+                    mark.clock = Clock({read.actor.number: read.time})
+                    if not self._timeline.may_be_seen(mark):
+                        self._watch(piece, read.actor, read.what, read.stack, mark)
+
+    def may_be_written(self, stream: Stream, memory: frozenset[Bytes] | None) -> None:
+        """Record that a stream's latest operation may write memory unseen; None for any."""
+        self._keep(lambda one: memory is not None and one.piece[0].bytes not in memory)
+        before = self._kernels.get(stream)
+        if memory is not None and before is not None and not self._timeline.may_be_seen(before[0]):
+            memory = None if before[1] is None else memory | before[1]
+        self._kernels[stream] = (self._timeline.record(stream), memory)
+
+    def _may_be_written(self, memory: Bytes) -> bool:
+        seen = self._timeline.may_be_seen
+        self._kernels = {stream: one for stream, one in self._kernels.items() if not seen(one[0])}
+        return any(named is None or memory in named for _, named in self._kernels.values())
+
+    def polled(self, stream: Stream, start: int, end: int) -> None:
+        """Record that the host may poll the bytes from ``start`` to ``end``, which the latest operation of a stream
+        writes. Then it knows that the earlier work is over.
+        """
+        self._flags.append((start, end, self._timeline.record(stream)))
+        clock = stream.clock
+        self._keep(
+            lambda one: (
+                one.stream is not stream
+                and (
+                    one.mark.clock is None
+                    or not clock.after(one.stream.number, one.mark.clock.known[one.stream.number])
+                )
+            )
+        )
+
+    def seen_by_host(self, start: int, end: int) -> Clock:
+        """The work that the host may know to be over by polling, when it uses the bytes from ``start`` to ``end``."""
+        clock = self._timeline.host.copy()
+        for low, high, mark in self._flags:
+            if mark.clock is not None and (high <= start or end <= low):
+                clock.learn(mark.clock)
+        return clock
+
+    def _watch(self, piece: Piece, stream: Stream, what: str, stack: Stack, mark: Obstacle) -> None:
+        range_, low, high = piece
+        of_host = range_.kind in HOST_KINDS or (range_.kind == "allocation" and range_.grants is not None)
+        if not of_host or range_.ended:
+            return
+        others = range_.held_write or range_.bytes.shared or self._may_be_written(range_.bytes)
+        if not others and all(
+            self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)
+        ):
+            self._sources.append(_Source(piece, stream, what, stack, mark, _checksum(piece)))
+        else:
+            self._timeline.notes.add("sources", f"{what} on {stream.short}")
+
+    def _keep(self, which: Callable[[_Source], bool]) -> None:
+        kept = []
+        for one in self._sources:
+            if which(one):
+                kept.append(one)
+            elif not self._timeline.may_be_seen(one.mark):
+                self._timeline.notes.add("sources", f"{one.what} on {one.stream.short}")
+        self._sources = kept
+
+    def forget(self, ranges: Iterable[Range]) -> Callable[[], None]:
+        """Forget memory that an operation is about to write or free. The returned function takes that back."""
+        before = self._sources
+        if before:
+            gone = {id(one.bytes) for one in ranges}
+            self._sources = [one for one in before if id(one.piece[0].bytes) not in gone]
+        return lambda: self._sources.extend(one for one in before if one not in self._sources)
+
+    def clear(self) -> None:
+        """Forget all sources: the host may have waited for the copies unseen."""
+        self._keep(lambda one: False)
+
+    def check(self) -> None:
+        """Report the sources that the host has written since their copies were queued."""
+        sources, self._sources = self._sources, []
+        for one in sources:
+            range_ = one.piece[0]
+            if self._timeline.may_be_seen(one.mark) or range_.ended is not None:
+                continue
+            if not self._foreign.is_ours(one.stream):
+                self._timeline.notes.add("sources", f"{one.what} on {one.stream.short}")
+                continue
+            if _checksum(one.piece) == one.checksum:
+                self._sources.append(one)
+                continue
+            copy = f"{one.what} on {one.stream.name}, which reads the same bytes"
+            what = f"the host wrote {range_}, but nothing orders the write after {copy}."
+            remedy = f"the host must synchronise with {one.stream.name} after its {one.what}."
+            self._judge.report("race", what, remedy, range_, here(), used=one.stack)
+
+
+def _checksum(piece: Piece) -> int | None:
+    """A checksum of the bytes; None if they are not readable any more."""
+    range_, low, high = piece
+    if range_.kind == PAGEABLE and not is_readable(low, high):
+        return None
+    memory = np.frombuffer(memoryview((ctypes.c_ubyte * (high - low)).from_address(low)), np.uint8)
+    rest = len(memory) % _ROW
+    rows = memory[rest:].view(np.uint64).reshape(-1, _ROW // 8)
+    total: npt.NDArray[np.uint64] = rows[:1].copy()
+    for row in rows[1:]:
+        total *= _FACTOR  # so that the order of rows matters
+        total += row
+    return zlib.crc32(total.data, zlib.crc32(memory[:rest].data))

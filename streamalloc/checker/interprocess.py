@@ -1,0 +1,408 @@
+"""Memory and events shared with other processes, and announcements in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from streamalloc.checker import announcements
+from streamalloc.checker.announcements import Announced, Board, Entry
+from streamalloc.checker.capture import Event
+from streamalloc.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.checker.judge import Judge
+from streamalloc.checker.ranges import Addresses, Contents, Moment, Piece, Range
+from streamalloc.checker.wait_values import WaitValues
+from streamalloc.driver.reports import Stack, here
+
+_MOST_FREES = 64
+"""Most queued frees of imports that are followed."""
+_MOST_POSTS = 64
+"""Most incomplete exports that other processes can see."""
+_MOST_ANNOUNCEMENTS = 256
+"""Announcements of the facade that are kept."""
+_MOST_ACTORS = 4096
+"""Number of actors from which those without a board entry are removed."""
+
+
+def _named(name: bytes, write: bool) -> bytes:
+    """The name of posts about writes of memory, or else about reads."""
+    return name if write else name + b"reads"
+
+
+@dataclass(eq=False, slots=True)
+class _Use:
+    """A use of a part of shared memory, with the event recordings after it."""
+
+    low: int
+    high: int
+    write: bool
+    number: int
+    """Number of its actor."""
+    time: int
+    covers: list[tuple[int, int]] = field(default_factory=list)
+    """Board index and recording number of each event."""
+    post: int | None = None
+    """Board index of its post."""
+
+    def replaces(self, other: _Use) -> bool:
+        """Whether an operation that is ordered after this use is also ordered after the other one."""
+        return (
+            self.low <= other.low
+            and other.high <= self.high
+            and (self.write or (self.number == other.number and not other.write))
+        )
+
+
+class Interprocess:
+    """Exports, imports, and announcements between processes."""
+
+    def __init__(
+        self, timeline: Timeline, addresses: Addresses, values: WaitValues, events: dict[int, Event], judge: Judge
+    ) -> None:
+        self._timeline = timeline
+        self._addresses = addresses
+        self._values = values
+        self._events = events
+        self._judge = judge
+        self.exports: dict[bytes, Range] = {}
+        """Exported memory by its export data."""
+        self.names: dict[Range, bytes] = {}
+        """Export data of exported and imported memory."""
+        self.entries: dict[Range, Path] = {}
+        """File of each open import, see :func:`announcements.add_import`."""
+        self.leaving: dict[Range, Stream] = {}
+        """Streams of the pending frees of imports."""
+        self.uses: dict[Range, list[_Use]] = {}
+        """Uses that others may have to wait for, by range."""
+        self._unposted: list[tuple[Range, _Use]] = []
+        """Uses that the present call has queued."""
+        self.events: dict[bytes, Event] = {}
+        self._untold = partial(timeline.notes.add, "told")
+        """Called if no other process can read an announcement: tables are full, or files cannot be made."""
+        self.board: Board = Board(self._untold)
+        """Announcements to other processes."""
+        self.posted: dict[int, tuple[bytes, Callable[[], bool]]] = {}
+        """Name and completion test of incomplete exports, by board index."""
+        self._settled = 0
+        self.announced: dict[bytes, Obstacle] = {}
+        """Latest announcements of the facade, by name."""
+        self._actors: dict[Entry, Actor] = {}
+        """Actors for the events and posts of other processes."""
+        self._room = _MOST_ACTORS
+        """Number of actors that starts the next clean-up."""
+
+    # -- exports and imports ---------------------------------------------------------------------------------
+
+    def begins_import(self, range_: Range, exported: bytes) -> None:
+        """Tell other processes of an import, by its export data."""
+        entry = announcements.add_import(exported)
+        if entry is None:
+            self._untold()
+        else:
+            self.entries[range_] = entry
+
+    def import_ended(self, range_: Range) -> None:
+        """Remove the entry of an import."""
+        self.leaving.pop(range_, None)
+        entry = self.entries.pop(range_, None)
+        if entry is not None:
+            announcements.remove_import(entry)
+
+    def notifies(self, stream: Stream) -> None:
+        """Record that a stream notifies other processes of its queued work, including frees of imports."""
+        for range_ in [one for one, on in self.leaving.items() if on is stream]:
+            self.import_ended(range_)
+
+    def close(self) -> None:
+        """Remove everything that is visible to other processes."""
+        for range_ in tuple(self.entries):
+            self.import_ended(range_)
+        self.board.close()
+
+    def freed(self, range_: Range, stream: Stream | None = None) -> None:
+        """Record a free of memory that may be exported or imported. Without a stream the host has freed it."""
+        if stream is None:
+            self.import_ended(range_)
+        elif range_ in self.entries:
+            self.leaving[range_] = stream
+            if len(self.leaving) > _MOST_FREES:
+                self._untold()
+                self.import_ended(next(iter(self.leaving)))
+        if range_ in self.uses:
+            self._keep(range_, [])
+            del self.uses[range_]
+        self.exports.pop(self.export_of(range_), None)
+        self.names.pop(range_, None)
+
+    def export_of(self, range_: Range) -> bytes:
+        """The data of the latest export of memory; empty without one."""
+        name = self.names.get(range_, b"")
+        return name if self.exports.get(name) is range_ else b""
+
+    def check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
+        """Report a free of memory that another process has imported. ``name``: its export data."""
+        importers = announcements.importers(name) if name else []
+        if importers:
+            what = f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import."
+            remedy = "free it after every importer has freed its pointer and notified this process."
+            self._judge.report("free before the importer's", what, remedy, range_, stack)
+
+    def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
+        """The allocation or a write of memory that is missing in a clock."""
+        range_, low, high = piece
+        moments, certain = range_.written(low, high), self._timeline.certain
+        return next((one for one in moments if not certain(clock, one.actor.number, one.time)), None)
+
+    def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
+        """Check an export: importers can only wait for recorded interprocess events. ``name``: export data."""
+        piece = (range_, range_.base, range_.end)
+        missing = self._missing(piece, self._timeline.host)
+        if missing is None:
+            return
+        recorded = [(one, one.mark.clock) for one in self._events.values() if one.shared and one.mark]
+        covers = [one for one, clock in recorded if clock is not None and self._missing(piece, clock) is None]
+        if not covers:
+            self._incomplete(range_, missing, stack)
+        elif name:
+            indices = [self.index(one) for one in covers]
+            known = [one for one in indices if one is not None]
+            if len(known) == len(indices):
+                self._post(name, known, lambda: self._missing(piece, self._timeline.host) is None)
+
+    def recorded(self, event: Event) -> int:
+        """Announce a recording of an event; its number."""
+        return 0 if event.index is None else self.board.record(event.index)
+
+    def index(self, event: Event) -> int | None:
+        """The board index of an event's recordings; None if the board is full or missing."""
+        if event.index is None:
+            event.index = self.board.add_event() if self.board.is_open() else None
+            if event.index is None:
+                self._untold()
+            elif event.mark is not None:
+                number = self.board.record(event.index)
+                if event.mark.clock is not None:
+                    self.covers(event, event.mark.clock, number)
+        return event.index
+
+    def destroyed(self, event: Event) -> None:
+        """Remove an event without handles."""
+        if event in self._events.values():
+            return
+        self.events.pop(event.name, None)
+        if event.index is not None:
+            self.board.drop_event(event.index)
+            event.index = None
+
+    def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
+        if not self.board.is_open():
+            self._untold()
+            return
+        for index in [index for index, (known, _) in self.posted.items() if known == name]:
+            self._remove_post(index)
+        index = self.board.post(name, [(one, self.board.number(one)) for one in covers])
+        self.posted.pop(index, None)
+        self.posted[index] = (name, done)
+        if len(self.posted) > _MOST_POSTS:
+            self._untold()
+            self._remove_post(next(iter(self.posted)))
+
+    def _remove_post(self, index: int) -> None:
+        del self.posted[index]
+        self.board.remove_post(index)
+
+    # -- uses after the export and the import ------------------------------------------------------------------
+
+    def follow(self, range_: Range) -> None:
+        """Announce later uses of exported or imported memory."""
+        self.uses.setdefault(range_, [])
+
+    def used(self, piece: Piece, actor: Stream, write: bool) -> None:
+        """Record a use of memory that other processes may have open."""
+        range_, low, high = piece
+        if actor in self._timeline.foreign:
+            self._untold()  # its library may have recorded an event
+            return
+        made = _Use(low - range_.base, high - range_.base, write, actor.number, actor.time)
+        kept = [one for one in self.uses[range_] if not made.replaces(one)]
+        if len(kept) >= _MOST_POSTS:
+            self._untold()
+        self._keep(range_, [*kept[-_MOST_POSTS + 1 :], made])
+        self._unposted.append((range_, made))
+
+    def _keep(self, range_: Range, kept: list[_Use]) -> None:
+        """Remove the posts of a range's uses, except those of ``kept``."""
+        for one in self.uses[range_]:
+            if one not in kept and one.post is not None:
+                self.board.remove_post(one.post)
+        self.uses[range_] = kept
+
+    def _announce(self, range_: Range, one: _Use) -> None:
+        name = self.names.get(range_)
+        if name is not None and not self.board.is_open():
+            self._untold()
+        elif name is not None:
+            latest, part = one.covers[-announcements.COVERS :], (one.low, one.high)
+            one.post = self.board.post(_named(name, one.write), latest, part, one.post)
+
+    def covers(self, event: Event, clock: Clock, number: int) -> None:
+        """Announce that a recording of an event comes after earlier uses."""
+        index = event.index
+        if index is None:
+            return
+        for range_, uses in self.uses.items():
+            for one in uses:
+                if clock.after(one.number, one.time):
+                    one.covers = [it for it in one.covers if it[0] != index] + [(index, number)]
+                    self._announce(range_, one)
+
+    def release(self, clock: Clock) -> None:
+        """Record that other processes may wait for a clock by a value. Its uses need no announcement any more."""
+        self._drop_uses(clock.after)
+
+    def _drop_uses(self, is_over: Callable[[int, int], bool]) -> None:
+        """Remove the uses that are over, by actor number and time."""
+        for range_, uses in self.uses.items():
+            kept = [one for one in uses if not is_over(one.number, one.time)]
+            if len(kept) < len(uses):
+                self._keep(range_, kept)
+
+    def refresh(self, range_: Range, write: bool) -> None:
+        """Before a use of shared memory, read the other processes' announcements about it."""
+        name = self.names.get(range_)
+        if name is None:
+            return
+        found = []
+        names = [_named(name, written) for written in ((True, False) if write else (True,))]
+        for about, one in announcements.posts_of(*names):
+            if one.part != (0, 0):
+                low, high = (min(range_.base + at, range_.end) for at in one.part)
+                found.append(self._contents(low, high, one, about == names[0]))
+        range_.awaited = (*(one for one in range_.awaited if not one.step), *found)
+
+    def _contents(self, low: int, high: int, found: Announced, written: bool = True) -> Contents:
+        after = [(self._actor(entry).number, number) for entry, number in found.covers]
+        whose = f"process {found.post.process}"
+        remedy = f"an event that {whose} {'has recorded' if after else 'records after them'} (cuIpcOpenEventHandle)"
+        # A third process may have waited for this process before it made the recording.
+        after += [(actor.number, 1) for one, actor in self._actors.items() if one.process != found.post.process]
+        return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
+
+    def update_announcements(self) -> None:
+        """Announce the uses of this call, and remove announcements of completed work."""
+        for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
+            self.import_ended(range_)
+        if self._settled != self._timeline.version:
+            self._settled = self._timeline.version
+            for index in [index for index, (_, done) in self.posted.items() if done()]:
+                self._remove_post(index)
+            self._drop_uses(self._timeline.may_be_known)
+        unposted, self._unposted = self._unposted, []
+        for range_, one in unposted:
+            if one in self.uses.get(range_, ()) and one.post is None:
+                self._announce(range_, one)
+
+    def _may_be_known(self, moment: Moment) -> bool:
+        """Whether the host or another process may have waited for an operation."""
+        number, time = moment.actor.number, moment.time
+        return self._timeline.published.after(number, time) or self._timeline.is_known(number, time)
+
+    def awaited(self, range_: Range, name: bytes) -> None:
+        """Record an import by its export data, with the events that its exporter announced."""
+        found = announcements.post_of(name)
+        if found is not None and found.covers:
+            range_.awaited = (self._contents(range_.base, range_.end, found),)
+        self.names[range_] = name
+
+    # -- announcements of the facade -------------------------------------------------------------------------
+
+    def opened(self, stream: Stream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
+        """Record that a stream waits for an announcement with a name. None: the host has waited."""
+        self._values.ignore(word)
+        ours = self.announced.get(name)
+        if ours is not None and stream is not None:
+            self._timeline.wait(stream, ours)
+        elif ours is not None:
+            self._timeline.force_mark(ours)
+            self._timeline.host_observes(ours.clock or Clock())
+        found = announcements.post_of(name)
+        if found is None:
+            return
+        ready, all_ready = self._ready(found.post), self._timeline.ready.known
+        if stream is None:
+            self._timeline.host_observes(Clock({ready: 1}))
+            return
+        whose, remedy = f"process {found.post.process}", f"{stream.name}, on which it was opened"
+        self._timeline.submit(stream, lambda stream: stream.clock.learn(Clock({ready: 1})))
+        for range_, low, high in self._addresses.pieces(address, nbytes):
+            made = Contents(low, high, [(ready, 1)], lambda: found.over or ready not in all_ready, whose, remedy)
+            if not any((one.low, one.high, one.after) == (low, high, made.after) for one in range_.awaited):
+                range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
+
+    def share(self, stream: Stream, address: int, nbytes: int, name: bytes) -> None:
+        """Announce that memory is complete after the queued work of a stream."""
+        stack, pieces = here(), self._addresses.pieces(address, nbytes)
+        host = self._timeline.host
+        if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
+            mark = self.announced[name] = self._timeline.record(stream)
+            if len(self.announced) > _MOST_ANNOUNCEMENTS:
+                self._untold()
+                del self.announced[next(iter(self.announced))]
+            self._post(name, [], partial(self._timeline.may_be_seen, mark))
+
+        def share(stream: Stream) -> None:
+            for piece in pieces:
+                missing = self._missing(piece, stream.clock)
+                if missing is not None:
+                    self._incomplete(piece[0], missing, stack)
+            self._timeline.published.learn(stream.clock)
+
+        self._timeline.submit(stream, share)
+
+    def _incomplete(self, range_: Range, missing: Moment, stack: Stack) -> None:
+        by = missing.actor.name
+        work = f"its {missing}" if missing is range_.born else missing
+        what = f"{range_} is exported, but nothing lets importers wait for {work}."
+        remedy = f"synchronise with {by} first, or record an interprocess event there that importers wait for."
+        self._judge.report("export before completion", what, remedy, range_, stack, used=missing.stack)
+
+    # -- recordings of other processes -----------------------------------------------------------------------
+
+    def recorded_elsewhere(self, event: Event) -> Clock | None:
+        """Clock of the work that may precede an unseen recording of an event; None if there is none."""
+        if event.foreign and event.mark is None:
+            self._timeline.notes.add("waits", "an event or a semaphore of another library")
+            return self._timeline.everything()
+        if not event.elsewhere:
+            return None
+        clock = self._timeline.published.copy()
+        clock.learn(self._timeline.ready)
+        for entry in announcements.events_of(event.name):
+            if entry.number:
+                clock.known[self._actor(entry).number] = entry.number
+        return clock
+
+    def _actor(self, entry: Entry) -> Actor:
+        """The actor of another process's event or post. Its time is the event's number of recordings, or 1 for a
+        post.
+        """
+        found = self._actors.get(entry)
+        if found is None:
+            if len(self._actors) >= self._room:
+                self._actors = {one: actor for one, actor in self._actors.items() if one.is_there}
+                self._room = max(_MOST_ACTORS, 2 * len(self._actors))
+            found = self._actors[entry] = self._timeline.thread(f"process {entry.process}")
+        return found
+
+    def _ready(self, post: Entry) -> int:
+        """The number of the actor for a post. The oldest such actors are removed."""
+        number, ready = self._actor(post).number, self._timeline.ready
+        ready.known[number] = 1
+        if len(ready.known) > 2 * _MOST_ANNOUNCEMENTS:
+            self._untold()
+            gone = set(list(ready.known)[:_MOST_ANNOUNCEMENTS])
+            self._actors = {entry: actor for entry, actor in self._actors.items() if actor.number not in gone}
+            self._timeline.forget(gone)
+        return number

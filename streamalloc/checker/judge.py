@@ -1,0 +1,329 @@
+"""Checks of each allocation, use and free against the order of earlier operations. Pure Python, no driver."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, MOST_WAITS, Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.checker.ranges import MANY_USERS, NEVER, Access, Contents, Moment, Piece, Range
+from streamalloc.driver.reports import LAUNCHED, Hazard, Launched, Stack, place_of
+
+_WAKES = {"sleep()": ", or wake() before it", "evict()": ", or restore() before it"}
+_VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
+
+
+class Recording(NamedTuple):
+    """A recording of an event."""
+
+    stream: Stream
+    mark: Obstacle
+    """End of the recorded work."""
+    stack: Stack
+
+
+class Wait(NamedTuple):
+    """A wait of a stream or of the host for an event."""
+
+    made: str
+    """Place where the event was made."""
+    recordings: tuple[Recording, ...]
+    """The last recording before the wait, and earlier ones that it replaced."""
+    stack: Stack
+
+
+class Judge:
+    """Records operations on ranges and reports hazards to ``on_hazard``."""
+
+    def __init__(self, timeline: Timeline, on_hazard: Callable[[Hazard], None], published: Clock | None = None) -> None:
+        self.timeline = timeline
+        self._on_hazard = on_hazard
+        self._published = Clock() if published is None else published
+        """Work that other processes can wait for, and may have."""
+        self._waits: deque[Wait] = deque(maxlen=MOST_WAITS)
+        """The latest waits of the host for events."""
+
+    def waited(self, actor: Actor, wait: Wait) -> None:
+        """Record a wait for an event, for reports of an order that it does not give."""
+        (actor.waits if isinstance(actor, Stream) else self._waits).append(wait)
+
+    def missing_order(self, before: Moment, later: Actor) -> str:
+        """The advice how to order an actor after an operation. It names a wait that has no effect."""
+        waiting = later if later.within is None else later.within
+        waits = waiting.waits if isinstance(waiting, Stream) else self._waits
+        vain = (_vain(wait, before, waiting) for wait in reversed(waits) if isinstance(before.actor, Stream))
+        return next(filter(None, vain), "") or _missing_order(before, later)
+
+    def _is_open(self, range_: Range, before: Moment) -> bool:
+        """Whether another process may have ordered the operation, unseen by the checker."""
+        found = range_.bytes.shared and self._published.after(before.actor.number, before.time)
+        if found:
+            self.timeline.notes.add("shared", str(range_))
+        return found
+
+    # -- allocation and free ---------------------------------------------------------------------------------
+
+    def allocate(self, made: Range, stream: Stream) -> None:
+        """Record an allocation when its stream runs it."""
+        made.born = Moment(stream, "allocation", made.stack)
+        made.pending = False
+        for previous in made.previous:
+            ended = previous.ended
+            if ended is None or ended.actor is stream:
+                continue
+            if not stream.clock.after(ended.actor.number, ended.time):
+                # The driver reuses memory only after its free.
+                self.timeline.chosen(previous.freed_after or Clock({ended.actor.number: ended.time}), stream)
+
+    def free(
+        self, range_: Range, actor: Actor, clock: Clock, what: str, stack: Stack, ending: str = ""
+    ) -> Callable[[], None]:
+        """Record a free, or an unmap or release if ``ending`` says so. Report operations that may still use the
+        memory.
+
+        The returned function takes the free back, because the driver refused it.
+        """
+        order, before = self.timeline.order, (range_.ended, range_.freed_after)
+
+        def undo() -> None:
+            range_.ended, range_.freed_after = before
+
+        born, free = range_.born, Moment(actor, what, stack)
+        if range_.ended is not None:
+            what = f"{free} frees {range_} again: {range_.ended} had freed it."
+            self.report("double free", what, "free it once.", range_, stack, freed=range_.ended.stack)
+            return undo
+        if born is not None and not ending:
+            ordered = CERTAIN if born.actor is actor else order(clock, born.actor.number, born.time)
+            if ordered != CERTAIN or range_.pending:
+                formerly, more = _formerly(range_)
+                where = f"{born.actor.name}{formerly}"
+                what = f"{free} frees {range_}, but nothing orders the free after the allocation on {where}."
+                remedy = self.missing_order(born, actor)
+                self.report("free before allocation", what, remedy, range_, stack, ordered=ordered, **more)
+        for use in range_.last.values():
+            if use.actor is actor:
+                continue
+            ordered = order(clock, use.actor.number, use.time)
+            if ordered != CERTAIN and not self._is_open(range_, use):
+                kind = f"{ending} while in use" if ending else "free racing a use"
+                what = f"{free} {_VERBS[ending]} {range_}, but nothing orders it after {use}."
+                self.report(kind, what, self.missing_order(use, actor), range_, stack, ordered=ordered, used=use.stack)
+        for one in range_.imports:
+            if one.kind.startswith("import") and not self._import_ended(range_, one.ended, actor, clock):
+                what = f"{free} frees {range_}, but nothing orders it after the free of its import at {one.base:#x}."
+                order_of = self.missing_order
+                remedy = "free the imported pointer first." if one.ended is None else order_of(one.ended, actor)
+                self.report("free before the importer's", what, remedy, range_, stack, imported=one.stack)
+        range_.ended = free
+        range_.freed_after = None if actor.is_host else clock.copy()
+        return undo
+
+    def _import_ended(self, range_: Range, over: Moment | None, actor: Actor, clock: Clock) -> bool:
+        if over is None:
+            return False
+        ordered = over.actor is actor or self.timeline.order(clock, over.actor.number, over.time)
+        return bool(ordered) or self._is_open(range_, over)
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    def use(
+        self, pieces: Iterable[Piece], access: Access, clock: Clock, device: int | None = None, races: bool = True
+    ) -> None:
+        """Record a read or write of addresses. ``device``: check its access rights, which the driver does not.
+
+        ``races`` is False for a use that the waited-for value orders with other uses.
+        """
+        actor, number, order = access.actor, access.actor.number, self.timeline.order
+        for range_, low, high in pieces:
+            if range_.ended is not None:
+                self._after_end(range_, access, clock)
+                continue
+            born = range_.born
+            if born is not None and (born.actor is not actor or range_.pending):
+                ordered = order(clock, born.actor.number, born.time)
+                if range_.pending or (ordered != CERTAIN and not self._is_open(range_, born)):
+                    self._before_birth((range_, low, high), born, access, clock, ordered)
+            needed = 3 if access.write else 1
+            if device is not None and needed & ~self._rights(range_, device):
+                rights = "only read access" if self._rights(range_, device) else "no access"
+                did = "writes" if access.write else "reads"
+                what = f"{access} {did} {range_}, but device {device} has {rights} to it."
+                calls = "cuCtxEnablePeerAccess" if range_.context else "cuMemSetAccess, cuMemPoolSetAccess"
+                remedy = f"grant device {device} access ({calls})."
+                self.report("access without a grant", what, remedy, range_, access.stack)
+            for contents in range_.awaited:
+                self._await(range_, low, high, contents, access, clock)
+            range_.last[number] = access
+            if len(range_.last) > MANY_USERS:
+                self._forget(range_.last)
+            if not races:
+                continue
+            for memory, start, end in range_.physical(low, high):
+                for before, ordered in memory.touch(start, end, access, clock, order, self._forget):
+                    if not (access.atomic and before.atomic) and not self._is_open(range_, before):
+                        self._race(range_, before, access, ordered)
+
+    def _rights(self, range_: Range, device: int) -> int:
+        """The access of a device: 1 read, 3 write."""
+        rights = 3 if range_.grants is None else range_.grants.get(device, 0)
+        if rights < 3 and range_.context and self.timeline.foreign:
+            self.timeline.notes.add("access", str(range_))
+            return 3
+        return rights
+
+    def beyond(self, piece: Piece, end: int, access: str, stack: Stack) -> None:
+        """Report a use that begins inside a range and extends beyond it, to ``end``."""
+        range_, start, last = piece
+        if range_.ended is None:
+            what = f"{access} uses {end - start:,} bytes from offset {start - range_.base:,} of {range_}"
+            what += f", {end - last:,} bytes more than there are."
+            remedy = "use no more bytes than the allocation has; sizes count bytes, not elements."
+            self.report("out of bounds", what, remedy, range_, stack)
+
+    def reads_unwritten(self, piece: Piece, access: Access, unseen_upto: int) -> None:
+        """Report a read of bytes that were never written. ``unseen_upto``: highest number of memory that a kernel may
+        have written unseen.
+        """
+        range_, low, high = piece
+        # The host writes through arrays, unseen.
+        if range_.ended is not None or range_.awaited or not range_.grants or range_.viewed:
+            return
+        for memory, start, end in range_.physical(low, high):
+            missing = 0 if memory.shared or memory.number <= unseen_upto else memory.unwritten(start, end)
+            if not missing:
+                continue
+            some = "these bytes" if missing == high - low else f"{missing:,} of the {high - low:,} bytes"
+            what = f"{access} reads {range_}, but nothing has written {some}."
+            remedy = "write them first, or report the kernel that writes them with used()."
+            self.report("uninitialized", what, remedy, range_, access.stack)
+            return
+
+    def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
+        if contents.low >= high or low >= contents.high or not (contents.written or access.write):
+            return
+        if any(clock.after(*one) for one in contents.after):
+            return
+        if contents.over():
+            range_.awaited = tuple(one for one in range_.awaited if one is not contents)
+            return
+        if access.actor in self.timeline.foreign:
+            self.timeline.notes.add("shared", str(range_))  # its library may have waited
+            return
+        did = "writes" if contents.written else "reads"
+        what = f"{access} uses {range_}, but nothing orders it after the {did} of {contents.whose}."
+        self.report("race", what, f"{access.actor.name} must wait for {contents.remedy}.", range_, access.stack)
+
+    def _forget(self, uses: dict[int, Access]) -> None:
+        """Remove uses that the host has waited for, because all later work comes after them."""
+        for number, use in tuple(uses.items()):
+            if self.timeline.may_be_known(number, use.time):
+                del uses[number]
+
+    def _race(self, range_: Range, before: Access, access: Access, ordered: int) -> None:
+        if before.actor is access.actor:
+            what = f"{access} reads and writes the same bytes of {range_} in no defined order."
+            remedy = "separate the source from the target, or use several operations."
+            self.report("race", what, remedy, range_, access.stack)
+            return
+        did, earlier = ("writes" if one.write else "reads" for one in (access, before))
+        what = f"{access} {did} {range_}, but nothing orders it after {before}, which {earlier} the same bytes."
+        remedy = self.missing_order(before, access.actor)
+        self.report("race", what, remedy, range_, access.stack, ordered=ordered, used=before.stack)
+
+    def _after_end(self, range_: Range, access: Access, clock: Clock) -> None:
+        ended, actor = range_.ended, access.actor
+        assert ended is not None
+        queued = range_.last.pop(actor.number, None)
+        if queued is not None and queued.time == NEVER:
+            return  # reported at the free
+        if ended.actor is actor or self.timeline.order(clock, ended.actor.number, ended.time):
+            what = f"{access} uses {range_} after {ended} freed it."
+            kind, remedy = "use after free", f"call {ended.call} after this use{_WAKES.get(ended.call, '')}."
+        else:
+            what = f"{access} uses {range_}, but nothing orders it before {ended}, which frees it."
+            kind, remedy = "free racing a use", self.missing_order(access, ended.actor)
+        self.report(kind, what, remedy, range_, access.stack, freed=ended.stack)
+
+    def _before_birth(self, piece: Piece, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
+        range_, low, high = piece
+        actor = access.actor
+        for previous in () if ordered else range_.previous:
+            first, ended = previous.born, previous.ended
+            if first is None or ended is None or previous.end <= low or high <= previous.base:
+                continue
+            if first.actor is actor or self.timeline.order(clock, first.actor.number, first.time):
+                where = born.actor.name
+                what = f"{access} uses memory that {ended} freed and that is now {range_}, allocated on {where}."
+                remedy = f"free it after this use: {self.missing_order(access, ended.actor)}"
+                self.report("reuse race", what, remedy, range_, access.stack, freed=ended.stack)
+                return
+        formerly, more = _formerly(range_)
+        where = f"{born.actor.name}{formerly}"
+        what = f"{access} uses {range_}, but nothing orders this use after the allocation on {where}."
+        remedy = self.missing_order(born, actor)
+        self.report("use before allocation", what, remedy, range_, access.stack, ordered=ordered, **more)
+
+    def report(
+        self, kind: str, what: str, remedy: str, range_: Range, call: Stack, *, ordered: int = 0, **places: Stack
+    ) -> None:
+        """Report a hazard of a range. ``ordered``: the order that exists in this run."""
+        made = "imported" if range_.kind.startswith("import") else "allocated"
+        shown: list[tuple[str, Stack]] = []
+        for name, stack in {"this call": call, **places, made: range_.stack}.items():
+            shown.append((name, stack))
+            if isinstance(stack, Launched):
+                shown.append((f"{name}{LAUNCHED}", stack.launch))
+        self._on_hazard(Hazard(kind, what, remedy, range_.base, range_.size, ordered != BY_CHOICE, tuple(shown)))
+
+
+def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
+    """The previous owner of a range's addresses, as text and places."""
+    for one in range_.previous:
+        if one.ended is not None:
+            text = f"; before that {one} was there, until {one.ended} freed it"
+            return text, {"allocated before": one.stack, "freed before": one.ended.stack}
+    return "", {}
+
+
+def _vain(wait: Wait, before: Moment, waiting: Actor) -> str:
+    """The advice if a wait was meant to order its actor after an operation, but does not; otherwise empty."""
+    operation = f"the {_bare(before)} of {place_of(before.stack)}"
+    waits = f"{'the host' if waiting.is_host else waiting.short} waits at {place_of(wait.stack)} for the event"
+    if not wait.recordings:
+        record = f"record it on {before.actor.short} after {operation}, before the wait."
+        return f"{waits} made at {wait.made}, which nothing had recorded by then: {record}"
+    covering = [
+        one for one in wait.recordings
+        if one.mark.clock is None or one.mark.clock.after(before.actor.number, before.time)
+    ]  # fmt: skip
+    last = wait.recordings[-1]
+    if last in covering:
+        return ""
+    if covering:
+        replaced = f"but the recording of {place_of(last.stack)} has replaced that one: use two events."
+        return f"{waits} recorded at {place_of(covering[-1].stack)} after {operation}, {replaced}"
+    if last.stream is before.actor:
+        return f"{waits} recorded at {place_of(last.stack)}, before {operation}: record it after that."
+    return ""
+
+
+def _bare(moment: Moment) -> str:
+    """The name of an operation without its article."""
+    return moment.call.removeprefix("a ").removeprefix("an ")
+
+
+def _missing_order(before: Moment, later: Actor) -> str:
+    its = _bare(before)
+    actor, waiting = before.actor.short, later.short
+    if later.is_host and later.within is not None and not before.actor.is_host:
+        event = f"an event recorded on {actor} after its {its}"
+        return f"{later.within.short} must wait for {event}, before the host function is queued."
+    if later.is_host:
+        return f"the host must synchronise with {actor} after its {its}."
+    if before.actor.is_host:
+        return f"{actor} must do its {its} before the work of {waiting} is queued."
+    if later.name.startswith("graph node"):
+        return f"{waiting} must depend on {actor}."
+    return f"{waiting} must wait for an event recorded on {actor} after its {its}."

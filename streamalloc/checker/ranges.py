@@ -1,0 +1,389 @@
+"""Address ranges, the physical bytes behind them, and the latest uses of each byte. Pure Python, no driver.
+
+A :class:`Range` is an allocation, a mapping or an import, from its allocation to its free. It refers to physical
+:class:`Bytes`. Several ranges can refer to the same bytes: mappings of one handle, imports in the exporting process,
+and replicas of a multicast object. The bytes record their uses as intervals, so that uses by different ranges are
+compared.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from operator import attrgetter
+from typing import Any
+
+from streamalloc.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
+from streamalloc.checker.notes import Notes
+from streamalloc.driver.reports import Stack, function_of
+
+NEVER = 1 << 62
+"""Time of an operation that has not run yet."""
+MANY_USERS = 64
+"""Actors per interval before those already waited for are removed."""
+_MANY_RANGES = 20_000
+"""Recorded ranges before freed ones are removed."""
+
+
+class Moment:
+    """One operation: its actor, its time, its name, and its place in the program."""
+
+    __slots__ = ("actor", "stack", "time", "what")
+
+    def __init__(self, actor: Actor, what: str, stack: Stack) -> None:
+        self.actor: Actor = actor
+        self.time: int = actor.time
+        self.what: str = what
+        self.stack: Stack = stack
+
+    def __str__(self) -> str:
+        if self.actor.name.startswith("graph node"):
+            return self.actor.name  # it contains the call
+        call = f"{self.what} in {self.call}" if self.call != self.what else self.what
+        return f"{call} {'by' if self.actor.is_host else 'on'} {self.actor.name}"
+
+    @property
+    def call(self) -> str:
+        """The call in the program: that of this package, if it made the driver's."""
+        function = function_of(self.stack) if self.what.startswith("cu") else ""
+        return f"{function}()" if function else self.what
+
+
+class Access(Moment):
+    """An operation that reads or writes memory."""
+
+    __slots__ = ("atomic", "write")
+
+    def __init__(
+        self, actor: Actor, what: str, stack: Stack, write: bool, atomic: bool = False, time: int | None = None
+    ) -> None:
+        super().__init__(actor, what, stack)
+        if time is not None:
+            self.time = time
+        self.write: bool = write
+        self.atomic: bool = atomic
+        """True if it does not race with other atomic operations."""
+
+
+class _Segment:
+    """An interval of bytes with equal uses: the last write, and later reads by actor number."""
+
+    __slots__ = ("end", "reads", "start", "write")
+
+    def __init__(self, start: int, end: int, write: Access | None = None) -> None:
+        self.start = start
+        self.end = end
+        self.write = write
+        self.reads: dict[int, Access] = {}
+
+    def cut(self, at: int) -> tuple[_Segment, _Segment]:
+        """The two segments before and after an offset."""
+        first, second = _Segment(self.start, at, self.write), _Segment(at, self.end, self.write)
+        first.reads, second.reads = self.reads, self.reads.copy()
+        return first, second
+
+
+_start = attrgetter("start")
+Order = Callable[[Clock, int, int], int]
+Forget = Callable[[dict[int, Access]], object]
+
+
+_numbers = count()
+
+
+class Bytes:
+    """Physical memory, with the latest uses of each interval."""
+
+    __slots__ = ("_segments", "fresh", "number", "shared", "types")
+
+    def __init__(self) -> None:
+        self.number: int = next(_numbers)
+        """Later memory has a higher number."""
+        self.shared: bool = False
+        """Whether other processes may have the memory."""
+        self.fresh: tuple[tuple[int, int], ...] = ()
+        """Intervals to which no device has had access."""
+        self.types: tuple[Any, ...] = ()
+        """Intervals with element types, see :mod:`streamalloc.checker.contents`."""
+        # A single list: after an interrupt, two lists might differ.
+        self._segments: list[_Segment] = []
+
+    def touch(
+        self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget
+    ) -> list[tuple[Access, int]]:
+        """Record a use of the bytes from ``start`` to ``end``. Returns earlier conflicting uses without a certain
+        order.
+
+        Several :class:`Access` objects of one actor and time belong to one operation, and are not ordered. ``forget``
+        removes obsolete reads from a long table.
+        """
+        segments = self._segments
+        if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
+            chosen = segments
+        else:
+            chosen = self._between(start, end)
+        found: dict[Access, int] = {}
+        number, time, write = access.actor.number, access.time, access.write
+        for segment in chosen:
+            before = segment.write
+            earlier: Iterable[Access] = () if before is None else (before,)
+            if write and segment.reads:
+                earlier = (*earlier, *segment.reads.values())
+            for one in earlier:
+                if one.actor.number != number:
+                    ordered = order(clock, one.actor.number, one.time)
+                    if ordered != CERTAIN:
+                        found[one] = ordered
+                elif one.time == time and one is not access:
+                    found[one] = UNORDERED
+            if write:
+                segment.write = access
+                if segment.reads:
+                    segment.reads = {}
+            else:
+                segment.reads[number] = access
+                if len(segment.reads) > MANY_USERS:
+                    forget(segment.reads)
+        if write and len(chosen) > 1:
+            first = bisect_left(segments, start, key=_start)
+            segments[first : first + len(chosen)] = [_Segment(start, end, access)]
+        return list(found.items())
+
+    def writes(self, start: int, end: int) -> list[Access]:
+        """The latest writes of the bytes from ``start`` to ``end``."""
+        return [one.write for one in self._overlapping(start, end) if one.write is not None]
+
+    def reads(self, start: int, end: int) -> list[Access]:
+        """The reads of the bytes from ``start`` to ``end`` since their latest writes."""
+        return [read for one in self._overlapping(start, end) for read in one.reads.values()]
+
+    def unwritten(self, start: int, end: int) -> int:
+        """The number of bytes from ``start`` to ``end`` that were never written."""
+        written = (one for one in self._overlapping(start, end) if one.write is not None)
+        return end - start - sum(min(one.end, end) - max(one.start, start) for one in written)
+
+    def _overlapping(self, start: int, end: int) -> list[_Segment]:
+        return [one for one in self._segments if one.start < end and start < one.end]
+
+    def _between(self, start: int, end: int) -> list[_Segment]:
+        """The segments from ``start`` to ``end``: cut at both ends, with new ones in gaps."""
+        segments = self._segments
+        at = bisect_right(segments, start, key=_start) - 1
+        if at < 0 or segments[at].end <= start:
+            at += 1
+        elif segments[at].start < start:
+            segments[at : at + 1] = segments[at].cut(start)
+            at += 1
+        first, position = at, start
+        while position < end:
+            if at == len(segments) or segments[at].start > position:
+                upto = end if at == len(segments) else min(end, segments[at].start)
+                segments.insert(at, _Segment(position, upto))
+            elif segments[at].end > end:
+                segments[at : at + 1] = segments[at].cut(end)
+            position = segments[at].end
+            at += 1
+        return segments[first:at]
+
+
+@dataclass
+class Binding:
+    """Bytes bound to a part of a multicast object."""
+
+    offset: int
+    size: int
+    bytes: Bytes
+    start: int
+    device: int | None = None
+    """Device of the replica; None if unknown."""
+
+
+@dataclass
+class Contents:
+    """A part of shared memory that another process may still use."""
+
+    low: int
+    high: int
+    after: list[tuple[int, int]]
+    """Actors and times; one of them must precede a use."""
+    over: Callable[[], bool]
+    """Returns whether the other process's work may have ended."""
+    whose: str
+    remedy: str
+    step: bool = False
+    """Whether it was used after the export."""
+    written: bool = True
+    """True for writes of the other process, False for reads."""
+
+
+@dataclass(eq=False)
+class Range:
+    """Addresses that refer to bytes, from allocation to free."""
+
+    base: int
+    size: int
+    kind: str
+    """Name of the resource in reports."""
+    bytes: Bytes = field(default_factory=Bytes)
+    offset: int = 0
+    """Offset of the first address in the bytes."""
+    stack: Stack = ()
+    born: Moment | None = None
+    """Stream-ordered allocation; None for a synchronous one."""
+    ended: Moment | None = None
+    """Free, unmap or release."""
+    freed_after: Clock | None = None
+    """Clock of a free in stream order."""
+    vacated: bool = False
+    """Whether other memory may now have these addresses."""
+    pending: bool = False
+    """Whether the allocation is queued and has not run."""
+    last: dict[int, Access] = field(default_factory=dict)
+    """Latest use by actor number."""
+    previous: tuple[Range, ...] = ()
+    """Ranges that had the same addresses before."""
+    grants: dict[int, int] | None = None
+    """Access of devices: 1 read, 3 write; None: all have access. Ranges of one pool or context share it."""
+    bindings: list[Binding] | None = None
+    """Bound bytes of a mapped multicast object; None for other memory."""
+    opened: int = 1
+    """Number of ``cuIpcOpenMemHandle`` calls that returned this range."""
+    imports: list[Range] = field(default_factory=list)
+    """Imports of this memory in the same process."""
+    context: int = 0
+    """Context whose end frees the range; 0 for none."""
+    awaited: tuple[Contents, ...] = ()
+    """Parts of an import that may not be complete."""
+    deferred: bool = False
+    """Whether its free waits for importers."""
+    viewed: bool = False
+    """Whether the host has an array of it."""
+    held_write: bool = False
+    """Whether a write was queued on a stream that was waiting."""
+    released: Stack | None = None
+    """Place of the release; None while memory may be written."""
+
+    @property
+    def end(self) -> int:
+        """First address after the range."""
+        return self.base + self.size
+
+    def physical(self, low: int, high: int) -> list[tuple[Bytes, int, int]]:
+        """The bytes behind the addresses from ``low`` to ``high``."""
+        start, end = low - self.base + self.offset, high - self.base + self.offset
+        if self.bindings is None:
+            return [(self.bytes, start, end)]
+        found = []
+        for one in self.bindings:
+            first, last = max(start, one.offset), min(end, one.offset + one.size)
+            if first < last:
+                found.append((one.bytes, first - one.offset + one.start, last - one.offset + one.start))
+        return found
+
+    def written(self, low: int, high: int) -> list[Moment]:
+        """The allocation, and the latest writes of the bytes from ``low`` to ``high``."""
+        found: list[Moment] = [] if self.born is None else [self.born]
+        for memory, start, end in self.physical(low, high):
+            found += memory.writes(start, end)
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {size_text(self.size)} at {self.base:#x}"
+
+
+Piece = tuple[Range, int, int]
+"""A range, and the first and end address of a part."""
+Pieces = list[tuple[Piece, bool]]
+"""Parts of ranges, and whether they are written."""
+
+
+def size_text(nbytes: int) -> str:
+    """A size with its unit, such as ``4 KiB``."""
+    for step, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= step and nbytes % step == 0:
+            return f"{nbytes // step} {unit}"
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+
+
+class Addresses:
+    """The ranges of an address space. A freed range stays until another range takes its addresses."""
+
+    def __init__(self, notes: Notes | None = None) -> None:
+        self._notes = Notes() if notes is None else notes
+        self._at: dict[int, Range] = {}
+        self._bases: list[int] = []
+        self._most = _MANY_RANGES
+
+    def add(self, made: Range) -> None:
+        """Add a range in place of those it overlaps. Other parts of freed ranges stay."""
+        same = self._at.get(made.base)
+        if same is not None and same.size == made.size and same.ended is not None:
+            made.previous, same.previous = (same,), ()
+            self._at[made.base] = made
+            return
+        for old in self.overlapping(made.base, made.end):
+            self.remove(old.base)
+            if old.ended is None:
+                continue
+            made.previous += (old,)
+            # A report names one earlier owner.
+            old.previous = ()
+            for low, high in ((old.base, made.base), (made.end, old.end)):
+                if low < high:
+                    self._insert(replace(old, base=low, size=high - low, offset=old.offset + low - old.base))
+        if len(self._at) > self._most:
+            self._notes.add("freed")
+            for old in [one for one in self._at.values() if one.ended is not None]:
+                self.remove(old.base)
+            self._most = max(_MANY_RANGES, 2 * len(self._at))
+        self._insert(made)
+
+    def _insert(self, made: Range) -> None:
+        self._at[made.base] = made
+        at = bisect_left(self._bases, made.base)
+        if self._bases[at : at + 1] != [made.base]:
+            self._bases.insert(at, made.base)
+
+    def remove(self, base: int) -> None:
+        """Remove the range that begins at an address."""
+        # An interrupt between these lines leaves a base without a range, which look-ups skip.
+        self._at.pop(base, None)
+        at = bisect_left(self._bases, base)
+        if self._bases[at : at + 1] == [base]:
+            del self._bases[at]
+
+    def find(self, address: int) -> Range | None:
+        """The range that contains an address."""
+        found = self._at.get(address)
+        if found is not None:
+            return found
+        at = bisect_right(self._bases, address) - 1
+        found = self._at.get(self._bases[at]) if at >= 0 else None
+        return found if found is not None and address < found.end else None
+
+    def overlapping(self, start: int, end: int) -> list[Range]:
+        """The ranges that overlap the addresses from ``start`` to ``end``, in order."""
+        bases = self._bases[max(bisect_right(self._bases, start) - 1, 0) : bisect_left(self._bases, end)]
+        return [one for base in bases if (one := self._at.get(base)) is not None and one.end > start]
+
+    def pieces(self, start: int, size: int) -> list[Piece]:
+        """The parts of ranges within ``size`` addresses from ``start`` on."""
+        if not size:
+            return []
+        found = self._at.get(start)
+        if found is not None and size <= found.size:
+            return [(found, start, start + size)]
+        end = start + size
+        return [(one, max(start, one.base), min(end, one.end)) for one in self.overlapping(start, end)]
+
+    def vacate(self, which: Callable[[Range], bool]) -> None:
+        """Mark freed ranges whose addresses the driver may now give to other memory."""
+        for one in self._at.values():
+            if one.ended is not None and which(one):
+                one.vacated = True
+
+    def living(self) -> list[Range]:
+        """The ranges that are not freed."""
+        return [one for one in self._at.values() if one.ended is None]

@@ -1,0 +1,56 @@
+"""The rules of all driver calls, by the name of the call."""
+
+from __future__ import annotations
+
+import re
+
+from streamalloc.checker.rules import graphs, memory, order, sharing, work
+from streamalloc.checker.rules.rule import Answer, Arguments, Before, Rule
+from streamalloc.checker.state import State
+from streamalloc.checker.uses import Finish
+from streamalloc.driver.account import COUNTED
+from streamalloc.driver.bindings import cuda
+
+RULES: dict[str, Rule] = {
+    name: rule for area in (work, memory, order, graphs, sharing) for name, rule in area.RULES.items()
+}
+_WORK = re.compile(
+    "cu(Launch|Mem(cpy|set|MapArray|.*Async$)|Graph(Add|.*Node.*SetParams)|Graphics(Map|Unmap)|EGLStream"
+    "|Stream(Begin|End|.*MemOp)|LogicalEndpointBind|CheckpointProcess)"
+)
+UNKNOWN = {name for name in dir(cuda) if _WORK.match(name)} - {*RULES, *COUNTED}
+"""Calls without a rule that use memory or order work."""
+_NEED_MEMORY = {
+    "cuIpcGetMemHandle": 0,
+    "cuMemAdvise": 0,
+    "cuMemGetHandleForAddressRange": 0,
+    "cuMemHostGetDevicePointer": 0,
+    "cuMemPoolExportPointer": 0,
+    "cuMemSetAccess": 0,
+    "cuMulticastBindAddr": 2,
+    "cuMulticastBindAddr_v2": 3,
+    "cuPointerSetAttribute": 2,
+}
+"""Index of an address argument that must name memory."""
+
+
+def _checked(before: Before | None, at: int) -> Before:
+    """A rule that checks for freed memory first."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        stale = state.stale(0, name, ((args[at], 1, False),), in_order=False)
+        finish = None if before is None else before(state, name, args)
+
+        def both(answer: Answer) -> None:
+            stale(answer)
+            if finish is not None:
+                finish(answer)
+
+        return both
+
+    return rule
+
+
+for _name, _at in _NEED_MEMORY.items():
+    _rule = RULES.get(_name, Rule())
+    RULES[_name] = Rule(_checked(_rule.before, _at), _rule.after)

@@ -1,0 +1,400 @@
+"""Allocations and frees, pools, host memory, physical memory and its mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+from streamalloc.checker.ranges import Binding, Range
+from streamalloc.checker.rules.rule import After, Answer, Arguments, ends, rules
+from streamalloc.checker.state import OPENED, Array, Physical, State
+from streamalloc.checker.streams import beside_captures, rights_of_process
+from streamalloc.checker.uses import Finish, nothing
+from streamalloc.driver.bindings import cuda, number_of
+from streamalloc.driver.reports import here
+
+_DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
+_FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
+"""Bytes per channel by the last part of the format's name; 16 otherwise."""
+_PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
+
+
+# -- stream order --------------------------------------------------------------------------------------------
+
+
+def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    if not int(answer[1]):
+        return
+    stream = state.stream(args[-1])
+    pool = int(args[1]) if "FromPool" in name else _current_pool(state, state.devices.get(stream))
+    made = state.allocate(int(answer[1]), int(args[0]), stream, state.pools.get(pool), here())
+    made.viewed = pool in state.host_pools
+
+
+def _current_pool(state: State, device: int | None) -> int:
+    """The current pool of a device; 0 if unknown."""
+    if device is not None and device not in state.current_pools:
+        with beside_captures(state.driver):
+            pool = state.ask("cuDeviceGetMemPool", device)
+            if pool:
+                state.current_pools[device] = pool
+                _find_pool(state, pool, device)
+    return 0 if device is None else state.current_pools.get(device, 0)
+
+
+def _find_pool(state: State, pool: int, device: int) -> None:
+    """Record a pool that the driver or other code has made, with the access of devices that it has now."""
+    if pool in state.pools:
+        return
+    grants = {device: 3}
+    place = cuda.CUmemLocation()
+    place.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    for other in range(state.ask("cuDeviceGetCount") or 0):
+        place.id = other
+        rights = state.ask("cuMemPoolGetAccess", cuda.CUmemoryPool(pool), place)
+        if rights:
+            grants[other] = rights
+    state.pools[pool] = grants
+
+
+def _frees(state: State, name: str, args: Arguments) -> Finish:
+    return state.free(number_of(args[0]), state.stream(args[1]), name, here())
+
+
+# -- at once -------------------------------------------------------------------------------------------------
+
+
+def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
+    """A synchronous free, or a close of imported memory."""
+    found = state.addresses.find(number_of(args[0]))
+    ranges = [found] if found is not None and found.base == number_of(args[0]) else []
+    if found is not None and found.opened > 1:
+        return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
+    if ranges and ranges[0].kind in ("device memory", OPENED):
+        # The driver waits for the device, unless it is pool memory.
+        state.note_waiting_free(ranges[0], name)
+        state.wait_for_device()
+    stack, ending = here(), "release" if "Host" in name else ""
+    again = bool(ranges) and ranges[0].ended is not None
+    ended = state.end(ranges, name, stack, ending)
+
+    def finish(answer: Answer) -> None:
+        ended(answer)
+        if again and answer[0]:
+            # Only for registered memory: other addresses are refused before the call.
+            state.judge.free(ranges[0], state.thread(), state.timeline.host, name, stack, ending)
+
+    return finish
+
+
+def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool = False) -> After:
+    """An allocation. ``of_device``: other devices need peer access to its context."""
+
+    def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
+        if int(answer[1]):
+            nbytes, context = max(size(args, answer), 1), state.context()
+            device, grants = state.devices[state.legacy(context)], None
+            if of_device and device is not None:
+                grants = state.access_to(context)
+                grants[device] = 3
+            state.addresses.add(Range(int(answer[1]), nbytes, kind, stack=here(), context=context, grants=grants))
+
+    return rule
+
+
+def _first(args: Arguments, answer: Answer) -> int:
+    return int(args[0])
+
+
+def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    made = Range(number_of(args[0]), int(args[1]), "registered memory", stack=here(), context=state.context())
+    made.bytes.shared = any(rights.endswith("s") for rights in rights_of_process(made.base, made.end))
+    state.addresses.add(made)
+
+
+def _changes_peer_access(state: State, name: str, args: Arguments) -> Finish:
+    """The current device gets or loses access to the plain memory of another context."""
+    grants, device, enabled = state.access_to(number_of(args[0])), state.ask("cuCtxGetDevice"), "Enable" in name
+    if device is None:
+        return nothing
+    rights = {device: 3 if enabled else 0}
+    state.revoke((one for one in state.addresses.living() if one.grants is grants), grants, rights, name, here())
+
+    def finish(answer: Answer) -> None:
+        if not answer[0] or (enabled and answer[0] == cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+            grants.update(rights)
+
+    return finish
+
+
+# -- arrays --------------------------------------------------------------------------------------------------
+
+
+def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    _add_array(state, int(answer[1]), args[0], 0)
+
+
+def _add_array(state: State, handle: int, descriptor: Any, level: int) -> Array:
+    """Add an array, or a level of a mipmapped array."""
+    sizes = [int(getattr(descriptor, name, 0) or 0) for name in ("Width", "Height", "Depth")]
+    width, lines, planes = (max(one >> level, 1) for one in sizes)
+    bits = getattr(descriptor.Format, "name", "")
+    element = next((bytes_ for name, bytes_ in _FORMATS if bits.endswith(name)), 16) * int(descriptor.NumChannels)
+    # Layers count as planes. All levels have the same number of layers.
+    pitch, planes = width * element, max(planes, sizes[2])
+    made = Array(state.array_end, max(pitch * lines * planes, 1), "array", stack=here(), context=state.context())
+    made.pitch, made.lines, made.element = pitch, lines, element
+    state.array_end += made.size + 1
+    state.arrays[handle] = made
+    state.addresses.add(made)
+    return made
+
+
+def _makes_mipmapped(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.mipmapped[int(answer[1])] = (args[0], {})
+
+
+def _finds_level(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    descriptor, levels = state.mipmapped.get(number_of(args[0]), (None, {}))
+    if descriptor is not None and int(answer[1]) not in levels:
+        levels[int(answer[1])] = None
+        _add_array(state, int(answer[1]), descriptor, int(args[1])).deferred = True
+
+
+def _ends_array(state: State, name: str, args: Arguments) -> Finish:
+    handle = number_of(args[0])
+    handles = state.mipmapped.pop(handle, (None, {}))[1] if "Mipmapped" in name else {handle: None}
+    ended = [state.arrays[one] for one in handles if one in state.arrays]
+    state.wait_for_device()
+    return state.end(ended, name, here())
+
+
+def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    """A variable of a module or library. It lasts as long as these."""
+    there = state.addresses.find(int(answer[1]))
+    if there is None or there.ended is not None:
+        made = Range(int(answer[1]), int(answer[2]), "module variable", stack=here(), deferred=True)
+        state.addresses.add(made)
+        state.variables.setdefault(number_of(args[0]), []).append(made)
+
+
+def _unloads(state: State, name: str, args: Arguments) -> Finish:
+    ended = state.variables.pop(number_of(args[0]), [])
+    if ended:
+        state.wait_for_device()
+    return state.end(ended, name, here())
+
+
+# -- pools ---------------------------------------------------------------------------------------------------
+
+
+def _makes_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    location = args[0].location
+    managed = "MANAGED" in getattr(args[0].allocType, "name", "")
+    grants = {int(location.id): 3} if int(location.type) == _DEVICE else {}
+    pool = int(answer[1])
+    state.pools[pool] = None if managed else grants
+    (state.host_pools.add if "HOST" in location.type.name else state.host_pools.discard)(pool)
+
+
+def _ends_pool(state: State, grants: dict[int, int]) -> None:
+    state.addresses.vacate(lambda one: one.grants is grants)
+    # The current pools of devices are among the known ones; the driver makes another one current.
+    state.current_pools = {device: pool for device, pool in state.current_pools.items() if pool in state.pools}
+
+
+def _finds_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    pool, device = int(answer[1]), _device(args)
+    if device is not None:
+        _find_pool(state, pool, device)
+        if "Default" not in name:
+            state.current_pools[device] = pool
+
+
+def _sets_pool(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    device = _device(args)
+    if device is not None:
+        state.current_pools[device] = int(args[-1])
+
+
+def _device(args: Arguments) -> int | None:
+    """The device in a pool call's arguments: an ordinal, or a location and an allocation type. None for other pools."""
+    location = getattr(args[0], "type", None)
+    if location is None:
+        return number_of(args[0])
+    return int(args[0].id) if int(location) == _DEVICE and int(args[1]) == _PINNED else None
+
+
+def granted(descriptors: Any) -> dict[int, int]:
+    """The access of devices in one or several ``CUmemAccessDesc``."""
+    several = descriptors if isinstance(descriptors, (list, tuple)) else [descriptors] if descriptors else []
+    return {int(one.location.id): int(one.flags) for one in several if int(one.location.type) == _DEVICE}
+
+
+def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
+    grants, rights = state.pools.get(number_of(args[0])), granted(args[1])
+    if grants is None:
+        return nothing
+    state.revoke((one for one in state.addresses.living() if one.grants is grants), grants, rights, name, here())
+    return lambda answer: None if answer[0] else grants.update(rights)
+
+
+# -- physical memory, its mappings, and multicast objects ----------------------------------------------------
+
+
+def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=here()))
+
+
+def _ends_reservation(state: State, name: str, args: Arguments) -> Finish:
+    start, size = number_of(args[0]), int(args[1])
+    found = state.reserved.find(start)
+    state.reserved.remove(start)
+
+    def finish(answer: Answer) -> None:
+        if not answer[0]:
+            state.addresses.vacate(lambda one: start <= one.base < start + size)
+        elif found is not None and found.base == start:
+            state.reserved.add(found)
+
+    return finish
+
+
+def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    location = args[1].location
+    device = int(location.id) if int(location.type) == _DEVICE else None
+    made = state.physical[int(answer[1])] = Physical(int(args[0]), here(), device)
+    made.bytes.fresh = ((0, made.size),)
+
+
+def _releases(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    if not state.account.owns(name, number_of(args[0])):
+        state.physical.pop(number_of(args[0]), None)
+
+
+def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    found = state.addresses.find(number_of(args[0]))
+    if found is None:
+        return
+    for memory in state.physical.values():
+        if found in memory.mappings:
+            state.physical[int(answer[1])] = memory
+            return
+    # The handle was released, but the mapping keeps the memory.
+    memory = Physical(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
+    state.physical[int(answer[1])] = memory
+
+
+def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    memory = state.physical.get(number_of(args[3]))
+    if memory is None:
+        memory = state.physical[number_of(args[3])] = Physical(int(args[1]), ())
+    state.map(number_of(args[0]), int(args[1]), int(args[2]), memory, here())
+
+
+def _unmaps(state: State, name: str, args: Arguments) -> Finish:
+    return state.end(state.mappings(number_of(args[0]), int(args[1])), name, here(), "unmap")
+
+
+def _grants(state: State, name: str, args: Arguments) -> Finish:
+    rights = granted(args[2])
+    mappings = state.mappings(number_of(args[0]), int(args[1]))
+    for one in mappings:
+        state.revoke((one,), one.grants or {}, rights, name, here())
+
+    def finish(answer: Answer) -> None:
+        for one in () if answer[0] else mappings:
+            if one.grants is not None:
+                one.grants.update(rights)
+
+    return finish
+
+
+# -- multicast objects ---------------------------------------------------------------------------------------
+
+
+def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    state.physical[int(answer[1])] = Physical(int(args[0].size), here(), bindings=[])
+
+
+def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    # In the second version the device precedes the other arguments.
+    shift = int(name.endswith("_v2"))
+    target = state.physical.get(number_of(args[0]))
+    if target is None or target.bindings is None:
+        return
+    device = number_of(args[1]) if shift else None
+    if "BindMem" in name:
+        memory = state.physical.get(number_of(args[2 + shift]))
+        start, size = int(args[3 + shift]), int(args[4 + shift])
+        parts = [] if memory is None else [(memory.bytes, start, start + size)]
+        if device is None and memory is not None:
+            device = memory.device
+    else:
+        address, size = number_of(args[2 + shift]), int(args[3 + shift])
+        pieces = state.addresses.pieces(address, size)
+        parts = [part for one, low, high in pieces for part in one.physical(low, high)]
+    at = int(args[1 + shift])
+    for behind, first, last in parts:
+        target.bindings.append(Binding(at, last - first, behind, first, device))
+        at += last - first
+
+
+def _unbinds(state: State, name: str, args: Arguments) -> Finish:
+    target = state.physical.get(number_of(args[0]))
+    if target is None or target.bindings is None:
+        return nothing
+    bindings = target.bindings
+    device, start, size = number_of(args[1]), int(args[2]), int(args[3])
+    # Uses through the object must have ended. The mappings themselves stay.
+    state.end(target.mappings, name, here(), "unmap")((1,))
+
+    def finish(answer: Answer) -> None:
+        if answer[0]:
+            return
+        # The mappings share the list.
+        bindings[:] = [
+            one for one in bindings if one.device not in (None, device) or not (start <= one.offset < start + size)
+        ]
+
+    return finish
+
+
+RULES = rules(
+    after={
+        "cuMemAllocAsync cuMemAllocFromPoolAsync": _allocates,
+        "cuMemAlloc": _makes("device memory", _first, of_device=True),
+        "cuMemAllocManaged": _makes("device memory", _first),
+        "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1]), of_device=True),
+        "cuMemHostAlloc cuMemAllocHost": _makes("pinned memory", _first),
+        "cuMemHostRegister": _registers,
+        "cuArrayCreate cuArray3DCreate": _makes_array,
+        "cuMipmappedArrayCreate": _makes_mipmapped,
+        "cuMipmappedArrayGetLevel": _finds_level,
+        "cuModuleGetGlobal cuLibraryGetGlobal cuLibraryGetManaged": _finds_variable,
+        "cuMemPoolCreate": _makes_pool,
+        "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
+        "cuDeviceSetMemPool cuMemSetMemPool": _sets_pool,
+        "cuMemAddressReserve": _reserves,
+        "cuMemCreate": _creates,
+        "cuMemRelease": _releases,
+        "cuMemRetainAllocationHandle": _retains,
+        "cuMemMap": _maps,
+        "cuMulticastCreate": _creates_multicast,
+        "cuMulticastBindMem cuMulticastBindAddr cuMulticastBindMem_v2 cuMulticastBindAddr_v2": _binds,
+    },
+    before={
+        "cuMemFreeAsync": _frees,
+        "cuMemFree cuMemFreeHost cuMemHostUnregister": frees_at_once,
+        "cuMemPoolDestroy": ends(attrgetter("pools"), _ends_pool),
+        "cuMemPoolSetAccess": _grants_pool,
+        "cuCtxEnablePeerAccess cuCtxDisablePeerAccess": _changes_peer_access,
+        "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
+        "cuModuleUnload cuLibraryUnload": _unloads,
+        "cuMemAddressFree": _ends_reservation,
+        "cuMemUnmap": _unmaps,
+        "cuMemSetAccess": _grants,
+        "cuMulticastUnbind": _unbinds,
+    },
+)

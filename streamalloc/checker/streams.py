@@ -1,0 +1,359 @@
+"""Host threads, streams and captures by the handles of a driver.
+
+Other libraries may use their own streams and those whose handles they can get. They may order these streams, or wait
+for them on the host, without the checker seeing it. So these streams count as ordered among each other. The checker
+records an event after each operation in them. Once the event has completed, the host may have waited for the operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from streamalloc.checker.capture import Capture, Node
+from streamalloc.checker.clocks import Actor, Stream, Timeline
+from streamalloc.checker.notes import Notes
+from streamalloc.driver.bindings import cuda, number_of
+from streamalloc.driver.processes import mapped_ranges
+from streamalloc.driver.reports import Stack, place_of
+
+_NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+_LEGACY, _PER_THREAD = 1, 2
+"""Handles of the default streams."""
+_MOST_EVENTS = 64
+"""Most operations per stream that are followed."""
+
+
+@contextlib.contextmanager
+def beside_captures(driver: Any) -> Iterator[None]:
+    """Let the calls of this thread invalidate no capture."""
+    failed, mode = driver.cuThreadExchangeStreamCaptureMode(_RELAXED)
+    try:
+        yield
+    finally:
+        if not failed:
+            driver.cuThreadExchangeStreamCaptureMode(mode)
+
+
+class ForeignStreams:
+    """Streams that other libraries may use; empty until one of them has used a stream."""
+
+    def __init__(self, driver: Any, timeline: Timeline) -> None:
+        self._driver = driver
+        self._timeline = timeline
+        self._reachable: dict[Stream, None] = {}
+        self.calls_are_seen: bool = False
+        """Whether other libraries call no other driver, because it is a simulated one."""
+        self.is_there: bool = False
+        """Whether another library has used a stream."""
+        self.may_write: bool = False
+        """Whether other code got a stream's handle and may launch kernels unseen."""
+        self.pending: dict[Stream, deque[tuple[int, Any]]] = {}
+        """Pending operations: time of each, and an event after it."""
+        self._over: list[Any] = []
+        """Events of ended operations, destroyed once no thread queries them."""
+        self._querying = 0
+        """Number of threads querying events, without the lock."""
+
+    def is_ours(self, stream: Stream) -> bool:
+        """Whether no other library can use a stream, or wait for the device unseen."""
+        reachable = stream in self._reachable
+        if self.calls_are_seen:
+            return stream not in self._timeline.foreign and (stream.handle <= _PER_THREAD or not reachable)
+        return not (self.is_there or reachable)
+
+    def can_use(self, stream: Stream) -> None:
+        """Record that other libraries can get a stream, such as a default stream."""
+        if self.is_there:
+            self._timeline.foreign[stream] = None
+        else:
+            self._reachable[stream] = None
+
+    def uses(self, stream: Stream) -> None:
+        """Record that another library uses a stream. From now on it may use all streams that it can get."""
+        self.is_there = True
+        self.is_lent(stream)
+        if stream not in self._timeline.foreign:
+            self._timeline.notes.add("streams", stream.name)
+        self._timeline.foreign.update((*self._reachable.items(), (stream, None)))
+        self._reachable.clear()
+
+    def is_lent(self, stream: Stream) -> None:
+        """Record that other code has the handle of a stream, and may launch kernels unseen."""
+        if not self.may_write:
+            self.may_write = True
+            self._timeline.notes.add("contents", stream.name)
+
+    def ended(self, stream: Stream) -> None:
+        """Record that a stream was destroyed."""
+        self._reachable.pop(stream, None)
+
+    def did(self, stream: Stream) -> None:
+        """Record an event after the latest operation of a stream."""
+        if stream not in self._timeline.foreign or stream.obstacle is not None:
+            return
+        # Read first: the event is recorded without the lock, and another thread may queue more work.
+        time = stream.time
+        # An event on a default stream could invalidate other threads' captures.
+        event = None if stream.handle <= _PER_THREAD else self._record(stream.handle)
+        if event is None or len(self.pending.get(stream, ())) >= _MOST_EVENTS:
+            self._end(stream, time)
+            self._destroy_events()
+        if event is not None:
+            self.pending.setdefault(stream, deque()).append((time, event))
+
+    def look(self) -> None:
+        """Query the events of pending operations."""
+        query = self._driver.cuEventQuery
+        with beside_captures(self._driver):
+            self._querying += 1
+            try:
+                for stream, waiting in tuple(self.pending.items()):
+                    asked = tuple(waiting)
+                    over = [time for time, event in asked if "NOT_READY" not in query(event)[0].name]
+                    self._end(stream, max(over, default=0))
+            finally:
+                self._querying -= 1
+            self._destroy_events()
+
+    def _end(self, stream: Stream, time: int) -> None:
+        """Record that the host may have waited for a stream's operations, up to a time."""
+        over = self._timeline.over
+        over[stream.number] = max(over.get(stream.number, 0), time)
+        waiting = self.pending.get(stream, deque())
+        while waiting and waiting[0][0] <= time:
+            self._over.append(waiting.popleft()[1])
+        if not waiting:
+            self.pending.pop(stream, None)
+
+    def _destroy_events(self) -> None:
+        while self._over and not self._querying:
+            self._driver.cuEventDestroy(self._over.pop())
+
+    def _record(self, handle: int) -> Any:
+        """Record an event after the queued work of a stream; None if that is not possible."""
+        driver, stream = self._driver, cuda.CUstream(handle)
+        failed, capturing = driver.cuStreamIsCapturing(stream)
+        if failed or int(capturing):
+            return None
+        failed, context = driver.cuStreamGetCtx(stream)[:2]
+        if failed or driver.cuCtxPushCurrent(context)[0]:
+            return None
+        try:
+            failed, event = driver.cuEventCreate(_NO_TIMING)
+            if failed:
+                return None
+            if driver.cuEventRecord(event, stream)[0]:
+                driver.cuEventDestroy(event)
+                return None
+            return event
+        finally:
+            driver.cuCtxPopCurrent()
+
+
+MEMORY_TYPE: Any = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+_IS_MANAGED = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED
+_HOST = int(cuda.CUmemorytype.CU_MEMORYTYPE_HOST)
+
+
+def rights_of_process(low: int, high: int) -> list[str]:
+    """The permissions of this process's mappings between two addresses, such as ``"rw-p"``."""
+    return [rights for start, end, rights in mapped_ranges() if start < high and low < end]
+
+
+def is_readable(low: int, high: int) -> bool:
+    """Whether this process can read all bytes between two addresses."""
+    parts = [(max(start, low), min(end, high)) for start, end, rights in mapped_ranges() if rights[0] == "r"]
+    return sum(max(end - start, 0) for start, end in parts) == high - low
+
+
+class _Thread:
+    """A host thread, with its per-thread default streams by context."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.streams: dict[int, Stream] = {}
+        me = threading.get_ident()
+        # Not threading.current_thread, which would register a thread that Python has not started.
+        self._known = next((one for one in threading.enumerate() if one.ident == me), None)
+
+    @property
+    def name(self) -> str:
+        """Name of the thread, or its number if Python has not started it."""
+        return f"{threading.get_ident():#x}" if self._known is None else self._known.name
+
+
+class Streams:
+    """The threads and streams of a driver, and queries of the driver."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.timeline: Timeline = Timeline()
+        self.notes: Notes = self.timeline.notes
+        self.foreign: ForeignStreams = ForeignStreams(driver, self.timeline)
+        self.streams: dict[int, Stream] = {}
+        self.devices: dict[Stream, int | None] = {}
+        self.captures: dict[Stream, Capture] = {}
+        self._legacy: dict[int, Stream] = {}
+        self._per_thread: list[Stream] = []
+        self._here = threading.local()
+        self._over: deque[dict[int, Stream]] = deque()
+        """Per-thread streams of ended threads."""
+        # With this variable set, the bindings treat 0 as the per-thread default stream.
+        per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
+        self._zero = _PER_THREAD if per_thread else _LEGACY
+
+    # -- queries of the driver ---------------------------------------------------------------------------------
+
+    def query(self, name: str, *args: Any) -> tuple[Any, ...]:
+        """Call a driver function and return its values. Returns an empty tuple if it is missing or fails."""
+        function = getattr(self.driver, name, None)
+        answer: tuple[Any, ...] = (1,)
+        # A simulated machine does not model all questions; the program did not ask this one.
+        with contextlib.suppress(NotImplementedError):
+            answer = answer if function is None else function(*args)
+        return () if answer[0] else answer[1:]
+
+    def ask(self, name: str, *args: Any) -> int | None:
+        """Call a driver function and return its first value as a number; None if there is none."""
+        values = self.query(name, *args)
+        return int(values[0]) if values else None
+
+    def context(self) -> int:
+        """The current context."""
+        return self.ask("cuCtxGetCurrent") or 0
+
+    def is_of_host(self, address: int) -> bool:
+        """Whether the driver reports an address as host memory."""
+        return self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) == _HOST
+
+    def is_managed(self, address: int) -> bool:
+        """Whether the driver reports an address as managed memory."""
+        return bool(self.ask("cuPointerGetAttribute", _IS_MANAGED, address))
+
+    # -- threads and streams -----------------------------------------------------------------------------------
+
+    def _thread(self) -> _Thread:
+        found: _Thread | None = getattr(self._here, "thread", None)
+        if found is None:
+            found = self._here.thread = _Thread(self.timeline.thread(""))
+            weakref.finalize(found, self.timeline.ended_threads.append, found.actor.number).atexit = False
+        return found
+
+    def thread(self) -> Actor:
+        """The calling host thread."""
+        thread = self._thread()
+        actor = thread.actor
+        within = actor.within
+        actor.name = f"host thread {thread.name}" if within is None else f"the host function of {within.name}"
+        return actor
+
+    def stream(self, handle: Any) -> Stream:
+        """The stream of a handle."""
+        number = number_of(handle)
+        found = self.streams.get(number)
+        return self._special(number) if found is None else found
+
+    def capture_of(self, stream: Stream) -> Capture | None:
+        """The capture that a stream is in."""
+        return self.captures.get(stream) if self.captures else None
+
+    def _special(self, number: int) -> Stream:
+        """A default stream, or a stream that was created before the checker."""
+        kind = number or self._zero
+        if kind == _LEGACY:
+            return self.legacy(self.context())
+        if kind == _PER_THREAD:
+            return self._own(self.context())
+        capturing = self.ask("cuStreamIsCapturing", number)
+        if capturing is None:
+            # The driver does not know the handle, and will refuse the call.
+            unknown = self.timeline.stream(f"stream {number:#x}", handle=number)
+            # No order is missing before a call that has no effect.
+            unknown.clock = self.timeline.everything()
+            self.timeline.retire(unknown)
+            return unknown
+        # Querying the flags of a captured stream would invalidate the capture.
+        flags = 1 if capturing else self.ask("cuStreamGetFlags", number) or 0
+        where = self.ask("cuStreamGetCtx", number) or 0
+        self.legacy(where)
+        # The driver was queried without the lock, so another thread may have added the stream.
+        found = self.streams.get(number)
+        return self.add_stream(number, not flags & 1, where) if found is None else found
+
+    def _own(self, context: int) -> Stream:
+        """The per-thread default stream of the calling thread."""
+        thread = self._thread()
+        mine = thread.streams
+        found = mine.get(context)
+        if found is None or found not in self.devices:  # its context may have ended
+            while self._over:
+                for one in self._over.popleft().values():
+                    if one in self._per_thread:
+                        self._per_thread.remove(one)
+                        self.retire(one)
+            legacy = self.legacy(context)
+            if not mine:
+                weakref.finalize(thread, self._over.append, mine).atexit = False
+            name = f"the per-thread default stream of {thread.name}"
+            found = mine[context] = self.timeline.stream(name, context, legacy, _PER_THREAD)
+            self._per_thread.append(found)
+            self.foreign.can_use(found)
+            self.devices[found] = self.devices[legacy]
+        return found
+
+    def legacy(self, context: int) -> Stream:
+        """The legacy default stream of a context."""
+        if context not in self._legacy:
+            device = self.ask("cuCtxGetDevice")
+            if context not in self._legacy:  # another thread may have added it during the query
+                found = self.timeline.stream("the legacy default stream", context, handle=_LEGACY)
+                self.devices[found] = device
+                self.foreign.can_use(found)
+                self._legacy[context] = found
+        return self._legacy[context]
+
+    def add_stream(
+        self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
+    ) -> Stream:
+        """Add a stream; ``made_at`` is None for a stream of another library."""
+        where = self.context() if context is None else context
+        legacy = self.legacy(where)
+        name = f"stream {handle:#x} ({'of another library' if made_at is None else 'created at ' + place_of(made_at)})"
+        made = self.streams[handle] = self.timeline.stream(name, where, legacy if blocking else None, handle)
+        self.devices[made] = self.devices[legacy]
+        if made_at is None:
+            self.foreign.uses(made)
+        return made
+
+    def rename(self, handle: Any, name: str) -> None:
+        """Set the name of a stream in reports."""
+        stream = self.stream(handle)
+        stream.name = f"stream {name!r} ({stream.name.partition('(')[2]}"
+
+    def all_streams(self, context: int | None = None) -> list[Stream]:
+        """The streams of one context, or of all. Destroyed streams may still have work."""
+        found = [*self.streams.values(), *self._legacy.values(), *self._per_thread, *self.timeline.retired]
+        return [one for one in found if context is None or one.context == context]
+
+    def retire(self, stream: Stream) -> None:
+        """Record that a stream was destroyed."""
+        self.captures.pop(stream, None)
+        self.foreign.ended(stream)
+        self.devices.pop(stream, None)
+        self.timeline.retire(stream)
+
+    def name(self, stream: Stream, *nodes: Node) -> None:
+        """Query the graph node that a call has added to the capture of a stream."""
+        capture = self.captures.get(stream)
+        if capture is None:
+            return
+        answer = self.query("cuStreamGetCaptureInfo", stream.handle)
+        there = answer[3] if len(answer) > 4 else None
+        capture.name(stream, int(there[0]) if there and int(answer[-1]) == 1 else 0, nodes)

@@ -1,0 +1,210 @@
+"""Reports of hazards, and places in the user's program. Places are recorded cheaply and converted to text only for
+display.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from types import CodeType
+from typing import Any, TypeAlias
+
+Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
+"""Code and instruction offset per frame, innermost first."""
+
+
+class Called(tuple[tuple[CodeType, int], ...]):
+    """A place of the program that calls a function of this package."""
+
+    function: str = ""
+    """Name of the function."""
+
+    def __new__(cls, stack: Stack, function: str) -> Called:
+        """Combine a place and the name of the function that it calls."""
+        made = super().__new__(cls, stack)
+        made.function = function
+        return made
+
+
+class Launched(Called):
+    """The place of a capture or of a node, together with that of its launch."""
+
+    launch: Stack
+
+    def __new__(cls, stack: Stack, launch: Stack) -> Launched:
+        """Combine the two places."""
+        made: Any = super().__new__(cls, stack, function_of(stack))
+        made.launch = launch
+        return made  # type: ignore[no-any-return]
+
+
+def function_of(stack: Stack) -> str:
+    """Name of the public function of this package that a place calls; empty if it calls the driver itself."""
+    found = stack.function if isinstance(stack, Called) else ""
+    return "" if found.startswith(("_", "<")) else found
+
+
+LAUNCHED = ", launched"
+"""End of the name of a place that launched the graph of the place before."""
+_DEPTH = 8
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+_DRIVERS = tuple(f"{_PACKAGE}{folder}/" for folder in ("checker", "driver", "simulator"))
+_BETWEEN = 3
+"""Most frames of a user's driver between package and checker."""
+_LIBRARY = f"{Path(linecache.__file__).parent}/"
+# A stack ends at frames of a test runner or process starter.
+_RUNNERS = ("/_pytest/", "/pluggy/", f"{_LIBRARY}multiprocessing/")
+# Frames that call the program's functions and say nothing of them.
+_CALLERS = (
+    "<frozen ",
+    *(f"{_LIBRARY}{name}" for name in ("asyncio/", "concurrent/", "contextlib.py", "runpy.py", "threading.py")),
+)
+_THEIRS, _FACADE, _SKIPPED, _RUNNER = range(4)
+_kinds: dict[str, int] = {}
+"""Kind of each file by name."""
+
+
+def here(depth: int = _DEPTH) -> Stack:
+    """The innermost ``depth`` frames of the program: without this package, test runners, threading and runpy."""
+    frame = sys._getframe(1)
+    function = ""
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < depth:
+        code = frame.f_code
+        file = code.co_filename
+        kind = _kinds.get(file)
+        if kind is None:
+            kind = _kinds[file] = _kind(file)
+        if kind == _THEIRS:
+            found.append((code, frame.f_lasti))
+        elif kind == _FACADE and not found:
+            function = code.co_name
+        elif kind == _RUNNER and found:
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return Called(tuple(found), function) if function else tuple(found)
+
+
+def _kind(file: str) -> int:
+    if file.startswith(_PACKAGE) and not file.startswith(_DRIVERS):
+        return _FACADE
+    if file.startswith((_PACKAGE, *_CALLERS)):
+        return _SKIPPED
+    return _RUNNER if any(part in file for part in _RUNNERS) else _THEIRS
+
+
+def from_package(area: str = "") -> bool:
+    """Whether this package makes the call, perhaps through a user's driver. Its own drivers do not count.
+
+    ``area``: only this folder of the package counts, such as ``"ipc/"``.
+    """
+    frame = sys._getframe(1)
+    others = 0
+    while frame is not None and others < _BETWEEN:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            others += 1
+        elif not file.startswith(_DRIVERS):
+            return file.startswith(_PACKAGE + area)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def lines(stack: Stack) -> list[str]:
+    """The traceback lines of a stack, innermost call last."""
+    shown = []
+    for code, at in reversed(stack):
+        number = line_of(code, at)
+        text = linecache.getline(code.co_filename, number).strip()
+        shown.append(f'  File "{code.co_filename}", line {number}, in {code.co_name}')
+        if text:
+            shown.append(f"    {text}")
+    return shown
+
+
+def place_of(stack: Stack) -> str:
+    """File name and line of the innermost frame."""
+    if not stack:
+        return "an unknown place"
+    code, at = stack[0]
+    return f"{Path(code.co_filename).name}:{line_of(code, at)}"
+
+
+def line_of(code: CodeType, at: int) -> int:
+    """Line number of an instruction offset."""
+    for start, end, line in code.co_lines():
+        if line is not None and start <= at < end:
+            return line
+    return code.co_firstlineno
+
+
+@dataclass(frozen=True, eq=False)
+class Hazard:
+    """A violation of stream order between two places of the program, found by :func:`streamalloc.driver.checked`."""
+
+    kind: str
+    """One of: ``"use before allocation"``, ``"use after free"``, ``"free before allocation"``, ``"double free"``,
+    ``"free racing a use"``, ``"reuse race"`` (of memory that was freed and allocated again), ``"race"`` (two uses,
+    of which one writes), ``"unmap while in use"``, ``"release while in use"``, ``"access without a grant"``,
+    ``"out of bounds"`` (a kernel that goes beyond its allocation), ``"export before completion"``,
+    ``"free before the importer's"``, ``"uninitialized"`` (a copy of bytes that nothing has written), ``"another type"``
+    (a copy to an array whose elements have another type than those that were written), ``"use after destroy"`` (a call
+    with a destroyed stream, event or graph), ``"leak"``."""
+    what: str
+    """The conflicting operations and the missing order, in one sentence."""
+    remedy: str
+    """Advice, in one sentence."""
+    address: int = 0
+    """Address of the memory."""
+    nbytes: int = 0
+    """Size of the memory in bytes."""
+    portable: bool = True
+    """False if only a choice of the driver gives the order in this run. With another driver, pool setting or run the
+    order may be missing.
+    """
+    places: tuple[tuple[str, Stack], ...] = ()
+    count: int = 1
+    """Number of times that it was found at these places, also for other memory. The other fields describe the first
+    time.
+    """
+
+    def found_again(self) -> None:
+        """Count this place once more."""
+        object.__setattr__(self, "count", self.count + 1)  # frozen for programs
+
+    @property
+    def pair(self) -> tuple[object, ...]:
+        """The kind and the places of both operations: the same for each hazard of one pair of places."""
+        operations = [name for name, _ in self.places if not name.endswith(LAUNCHED)][:2]
+        return self.kind, *(stack for name, stack in self.places if name.removesuffix(LAUNCHED) in operations)
+
+    @property
+    def stacks(self) -> dict[str, list[str]]:
+        """Places in the program, as traceback lines without frames of this package, by operation (``"this call"``,
+        ``"allocated"``, ``"freed"``, ``"used"``).
+        """
+        return {name: lines(stack) for name, stack in self.places}
+
+    def _texts(self) -> list[tuple[str, str]]:
+        luck = "" if self.portable else " Not portable: in this run only a choice of the driver orders them."
+        found = [("found", f"{self.count:,} times; this is the first.")] if self.count > 1 else []
+        return [("what", f"{self.what}{luck}"), ("remedy", self.remedy), *found]
+
+    def _repr_html_(self) -> str:
+        rows = self._texts()
+        cells = [f"<tr><td>{name}</td><td style='text-align:left'>{escape(text)}</td></tr>" for name, text in rows]
+        for name, stack in self.places:
+            code = escape("\n".join(line.rstrip() for line in lines(stack)))
+            cells.append(f"<tr><td>{escape(name)}</td><td style='text-align:left'><pre>{code}</pre></td></tr>")
+        head = f"<b>{escape(self.kind)}</b>, {self.nbytes / 2**20:,.1f} MiB"
+        return f"{head}<table><tbody>{''.join(cells)}</tbody></table>"
+
+    def __str__(self) -> str:
+        (_, what), *others = self._texts()
+        shown = [f"{self.kind}: {what}", *(f"  {name}: {text}" for name, text in others)]
+        for name, stack in self.places:
+            shown += [f"{name}:", *lines(stack)]
+        return "\n".join(shown)

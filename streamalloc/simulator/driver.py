@@ -1,0 +1,82 @@
+"""The simulated driver: all calls on one machine, and the other names of the bindings."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import fields
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+
+from .calls.arrays import ArrayCalls
+from .calls.contexts import ContextCalls
+from .calls.graphs import GraphCalls
+from .calls.memory import MemoryCalls
+from .calls.multicast import MulticastCalls
+from .calls.pools import PoolCalls
+from .calls.sharing import SharingCalls
+from .calls.virtual import VirtualMemoryCalls
+from .errors import NotModelled
+from .machine import Machine
+from .profiles import MachineSpec
+
+
+class SimulatedDriver(
+    ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, VirtualMemoryCalls, SharingCalls
+):
+    """A simulated machine with the interface of ``cuda.bindings.driver``.
+
+    Enums, structs and handle classes are the bindings' own. Functions that are not modelled raise
+    :class:`NotImplementedError` when called.
+    """
+
+    is_simulated = True
+
+    def __init__(self, spec: MachineSpec) -> None:
+        self._machine = machine = Machine(spec)
+        # Releases the machine's mappings, files and thread when the driver is collected. Not at interpreter exit, when
+        # the system releases them.
+        weakref.finalize(self, machine.close).atexit = False
+
+    @classmethod
+    def of_spec(cls, *spec: Any) -> SimulatedDriver:
+        """Make a machine with these fields of :class:`MachineSpec`."""
+        return cls(MachineSpec(*spec))
+
+    @property
+    def settings(self) -> str:
+        """Value of STREAMALLOC_DRIVER for the same machine in another process."""
+        spec = self._machine.spec
+        changed = [one for one in fields(spec) if one.init and getattr(spec, one.name) != one.default]
+        pairs = ((one.name.removesuffix("_name"), getattr(spec, one.name)) for one in changed)
+        return ":".join(
+            filter(None, ("simulated", ",".join(f"{name}={int(v) if v in (True, False) else v}" for name, v in pairs)))
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(cuda, name)
+        if not name.startswith("cu") or not callable(found) or isinstance(found, type):
+            return found
+
+        def refuse(*_args: Any, **_kwargs: Any) -> Any:
+            raise NotModelled(name)
+
+        refuse.__name__ = refuse.__qualname__ = name
+        return refuse
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(cuda)})
+
+    def __repr__(self) -> str:
+        machine = self._machine
+        count = len(machine.devices)
+        gib = machine.devices[0].bank.total / (1 << 30)
+        seeded = ", seeded" if machine.timeline.seeded else ""
+        devices = f"{count} x {machine.profile.name}, {gib:.4g} GiB each"
+        return f"<SimulatedDriver {machine.identity!r}: {devices}{seeded}>"
+
+
+# Remove calls that the installed bindings lack.
+for _area in SimulatedDriver.__mro__:
+    for _name in [name for name in vars(_area) if name.startswith("cu") and not hasattr(cuda, name)]:
+        delattr(_area, _name)

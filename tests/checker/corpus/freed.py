@@ -1,0 +1,223 @@
+"""Calls that need memory which was freed, values in memory, and host memory at the addresses of freed memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from streamalloc import testing, vmm
+from streamalloc.driver.bindings import cuda
+from tests.checker.corpus.bench import CASES, PAGE, SIZE, Bench, Case, hazard
+from tests.checker.corpus.nodes import Graph
+
+_GONE = "calls of hardware on memory that is not there"
+_SYNC = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+_LIBC = ctypes.CDLL(None)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_FIXED_NOREPLACE = 0x100000
+
+
+def _raw(b: Bench) -> cuda.CUstream:
+    return cuda.CUstream(b.a.handle)
+
+
+def _captured(b: Bench, address: int) -> None:
+    with b.a.capture() as graph:
+        b.raw("cuMemsetD8Async", address, 1, SIZE, _raw(b))
+    b.keep(graph)
+
+
+_CALLS: dict[str, Callable[[Bench, int], object]] = {
+    "exported": lambda b, address: b.raw("cuIpcGetMemHandle", cuda.CUdeviceptr(address)),
+    "written_by_a_value": lambda b, address: b.raw("cuStreamWriteValue32", _raw(b), address, 0, 0),
+    "waited_for_by_a_value": lambda b, address: b.raw("cuStreamWaitValue32", _raw(b), address, 0, 0),
+    "filled_in_a_capture": _captured,
+    "filled_by_a_node": lambda b, address: Graph(b).fill(address),
+    "set_up_for_synchronous_copies": lambda b, address: b.raw("cuPointerSetAttribute", True, _SYNC, address),
+}
+
+
+def _add(name: str, call: Callable[[Bench, int], object]) -> None:
+    def run(b: Bench, right: bool) -> None:
+        address = int(b.raw("cuMemAlloc", SIZE))
+        if right:
+            call(b, address)
+            b.device.synchronize()
+        b.raw("cuMemFree", address)
+        if not right:
+            call(b, address)
+
+    CASES.append(Case(f"freed_memory_is_{name}", "use after free", run, simulated=_GONE))
+
+
+for _name, _call in _CALLS.items():
+    _add(_name, _call)
+
+
+@hazard("free racing a use", simulated=_GONE)
+def a_copy_is_refused_as_another_stream_frees(b: Bench, right: bool) -> None:
+    """The driver refuses the copy, whether or not the free has run."""
+    x, y = b.new(b.a), b.new(b.b)
+    b.order(b.a, b.b)
+    address = x.address
+    copy = ("cuMemcpyDtoDAsync", y.address, address, SIZE, cuda.CUstream(b.b._raw))
+    if right:
+        b.raw(*copy)
+        b.order(b.b, b.a)
+    x.free()
+    if not right:
+        b.raw(*copy)
+
+
+@testing.kernel("corpus_write", writes=lambda address, nbytes: [(address, nbytes)])
+def _write(address: np.uint64, nbytes: np.int32) -> None:
+    """Use memory; all that is checked is said in the line above."""
+
+
+def _launch(b: Bench, address: int, nbytes: int) -> None:
+    module = b.raw("cuModuleLoadData", b"\x7fELF")
+    arguments = ((address, nbytes), (ctypes.c_void_p, ctypes.c_int))
+    function = b.raw("cuModuleGetFunction", module, b"corpus_write")
+    b.raw("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, _raw(b), arguments, 0)
+    b.raw("cuCtxSynchronize")
+    b.raw("cuModuleUnload", module)
+
+
+@hazard("use after free", simulated="kernels of the simulated driver say what they use")
+def a_kernel_is_launched_after_the_free(b: Bench, right: bool) -> None:
+    """Nothing refuses the launch, and the driver keeps the addresses for its other memory."""
+    address, other = (int(b.raw("cuMemAlloc", SIZE)) for _ in range(2))
+    if right:
+        _launch(b, address, SIZE)
+    b.raw("cuMemFree", address)
+    if not right:
+        _launch(b, address, SIZE)
+    b.raw("cuMemFree", other)
+
+
+testing.device_global("corpus_table", SIZE)
+
+
+def _variable(b: Bench) -> tuple[Any, int]:
+    """A module, and the address of its variable."""
+    module = b.raw("cuModuleLoadData", b"\x7fELF")
+    with b.device.current():
+        return module, int(b.driver.cuModuleGetGlobal(module, b"corpus_table")[1])
+
+
+@hazard("race", simulated="modules of the simulated driver need no code")
+def a_variable_is_copied_to_while_it_is_read(b: Bench, right: bool) -> None:
+    module, address = _variable(b)
+    b.raw("cuMemsetD8Async", address, 1, SIZE, _raw(b))
+    if right:
+        b.order(b.a, b.b)
+    b.at(address, b.b, write=False)
+    b.device.synchronize()
+    b.raw("cuModuleUnload", module)
+
+
+@hazard("use after free", simulated="modules of the simulated driver need no code")
+def a_variable_has_ended_with_its_module(b: Bench, right: bool) -> None:
+    module, address = _variable(b)
+    if right:
+        b.at(address, b.a)
+    b.raw("cuModuleUnload", module)
+    if not right:
+        b.at(address, b.a)
+
+
+@hazard("out of bounds", simulated="kernels of the simulated driver say what they use")
+def a_kernel_goes_beyond_its_memory(b: Bench, right: bool) -> None:
+    address = int(b.raw("cuMemAlloc", SIZE))
+    _launch(b, address, SIZE if right else SIZE + 4)
+    b.raw("cuMemFree", address)
+
+
+@hazard("out of bounds")
+def a_kernel_writes_its_neighbour(b: Bench, right: bool) -> None:
+    """Both allocations are there: nothing else is wrong."""
+    x, y = b.new(b.a, 512), b.new(b.a, 512)
+    low = min(x.address, y.address)
+    b.at(low, b.a, nbytes=abs(x.address - y.address) + 1 if not right else 512)
+
+
+@hazard("use after free", simulated=_GONE)
+def access_is_granted_after_the_unmap(b: Bench, right: bool) -> None:
+    addresses, memory = b.keep(vmm.AddressRange(PAGE, driver=b.driver)), b.keep(vmm.PhysicalMemory(b.device, PAGE))
+    mapping = addresses.map(memory, 0)
+    if not right:
+        mapping.close()
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    b.raw("cuMemSetAccess", addresses.address, PAGE, [access], 1)
+
+
+@hazard("release while in use", simulated="a free of hardware waits there, which nobody has promised")
+def a_value_is_freed_while_a_stream_waits_for_it(b: Bench, right: bool) -> None:
+    word = int(b.raw("cuMemHostAlloc", 64, 0))
+    value = ctypes.c_uint32.from_address(word)
+    value.value = 0
+    b.raw("cuStreamWaitValue32", _raw(b), word, 1, 0)
+    if right:
+        value.value = 1
+        b.a.synchronize()
+    else:
+        threading.Timer(0.05, lambda: setattr(value, "value", 1)).start()
+    b.raw("cuMemFreeHost", word)
+
+
+@hazard("unmap while in use", simulated="the write of hardware may fault, which ends the context")
+def a_value_is_unmapped_while_a_stream_writes_it(b: Bench, right: bool) -> None:
+    addresses, memory = b.keep(vmm.AddressRange(PAGE, driver=b.driver)), b.keep(vmm.PhysicalMemory(b.device, PAGE))
+    mapping = addresses.map(memory, 0, access=b.device)
+    b.raw("cuStreamWriteValue32", _raw(b), addresses.address, 1, 0)
+    if right:
+        b.a.synchronize()
+    mapping.close(after=())
+
+
+@hazard("race", simulated="hardware crashes at host memory in its own address range")
+def host_memory_at_the_addresses_of_a_mapping(b: Bench, right: bool) -> None:
+    """The host memory is right; that a copy from it is followed shows by what the copy writes."""
+    addresses = int(b.raw("cuMemAddressReserve", PAGE, 0, 0, 0))
+    memory = b.keep(vmm.PhysicalMemory(b.device, PAGE))
+    b.raw("cuMemMap", addresses, PAGE, 0, cuda.CUmemGenericAllocationHandle(memory.handle), 0)
+    b.raw("cuMemUnmap", addresses, PAGE)
+    b.raw("cuMemAddressFree", addresses, PAGE)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED_NOREPLACE
+    there = _LIBC.mmap(addresses, PAGE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    x = b.new(b.a)
+    b.order(b.a, b.b)
+    b.raw("cuMemcpyHtoDAsync", x.address, there, SIZE, _raw(b))
+    if right:
+        b.order(b.a, b.b)
+    b.write(x, b.b)
+    b.done(x)
+    _LIBC.munmap(ctypes.c_void_p(there), ctypes.c_size_t(PAGE))
+
+
+@hazard("race", simulated="a host function runs when it likes")
+def a_function_of_a_graph_follows_a_gate_that_the_host_opens(b: Bench, right: bool) -> None:
+    """The gate orders the graph after what the host has seen, not after all that was queued meanwhile."""
+    x, gate = b.new(b.a), b.word()
+    b.a.synchronize()
+    called = threading.Event()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: called.set())
+    with b.a.capture() as graph:
+        b.read(x, b.a)
+        b.raw("cuLaunchHostFunc", _raw(b), cuda.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value), 0)
+    b.keep(graph)
+    b.raw("cuStreamWaitValue32", _raw(b), gate, 1, 0)
+    graph.launch(b.a)
+    if right:
+        b.order(b.a, b.b)
+    b.write(x, b.b)
+    ctypes.c_uint32.from_address(gate).value = 1
+    assert called.wait(10)

@@ -1,0 +1,215 @@
+"""Captures and graphs."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+
+import streamalloc as sa
+from streamalloc import vmm
+from streamalloc.driver.bindings import cuda
+from tests.checker.corpus.bench import PAGE, SIZE, Bench, hazard
+from tests.checker.corpus.nodes import Graph, fill_params
+
+
+@hazard("race")
+def a_branch_of_a_capture_is_not_joined_in_time(b: Bench, right: bool) -> None:
+    x = b.ready()
+    with b.a.capture() as graph:
+        b.b.wait(b.a)
+        x.fill(1, b.b)
+        if right:
+            b.a.wait(b.b)
+        x.fill(2, b.a)
+        if not right:
+            b.a.wait(b.b)
+    b.keep(graph).launch(b.a)
+
+
+@hazard("use after free")
+def a_graph_is_launched_after_its_memory_is_freed(b: Bench, right: bool) -> None:
+    x = b.ready()
+    with b.a.capture() as graph:
+        x.fill(1)
+    b.keep(graph).instantiate()
+    if not right:
+        x.free()
+    graph.launch(b.a)
+
+
+@hazard("use before allocation")
+def memory_of_a_graph_is_used_before_its_launch(b: Bench, right: bool) -> None:
+    with b.a.capture() as graph:
+        x = sa.allocate(SIZE, b.a)
+    if right:
+        graph.launch(b.a)
+    b.write(x, b.a)
+    if not right:
+        graph.launch(b.a)
+    x.free(b.a)
+    b.done()
+    graph.close()
+
+
+@hazard("use before allocation")
+def memory_of_a_graph_is_used_elsewhere(b: Bench, right: bool) -> None:
+    with b.a.capture() as graph:
+        x = sa.allocate(SIZE, b.a)
+    b.keep(graph).launch(b.a)
+    if right:
+        b.b.wait(b.a)
+    b.write(x, b.b)
+    b.a.wait(b.b)
+    x.free(b.a)
+
+
+@hazard("free racing a use")
+def memory_is_freed_by_the_next_launch(b: Bench, right: bool) -> None:
+    with b.a.capture() as graph:
+        x = b.pool.allocate(SIZE, b.a)
+    b.keep(graph).instantiate(auto_free_on_launch=True)
+    graph.launch(b.a)
+    b.order(b.a, b.b)
+    b.at(x.address, b.b)
+    if right:
+        b.order(b.b, b.a)
+    graph.launch(b.a)
+    b.raw("cuMemFreeAsync", x.address, cuda.CUstream(b.a.handle))
+
+
+@hazard("unmap while in use")
+def unmapped_while_a_graph_runs(b: Bench, right: bool) -> None:
+    addresses = b.keep(vmm.AddressRange(PAGE, driver=b.driver))
+    mapping = addresses.map(b.keep(vmm.PhysicalMemory(b.device, PAGE)), access=b.device)
+    with b.a.capture() as graph:
+        b.at(addresses.address, b.a)
+    graph.launch(b.b)
+    if right:
+        b.b.synchronize()
+    mapping.close(after=())
+    b.device.synchronize()
+    graph.close()
+
+
+# -- functions of the host in graphs ---------------------------------------------------------------------------
+
+
+_ONCE = "the bindings let a function of a graph run once"
+
+
+@hazard("race", simulated=_ONCE)
+def a_function_of_a_graph_reads_what_another_stream_copies(b: Bench, right: bool) -> None:
+    """An earlier copy of the graph itself is complete at each launch."""
+    address, x = b.word(), b.new(b.a, 64)
+    b.device.synchronize()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: b.driver.used(address, 64, None, False))
+    stream = cuda.CUstream(b.a.handle)
+    with b.a.capture() as graph:
+        b.raw("cuMemcpyDtoHAsync", address, x.address, 64, stream)
+        b.raw("cuLaunchHostFunc", stream, cuda.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value), 0)
+    b.keep(graph)
+    for _ in range(2):
+        graph.launch(b.a)
+        b.a.synchronize()
+    b.raw("cuMemcpyDtoHAsync", address, x.address, 64, cuda.CUstream(b.b.handle))
+    if right:
+        b.order(b.b, b.a)
+    graph.launch(b.a)
+
+
+@hazard("race", simulated=_ONCE)
+def a_node_calls_a_function_too_early(b: Bench, right: bool) -> None:
+    address = b.word()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: b.driver.used(address, 64, None, True))
+    params = cuda.CUDA_HOST_NODE_PARAMS()
+    params.fn, params.userData = cuda.CUhostFn(ctypes.cast(function, ctypes.c_void_p).value), 0
+    graph = Graph(b)
+    filled = graph.fill(address, nbytes=64)
+    graph.add("Host", [filled], params)
+    assert int(params.fn) == ctypes.cast(function, ctypes.c_void_p).value
+    b.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(b.b.handle))
+    if right:
+        b.order(b.b, b.a)
+    graph.launch(b.a)
+    b.device.synchronize()
+
+
+@hazard("race", simulated=_ONCE)
+def a_callback_comes_before_another_stream(b: Bench, right: bool) -> None:
+    address = b.word()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
+        lambda *_: b.driver.used(address, 64, None, True)
+    )
+    b.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream((b.a if right else b.b).handle))
+    callback = cuda.CUstreamCallback(ctypes.cast(function, ctypes.c_void_p).value)
+    b.raw("cuStreamAddCallback", cuda.CUstream(b.a.handle), callback, 0, 0)
+    b.device.synchronize()
+
+
+# -- nodes that were captured ----------------------------------------------------------------------------------
+
+
+@hazard("race")
+def the_other_node_of_a_graph_was_changed(b: Bench, right: bool) -> None:
+    x, y, z = buffers = [b.new(b.a) for _ in range(3)]
+    b.a.synchronize()
+    graph = Graph(b)
+    with b.device.current():
+        stream = cuda.CUstream(b.a.handle)
+        b.driver.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        x.fill(1, b.a)
+        y.fill(1, b.a)
+        captured = b.raw("cuStreamEndCapture", stream)
+    nodes = b.raw("cuGraphGetNodes", captured, 2)
+    (changed,) = (one for one in nodes if int(b.raw("cuGraphMemsetNodeGetParams", one).dst) == x.address)
+    made = b.raw("cuGraphInstantiate", captured, 0)
+    b.raw("cuGraphExecMemsetNodeSetParams", made, changed, fill_params(z.address), graph.context)
+    b.raw("cuGraphLaunch", made, stream)
+    (x if right else y).fill(2, b.b)
+    b.done(*buffers)
+    b.raw("cuGraphExecDestroy", made)
+    b.raw("cuGraphDestroy", captured)
+
+
+@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
+def a_capture_goes_on_after_nothing(b: Bench, right: bool) -> None:
+    x, y = buffers = [b.new(b.a) for _ in range(2)]
+    b.a.synchronize()
+    stream = cuda.CUstream(b.a.handle)
+    b.raw("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    x.fill(1, b.a)
+    b.raw("cuStreamUpdateCaptureDependencies", stream, None, None, 0, 1)
+    (y if right else x).fill(2, b.a)
+    b.raw("cuGraphDestroy", b.raw("cuStreamEndCapture", stream))
+    b.done(*buffers)
+
+
+@hazard("race")
+def the_host_writes_pageable_memory_that_a_graph_reads(b: Bench, right: bool) -> None:
+    """A copy in a graph reads pageable memory when it runs, not at the capture."""
+    x, source = b.ready(), np.ones(SIZE, np.uint8)
+    with b.a.capture() as graph:
+        b.raw("cuMemcpyHtoDAsync", x.address, source.ctypes.data, SIZE, cuda.CUstream(b.a._raw))
+    b.keep(graph).launch(b.a)
+    if right:
+        b.a.synchronize()
+    source[:] = 2
+    b.a.synchronize()
+
+
+@hazard("release while in use", simulated="a free of hardware waits there, which nobody has promised")
+def a_source_is_freed_while_its_graph_is_held(b: Bench, right: bool) -> None:
+    x, gate, source = b.ready(), b.word(), int(b.raw("cuMemHostAlloc", SIZE, 0))
+    with b.a.capture() as graph:
+        b.raw("cuMemcpyHtoDAsync", x.address, source, SIZE, cuda.CUstream(b.a._raw))
+    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a._raw), gate, 1, 0)
+    b.keep(graph).launch(b.a)
+    value = ctypes.c_uint32.from_address(gate)
+    if right:
+        value.value = 1
+        b.a.synchronize()
+    else:
+        threading.Timer(0.05, lambda: setattr(value, "value", 1)).start()
+    b.raw("cuMemFreeHost", source)

@@ -1,0 +1,200 @@
+"""Graphs that are built node by node, and copies and fills of planes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streamalloc.driver.bindings import cuda
+from tests.checker.corpus.bench import SIZE, Bench, hazard
+
+
+class Graph:
+    """A graph by raw calls. What it was given stays as it is until the end."""
+
+    def __init__(self, b: Bench) -> None:
+        self.b = b
+        self.handle = b.raw("cuGraphCreate", 0)
+        with b.device.current():
+            self.context = b.driver.cuCtxGetCurrent()[1]
+        b._stack.callback(lambda: b.raw("cuGraphDestroy", self.handle))
+
+    def add(self, kind: str, after: list[Any], *params: Any) -> Any:
+        return self.b.raw(f"cuGraphAdd{kind}Node", self.handle, after, len(after), *params)
+
+    def fill(self, address: int, *after: Any, nbytes: int = SIZE) -> Any:
+        return self.add("Memset", list(after), fill_params(address, nbytes), self.context)
+
+    def allocate(self, *after: Any) -> tuple[Any, int]:
+        params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
+        params.poolProps.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        params.poolProps.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        params.poolProps.location.id = 0
+        params.bytesize = SIZE
+        node = self.add("MemAlloc", list(after), params)
+        return node, int(params.dptr)
+
+    def free(self, address: int, *after: Any) -> Any:
+        return self.add("MemFree", list(after), cuda.CUdeviceptr(address))
+
+    def launchable(self) -> Any:
+        made = self.b.raw("cuGraphInstantiate", self.handle, 0)
+        self.b._stack.callback(lambda: self.b.raw("cuGraphExecDestroy", made))
+        return made
+
+    def launch(self, *streams: Any) -> None:
+        made = self.launchable()
+        for stream in streams:
+            self.b.raw("cuGraphLaunch", made, cuda.CUstream(stream.handle))
+
+
+def fill_params(address: int, nbytes: int = SIZE) -> Any:
+    params = cuda.CUDA_MEMSET_NODE_PARAMS()
+    params.dst, params.pitch, params.value = cuda.CUdeviceptr(address), nbytes, 1
+    params.elementSize, params.width, params.height = 1, nbytes, 1
+    return params
+
+
+@hazard("race")
+def two_nodes_without_an_edge(b: Bench, right: bool) -> None:
+    x = b.ready()
+    graph = Graph(b)
+    first = graph.fill(x.address)
+    graph.fill(x.address, *([first] if right else []))
+    graph.launch(b.a)
+
+
+@hazard("race")
+def an_edge_that_is_added_leads_elsewhere(b: Bench, right: bool) -> None:
+    x = b.ready()
+    graph = Graph(b)
+    first, other = graph.fill(x.address), graph.add("Empty", [])
+    second = graph.fill(x.address)
+    with b.device.current():
+        rest = ([cuda.CUgraphEdgeData()], 1) if hasattr(cuda, "CUgraphEdgeData") and _takes_data() else (1,)
+        b.driver.cuGraphAddDependencies(graph.handle, [first if right else other], [second], *rest)
+    graph.launch(b.a)
+
+
+@hazard("race")
+def a_node_was_given_other_memory(b: Bench, right: bool) -> None:
+    """In the graph that was instantiated, and in the graph itself."""
+    x, y, z = (b.new(b.a) for _ in range(3))
+    b.a.synchronize()
+    graph = Graph(b)
+    first = graph.fill(x.address)
+    graph.fill(z.address)
+    made = graph.launchable()
+    b.raw("cuGraphExecMemsetNodeSetParams", made, first, fill_params(y.address), graph.context)
+    b.write(x, b.b)
+    b.raw("cuGraphLaunch", made, cuda.CUstream(b.a.handle))
+    b.raw("cuGraphMemsetNodeSetParams", first, fill_params(x.address if right else z.address))
+    b.order(b.b, b.a)
+    graph.launch(b.a)
+
+
+@hazard("race")
+def a_node_of_a_graph_is_switched_off_and_on(b: Bench, right: bool) -> None:
+    x = b.ready()
+    graph = Graph(b)
+    node = graph.fill(x.address)
+    made = graph.launchable()
+    b.raw("cuGraphNodeSetEnabled", made, node, 0)
+    b.write(x, b.b)
+    if not right:
+        b.raw("cuGraphNodeSetEnabled", made, node, 1)
+    b.raw("cuGraphLaunch", made, cuda.CUstream(b.a.handle))
+
+
+@hazard("race", simulated="its arguments differ between bindings")
+def captured_beside_a_node_of_the_graph(b: Bench, right: bool) -> None:
+    x = b.ready()
+    graph = Graph(b)
+    node, stream = graph.fill(x.address), cuda.CUstream(b.a.handle)
+    after, relaxed = [node] if right else [], cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    b.raw("cuStreamBeginCaptureToGraph", stream, graph.handle, after, None, len(after), relaxed)
+    x.fill(2, b.a)
+    b.raw("cuStreamEndCapture", stream)
+    graph.launch(b.a)
+
+
+def _takes_data() -> bool:
+    """Whether edges have data in these bindings, from 13 on."""
+    return "edgeData" in (cuda.cuGraphAddDependencies.__doc__ or "").split("\n")[0]
+
+
+@hazard("use before allocation")
+def a_node_uses_memory_that_another_allocates(b: Bench, right: bool) -> None:
+    graph = Graph(b)
+    made, address = graph.allocate()
+    before = graph.add("Empty", [])
+    used = graph.fill(address, made if right else before)
+    graph.free(address, used, made)
+    graph.launch(b.a)
+    b.a.synchronize()
+
+
+@hazard("free racing a use")
+def a_node_frees_what_another_uses(b: Bench, right: bool) -> None:
+    graph = Graph(b)
+    made, address = graph.allocate()
+    used = graph.fill(address, made)
+    graph.free(address, used if right else made)
+    graph.launch(b.a)
+    b.a.synchronize()
+
+
+@hazard("race")
+def a_graph_within_a_graph(b: Bench, right: bool) -> None:
+    x = b.ready()
+    inner, outer = Graph(b), Graph(b)
+    inner.fill(x.address)
+    outer.add("ChildGraph", [], inner.handle)
+    outer.launch(b.a)
+    if right:
+        b.order(b.a, b.b)
+    b.read(x, b.b)
+
+
+@hazard("race")
+def two_nodes_of_a_graph_within_a_graph(b: Bench, right: bool) -> None:
+    x = b.ready()
+    inner, outer = Graph(b), Graph(b)
+    first = inner.fill(x.address)
+    inner.fill(x.address, *([first] if right else []))
+    outer.add("ChildGraph", [], inner.handle)
+    outer.launch(b.a)
+
+
+@hazard("race")
+def an_event_that_a_node_records(b: Bench, right: bool) -> None:
+    x, event = b.new(b.a), b.event()
+    b.a.synchronize()
+    graph = Graph(b)
+    if right:
+        graph.add("EventRecord", [graph.fill(x.address)], cuda.CUevent(event.handle))
+    else:
+        graph.add("EventRecord", [], cuda.CUevent(event.handle))
+        graph.fill(x.address)
+    graph.launch(b.a)
+    b.b.wait(event)
+    if not right:
+        b.a.record(event)  # too late
+    b.write(x, b.b)
+
+
+# -- planes ----------------------------------------------------------------------------------------------------
+
+
+@hazard("race")
+def the_node_between_two_was_destroyed(b: Bench, right: bool) -> None:
+    x, y = b.ready(), b.ready()
+    graph = Graph(b)
+    middle = graph.fill(y.address)
+    last = graph.fill(x.address, middle)
+    b.raw("cuGraphDestroyNode", middle)
+    graph.launch(b.a)
+    if right:
+        b.order(b.a, b.b)
+    x.fill(2, b.b)
+    b.done(x, y)
+    assert last

@@ -1,0 +1,1024 @@
+"""Reports of a checked driver, their forms, and their costs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import mmap
+import os
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.checker import driver as checker_driver
+from streamalloc.checker.notes import LEFT_OUT
+from streamalloc.checker.rules.all_calls import RULES
+from streamalloc.checker.state import State
+from streamalloc.driver import selection
+from streamalloc.driver.account import COUNTED, MAKERS, HandleCounts
+from streamalloc.driver.bindings import cuda, parameters
+from streamalloc.driver.wrappers import Wrapper
+from streamalloc.testing import Gate
+from tests.checker.corpus import PAGE, SIZE, Bench
+from tests.checker.corpus.nodes import Graph, fill_params
+from tests.interrupting import Interrupted
+from tests.processes import SECONDS
+from tests.support import KEEP, bytecodes, names, read
+
+FLAGS = 2  # CU_EVENT_DISABLE_TIMING
+
+
+def race(bench: Bench) -> None:
+    """Two streams that write the same memory."""
+    memory = bench.new(bench.a)
+    bench.a.synchronize()
+    bench.write(memory, bench.a)
+    try:
+        bench.write(memory, bench.b)
+    finally:
+        bench.done(memory)
+
+
+class _Interrupting(Wrapper):
+    """A driver whose answer to a call that makes a handle a signal handler's exception can lose."""
+
+    def __init__(self, driver: Any) -> None:
+        super().__init__(driver)
+        self.error: type[BaseException] | None = None
+        self.made: list[int] = []
+        """Handles and addresses."""
+
+    def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        answer: tuple[Any, ...] = function(*args)
+        if name in MAKERS:
+            self.made.append(int(answer[1]))
+            if self.error is not None:
+                raise self.error
+        return answer
+
+
+def _interrupted(*_: object) -> None:
+    raise Interrupted
+
+
+class TestModes:
+    def test_report_collects(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            race(bench)
+        (found,) = driver.hazards
+        assert found.kind == "race" and found.nbytes == SIZE and found.portable
+        assert f"must wait for an event recorded on stream {bench.a._raw!r}"[:40] in found.remedy
+        assert {"this call", "used", "allocated"} == set(found.stacks)
+        for name, code in (("this call", "bench.write(memory, bench.b)"), ("used", "bench.write(memory, bench.a)")):
+            assert any(code in line for line in found.stacks[name])
+        assert not any("streamalloc/core" in line for lines in found.stacks.values() for line in lines)
+
+    def test_the_same_place_is_reported_once(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            bench.a.synchronize()
+            for _ in range(5):
+                for stream in (bench.a, bench.b):
+                    bench.write(memory, stream)
+        assert 1 <= len(driver.hazards) <= 2
+
+    def test_a_pair_of_places_is_reported_once_with_a_count(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            for again in range(2):
+                memories = [bench.new(bench.a) for _ in range(20)]
+                for memory in memories:
+                    memory.used(bench.b)
+                (found,) = driver.hazards
+                assert found.count == 20 and "found: 20 times" in str(found)
+                assert found.address == memories[0].address
+                if not again:
+                    driver.hazards.clear()  # begins anew
+
+    def test_raises_for_each_address(self, machine: Any) -> None:
+        driver = sd.checked(machine, on="raise")
+        with Bench(driver) as bench:
+            for memory in [bench.new(bench.a) for _ in range(3)]:
+                with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
+                    memory.free(bench.b)
+                memory.free()
+        assert [one.count for one in driver.hazards] == [3]
+
+    def test_more_hazards_than_are_kept_are_noted(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(checker_driver, "_MOST_HAZARDS", 0)
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            race(bench)
+        assert driver.hazards == [] and "hazards after the first" in driver.notes[0]
+
+    def test_warn_warns(self, machine: Any) -> None:
+        driver = sd.checked(machine, on="warn")
+        with Bench(driver) as bench, pytest.warns(RuntimeWarning, match="race: "):
+            race(bench)
+        assert len(driver.hazards) == 1
+
+    def test_raise_raises_where_it_is(self, machine: Any) -> None:
+        with Bench(sd.checked(machine, on="raise")) as bench:
+            with pytest.raises(sd.DriverMisuseError, match="race: ") as caught:
+                race(bench)
+            assert caught.value.hazard is not None and caught.value.hazard.kind == "race"
+
+    def test_raise_stops_a_wrong_free(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        with Bench(sd.checked(traced, on="raise")) as bench:
+            memory = bench.new(bench.a)
+            with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
+                memory.free(bench.b)
+            assert names(traced, "cuMemFreeAsync") == []
+            memory.free()
+            assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
+
+    def test_no_other_thread_takes_the_hazard_of_a_free(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        driver: Any = sd.checked(traced, on="raise")
+
+        class Lock:
+            """A lock behind whose release another thread makes a call."""
+
+            def __enter__(self) -> None:
+                self.lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                self.lock.release()
+                if threading.current_thread() is threading.main_thread():
+                    with ThreadPoolExecutor(1) as pool:
+                        pool.submit(driver.cuStreamSynchronize, cuda.CUstream(raw)).exception(SECONDS)
+
+            def __init__(self) -> None:
+                self.lock = driver._lock
+                self.acquire, self.release = self.lock.acquire, self.lock.release
+
+        with Bench(driver) as bench:
+            memory, raw = bench.new(bench.a), bench.c._raw
+            driver._lock = Lock()
+            with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
+                memory.free(bench.b)
+            driver._lock = driver._lock.lock
+            assert names(traced, "cuMemFreeAsync") == []
+            memory.free()
+
+    def test_a_second_free_is_answered_where_it_does_not_raise(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        driver = sd.checked(traced)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            address = memory.address
+            memory.free()
+            answer = driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))
+            assert answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+            assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
+        assert [one.kind for one in driver.hazards] == ["double free"]
+        assert set(driver.hazards[0].stacks) == {"this call", "freed", "allocated"}
+
+    @pytest.mark.parametrize("lost", ["answer", "account", "range"])
+    def test_an_interrupt_loses_the_record_of_an_allocation(
+        self, machine: Any, lost: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make: Any = _Interrupting  # abstract for type checkers
+        inner = make(machine)
+        driver: Any = sd.checked(inner)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            address, stream = memory.address, cuda.CUstream(bench.a.handle)
+            memory.free()
+            bench.a.synchronize()
+            # The driver gives the address again, in a call whose record is lost.
+            if lost == "answer":
+                inner.error = Interrupted
+            else:
+                owner, name = (HandleCounts, "note") if lost == "account" else (State, "allocate")
+                monkeypatch.setattr(owner, name, _interrupted)
+            with pytest.raises(Interrupted):
+                bench.new(bench.a)
+            monkeypatch.undo()
+            inner.error = None
+            assert inner.made[-1] == address
+            assert driver.cuMemFreeAsync(address, stream)[0] == cuda.CUresult.CUDA_SUCCESS
+            assert driver.hazards == [] and bool(driver._state.account.interrupted) is (lost == "range")
+            answer = driver.cuMemFreeAsync(address, stream)
+            assert answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+            if lost != "range":  # its account was complete: one more free is accepted
+                assert [one.kind for one in driver.hazards] == ["double free"]
+
+    @pytest.mark.parametrize(
+        ("error", "answer"), [(Interrupted, "CUDA_SUCCESS"), (NotImplementedError, "CUDA_ERROR_INVALID_VALUE")]
+    )
+    def test_an_interrupt_loses_the_record_of_physical_memory(
+        self, machine: Any, error: type[BaseException], answer: str
+    ) -> None:
+        """A call that is not modelled has made nothing."""
+        make: Any = _Interrupting  # abstract for type checkers
+        inner = make(machine)
+        driver = sd.checked(inner)
+        memory = vmm.PhysicalMemory(sa.Device(0, driver=driver), PAGE)
+        inner.error = error
+        with pytest.raises(error):
+            vmm.PhysicalMemory(sa.Device(0, driver=driver), PAGE)
+        inner.error = None
+        memory.close()
+        assert driver.leaks() == []
+        lost = cuda.CUmemGenericAllocationHandle(inner.made[-1])
+        assert driver.cuMemRelease(lost)[0].name == answer
+        if answer != "CUDA_SUCCESS":
+            machine.cuMemRelease(lost)
+
+    def test_what_the_driver_refuses_has_not_happened(self, machine: Any) -> None:
+        driver = sd.checked(sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN"))
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            with pytest.raises(sa.CudaError):
+                memory.free()
+            bench.write(memory, bench.a)
+            memory.free()
+        assert driver.hazards == []
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_a_refused_second_free_changes_nothing(self, machine: Any, captured: bool) -> None:
+        """The memory stays freed: a later use is reported, and no leak."""
+        driver: Any = sd.checked(machine)
+        with Bench(driver) as bench:
+            with bench.a.capture() as graph:
+                memory = bench.pool.allocate(SIZE, bench.a)
+                address = memory.address
+                memory.free()
+                if captured:
+                    assert driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))[0]
+                    driver.used(address, SIZE, cuda.CUstream(bench.a.handle), False)
+            if not captured:
+                bench.keep(graph).launch(bench.a)
+                bench.a.synchronize()
+                assert driver.cuMemFreeAsync(address, cuda.CUstream(bench.a.handle))[0]
+                driver.used(address, SIZE, cuda.CUstream(bench.a.handle), False)
+            assert driver.leaks() == []
+        assert [one.kind for one in driver.hazards] == ["double free", "use after free"]
+
+    def test_what_raises_has_not_happened(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            with pytest.raises(TypeError):
+                bench.driver.cuMemFreeAsync(memory.address, cuda.CUstream(bench.a.handle), "too much")
+            bench.write(memory, bench.a)
+            memory.free()
+        assert driver.hazards == []
+
+    def test_a_finaliser_that_calls_the_driver_while_it_is_asked(self, machine: Any) -> None:
+        """Frees of other threads in the middle of a call do not wait for it, and are not lost."""
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            cycles: list[Any] = []
+            for _ in range(50):
+                cycle: list[Any] = [bench.pool.allocate(SIZE, bench.a)]
+                cycle.append(cycle)
+                cycles.append(cycle)
+            del cycle
+            cycles = [cycles]
+            other = threading.Thread(target=gc.collect)
+            cycles.clear()
+            other.start()
+            while other.is_alive():
+                bench.device.default_stream.synchronize()
+                bench.done(bench.new(bench.device.default_stream))
+            other.join()
+            gc.collect()
+        assert driver.hazards == [] and "pool allocation" not in driver.outstanding()
+
+    def test_a_finaliser_at_the_end_of_a_record(self, machine: Any) -> None:
+        """Its free comes before the next call, which may get the address that it has freed."""
+        driver: Any = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.pool.allocate(SIZE, bench.a)
+            address = memory.address
+            driver._observing = threading.get_ident()  # the record has just ended
+            del memory
+            driver._observing = 0
+            again = bench.new(bench.a)
+            assert again.address == address
+            again.free()
+        assert driver.hazards == []
+
+    def test_a_finaliser_notifies_in_the_middle_of_a_record(self, machine: Any) -> None:
+        driver: Any = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            driver._observing = threading.get_ident()
+            driver.deferred(memory.address)
+            driver._observing = 0
+            assert driver.leaks() == []
+
+    def test_a_host_function_that_the_bindings_refuse(self, machine: Any) -> None:
+        """Its stream does not wait for it."""
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.b)
+            for function, data in ((cuda.CUhostFn(1), "no pointer"), (object(), 0)):
+                with pytest.raises(TypeError):
+                    bench.raw("cuLaunchHostFunc", cuda.CUstream(bench.a.handle), function, data)
+            bench.write(memory, bench.a)
+            assert [one.kind for one in driver.hazards] == ["use before allocation"]
+
+    def test_ended_streams_threads_and_events_are_forgotten(self, machine: Any) -> None:
+        driver: Any = sd.checked(machine)
+        state = driver._state
+        with Bench(driver) as bench:
+            for _ in range(80):
+                with bench.device.create_stream():
+                    event = bench.raw("cuEventCreate", 6)
+                    bench.raw("cuIpcGetEventHandle", event)
+                    bench.raw("cuEventDestroy", event)
+                    other = threading.Thread(target=bench.device.synchronize)
+                    other.start()
+                    other.join()
+                bench.raw("cuMemFree", bench.raw("cuMemAlloc", SIZE))
+        assert len(state.timeline.host.known) < 60
+        assert len(state._over) == len(state.interprocess.events) == 0
+
+    def test_two_threads_use_a_context_for_the_first_time(self, machine: Any) -> None:
+        """The driver is asked without the checker's lock: one thread is asked while the other one goes on."""
+        asked, answer = threading.Event(), threading.Event()
+
+        class Slow:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(machine, name)
+
+            def cuCtxGetDevice(self) -> Any:
+                if threading.current_thread() is not threading.main_thread():
+                    asked.set()
+                    assert answer.wait(SECONDS)
+                return machine.cuCtxGetDevice()
+
+        driver = sd.checked(Slow())
+        device = sa.Device(0, driver=driver)
+        made: list[sa.Stream] = []
+        other = threading.Thread(target=lambda: made.append(device.create_stream()))
+        other.start()
+        assert asked.wait(SECONDS)
+        made.append(device.create_stream())
+        answer.set()
+        other.join()
+        with sa.MemoryPool(device) as pool:
+            for one in made:
+                pool.allocate(512, one).free()
+        assert len(made) == 2 and driver.hazards == []
+
+    def test_other_modes_there_are_not(self, machine: Any) -> None:
+        with pytest.raises(ValueError, match="allowed are 'raise', 'report', 'warn'"):
+            sd.checked(machine, on="shout")  # type: ignore[arg-type]
+
+
+class Vain:
+    """Programs whose wait does not order the second use of memory after the first one."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.memory = bench, bench.new(bench.a)
+        bench.a.synchronize()
+        self.event = bench.raw("cuEventCreate", FLAGS)
+
+    def record(self, stream: sa.Stream) -> None:
+        self.bench.raw("cuEventRecord", self.event, cuda.CUstream(stream.handle))
+
+    def wait(self, stream: sa.Stream) -> None:
+        self.bench.raw("cuStreamWaitEvent", cuda.CUstream(stream.handle), self.event, 0)
+
+    def early(self) -> None:
+        self.record(self.bench.a)
+        self.memory.used(self.bench.a)
+        self.wait(self.bench.b)
+        self.memory.used(self.bench.b)
+
+    def captured(self) -> None:
+        with self.bench.a.capture() as graph:
+            self.early()
+            self.record(self.bench.b)
+            self.wait(self.bench.a)
+        graph.close()
+
+    def on_the_host(self) -> None:
+        self.record(self.bench.a)
+        self.memory.used(self.bench.a)
+        self.bench.raw("cuEventSynchronize", self.event)
+        self.memory.used(on_host=True)
+
+    def never(self) -> None:
+        self.memory.used(self.bench.a)
+        self.wait(self.bench.b)
+        self.memory.used(self.bench.b)
+
+    def replaced(self) -> None:
+        self.memory.used(self.bench.a)
+        self.record(self.bench.a)
+        self.record(self.bench.c)
+        self.wait(self.bench.b)
+        self.memory.used(self.bench.b)
+
+    def other(self) -> None:
+        """The event is another one's."""
+        self.record(self.bench.c)
+        self.wait(self.bench.b)
+        self.memory.used(self.bench.a)
+        self.memory.used(self.bench.b)
+
+
+class TestWords:
+    """The text of a hazard."""
+
+    @pytest.mark.parametrize(
+        ("program", "words"),
+        [
+            (Vain.early, r"stream 0x\w+ waits at \S+ for the event recorded at \S+, before the kernel of \S+: record"),
+            (Vain.captured, r"stream 0x\w+ waits at \S+ for the event recorded at \S+, before the kernel of"),
+            (Vain.on_the_host, r"the host waits at \S+ for the event recorded at \S+, before the kernel of"),
+            (Vain.never, r"waits at \S+ for the event made at \S+, which nothing had recorded by then: record it on"),
+            (Vain.replaced, r"waits at \S+ .* after the kernel of .*, but the recording of \S+ has replaced that one"),
+            (Vain.other, r"^stream 0x\w+ must wait for an event recorded on stream 0x\w+ after its kernel\."),
+        ],
+    )
+    def test_a_wait_that_has_no_effect(self, machine: Any, program: Callable[[Vain], None], words: str) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            vain = Vain(bench)
+            program(vain)
+            bench.done(vain.memory)
+            bench.raw("cuEventDestroy", vain.event)
+        assert re.search(words, self._only(driver).remedy), self._only(driver).remedy
+
+    @pytest.mark.simulated_only("a call with a destroyed handle may end the process")
+    @pytest.mark.parametrize("name", ["cuMemFreeAsync", "cuMemsetD8Async", "cuEventRecord", "cuStreamDestroy"])
+    def test_a_destroyed_stream(self, machine: Any, name: str) -> None:
+        driver: Any = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory, stream = bench.new(bench.a), bench.raw("cuStreamCreate", 1)
+            bench.raw("cuStreamDestroy", stream)
+            first = {"cuEventRecord": (0,), "cuStreamDestroy": ()}.get(name, (memory.address,))
+            rest = (0, SIZE) if name == "cuMemsetD8Async" else ()
+            assert isinstance(bench.raw(name, *first, *rest, stream), cuda.CUresult)
+        found = self._only(driver)
+        kind, place = ("double free", "freed") if name == "cuStreamDestroy" else ("use after destroy", "destroyed")
+        assert found.kind == kind and f"{int(stream):#x}" in found.what
+        assert any('bench.raw("cuStreamDestroy", stream)' in line for line in found.stacks[place])
+
+    @pytest.mark.simulated_only("it has the memory of another process in the same one")
+    def test_the_call_that_a_leak_misses(self) -> None:
+        machine = sd.simulated(name="two")
+        owner, driver = sd.simulated(name="two"), sd.checked(machine)
+        for one in (owner, driver):
+            _with_context(one)
+        plain = owner.cuMemAlloc(SIZE)[1]
+        shared = driver.cuIpcOpenMemHandle(owner.cuIpcGetMemHandle(plain)[1], 1)[1]
+        kept = [driver.cuMemAlloc(SIZE)[1], driver.cuMemHostAlloc(SIZE, 0)[1]]
+        remedies = "".join(one.remedy for one in driver.leaks())
+        assert all(name in remedies for name in ("cuIpcCloseMemHandle", "cuMemFree.", "cuMemFreeHost"))
+        driver.cuIpcCloseMemHandle(shared)
+        driver.cuMemFree(kept[0])
+        driver.cuMemFreeHost(kept[1])
+        assert driver.leaks() == []
+
+    @staticmethod
+    def _only(driver: Any) -> sd.Hazard:
+        (found,) = driver.hazards
+        return found  # type: ignore[no-any-return]
+
+    def test_where_the_streams_were_created(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            race(bench)
+        found = self._only(driver)
+        assert found.what.count("created at bench.py:") == 2
+        assert "after its kernel" in found.remedy
+
+    def test_the_name_of_a_stream(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench, bench.device.create_stream(name="loader") as loader:
+            memory = bench.new(bench.a)
+            memory.used(loader)
+        assert "stream 'loader' (created at test_checked.py:" in self._only(driver).what
+
+    def test_where_a_graph_was_launched(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            bench.a.synchronize()
+            with bench.a.capture() as graph:
+                memory.fill(1)  # captured
+            bench.keep(graph).launch(bench.a)  # launched
+            bench.write(memory, bench.b)
+        stacks = self._only(driver).stacks
+        assert any("# captured" in line for line in stacks["used"])
+        assert any("# launched" in line for line in stacks["used, launched"])
+
+    def test_whose_the_memory_was_before(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            address = memory.address
+            memory.free()  # freed
+            again = bench.new(bench.a)
+            assert again.address == address
+            bench.at(address, bench.b)
+        found = self._only(driver)
+        assert "before that allocation of 4 KiB" in found.what
+        assert any("# freed" in line for line in found.stacks["freed before"])
+
+    @pytest.mark.simulated_only("it is looked at while a function of the host runs")
+    def test_no_synchronising_in_a_function_of_the_host(self, machine: Any) -> None:
+        driver: Any = sd.checked(machine)
+        with Bench(driver) as bench:
+            address = bench.word()
+            bench.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(bench.b.handle))
+            bench.a.launch_host_func(lambda: driver.used(address, 64, None, False))
+            bench.device.synchronize()
+        found = self._only(driver)
+        assert "synchronise" not in found.remedy and "the host function of stream" in found.what
+        assert "before the host function is queued" in found.remedy
+
+    def test_before_the_call_is_made(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        with Bench(sd.checked(traced, on="raise")) as bench:
+            address = int(bench.raw("cuMemAlloc", SIZE))
+            bench.raw("cuMemFree", address)
+            with pytest.raises(sd.DriverMisuseError, match="use after free") as caught:
+                bench.raw("cuMemsetD8", address, 1, SIZE)
+            assert names(traced, "cuMemsetD8") == []
+            assert {"this call", "freed", "allocated"} == set(caught.value.hazard.stacks)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_what_queued_work_keeps_is_no_leak(machine: Any, monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
+    """Memory that the program has dropped is released when that work is done."""
+    driver = sd.checked(machine)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream() as stream, Gate(device) as gate:
+        gate.hold(stream)
+        buffer = [vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream)]
+        buffer[0].fill(1)
+        if freed:
+            buffer.clear()
+
+        def pause(_: float) -> None:
+            gate.open()
+            machine.cuStreamSynchronize(stream.handle)
+
+        monkeypatch.setattr(checker_driver, "sleep", pause)
+        assert [one.kind for one in driver.finish() if "pinned" not in one.what] == ["leak"] * (not freed)
+        gate.open()
+        stream.synchronize()
+    buffer.clear()
+
+
+def test_a_node_that_nobody_knows_hides_no_others(machine: Any) -> None:
+    """The nodes of a graph within the graph have handles of their own there."""
+    driver = sd.checked(machine)
+    with Bench(driver) as bench:
+        x, y, z = (bench.new(bench.a) for _ in range(3))
+        bench.a.synchronize()
+        inner, outer = Graph(bench), Graph(bench)
+        inner.fill(x.address)
+        child = outer.add("ChildGraph", [], inner.handle)
+        outer.fill(y.address)
+        (node,) = bench.raw("cuGraphGetNodes", bench.raw("cuGraphChildGraphNodeGetGraph", child), 1)
+        bench.raw("cuGraphMemsetNodeSetParams", node, fill_params(z.address))
+        outer.launch(bench.a)
+        x.fill(1, bench.b)
+        assert driver.hazards == [] and sum("nodes of a graph" in one for one in driver.notes) == 1
+        y.fill(1, bench.b)
+        assert [one.kind for one in driver.hazards] == ["race"]
+
+
+@pytest.mark.simulated_only("nobody has read what hardware does next")
+def test_a_capture_goes_on_after_another_thread_ends_it(machine: Any) -> None:
+    driver = sd.checked(machine)
+    with Bench(driver) as bench:
+        memory, stream = bench.new(bench.a), cuda.CUstream(bench.a._raw)
+        bench.a.synchronize()
+        bench.raw("cuStreamBeginCapture", stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        with ThreadPoolExecutor(1) as other:
+            assert "WRONG_THREAD" in other.submit(bench.raw, "cuStreamEndCapture", stream).result().name
+        memory.fill(1, bench.a)
+        bench.raw("cuGraphDestroy", bench.raw("cuStreamEndCapture", stream))
+        bench.write(memory, bench.c)  # nothing has run
+    assert driver.hazards == []
+
+
+def test_each_reason_to_leave_something_out_is_used_and_explained() -> None:
+    package = Path(checker_driver.__file__).parent
+    code = "".join(path.read_text("utf-8") for path in package.rglob("*.py"))
+    used = re.findall(r'notes\.add(?:\(|, )"(\w+)"', code) + re.findall(r'notes\.add, "(\w+)"', code)
+    assert set(used) == set(LEFT_OUT)
+    page = (package.parents[1] / "notebooks/docs/comparison.md").read_text("utf-8")
+    assert [text for text in LEFT_OUT.values() if f"| {text} |" not in page or " (" in text] == []
+
+
+class TestUsed:
+    def test_nothing_happens_with_other_drivers(self, machine: Any) -> None:
+        traced = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, pool.allocate(64, stream) as memory:
+            before = len(traced.calls)
+            memory.used(stream)
+            memory[8:].used(device.default_stream, write=False)
+            assert len(traced.calls) == before
+            memory.free()
+            with pytest.raises(sa.ClosedError):
+                memory.used()
+
+    def test_of_a_view_is_a_part(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            bench.order(bench.a, bench.b)
+            memory[:100].used()
+            memory[100:].used(bench.b)
+            assert driver.hazards == []
+            memory[99:].used(bench.b)
+            assert [one.kind for one in driver.hazards] == ["race"]
+
+    def test_of_no_bytes_is_none(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            memory[8:8].used(bench.b)
+            memory[8:8].view_as("f4", (0, 5)).__dlpack__()
+            bench.raw("cuMemcpyAsync", memory.address + 8, memory.address + 16, 0, bench.b.handle)
+        assert driver.hazards == []
+
+    def test_readers_do_not_mind_each_other(self, machine: Any) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            memory = bench.new(bench.a)
+            bench.a.synchronize()
+            for stream in (bench.a, bench.b, bench.c):
+                memory.used(stream, write=False)
+        assert driver.hazards == []
+
+
+def test_poison(machine: Any) -> None:
+    """Memory that nobody has written shows, also where its bytes were somebody's before."""
+    device = sa.Device(0, driver=sd.checked(machine, poison=True))
+    with device.create_stream() as stream, sa.MemoryPool(device, release_threshold=KEEP) as pool:
+        memory = pool.allocate(SIZE, stream)
+        assert (read(memory) == 0xCB).all()
+        memory.fill(1)
+        assert (read(memory) == 1).all()
+        address = memory.address
+        memory.free()
+        again = pool.allocate(SIZE, stream)
+        assert again.address == address and (read(again) == 0xCB).all()
+        again.free()
+    assert not device.driver.hazards  # type: ignore[attr-defined]
+
+
+def test_poison_of_other_memory(machine: Any) -> None:
+    """Plain, pinned and mapped memory; what is mapped again keeps its bytes."""
+    driver: Any = sd.checked(machine, poison=True)
+    device = sa.Device(0, driver=driver)
+    with device.create_stream(), device.current():
+        read_back = (ctypes.c_ubyte * SIZE)()
+        plain = driver.cuMemAlloc(SIZE)[1]
+        driver.cuMemcpyDtoH(ctypes.addressof(read_back), plain, SIZE)
+        assert set(read_back) == {0xCB}
+        pinned = int(driver.cuMemHostAlloc(SIZE, 0)[1])
+        assert set((ctypes.c_ubyte * SIZE).from_address(pinned)) == {0xCB}
+        driver.cuMemFree(plain)
+        driver.cuMemFreeHost(pinned)
+        step = PAGE
+        with vmm.PhysicalMemory(device, 2 * step) as memory, vmm.AddressRange(2 * step, driver=driver) as addresses:
+            with addresses.map(memory, 0, access=device) as mapped:
+                assert set(read(mapped).tolist()) == {0xCB}
+                mapped.fill(1)
+                device.synchronize()
+            with addresses.map(memory, 0, access=device) as mapped:
+                assert set(read(mapped).tolist()) == {1}
+    assert not driver.hazards
+
+
+def test_poison_is_no_part_of_a_graph(machine: Any) -> None:
+    traced = sd.traced(machine)
+    driver: Any = sd.checked(traced, poison=True)
+    stream = cuda.CUstream(2)  # the default stream of this thread
+    with sa.Device(0, driver=driver).current():
+        driver.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        driver.cuMemFreeAsync(driver.cuMemAllocAsync(SIZE, stream)[1], stream)
+        driver.cuGraphDestroy(driver.cuStreamEndCapture(stream)[1])
+    assert names(traced, "cuMemsetD8Async") == []
+
+
+@pytest.mark.simulated_only("copies of a real driver are not delayed")
+@pytest.mark.parametrize("waits", [True, False])
+def test_poison_of_what_a_copy_has_not_reached(machine: Any, waits: bool) -> None:
+    """A host that reads the target of a copy before a wait does not see the copied bytes by luck."""
+    driver: Any = sd.checked(machine, poison=True)
+    with sa.Device(0, driver=driver).current():
+        stream, source = driver.cuStreamCreate(1)[1], driver.cuMemAlloc(SIZE)[1]
+        target = int(driver.cuMemHostAlloc(SIZE, 0)[1])
+        driver.cuMemsetD8Async(source, 1, SIZE, stream)
+        driver.cuMemcpyDtoHAsync(target, source, SIZE, stream)
+        if waits:
+            driver.cuStreamSynchronize(stream)
+        assert set((ctypes.c_ubyte * SIZE).from_address(target)) == {1 if waits else 0xCB}
+        driver.cuStreamSynchronize(stream)
+        assert set((ctypes.c_ubyte * SIZE).from_address(target)) == {1}
+        driver.cuMemFree(source)
+        driver.cuMemFreeHost(target)
+        driver.cuStreamDestroy(stream)
+    assert not driver.hazards
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_free_that_waits_is_noted(machine: Any, waits: bool) -> None:
+    driver: Any = sd.checked(machine)
+    with sa.Device(0, driver=driver).current():
+        stream, memory = driver.cuStreamCreate(1)[1], driver.cuMemAlloc(SIZE)[1]
+        driver.cuMemsetD8Async(memory, 1, SIZE, stream)
+        if waits:
+            driver.cuStreamSynchronize(stream)
+        driver.cuMemFree(memory)
+        driver.cuStreamDestroy(stream)
+    assert not driver.hazards
+    assert len(driver.notes) == (not waits) and all("cuMemFree of device memory" in one for one in driver.notes)
+
+
+@pytest.mark.simulated_only("plain memory that was freed is not there")
+def test_poison_of_plain_memory_that_was_freed(machine: Any) -> None:
+    class Watching:
+        """A driver that looks at memory right before it is freed."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(machine, name)
+
+        def cuMemFree(self, pointer: Any) -> Any:
+            seen.append(set((ctypes.c_ubyte * SIZE).from_address(int(pointer))))
+            return machine.cuMemFree(pointer)
+
+    seen: list[set[int]] = []
+    driver: Any = sd.checked(Watching(), poison=True)
+    with sa.Device(0, driver=driver).current():
+        driver.cuMemFree(driver.cuMemAlloc(SIZE)[1])
+    assert seen == [{0xDB}]
+
+
+@pytest.mark.simulated_only("a copy of memory that was freed may end the process")
+def test_poison_of_what_was_freed(machine: Any) -> None:
+    device = sa.Device(0, driver=sd.checked(machine, poison=True))
+    with device.create_stream() as stream, sa.MemoryPool(device, release_threshold=KEEP) as pool:
+        memory = pool.allocate(SIZE, stream)
+        memory.fill(1)
+        address = memory.address
+        memory.free()
+        stream.synchronize()
+        there = (ctypes.c_ubyte * SIZE).from_address(address)
+        assert set(there) == {0xDB}
+
+
+_PROGRAM = """
+import streamalloc as sa
+from streamalloc import vmm
+device = sa.Device(0)
+pool = sa.MemoryPool(device)
+one, two = device.create_stream(), device.create_stream()
+memory = pool.allocate(64, one)
+memory.fill(1, two)
+device.synchronize()
+garbage = [pool.allocate(128, one)]
+garbage.append(garbage)
+growable = vmm.GrowableBuffer(device, 8 << 20, 2 << 20)
+del garbage, growable
+print(type(device.driver).__name__, type(sa.driver.default()).__name__)
+"""
+
+
+def test_a_process_reports_to_its_end(python: Callable[..., CompletedProcess[str]]) -> None:
+    """Memory in garbage, and memory whose release was put off, is no leak."""
+    done = python(_PROGRAM, STREAMALLOC_CHECK="1")
+    assert done.returncode == 0 and done.stdout.split() == ["Checked", "Checked"]
+    assert "use before allocation: cuMemsetD8Async" in done.stderr
+    assert done.stderr.count("leak: ") == done.stderr.count("leak: allocation of 64 bytes") == 1
+
+
+def test_a_checked_driver_reports_at_the_end(python: Callable[..., CompletedProcess[str]]) -> None:
+    """All that the program did not take by finish(), and what was not checked."""
+    program = """
+import threading
+import streamalloc as sa
+driver = sa.driver.checked(sa.driver.simulated())
+device = sa.Device(0, driver=driver)
+pool = sa.MemoryPool(device)
+one, two = device.create_stream(), device.create_stream()
+memory = pool.allocate(64, one)
+threads = [threading.Thread(target=lambda: memory.used(two, write=False)) for _ in range(3)]
+for thread in threads:
+    thread.start(); thread.join()
+class Theirs:
+    cuda_stream = int(one.handle)
+memory.used(Theirs(), write=False)
+"""
+    done = python(program)
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("use before allocation: a kernel") and lines[2] == "  found: 3 times; this is the first."
+    assert "threading.py" not in done.stderr
+    at = lines.index("streamalloc check: 1 hazard, 1 leak")
+    rest = [line.removeprefix("streamalloc check: not checked: ") for line in lines[at + 1 :]]
+    assert [line.partition(":")[0].split(" ", 2)[:2] for line in rest] == [["unwritten", "bytes"], ["the", "order"]]
+    done = python(f"{program}driver.finish()")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [("1", "report"), ("report", "report"), ("raise", "raise"), ("0", ""), ("", "")]
+)
+def test_the_environment_asks_for_it(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, on: str
+) -> None:
+    monkeypatch.setattr(selection, "_CHECK", value)
+    driver: Any = selection.as_asked(machine)
+    assert getattr(driver, "_on", "") == on and selection.as_asked(driver) is driver
+    if on:
+        raises: Any = pytest.raises(sd.DriverMisuseError) if on == "raise" else contextlib.nullcontext()
+        with Bench(driver) as bench, raises:  # type: ignore[arg-type]
+            race(bench)
+        assert "race: " in capsys.readouterr().err
+    monkeypatch.setattr(selection, "_CHECK", "yes")
+    with pytest.raises(ValueError, match="STREAMALLOC_CHECK='yes'"):
+        selection.as_asked(sd.simulated())
+
+
+class _Stub:
+    """A driver that does nothing, quickly."""
+
+    def __init__(self) -> None:
+        self._ok = (cuda.CUresult.CUDA_SUCCESS,)
+        self._free = [1 << 30]
+
+    def cuStreamCreate(self, flags: int) -> Any:
+        return (*self._ok, cuda.CUstream(0x1000))
+
+    def cuMemAllocFromPoolAsync(self, size: int, pool: Any, stream: Any) -> Any:
+        return (*self._ok, cuda.CUdeviceptr(self._free[0]))
+
+    def cuMemFreeAsync(self, pointer: Any, stream: Any) -> Any:
+        return self._ok
+
+    cuMemsetD8Async = cuEventRecord = cuStreamWaitEvent = cuStreamSynchronize = lambda self, *args: self._ok
+
+
+def test_an_operation_takes_little() -> None:
+    """1,500 bytecodes for each call at most, however many were made before."""
+    driver: Any = sd.checked(_Stub())  # type: ignore[arg-type]
+    stream, pool, event = driver.cuStreamCreate(1)[1], cuda.CUmemoryPool(1), cuda.CUevent(1)
+
+    def steps() -> None:
+        pointer = driver.cuMemAllocFromPoolAsync(SIZE, pool, stream)[1]
+        driver.cuMemsetD8Async(pointer, 0, SIZE, stream)
+        driver.cuEventRecord(event, stream)
+        driver.cuStreamWaitEvent(stream, event, 0)
+        driver.cuMemFreeAsync(pointer, stream)
+
+    for _ in range(200):
+        steps()
+    assert bytecodes(steps) < 5 * 1_500
+    assert driver.hazards == []
+
+
+class TestQuestions:
+    """Calls of the checker itself in the middle of a record."""
+
+    def test_another_thread_records_meanwhile(self, machine: Any) -> None:
+        driver: Any = sd.checked(machine)
+        inside: list[bool] = []
+
+        def ask() -> None:
+            inside.append(driver._inside())
+            other = threading.Thread(target=driver._alone, args=(int,), daemon=True)
+            other.start()
+            other.join(SECONDS)
+            assert not other.is_alive()
+
+        def alone() -> None:
+            driver._ask(ask, ())
+            inside.append(driver._inside())
+
+        driver._alone(alone)
+        assert inside == [False, True] and not driver._inside()
+
+    @pytest.mark.parametrize("taken", [True, False])
+    def test_a_signal_handler_raises_at_its_end(self, machine: Any, taken: bool) -> None:
+        """The lock is free afterwards; where another thread has taken it, the record of that thread is undisturbed."""
+        driver: Any = sd.checked(machine)
+        other = threading.get_ident() + 1
+
+        class Interrupted:
+            """A lock that a signal handler interrupts as the question takes it again."""
+
+            def __init__(self) -> None:
+                self.lock = threading.RLock()
+                self.release = self.lock.release
+
+            def __enter__(self) -> None:
+                self.lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                self.lock.release()
+
+            def acquire(self) -> None:
+                if taken:
+                    self.lock.acquire()
+                else:
+                    driver._observing = other
+                raise KeyError("a signal handler")
+
+        driver._lock = Interrupted()
+        with pytest.raises(KeyError if taken else RuntimeError) as caught:
+            driver._alone(lambda: driver._ask(int, ()))
+        assert isinstance(caught.value if taken else caught.value.__context__, KeyError)
+        assert driver._observing == (0 if taken else other)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(driver._lock.lock.acquire, False).result(SECONDS)
+
+
+class TestWrongArguments:
+    """The driver's answer to them, or the error of the bindings, reaches the program as without a checker.
+
+    On hardware some of these calls end the process.
+    """
+
+    @pytest.mark.parametrize("wrong", [None, "x"])
+    @pytest.mark.parametrize("poison", [False, True])
+    def test_each_call(self, wrong: object, poison: bool) -> None:
+        def outcome(driver: Any, name: str, count: int) -> str:
+            try:
+                return str(getattr(driver, name)(*[wrong] * count)[0])
+            except Exception as error:
+                return repr(error)
+
+        calls = {*RULES, *COUNTED, *checker_driver._QUEUES_HOST_FUNCTION, *checker_driver._NODE_OF_HOST_FUNCTION}
+        plain, checked = (_with_context(sd.simulated()) for _ in range(2))
+        checked = sd.checked(checked, poison=poison)
+        for name in sorted(name for name in calls if hasattr(cuda, name)):
+            for count in range(len(parameters(name)) + 1):
+                there = outcome(plain, name, count)
+                assert outcome(checked, name, count) == there, f"{name} of {count} arguments"
+
+    def test_a_late_record(self) -> None:
+        """A finaliser makes the call while its own thread records another one."""
+        driver: Any = sd.checked(_with_context(sd.simulated()))
+        driver._alone(lambda: driver.cuMemcpy2D(None))
+        assert not driver.hazards
+
+    def test_a_host_function_at_0(self) -> None:
+        driver: Any = sd.checked(_with_context(sd.simulated()))
+        assert driver.cuLaunchHostFunc(0, 0, 0) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        for stream, function in ((-1, 1), (0, -1)):
+            with pytest.raises(OverflowError):
+                driver.cuLaunchHostFunc(stream, function, 0)
+
+    def test_an_array_frees_host_memory(self) -> None:
+        """The bindings take the address of an object with a buffer."""
+        driver: Any = sd.checked(_with_context(sd.simulated()))
+        _, address = driver.cuMemHostAlloc(64, 0)
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * 64).from_address(int(address)))
+        assert not driver.cuMemFreeHost(array)[0]
+        assert not driver.outstanding()
+
+    def test_a_mistake_of_a_rule_is_no_wrong_argument(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def mistake(*_: object) -> Any:
+            raise AttributeError("a mistake")
+
+        driver: Any = sd.checked(_with_context(sd.simulated()))
+        _, address = driver.cuMemAlloc(64)
+        monkeypatch.setitem(RULES, "cuMemsetD8", RULES["cuMemsetD8"]._replace(before=mistake))
+        assert driver.cuMemsetD8(1, 0, 64) == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+        with pytest.raises(AttributeError, match="a mistake"):
+            driver.cuMemsetD8(address, 0, 64)
+
+
+def _with_context(driver: Any) -> Any:
+    """The driver, with device 0's primary context current."""
+    driver.cuInit(0)
+    driver.cuCtxPushCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
+    return driver
+
+
+def test_a_mapped_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff")).write_bytes(bytes(mmap.PAGESIZE))
+    device = sa.Device(0, driver=sd.checked(sd.simulated()))
+    array = np.zeros(64)
+    with open(tmp_path / os.fsdecode(b"\xff"), "r+b") as file, mmap.mmap(file.fileno(), 0), device.current():
+        assert not device.driver.cuMemHostRegister(array.ctypes.data, array.nbytes, 0)[0]
+        assert not device.driver.cuMemHostUnregister(array.ctypes.data)[0]

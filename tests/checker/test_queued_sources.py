@@ -1,0 +1,193 @@
+"""Host writes to a copy's source that are correct, or that another order may allow, are not reported."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import testing
+from streamalloc.driver.internal import cuda
+from tests.checker.corpus import SIZE, Bench
+
+
+class Source:
+    """Host memory that has been copied to a device, in a copy that the host has not waited for."""
+
+    def __init__(self, bench: Bench, stack: contextlib.ExitStack) -> None:
+        self.bench = bench
+        pool = stack.enter_context(sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.host()), driver=bench.driver))
+        pool.set_access(bench.device, sa.MemAccess.READWRITE)
+        self.stream = bench.a
+        self.target, self.memory = bench.new(self.stream), pool.allocate(SIZE, self.stream)
+        self.stream.synchronize()
+        self.array: npt.NDArray[Any] = self.memory.as_array()
+
+    def copy(self) -> None:
+        self.target.copy_from(self.memory, self.stream)
+
+
+@pytest.fixture
+def source(machine: Any) -> Iterator[Source]:
+    driver = sd.checked(machine)
+    with Bench(driver) as bench, contextlib.ExitStack() as stack:
+        made = Source(bench, stack)
+        yield made
+        bench.done(made.target, made.memory)
+        assert [str(one) for one in driver.finish() if one.kind != "leak"] == []
+
+
+def test_reads(source: Source) -> None:
+    source.array[:] = 1
+    source.copy()
+    assert source.memory.as_array()[0] == 1 and not np.array_equal(source.array, np.zeros(SIZE, np.uint8))
+
+
+def test_the_report_names_the_copy_of_a_graph(source: Source) -> None:
+    with source.stream.capture() as graph:
+        source.copy()
+    with graph:
+        graph.launch(source.stream)
+        source.array[:] = 1
+        source.stream.synchronize()
+    driver = source.bench.driver
+    (hazard,) = driver.hazards
+    driver.hazards.clear()
+    assert "source.copy()" in "".join(hazard.stacks["used"]) and "cuMemcpy" in hazard.what
+    assert "graph.launch" in "".join(hazard.stacks["used, launched"])
+
+
+def test_writes_after_a_query(source: Source) -> None:
+    source.copy()
+    while not source.stream.query():
+        pass
+    source.array[:] = 2
+
+
+def test_writes_by_the_device_behind_the_copy(source: Source) -> None:
+    source.copy()
+    source.memory.fill(3, source.stream)
+
+
+def test_writes_by_the_device_before_the_copy(source: Source) -> None:
+    source.memory.fill(3, source.stream)
+    source.copy()
+
+
+def test_writes_by_the_device_on_a_stream_that_waits(source: Source) -> None:
+    address, stream = source.bench.word(), source.stream
+    source.bench.raw("cuStreamWaitValue32", cuda.CUstream(stream._raw), address, 1, 0)
+    source.memory.fill(3, stream)
+    source.copy()
+    ctypes.c_uint32.from_address(address).value = 1
+    while source.array[0] != 3:  # not a wait that the checker sees
+        pass
+
+
+def test_writes_in_a_host_function(source: Source) -> None:
+    source.copy()
+    source.stream.launch_host_func(lambda: source.array.fill(4))
+
+
+def test_a_stream_that_another_library_has(source: Source) -> None:
+    assert source.stream.handle
+    source.copy()
+    source.array[:] = 5
+
+
+@testing.kernel("does_not_declare")
+def _does_not_declare(address: np.uint64) -> None:
+    """Use memory that the checker is not told of."""
+
+
+@pytest.fixture
+def launch(source: Source) -> Iterator[Callable[[int], object]]:
+    bench = source.bench
+    module = bench.raw("cuModuleLoadData", b"\x7fELF")
+    function = bench.raw("cuModuleGetFunction", module, b"does_not_declare")
+    shape = (1, 1, 1, 1, 1, 1, 0, cuda.CUstream(source.stream._raw))
+    yield lambda address: bench.raw("cuLaunchKernel", function, *shape, ((address,), (ctypes.c_uint64,)), 0)
+    bench.raw("cuModuleUnload", module)
+
+
+@pytest.mark.simulated_only("kernels are functions of the simulated driver")
+@pytest.mark.parametrize("when", ["before the copy", "after the copy", "in a graph"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_kernel_that_does_not_declare_its_uses(
+    source: Source, launch: Callable[[int], object], when: str, named: bool
+) -> None:
+    """It may write the memory that its arguments name, behind or before the copy, and no other memory."""
+    driver, address = source.bench.driver, (source.memory if named else source.target).address
+    with contextlib.ExitStack() as stack:
+        if when == "in a graph":
+            with source.stream.capture() as graph:
+                launch(address)
+            stack.enter_context(graph)
+        elif when == "before the copy":
+            launch(address)
+        source.copy()
+        if when == "after the copy":
+            launch(address)
+        elif when == "in a graph":
+            graph.launch(source.stream)
+        source.array[:] = 6
+        source.stream.synchronize()
+    assert [one.kind for one in driver.hazards] == ([] if named else ["race"])
+    assert any("do not declare their uses" in one and "(kernel does_not_declare" in one for one in driver.notes)
+    driver.hazards.clear()
+
+
+@pytest.mark.simulated_only("kernels are functions of the simulated driver")
+def test_a_kernel_that_has_ended(source: Source, launch: Callable[[int], object]) -> None:
+    launch(source.memory.address)
+    source.stream.synchronize()
+    source.copy()
+    source.array[:] = 6
+    source.stream.synchronize()
+    driver = source.bench.driver
+    assert [one.kind for one in driver.hazards] == ["race"]
+    driver.hazards.clear()
+
+
+@pytest.mark.parametrize("nbytes", [4, SIZE])
+def test_a_flag_that_a_copy_sets(source: Source, nbytes: int) -> None:
+    """The host may poll the few bytes of a flag, and then knows that the earlier copy is over."""
+    flag = int(source.bench.raw("cuMemHostAlloc", SIZE, 0))
+    source.copy()
+    source.bench.raw("cuMemcpyDtoHAsync", flag, source.target.address, nbytes, cuda.CUstream(source.stream._raw))
+    source.array[:] = 7
+    source.stream.synchronize()
+    driver = source.bench.driver
+    assert [one.kind for one in driver.hazards] == ([] if nbytes == 4 else ["race"])
+    driver.hazards.clear()
+    source.bench.raw("cuMemFreeHost", flag)
+
+
+def test_a_stream_of_another_library_behind_the_copy(source: Source) -> None:
+    """Its library may wait for it unseen."""
+    bench = source.bench
+    with bench.device.current():
+        theirs = bench.driver.wrapped.cuStreamCreate(1)[1]
+        source.copy()
+        with sa.Event(bench.device) as event:
+            source.stream.record(event)
+            bench.driver.cuStreamWaitEvent(theirs, cuda.CUevent(event.handle), 0)
+            bench.driver.used(source.target.address, SIZE, theirs, True)
+        bench.driver.wrapped.cuStreamSynchronize(theirs)
+        source.array[:] = 8
+    bench.device.synchronize()
+    bench.driver.wrapped.cuStreamDestroy(theirs)
+
+
+def test_a_value_that_the_host_may_poll(source: Source) -> None:
+    address = source.bench.word()
+    source.copy()
+    source.bench.raw("cuStreamWriteValue32", cuda.CUstream(source.stream._raw), address, 1, 0)
+    source.array[:] = 7

@@ -1,0 +1,691 @@
+"""Multicast, what is the simulator's own business: deadlocks, slots, processes that end, stand-ins for kernels."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import testing
+from streamalloc.simulator import DeadlockError
+from streamalloc.testing.multimem import SUPPORTED
+from tests.facts.support import DEVICE, FABRIC, PAGE, POSIX_FD, READ, READWRITE, MiB, Rig, said, value
+from tests.facts.teams import Team, properties, whole
+from tests.processes import Descriptor, Kept, Member, Peer, bytes_of, python, started
+from tests.simulator.support import new_rig as any_rig
+from tests.support import open_descriptors
+
+pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
+
+FD = Member("CUmemAllocationHandleType", POSIX_FD)
+
+
+def new_rig(**machine: Any) -> Rig:
+    return any_rig(**{"devices": 2, "patience": 0.2, **machine})
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = new_rig()
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of the test runner could add a device."""
+    here = threading.current_thread()
+    monkeypatch.setattr(threading, "enumerate", lambda: [here])
+
+
+@pytest.fixture
+def another() -> Iterator[Callable[..., Peer]]:
+    made: list[Peer] = []
+
+    def make(**machine: Any) -> Peer:
+        made.append(Peer(False, **{"devices": 2, **machine}))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
+
+
+def export(team: Team) -> int:
+    kind = team.raw.CUmemAllocationHandleType(POSIX_FD)
+    return int(value(team.raw.cuMemExportToShareableHandle(team.object, kind, 0)))
+
+
+def join(process: Peer, team: Team, device: int = 1, add: bool = True) -> None:
+    """Let the other process have the object, and add a device."""
+    fd = export(team)
+    process.value("cuMemImportFromShareableHandle", Descriptor(fd), FD, keep="object")
+    os.close(fd)
+    if add:
+        process.value("cuMulticastAddDevice", Kept("object"), device)
+
+
+def bind_there(process: Peer, device: int = 1, size: int = PAGE) -> int:
+    """Let the other process bind memory; where it sees that."""
+    process.rig("memory", size, id=device, handle_types=POSIX_FD, keep="memory")
+    process.value("cuMulticastBindMem", Kept("object"), 0, Kept("memory"), 0, size, 0)
+    address: int = process.rig("reserve", size)
+    process.rig("map", address, Kept("memory"), size)
+    process.rig("set_access", address, size, (DEVICE, 0, READWRITE))
+    return address
+
+
+class TestSupport:
+    def test_one_device_has_none(self) -> None:
+        rig = new_rig(devices=1)
+        props = properties(rig.raw, 2)
+        assert said(rig.raw.cuMulticastCreate(props)) == "NOT_SUPPORTED"
+        flag = rig.raw.CUmulticastGranularity_flags(0)
+        assert said(rig.raw.cuMulticastGetGranularity(props, flag)) == "NOT_SUPPORTED"
+
+    def test_can_be_switched_off(self) -> None:
+        raw = new_rig(multicast=False).raw
+        assert said(raw.cuMulticastCreate(properties(raw, 2))) == "NOT_SUPPORTED"
+
+    @pytest.mark.parametrize("devices", [1, 3])
+    def test_teams_of_which_nothing_is_known(self, rig: Rig, devices: int) -> None:
+        with pytest.raises(NotImplementedError, match=r"multicast object for (one|more) device"):
+            rig.raw.cuMulticastCreate(properties(rig.raw, devices))
+
+    def test_fabric_handles_need_a_channel(self, rig: Rig) -> None:
+        props = properties(rig.raw, 2, handle_types=FABRIC | POSIX_FD)
+        assert said(rig.raw.cuMulticastCreate(props)) == "NOT_PERMITTED"
+        assert said(new_rig(fabric=True).raw.cuMulticastCreate(props)) == "SUCCESS"
+        with pytest.raises(NotImplementedError):
+            new_rig(fabric=False).raw.cuMulticastCreate(props)
+
+
+@pytest.mark.usefixtures("alone")
+class TestDeadlocks:
+    def test_binding(self, rig: Rig) -> None:
+        team = Team(rig)
+        assert team.add(1) == "SUCCESS"
+        with pytest.raises(DeadlockError, match=r"cuMulticastBindMem.* 1 of 2 .*\(1\).*nobody else"):
+            team.bind(rig.memory())
+        assert team.add(0) == "SUCCESS"
+        assert team.bind(rig.memory()) == "SUCCESS"
+
+    def test_binding_by_address(self, rig: Rig) -> None:
+        with pytest.raises(DeadlockError, match=r"cuMulticastBindAddr.* 0 of 2 .*\(none\)"):
+            Team(rig).bind_address(rig.mapping(PAGE))
+
+    def test_mapping(self, rig: Rig) -> None:
+        with pytest.raises(DeadlockError, match="cuMemMap"):
+            rig.map(rig.reserve(PAGE), Team(rig).object)
+
+    def test_wrong_arguments_come_first(self, rig: Rig) -> None:
+        assert Team(rig).bind(rig.memory(), size=4096) == "INVALID_VALUE"
+
+    def test_a_descriptor_may_bring_others(self, rig: Rig) -> None:
+        team = Team(rig, handle_types=POSIX_FD)
+        fd = export(team)
+        with pytest.raises(DeadlockError, match=r"nobody has added the others within 0\.2 s"):
+            team.bind(rig.memory(handle_types=POSIX_FD))
+        os.close(fd)
+        with pytest.raises(DeadlockError, match="nobody else"):
+            team.bind(rig.memory(handle_types=POSIX_FD))
+
+
+class TestWaiting:
+    def test_for_a_device_that_another_thread_adds(self) -> None:
+        rig = new_rig(patience=30)
+        team = Team(rig)
+        team.add(0)
+        timer = threading.Timer(0.1, lambda: team.add(1))
+        timer.start()
+        assert team.bind(rig.memory()) == "SUCCESS"
+        timer.join()
+        rig.close()
+
+    def test_with_a_handle_that_is_released_meanwhile(self) -> None:
+        rig = new_rig(patience=30)
+        team = Team(rig, handle_types=POSIX_FD)
+        team.add(0)
+        fd, kind = export(team), rig.raw.CUmemAllocationHandleType(POSIX_FD)
+        again = value(rig.keep_memory(rig.raw.cuMemImportFromShareableHandle(fd, kind)))
+        os.close(fd)
+
+        def go_on() -> None:
+            rig.release(team.object)
+            value(rig.raw.cuMulticastAddDevice(again, 1))
+
+        memory = rig.memory(handle_types=POSIX_FD)
+        timer = threading.Timer(0.05, go_on)
+        timer.start()
+        with pytest.raises(NotImplementedError, match="handle that does not exist"):
+            team.bind(memory)
+        timer.join()
+        rig.close()
+
+    def test_for_a_device_that_another_process_adds(self, another: Callable[..., Peer]) -> None:
+        rig, process = new_rig(patience=30), another()
+        team = Team(rig, handle_types=POSIX_FD)
+        team.add(0)
+        join(process, team, add=False)
+        timer = threading.Timer(0.1, lambda: process.value("cuMulticastAddDevice", Kept("object"), 1))
+        timer.start()
+        assert team.bind(rig.memory(handle_types=POSIX_FD)) == "SUCCESS"
+        timer.join()
+        rig.close()
+
+    @pytest.mark.usefixtures("alone")
+    def test_for_a_process_that_dies(self, another: Callable[..., Peer]) -> None:
+        rig, process = new_rig(patience=30), another()
+        team = Team(rig, handle_types=POSIX_FD)
+        team.add(0)
+        join(process, team, add=False)
+        os.kill(process.pid, signal.SIGSTOP)
+        killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.2; kill -9 {process.pid}"])
+        with pytest.raises(DeadlockError, match="nobody else"):
+            team.bind(rig.memory(handle_types=POSIX_FD))
+        killer.wait()
+        process.close()
+        rig.close()
+
+
+class TestSlots:
+    def test_run_out(self) -> None:
+        rig = new_rig(multicast_slots=2)
+        teams = [Team(rig).add_all() for _ in range(3)]
+        memory = [rig.memory(id=0) for _ in teams]
+        assert [team.bind(one) for team, one in zip(teams, memory, strict=True)] == ["SUCCESS"] * 2 + ["OUT_OF_MEMORY"]
+        assert said(rig.raw.cuMemMap(rig.reserve(PAGE), PAGE, 0, teams[2].object, 0)) == "OUT_OF_MEMORY"
+        rig.release(teams[0].object)
+        assert Team(rig).add_all().bind(rig.memory()) == "SUCCESS"
+        rig.close()
+
+    def test_an_object_without_all_its_devices_has_none(self) -> None:
+        rig = new_rig(multicast_slots=1)
+        Team(rig).add(0)
+        assert Team(rig).add_all().bind(rig.memory()) == "SUCCESS"
+        rig.close()
+
+
+class TestWhatIsNotKnown:
+    def test_work_where_a_device_has_bound_nothing(self, rig: Rig) -> None:
+        team = Team(rig, size=2 * PAGE).add_all()
+        assert team.bind(rig.memory(2 * PAGE)) == "SUCCESS"
+        assert team.bind(rig.memory(id=1), size=PAGE) == "SUCCESS"
+        address = team.map()
+        value(rig.raw.cuMemsetD8(address, 1, PAGE))
+        with pytest.raises(NotImplementedError, match=r"devices \[1\] have bound nothing"):
+            rig.raw.cuMemsetD8(address, 1, PAGE + 1)
+
+    def test_work_when_memory_was_unbound_meanwhile(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        stream, gate = rig.stream(), rig.gate()
+        gate.hold(stream)
+        value(rig.raw.cuMemsetD8Async(address, 1, PAGE, stream))
+        assert team.unbind(1) == "SUCCESS"
+        gate.open()
+        assert said(rig.raw.cuStreamSynchronize(stream)) == "ILLEGAL_ADDRESS"
+
+    def test_reading(self, rig: Rig) -> None:
+        _, address = whole(rig)
+        target = rig.plain(PAGE)
+        calls: list[Callable[[], object]] = [
+            lambda: rig.raw.cuMemcpyDtoH(bytearray(4), address, 4),
+            lambda: rig.raw.cuMemcpyDtoD(target, address, 4),
+            lambda: rig.raw.cuMemcpyDtoD(address + 8, address, 4),
+            lambda: rig.raw.cuStreamWaitValue32(rig.stream(), address, 0, 0),
+            lambda: rig.raw.cuStreamWriteValue32(rig.stream(), address, 0, 0),
+        ]
+        for call in calls:
+            with pytest.raises(NotImplementedError, match="multicast object"):
+                call()
+
+    def test_questions_about_the_address(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        for attribute in ("MEMORY_TYPE", "DEVICE_ORDINAL", "RANGE_SIZE", "ACCESS_FLAGS"):
+            wanted = getattr(rig.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
+            with pytest.raises(NotImplementedError):
+                rig.raw.cuPointerGetAttribute(wanted, address)
+        with pytest.raises(NotImplementedError):
+            rig.raw.cuMemGetAddressRange(address)
+        with pytest.raises(NotImplementedError):
+            rig.raw.cuMemGetAllocationPropertiesFromHandle(team.object)
+
+    def test_the_other_kind_of_handle(self, rig: Rig) -> None:
+        team = Team(rig).add_all()
+        with pytest.raises(NotImplementedError, match="where physical memory"):
+            team.bind(team.object)
+        with pytest.raises(NotImplementedError, match="where a multicast object"):
+            rig.raw.cuMulticastAddDevice(rig.memory(), 0)
+
+    def test_unbinding_another_size(self, rig: Rig) -> None:
+        team = Team(rig, size=2 * PAGE).add_all()
+        assert team.bind(rig.memory(2 * PAGE)) == "SUCCESS"
+        with pytest.raises(NotImplementedError, match="another size"):
+            team.unbind(0, size=PAGE)
+
+    def test_mapping_from_the_middle(self, rig: Rig) -> None:
+        team = Team(rig, size=2 * PAGE).add_all()
+        with pytest.raises(NotImplementedError, match="offset"):
+            rig.raw.cuMemMap(rig.reserve(PAGE), PAGE, PAGE, team.object, 0)
+
+    def test_memory_of_a_pool_that_was_freed(self, rig: Rig) -> None:
+        team = Team(rig).add_all()
+        stream = rig.stream()
+        address = rig.allocate(rig.pool(), PAGE, stream)
+        assert team.bind_address(int(address)) == "SUCCESS"
+        assert team.bind(rig.memory(id=1)) == "SUCCESS"
+        where = team.map()
+        rig.free(address, stream)
+        with pytest.raises(NotImplementedError, match=r"devices \[0\] have .*freed"):
+            rig.raw.cuMemsetD8(where, 1, PAGE)
+
+
+class TestAccess:
+    def test_a_device_outside_the_team(self) -> None:
+        rig = new_rig(devices=3)
+        team, address = whole(rig, 2)
+        assert rig.set_access(address, PAGE, (DEVICE, 1, READWRITE), (DEVICE, 2, READWRITE)) == "ILLEGAL_STATE"
+        assert rig.get_access(address, id=1) == 0
+        assert team.bind(rig.memory(id=2)) == "INVALID_DEVICE"
+        rig.close()
+
+
+class TestGraphs:
+    def test_captured_writes_reach_every_device(self, rig: Rig) -> None:
+        team, address = whole(rig)
+        stream, source = rig.stream(), rig.plain(PAGE)
+        value(rig.raw.cuMemsetD8(source, 9, PAGE))
+        rig.synchronize()
+        rig.begin_capture(stream)
+        value(rig.raw.cuMemsetD8Async(address, 4, PAGE, stream))
+        value(rig.raw.cuMemcpyAsync(address, source, 2, stream))
+        with pytest.raises(NotImplementedError):
+            rig.raw.cuMemcpyAsync(source, address, 2, stream)
+        executable = rig.instantiate(value(rig.end_capture(stream)))
+        for _ in range(2):
+            value(rig.raw.cuMemsetD8(address, 0, PAGE))
+            rig.synchronize()
+            value(rig.raw.cuGraphLaunch(executable, stream))
+            assert team.read() == [[9, 9, 4, 4]] * 2
+
+
+def test_large_writes_by_the_worker(rig: Rig) -> None:
+    team, address = whole(rig, size=16 * MiB)
+    values = np.arange(16 * MiB // 4, dtype=np.uint32)
+    stream = rig.stream()
+    value(rig.raw.cuMemcpyHtoDAsync(address, values, 16 * MiB, stream))
+    value(rig.raw.cuStreamSynchronize(stream))
+    for view in team.views:
+        got = np.zeros_like(values)
+        value(rig.raw.cuMemcpyDtoH(got, view, 16 * MiB))
+        assert (got == values).all()
+
+
+def test_writes_with_a_seed() -> None:
+    rig = new_rig(seed=3)
+    team, address = whole(rig)
+    stream = rig.stream()
+    for byte in range(5):
+        value(rig.raw.cuMemsetD8Async(address + byte, byte, 8, stream))
+    value(rig.raw.cuStreamSynchronize(stream))
+    assert team.read(0, 5) == [list(range(5))] * 2
+    rig.close()
+
+
+class Machine:
+    """Two or more devices, a team of all of them, and streams of each."""
+
+    def __init__(self, devices: int, nbytes: int = PAGE, **machine: Any) -> None:
+        self.rig = new_rig(devices=devices, **machine)
+        self.team = Team(self.rig, devices, size=nbytes).add_all().bind_all()
+        self.address = self.team.map(*range(devices))
+        self.devices = [sa.Device(ordinal, driver=self.rig.raw) for ordinal in range(devices)]
+        self.streams = [device.create_stream() for device in self.devices]
+
+    def put(self, values: list[Any]) -> None:
+        for view, array in zip(self.team.views, values, strict=True):
+            value(self.rig.raw.cuMemcpyHtoD(view, array, array.nbytes))
+        self.rig.synchronize()
+
+    def get(self, like: Any) -> list[Any]:
+        for device in self.devices:
+            device.synchronize()
+        return [np.array(self.rig.read(view, like.nbytes), np.uint8).view(like.dtype) for view in self.team.views]
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
+        self.rig.close()
+
+
+@pytest.fixture
+def four() -> Iterator[Machine]:
+    machine = Machine(4)
+    yield machine
+    machine.close()
+
+
+NUMPY: dict[str, Any] = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+COMBINATIONS = [(dtype, op) for dtype, ops in SUPPORTED.items() for op in sorted(ops)]
+
+
+def some(dtype: str, count: int, seed: int) -> Any:
+    random = np.random.default_rng(seed)
+    if dtype.startswith("float"):
+        return random.integers(-50, 50, count).astype(dtype)
+    limits = np.iinfo(dtype)
+    return random.integers(limits.min, limits.max, count, dtype, endpoint=True)
+
+
+class TestMultimem:
+    @pytest.mark.parametrize(("dtype", "op"), COMBINATIONS)
+    def test_ld_reduce(self, four: Machine, dtype: str, op: str) -> None:
+        values = [some(dtype, 100, seed) for seed in range(4)]
+        four.put(values)
+        into = four.rig.mapping(PAGE, (DEVICE, 0, READWRITE), (DEVICE, 2, READWRITE))
+        testing.multimem_ld_reduce(four.streams[2], into, four.address, 100, dtype, op)
+        four.streams[2].synchronize()
+        got = np.array(four.rig.read(into, values[0].nbytes), np.uint8).view(dtype)
+        assert (got == functools.reduce(NUMPY[op], values)).all()
+
+    @pytest.mark.parametrize(("dtype", "op"), COMBINATIONS)
+    def test_red(self, four: Machine, dtype: str, op: str) -> None:
+        values, operand = [some(dtype, 100, seed) for seed in range(4)], some(dtype, 100, 9)
+        four.put(values)
+        testing.multimem_red(four.streams[1], four.address, operand, op)
+        for got, before in zip(four.get(operand), values, strict=True):
+            assert (got == NUMPY[op](before, operand)).all()
+
+    def test_st(self, four: Machine) -> None:
+        operand = some("float32", 33, 1)
+        testing.multimem_st(four.streams[3], four.address + 8, operand)
+        assert all((got[2:] == operand).all() for got in four.get(np.zeros(35, np.float32)))
+
+    def test_all_reduce(self, four: Machine) -> None:
+        """Every device reduces its quarter and stores that everywhere."""
+        values = [some("float32", 400, seed) for seed in range(4)]
+        four.put(values)
+        for device, stream in enumerate(four.streams):
+            part = four.address + device * 400
+            into = four.rig.mapping(PAGE, (DEVICE, 0, READWRITE), (DEVICE, device, READWRITE), id=device)
+            testing.multimem_ld_reduce(stream, into, part, 100, "float32")
+            value(four.rig.raw.cuMemcpyAsync(part, into, 400, stream.handle))
+        assert all((got == sum(values)).all() for got in four.get(values[0]))
+
+    def test_sums_of_halves_are_rounded_once(self, four: Machine) -> None:
+        four.put([np.array([one], np.float16) for one in (2048, 1, 1, 0)])
+        into = four.rig.mapping(PAGE, (DEVICE, 0, READWRITE))
+        testing.multimem_ld_reduce(four.streams[0], into, four.address, 1, np.float16)
+        four.streams[0].synchronize()
+        assert np.array(four.rig.read(into, 2), np.uint8).view(np.float16)[0] == 2050
+
+    def test_stream_order(self, four: Machine) -> None:
+        gate = four.rig.gate()
+        gate.hold(four.streams[0].handle)
+        testing.multimem_red(four.streams[0], four.address, np.ones(4, np.int32))
+        assert four.rig.held(four.streams[0].handle)
+        testing.multimem_red(four.streams[1], four.address, np.full(4, 5, np.int32))
+        four.streams[1].synchronize()
+        seen: Any = np.zeros(4, np.int32)
+        value(four.rig.raw.cuMemcpyDtoHAsync(seen, four.team.views[3], 16, four.rig.stream()))
+        assert seen.tolist() == [5] * 4
+        gate.open()
+        assert all((got == 6).all() for got in four.get(np.zeros(4, np.int32)))
+
+    def test_large(self) -> None:
+        machine = Machine(2, 16 * MiB)
+        values = some("int32", 4 * MiB, 1)
+        machine.put([values, values])
+        testing.multimem_red(machine.streams[0], machine.address, values)
+        into = machine.rig.mapping(16 * MiB, (DEVICE, 0, READWRITE))
+        testing.multimem_ld_reduce(machine.streams[0], into, machine.address, 4 * MiB, "int32")
+        machine.streams[0].synchronize()
+        got = np.zeros_like(values)
+        value(machine.rig.raw.cuMemcpyDtoH(got, into, 16 * MiB))
+        assert (got == values * 4).all()
+        machine.close()
+
+    def test_bad_arguments(self, four: Machine) -> None:
+        stream = four.streams[0]
+        ones = np.ones(4, np.float32)
+        with pytest.raises(ValueError, match="no mapping of a multicast object"):
+            testing.multimem_st(stream, four.team.views[0], ones)
+        with pytest.raises(ValueError, match="no mapping of a multicast object"):
+            testing.multimem_st(stream, four.address + PAGE - 4, ones)
+        with pytest.raises(ValueError, match="multiple of 4"):
+            testing.multimem_red(stream, four.address + 2, ones)
+        with pytest.raises(ValueError, match="for float32 there are add"):
+            testing.multimem_red(stream, four.address, ones, "max")
+        with pytest.raises(ValueError, match="int16"):
+            testing.multimem_ld_reduce(stream, four.team.views[0], four.address, 4, np.int16)
+        with pytest.raises(sa.CudaError):
+            testing.multimem_ld_reduce(stream, four.rig.reserve(PAGE), four.address, 4, np.float32)
+        with pytest.raises(ValueError, match="byte order"):
+            testing.multimem_red(stream, four.address, ones.astype(ones.dtype.newbyteorder("S")))
+        with pytest.raises(ValueError, match="multiple of 4"):
+            testing.multimem_ld_reduce(stream, four.team.views[0], four.address + 1, 4, np.float32)
+        stream.synchronize()
+
+    def test_access(self, four: Machine) -> None:
+        address = four.rig.map(four.rig.reserve(PAGE), four.team.object)
+        assert four.rig.set_access(address, PAGE, (DEVICE, 0, READ), (DEVICE, 1, READWRITE)) == "SUCCESS"
+        ones, into = np.ones(4, np.float32), four.team.views[0]
+        testing.multimem_st(four.streams[1], address, ones)
+        testing.multimem_ld_reduce(four.streams[0], into, address, 4, np.float32)
+        with pytest.raises(sa.CudaError):
+            testing.multimem_st(four.streams[0], address, ones)
+        with pytest.raises(sa.CudaError):
+            testing.multimem_ld_reduce(four.streams[2], into, address, 4, np.float32)
+
+    def test_through_wrappers(self) -> None:
+        machine = Machine(2)
+        device = sa.Device(0, driver=sd.traced(sd.checked(machine.rig.raw)))
+        with device.create_stream() as stream:
+            testing.multimem_st(stream, machine.address, np.full(4, 7, np.uint8))
+            stream.synchronize()
+        assert machine.team.read() == [[7] * 4] * 2
+        machine.close()
+
+    def test_other_drivers_have_none(self) -> None:
+        class Other:
+            def __init__(self) -> None:
+                self._driver = sd.simulated()
+
+            def __getattr__(self, name: str) -> Any:
+                if name.startswith("multimem"):
+                    raise AttributeError(name)
+                return getattr(self._driver, name)
+
+        stream = sa.Device(0, driver=Other()).create_stream()
+        with pytest.raises(NotImplementedError, match="on hardware, write a kernel"):
+            testing.multimem_st(stream, 0, np.ones(1, np.int32))
+        stream.close()
+
+
+class TestBetweenProcesses:
+    def test_device_added_there(self, rig: Rig, another: Callable[..., Peer]) -> None:
+        process = another()
+        team = Team(rig, handle_types=POSIX_FD)
+        join(process, team)
+        assert [team.add(1), team.add(0)] == ["INVALID_VALUE", "SUCCESS"]
+        assert process.said("cuMulticastAddDevice", Kept("object"), 0) == "INVALID_VALUE"
+
+    def test_what_is_bound_there(self, rig: Rig, another: Callable[..., Peer]) -> None:
+        process = another()
+        team = Team(rig, handle_types=POSIX_FD)
+        team.add(0)
+        join(process, team)
+        bind_there(process)
+        assert team.bind(rig.memory(id=1, handle_types=POSIX_FD)) == "INVALID_VALUE"
+        with pytest.raises(NotImplementedError, match="another process"):
+            team.unbind(1)
+
+    def test_a_process_that_is_killed(self, rig: Rig, another: Callable[..., Peer]) -> None:
+        process = another()
+        team = Team(rig, handle_types=POSIX_FD)
+        team.add(0)
+        join(process, team)
+        bind_there(process)
+        memory = rig.memory(handle_types=POSIX_FD)
+        assert team.bind(memory) == "SUCCESS"
+        address, view = team.map(), team.view(memory)
+        value(rig.raw.cuMemsetD8(address, 1, PAGE))
+        process.kill()
+        with pytest.raises(NotImplementedError, match=r"devices \[1\] have bound nothing"):
+            rig.raw.cuMemsetD8(address, 2, PAGE)
+        # its device stays in the team, and anybody can bind memory of that
+        assert team.add(1) == "INVALID_VALUE"
+        other = rig.memory(id=1, handle_types=POSIX_FD)
+        assert team.bind(other) == "SUCCESS"
+        value(rig.raw.cuMemsetD8(address, 3, PAGE))
+        rig.synchronize()
+        assert rig.read(view, 1) + rig.read(team.view(other), 1) == [3, 3]
+
+    def test_a_process_that_is_killed_with_work_queued_here(self, rig: Rig, another: Callable[..., Peer]) -> None:
+        process = another()
+        team = Team(rig, handle_types=POSIX_FD)
+        team.add(0)
+        join(process, team)
+        bind_there(process)
+        assert team.bind(rig.memory(handle_types=POSIX_FD)) == "SUCCESS"
+        address, stream, gate = team.map(), rig.stream(), rig.gate()
+        gate.hold(stream)
+        value(rig.raw.cuMemsetD8Async(address, 1, PAGE, stream))
+        process.kill()
+        gate.open()
+        assert said(rig.raw.cuStreamSynchronize(stream)) == "ILLEGAL_ADDRESS"
+
+    def test_a_process_that_dies_with_the_lock(self, rig: Rig) -> None:
+        team = Team(rig, handle_types=POSIX_FD)
+        fd = export(team)
+        code = (
+            "from streamalloc.simulator.multicast import MulticastTable; import time\n"
+            f"with MulticastTable.open({fd}).locked(): print('locked', flush=True); time.sleep(60)"
+        )
+        with started(python(code), [fd]) as process:
+            os.close(fd)
+            assert process.stdout is not None
+            assert process.stdout.readline() == "locked\n"
+            timer = threading.Timer(0.1, process.kill)
+            timer.start()
+            assert team.add(0) == "SUCCESS"
+            timer.join()
+        assert team.add(1) == "SUCCESS"
+
+    def test_the_object_goes_on_when_its_maker_has_ended(self, rig: Rig, another: Callable[..., Peer]) -> None:
+        heir = another()
+        team = Team(rig, handle_types=POSIX_FD)
+        team.add(0)
+        join(heir, team)
+        there = bind_there(heir)
+        rig.release(team.object)
+        assert heir.said("cuMulticastAddDevice", Kept("object"), 0) == "INVALID_VALUE"
+        heir.rig("memory", PAGE, id=0, handle_types=POSIX_FD, keep="mine")
+        heir.value("cuMulticastBindMem", Kept("object"), 0, Kept("mine"), 0, PAGE, 0)
+        where = heir.rig("reserve", PAGE)
+        heir.rig("map", where, Kept("object"))
+        assert heir.rig("set_access", where, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        heir.value("cuMemsetD8", where, 9, PAGE)
+        assert heir.rig("read", there, 2) == [9, 9]
+
+    def test_reductions_of_several_processes(self, rig: Rig) -> None:
+        """Each adds a thousand times to every replica, and none is lost."""
+        team = Team(rig, handle_types=POSIX_FD).add_all().bind_all()
+        fd = export(team)
+        processes = [started(python(ADDING, fd), [fd], stdout=None) for _ in range(2)]
+        os.close(fd)
+        assert [process.wait(60) for process in processes] == [0, 0]
+        assert team.read() == [[2000 % 256, 2000 // 256, 0, 0]] * 2
+
+    def test_fabric_handles(self, another: Callable[..., Peer]) -> None:
+        rig, process = new_rig(fabric=True), another(fabric=True)
+        team = Team(rig, handle_types=FABRIC)
+        team.add(0)
+        kind = rig.raw.CUmemAllocationHandleType(FABRIC)
+        handle = bytes_of(value(rig.raw.cuMemExportToShareableHandle(team.object, kind, 0)))
+        member = Member("CUmemAllocationHandleType", FABRIC)
+        process.value("cuMemImportFromShareableHandle", handle, member, keep="object")
+        process.value("cuMulticastAddDevice", Kept("object"), 1)
+        assert team.bind(rig.memory(handle_types=FABRIC)) == "SUCCESS"
+        rig.close()
+
+    def test_machines_of_one_process(self) -> None:
+        """As threads have them that stand for processes."""
+        rig, other = new_rig(), new_rig()
+        team = Team(rig, handle_types=POSIX_FD)
+        fd = export(team)
+        kind = other.raw.CUmemAllocationHandleType(POSIX_FD)
+        theirs = value(other.keep_memory(other.raw.cuMemImportFromShareableHandle(fd, kind)))
+        os.close(fd)
+        assert team.add(0) == "SUCCESS"
+        value(other.raw.cuMulticastAddDevice(theirs, 1))
+        memory, far = rig.memory(handle_types=POSIX_FD), other.memory(id=1, handle_types=POSIX_FD)
+        assert team.bind(memory) == "SUCCESS"
+        value(other.raw.cuMulticastBindMem(theirs, 0, far, 0, PAGE, 0))
+        rig.use(rig.context)
+        value(rig.raw.cuMemsetD8(team.map(), 5, PAGE))
+        assert rig.read(team.view(memory), 1) == [5]
+        other.use(other.context)
+        address = other.map(other.reserve(PAGE), far)
+        assert other.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        assert other.read(address, 1) == [5]
+        other.close()
+        rig.close()
+
+
+class TestTheEnd:
+    def mapped(self) -> int:
+        return Path("/proc/self/maps").read_text().count("streamalloc")
+
+    def test_nothing_is_left_when_all_was_undone(self, rig: Rig) -> None:
+        free, files, mapped = rig.device_free(), open_descriptors(), self.mapped()
+        other = Rig(rig.raw)
+        team, address = whole(other, handle_types=POSIX_FD)
+        value(other.raw.cuMemsetD8(address, 1, PAGE))
+        other.synchronize()
+        os.close(export(team))
+        other.close()
+        assert (rig.device_free(), open_descriptors(), self.mapped()) == (free, files, mapped)
+
+    def test_nothing_is_left_of_a_machine_that_is_dropped(self) -> None:
+        files, mapped = open_descriptors(), self.mapped()
+        rig = new_rig()
+        _, address = whole(rig, handle_types=POSIX_FD)
+        value(rig.raw.cuMemsetD8(address, 1, PAGE))
+        rig.raw.cuCtxSetCurrent(rig.raw.CUcontext(0))
+        del rig, _
+        assert (open_descriptors(), self.mapped()) == (files, mapped)
+
+
+ADDING = """
+import sys, numpy as np, streamalloc as sa
+from streamalloc import testing
+from tests.simulator.support import new_rig
+from tests.facts.support import DEVICE, PAGE, READWRITE, value
+rig = new_rig(devices=2)
+raw = rig.raw
+theirs = value(raw.cuMemImportFromShareableHandle(int(sys.argv[1]), raw.CUmemAllocationHandleType(1)))
+address = rig.map(rig.reserve(PAGE), theirs)
+assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+with sa.Device(0, driver=raw).create_stream() as stream:
+    for _ in range(1000):
+        testing.multimem_red(stream, address, np.ones(1, np.uint32))
+    stream.synchronize()
+"""

@@ -1,0 +1,305 @@
+"""Virtual memory management: what the simulator makes of it in this process, and what it does not know."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import mmap
+import os
+import random
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from streamalloc.simulator.memory import AddressMap, AddressRange
+from tests.facts.support import DEVICE, HOST, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig
+from tests.facts.support import value as ok
+from tests.simulator.support import grant, mapped, new_rig
+from tests.support import KEEP, end_simulated_machines, open_descriptors
+
+pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
+
+GiB = 1 << 30
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return new_rig()
+
+
+def has_memory(address: int) -> bool:
+    """Whether this process has memory of a simulated device there."""
+    with open("/proc/self/maps") as maps:
+        return any(line.startswith(f"{address:x}-") and "memfd:streamalloc:memory" in line for line in maps)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+def test_overlapping_extents_are_those_that_share_a_byte() -> None:
+    dice = random.Random(1)
+    extents: AddressMap[Any] = AddressMap()
+    live: list[Any] = []
+    for base in range(0, 4000, 40):
+        extent = AddressRange.__new__(AddressRange)
+        extent.base, extent.size = base, dice.choice((10, 40))
+        extents.add(extent)
+        live.append(extent)
+    for extent in dice.sample(live, 30):
+        extents.remove(extent)
+        live.remove(extent)
+    for _ in range(500):
+        start = dice.randrange(4100)
+        end = start + dice.randrange(1, 300)
+        expected = [one for one in live if one.base < end and start < one.base + one.size]
+        assert extents.overlapping(start, end) == expected
+
+
+def test_reservations_leave_no_gap_between_them(rig: Rig) -> None:
+    ranges = sorted(rig.reserve(PAGE) for _ in range(16))
+    touching = sum(one + PAGE == two for one, two in itertools.pairwise(ranges))
+    assert touching >= 4, "so that mappings over two of them can be tried out"
+
+
+def test_a_free_hint_is_honoured(rig: Rig) -> None:
+    address = rig.reserve(2 * PAGE)
+    ok(rig.raw.cuMemAddressFree(address, 2 * PAGE))
+    assert rig.reserve(PAGE, hint=address + PAGE) == address + PAGE
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_device_in_chunks_touches_nothing(rig: Rig) -> None:
+    d = rig.raw
+    before, files = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, open_descriptors()
+    address = rig.reserve(139 * GiB)
+    for offset in range(0, 139 * GiB, GiB):
+        rig.map(address + offset, rig.memory(GiB), GiB)
+    grant(rig, address, 139 * GiB)
+    assert rig.device_free() < GiB
+    ok(d.cuMemsetD8(address + 139 * GiB - 64, 7, 64))
+    ok(d.cuMemcpyDtoD(address + GiB - 32, address + 139 * GiB - 64, 64))
+    ok(d.cuCtxSynchronize())
+    assert ctypes.string_at(address + GiB - 32, 64) == b"\7" * 64
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    assert open_descriptors() <= files + 1, "there are limits to how many files a process may have"
+
+
+def test_what_was_given_back_is_empty_when_it_is_had_again(rig: Rig) -> None:
+    for handle_types in (0, 1):
+        for _ in range(3):
+            address = mapped(rig, handle_types=handle_types)
+            assert ctypes.string_at(address, 16) == bytes(16)
+            ok(rig.raw.cuMemsetD8(address, 7, PAGE))
+            ok(rig.raw.cuMemUnmap(address, PAGE))
+
+
+def test_memory_that_can_be_exported_has_a_file_of_its_own(rig: Rig) -> None:
+    rig.memory()  # the file for all that cannot
+    files = open_descriptors()
+    one, two = (rig.memory(handle_types=1) for _ in range(2))
+    assert open_descriptors() == files + 2
+    address = rig.map(rig.reserve(PAGE), one)
+    for memory in (one, two):
+        ok(rig.raw.cuMemRelease(memory))
+    assert open_descriptors() == files + 1, "the first is still mapped"
+    ok(rig.raw.cuMemUnmap(address, PAGE))
+    assert open_descriptors() == files
+
+
+def test_memory_counts_for_its_device_until_nobody_has_it() -> None:
+    rig = new_rig(devices=2, memory=96 * MiB)
+    d = rig.raw
+    memory, other, host = rig.memory(64 * MiB), rig.memory(32 * MiB, id=1), rig.memory(64 * MiB, location=HOST)
+    assert rig.device_free() == 32 * MiB
+    assert d.cuMemCreate(34 * MiB, rig.memory_props(), 0)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    assert d.cuMemAlloc(34 * MiB)[0] == d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    address = rig.map(rig.reserve(64 * MiB), memory, 64 * MiB)
+    assert int(ok(d.cuMemRetainAllocationHandle(address))) == int(memory)
+    for _ in range(2):
+        assert rig.device_free() == 32 * MiB
+        ok(d.cuMemRelease(memory))
+    assert rig.device_free() == 32 * MiB
+    ok(d.cuMemUnmap(address, 64 * MiB))
+    assert rig.device_free() == 96 * MiB
+    for handle in (other, host):
+        ok(d.cuMemRelease(handle))
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(1))))
+    assert rig.device_free() == 96 * MiB
+
+
+@pytest.mark.parametrize("handle_types", [0, 1])
+def test_a_machine_that_ends_gives_everything_back(handle_types: int) -> None:
+    files = open_descriptors()
+    rig = new_rig()
+    released, memory = mapped(rig, handle_types=handle_types), rig.memory(handle_types=handle_types)
+    kept = rig.map(rig.reserve(PAGE), memory)
+    rig.memory(usage=1)
+    ok(rig.raw.cuMemsetD8(released, 1, PAGE))
+    ok(rig.raw.cuCtxSynchronize())
+    assert has_memory(released) and has_memory(kept)
+    machine = rig.raw._machine
+    del rig
+    end_simulated_machines()
+    assert not machine.virtual.mappings.at
+    assert not has_memory(released) and not has_memory(kept)
+    assert open_descriptors() == files
+
+
+def test_fabric_handles_need_a_channel() -> None:
+    without, having = new_rig(), new_rig(fabric=True)
+    answer = without.raw.cuMemCreate(PAGE, without.memory_props(handle_types=8), 0)
+    assert answer[0] == without.raw.CUresult.CUDA_ERROR_NOT_PERMITTED
+    properties = ok(having.raw.cuMemGetAllocationPropertiesFromHandle(having.memory(handle_types=8)))
+    assert int(properties.requestedHandleTypes) == 8
+
+
+# -- work and its memory -----------------------------------------------------------------------------------------------
+
+
+def test_addresses_that_are_gone_break_the_context_not_the_process(rig: Rig) -> None:
+    d, stream, word, address = rig.raw, rig.stream(), rig.word(), mapped(rig)
+    rig.hold(stream, word)
+    ok(d.cuMemsetD8Async(address, 1, PAGE, stream))
+    ok(d.cuMemUnmap(address, PAGE))
+    ok(d.cuMemAddressFree(address, PAGE))  # from here on nothing of this machine is there
+    word.value = 1
+    assert d.cuStreamSynchronize(stream)[0] == d.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+
+
+def test_unmapping_lets_running_work_end(rig: Rig) -> None:
+    d, stream, size = rig.raw, rig.stream(), 128 * MiB
+    address = mapped(rig, size)
+    for value in range(4):
+        ok(d.cuMemsetD8Async(address, value, size, stream))
+    ok(d.cuMemUnmap(address, size))
+    assert rig.query(stream) == "SUCCESS"
+    ok(d.cuStreamSynchronize(stream))
+
+
+def test_with_a_seed_unmapping_lets_nothing_end() -> None:
+    def broken(seed: int) -> bool:
+        rig = new_rig(seed=seed)
+        stream, address = rig.stream(), mapped(rig)
+        ok(rig.raw.cuMemsetD8Async(address, 1, PAGE, stream))
+        ok(rig.raw.cuMemUnmap(address, PAGE))
+        return bool(rig.raw.cuStreamSynchronize(stream)[0])
+
+    assert any(broken(seed) for seed in range(20)), "a missing synchronisation has to show"
+
+
+def test_mapped_memory_of_another_machine_is_nobodys(rig: Rig) -> None:
+    other = new_rig()
+    address = mapped(other)
+    d = rig.raw
+    assert d.cuMemUnmap(address, PAGE)[0] == d.CUresult.CUDA_ERROR_INVALID_VALUE
+    assert d.cuMemsetD8(address, 1, 4)[0] == d.CUresult.CUDA_ERROR_INVALID_VALUE
+    ok(other.raw.cuMemsetD8(address, 1, 4))
+
+
+def test_a_dma_buf_has_a_size_and_no_bytes(rig: Rig) -> None:
+    kind = rig.raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    files = open_descriptors()
+    file = ok(rig.raw.cuMemGetHandleForAddressRange(mapped(rig, 2 * PAGE), PAGE, kind, 0))
+    try:
+        assert os.lseek(file, 0, os.SEEK_END) == PAGE
+        assert fcntl.fcntl(file, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        os.lseek(file, 0, os.SEEK_SET)
+        with pytest.raises(OSError):
+            os.read(file, 1)
+        with pytest.raises(OSError):
+            os.write(file, b"x")
+        with pytest.raises(OSError):
+            mmap.mmap(file, PAGE, prot=mmap.PROT_READ)
+    finally:
+        os.close(file)
+    assert open_descriptors() <= files + 1  # that of the memory
+
+
+# -- what is not modelled ----------------------------------------------------------------------------------------------
+
+
+def _beyond_the_end(rig: Rig) -> None:
+    hole = rig.reserve(4 * PAGE)
+    ok(rig.raw.cuMemAddressFree(hole, 4 * PAGE))
+    rig.raw.cuMemMap(rig.reserve(PAGE, hint=hole), 2 * PAGE, 0, rig.memory(2 * PAGE), 0)
+
+
+def _released(rig: Rig) -> None:
+    memory = rig.memory()
+    ok(rig.raw.cuMemRelease(memory))
+    assert rig.raw.cuMemRelease(memory)[0] == rig.raw.CUresult.CUDA_ERROR_INVALID_VALUE
+    rig.raw.cuMemGetAllocationPropertiesFromHandle(memory)
+
+
+def _tile_pool(rig: Rig) -> None:
+    rig.map(rig.reserve(PAGE), rig.memory(usage=1))
+
+
+def _hole(rig: Rig) -> None:
+    rig.raw.cuMemcpy(rig.reserve(PAGE), mapped(rig), 4)
+
+
+def _behind_the_end(rig: Rig) -> None:
+    rig.raw.cuMemcpy(int(rig.plain(512)) + 512, rig.plain(3 * MiB), 4)
+
+
+def _read_only_for_the_host(rig: Rig) -> None:
+    memory = mapped(rig, location=HOST)
+    for kind, flags in ((DEVICE, READWRITE), (HOST, READ)):
+        assert rig.set_access(memory, PAGE, (kind, 0, flags)) == "SUCCESS"
+    rig.raw.cuMemcpyHtoD(memory, bytes(4), 4)
+
+
+def _no_access_at_all(rig: Rig) -> None:
+    memory = mapped(rig, location=HOST)
+    grant(rig, memory, flags=NO_ACCESS)
+    rig.raw.cuMemcpyDtoH(bytearray(4), memory, 4)
+
+
+def _access_of_queued_work(rig: Rig) -> None:
+    stream, word, address = rig.stream(), rig.word(), mapped(rig)
+    rig.hold(stream, word)
+    ok(rig.raw.cuMemsetD8Async(address, 1, PAGE, stream))
+    grant(rig, address)  # which takes nothing away
+    try:
+        rig.set_access(address, PAGE, (DEVICE, 0, READ))
+    finally:
+        word.value = 1
+
+
+def _more_of_a_pool_than_has_memory(rig: Rig) -> None:
+    kind = rig.raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    rig.raw.cuMemGetHandleForAddressRange(rig.allocate(rig.pool(), MiB, rig.stream()), 64 * MiB, kind, 0)
+
+
+def _pools_have_it(rig: Rig) -> None:
+    stream, pool = rig.stream(), rig.pool(KEEP)
+    rig.free(rig.allocate(pool, 100 * GiB, stream), stream)
+    ok(rig.raw.cuStreamSynchronize(stream))
+    rig.memory(100 * GiB)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (_beyond_the_end, "beyond the end of a reservation"),
+        (_released, "handle that does not exist"),
+        (_tile_pool, "memory for tiles"),
+        (_hole, "where nothing lies"),
+        (_behind_the_end, "where nothing lies"),
+        (_read_only_for_the_host, "memory that it may only read"),
+        (_no_access_at_all, "mapped host memory"),
+        (_access_of_queued_work, "work on the memory is queued"),
+        (_more_of_a_pool_than_has_memory, "the real driver crashes"),
+        (_pools_have_it, "pools hold in reserve"),
+    ],
+    ids=lambda value: value.__name__.strip("_") if callable(value) else "",
+)
+def test_what_is_not_known_is_not_guessed(rig: Rig, attempt: Callable[[Rig], None], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"not modelled: .*{message}"):
+        attempt(rig)
