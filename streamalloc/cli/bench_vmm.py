@@ -138,12 +138,12 @@ def raw_regrowth(bench: Bench) -> Call:
     return _regrowth(memory.grow, functools.partial(memory.shrink, STEPS // 2))
 
 
-def our_regrowth(bench: Bench, *, recycling: bool) -> Call:
-    """Shrink by half and grow again with the library's buffer, with or without a recycler."""
+def our_regrowth(bench: Bench, *, release: bool) -> Call:
+    """Shrink by half and grow again with the library's buffer, which releases the memory or keeps it."""
     nbytes, keep = _step(bench), bench.resources.enter_context
-    recycler = keep(vmm.MemoryRecycler(bench.device, STEPS * nbytes)) if recycling else None
-    buffer = keep(vmm.GrowableBuffer(bench.device, STEPS * nbytes, stream=bench.stream, recycler=recycler))
-    return _regrowth(functools.partial(buffer.grow, nbytes), functools.partial(buffer.resize, STEPS // 2 * nbytes))
+    buffer = keep(vmm.GrowableBuffer(bench.device, STEPS * nbytes, stream=bench.stream))
+    shrink = functools.partial(buffer.resize, STEPS // 2 * nbytes, release=release)
+    return _regrowth(functools.partial(buffer.grow, nbytes), shrink)
 
 
 def _regrowth(grow: Call, shrink: Call) -> Call:
@@ -289,7 +289,7 @@ TO_PINNED = "copy from device to pinned memory"
 FROM_PINNED = "copy from pinned memory to device"
 EVICT = "streamalloc evict, copy in a warm host pool"
 RESTORE = "streamalloc restore from it"
-RECYCLED = "streamalloc, with a MemoryRecycler"
+KEPT = "streamalloc, release=False"
 COPIED = "cuMemAlloc, copy and cuMemFree"
 
 ROWS = (
@@ -307,10 +307,10 @@ ROWS = (
         f"Shrink a buffer of {STEPS} steps by half, and grow it again",
         {
             RAW: raw_regrowth,
-            OURS: functools.partial(our_regrowth, recycling=False),
-            RECYCLED: functools.partial(our_regrowth, recycling=True),
+            OURS: functools.partial(our_regrowth, release=True),
+            KEPT: functools.partial(our_regrowth, release=False),
         },
-        (Target(RECYCLED, 0.5, RAW),),
+        (Target(KEPT, 0.5, RAW),),
         most=1,
         rounds="growths",
         need=_need,

@@ -9,7 +9,6 @@ from streamalloc.vmm.pages.space import PageSpace
 from streamalloc.vmm.pages.table import PageTable
 from streamalloc.vmm.pages.tiers import HostTier
 from streamalloc.vmm.physical_memory import PhysicalMemory
-from streamalloc.vmm.recycler import MemoryRecycler, RecyclerStatistics
 from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.sleep import SleepGroup, Tagged
 from streamalloc.vmm.sparse import MipTail, SparseArray, TilePool
@@ -27,7 +26,6 @@ __all__ = [
     "GrowableBuffer",
     "HostTier",
     "Mapping",
-    "MemoryRecycler",
     "MipTail",
     "PageArena",
     "PageBudget",
@@ -36,7 +34,6 @@ __all__ = [
     "PhysicalMemory",
     "RangeView",
     "RankRefusedError",
-    "RecyclerStatistics",
     "Residents",
     "SleepGroup",
     "SparseArray",

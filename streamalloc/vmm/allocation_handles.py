@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from streamalloc.core.errors import ClosedError, DeviceLostError, InvalidContextError, undo_all
 from streamalloc.core.html import Drawn
@@ -41,15 +41,13 @@ from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 class AllocationState:
     """State of one physical allocation or multicast object, shared by all objects that hold its driver handle."""
 
-    __slots__ = ("bindings", "elsewhere", "exported", "handle", "handles", "imported", "mappings", "teams")
+    __slots__ = ("bindings", "exported", "handle", "handles", "imported", "mappings", "teams")
 
     def __init__(self) -> None:
         self.handle: int = 0
         """Number of the driver handle."""
         self.exported: bool = False
         """True if a shareable handle was exported."""
-        self.elsewhere: bool = False
-        """True if another driver may use the memory (DMA-BUF)."""
         self.imported: bool = False
         """True if another process created it."""
         self.handles: dict[AllocationHandle, None] = {}
@@ -131,9 +129,6 @@ class AllocationHandle(HandleNode):
     """One object's reference to a ``CUmemGenericAllocationHandle``; ``cuMemRelease`` ends it."""
 
     __slots__ = ("state", "users")
-
-    outlasts_mappings: ClassVar[bool] = False
-    """True if the handle is released after all mappings of the memory."""
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
         super().__init__(allocations, kind)
@@ -235,8 +230,8 @@ class Allocations:
 
     def __init__(self, session: Session) -> None:
         self.session: Session = session
-        self.recyclers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Recyclers; their ``make_room()`` releases spare memory and returns its size."""
+        self.arenas: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Pages of each arena; ``make_room()`` releases the unused ones and returns their bytes."""
         self.watchers: tuple[MappingWatcher, ...] = ()
         self.specs: dict[object, Any] = {}
         """:class:`MemorySpec` by ``MemAllocationProp``."""
@@ -266,8 +261,8 @@ class Allocations:
         return found
 
     def make_room(self) -> int:
-        """Release the spare memory of all recyclers; return its size in bytes."""
-        return sum(recycler.make_room() for recycler in members(self.recyclers))
+        """Release the unused pages of all arenas; return their bytes."""
+        return sum(pages.make_room() for pages in members(self.arenas))
 
     def forget(self, state: AllocationState) -> None:
         """Remove a state that no handle and no mapping uses: the driver reuses handle numbers."""

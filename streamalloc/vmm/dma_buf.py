@@ -7,7 +7,6 @@ import resource
 from streamalloc.core.internal import Fd, Memory, check_usable
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.allocation_handles import allocations_of
 
 _PAGE = resource.getpagesize()
 
@@ -42,8 +41,5 @@ def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
     flags = int(cuda.CUmemRangeFlags.CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE) if pcie else 0
     kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     session = session_of(memory)
-    for state in allocations_of(session).mapped_at(memory.address, memory.nbytes):
-        # Never reset: no notification says when the other driver stops using the memory.
-        state.elsewhere = True
     with memory.stream.device.current():
         return Fd.made_by(session, "cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)

@@ -14,8 +14,7 @@ from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
 from streamalloc.vmm.allocation_handles import GenericAllocation
 from streamalloc.vmm.claims import claimed, claiming
-from streamalloc.vmm.physical_memory import device_first, properties_for
-from streamalloc.vmm.recycler import MemoryRecycler, RecyclingSpec, spec_for
+from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
 
@@ -29,6 +28,7 @@ class GrowableBuffer(VirtualBuffer):
         with vmm.GrowableBuffer(device, capacity=1 << 40, nbytes=1 << 30) as buffer:
             buffer.grow(1 << 30)           # 2 GiB at the same address
             buffer.resize(1 << 20)         # unmaps and releases the rest
+            buffer.resize(0, release=False)  # keeps its memory for the next growth
 
     Parameters
     ----------
@@ -53,10 +53,6 @@ class GrowableBuffer(VirtualBuffer):
         As for :class:`AddressRange`.
     stream
         Stream of operations that name none; default: the device's default stream.
-    recycler
-        Recycler of the same device, for the physical memory. It defines the properties of the memory. After a shrink
-        the unused memory stays mapped behind the buffer's end until another user takes it or the recycler releases it,
-        so growing again needs no driver call. Recycled memory has the bytes of its last user.
 
     Raises
     ------
@@ -68,7 +64,7 @@ class GrowableBuffer(VirtualBuffer):
         An argument is not allowed; the message names it.
     """
 
-    __slots__ = ("_chunk", "_largest", "_recycler", "_spec")
+    __slots__ = ("_chunk", "_largest", "_spec")
 
     def __init__(
         self,
@@ -85,7 +81,6 @@ class GrowableBuffer(VirtualBuffer):
         alignment: int = 0,
         address: int = 0,
         stream: StreamLike | None = None,
-        recycler: MemoryRecycler | None = None,
     ) -> None:
         check_device("device", device)
         session = session_of(device)
@@ -94,8 +89,7 @@ class GrowableBuffer(VirtualBuffer):
             check_location(session, location)
         place = device.location if location is None else location
         prop = properties_for(place, handle_types, compressible, gpu_direct_rdma)
-        self._spec = spec_for(recycler, session, prop)
-        self._recycler = self._spec if isinstance(self._spec, RecyclingSpec) else None
+        self._spec = MemorySpec(session, prop)
         most = checked_size("capacity", capacity)
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
@@ -106,8 +100,7 @@ class GrowableBuffer(VirtualBuffer):
         if place.on_host:
             rights = {MemLocation.host(): MemAccess.READWRITE} | rights
         self._open(device, self._spec.round_up(most), alignment, address, rights, stream, place)
-        if self._recycler is None:
-            self.range._node.maker = self._spec
+        self.range._node.maker = self._spec
         with undoing(self.close):
             self.resize(size)
 
@@ -116,7 +109,7 @@ class GrowableBuffer(VirtualBuffer):
         """Properties of its physical memory."""
         return self._spec.prop
 
-    def resize(self, nbytes: int, *, after: After = None) -> None:
+    def resize(self, nbytes: int, *, after: After = None, release: bool = True) -> None:
         """Grow or shrink to ``nbytes`` in place. Remaining bytes keep their values; new bytes are undefined.
 
         New memory can be used at once on any stream. Shrinking unmaps memory, which is not stream-ordered.
@@ -128,6 +121,9 @@ class GrowableBuffer(VirtualBuffer):
         after
             Events or streams to wait for before memory is unmapped; ``()`` for none. By default all work of the devices
             with access.
+        release
+            Whether a shrink releases the unused memory. If false, the memory stays mapped behind the buffer's end, and
+            the next growth makes no driver call. ``resize(buffer.nbytes)`` releases it later.
 
         Raises
         ------
@@ -141,7 +137,7 @@ class GrowableBuffer(VirtualBuffer):
 
         def grow(_: object) -> None:
             if not self._grow_directly(nbytes):
-                self._resize(nbytes, after)
+                self._resize(nbytes, after, release)
 
         claiming((self,), grow)
 
@@ -152,7 +148,6 @@ class GrowableBuffer(VirtualBuffer):
         if (
             type(nbytes) is not int
             or nbytes <= at
-            or self._recycler is not None
             or self._evicted is not None
             or node._raw is None
             or node.given_up
@@ -192,18 +187,16 @@ class GrowableBuffer(VirtualBuffer):
         self._nbytes = nbytes
         return True
 
-    def _resize(self, nbytes: int, after: After) -> None:
+    def _resize(self, nbytes: int, after: After, release: bool) -> None:
         size = self._checked("nbytes", nbytes, self.capacity)
         self._check_usable()
         needed = self._spec.round_up(size)
-        if self._recycler is not None and needed > self._mapped:
-            self._claim_spares(needed, self._recycler)
         if needed > self._mapped:
             starts = range(self._mapped, needed, self._chunk or needed - self._mapped)
             ends = [*starts[1:], needed]
             self._create_chunks([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
             self._mapped = needed
-        elif needed < self._mapped:
+        elif release and size <= self._nbytes and needed < self._mapped:
             self._shrink(needed, size, after)
         self._nbytes = size
 
@@ -219,29 +212,7 @@ class GrowableBuffer(VirtualBuffer):
         if not spare:
             return
         wait_for_users(after, self._session, (entry.rights for entry in spare))
-        if self._recycler is not None:
-            before = self._mapped, self._nbytes
-            # Shorten the buffer first: another thread may unmap the memory as soon as it is offered.
-            self._mapped, self._nbytes = spare[0].offset, size
-            if self._recycler.offer(spare):
-                return
-            self._mapped, self._nbytes = before
         self._cut(spare[0].offset, size)
-
-    def _claim_spares(self, needed: int, recycler: RecyclingSpec) -> None:
-        """Reclaim spare memory that the buffer offered when it shrank and that is still mapped behind its end."""
-        for entry in self.range._node.touching(self._mapped, needed):
-            if entry.offset != self._mapped or entry.stop > needed or not recycler.claim(entry.memory._node):
-                return
-            self._mapped = entry.stop
-            recycler.recycled += 1
-
-    def _reclaim(self, entries: Sequence[MappedBytes]) -> Sequence[MappedBytes]:
-        if self._recycler is None:
-            return entries
-        for entry in entries:
-            self._recycler.claim(entry.memory._node)
-        return [entry for entry in entries if not entry.gone]
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)
@@ -271,7 +242,6 @@ def stripe(
     alignment: int = 0,
     address: int = 0,
     stream: StreamLike | None = None,
-    recyclers: Sequence[MemoryRecycler] | None = None,
 ) -> StripedBuffer:
     """Make one contiguous buffer with equal shares on several devices. Every device has access to the whole buffer.
 
@@ -290,8 +260,6 @@ def stripe(
         As for :class:`AddressRange`.
     stream
         Stream of operations that name none; default: the first device's default stream.
-    recyclers
-        One recycler for each device, as for :class:`GrowableBuffer`.
 
     Raises
     ------
@@ -318,13 +286,7 @@ def stripe(
     for one, other in itertools.product(devices, repeat=2):
         if not one.can_access(other):
             raise refused(PeerAccessError, "cuMemSetAccess", f"{one!r} cannot reach the memory of {other!r}")
-    given: Sequence[MemoryRecycler | None] = [None] * len(devices) if recyclers is None else recyclers
-    if len(given) != len(devices):
-        raise ValueError(f"recyclers={recyclers!r}: there must be one for each of {len(devices)} devices")
-    specs = [
-        spec_for(recycler, session, properties_for(device, handle_types, compressible, False))
-        for device, recycler in zip(devices, given, strict=True)
-    ]
+    specs = [MemorySpec(session, properties_for(device, handle_types, compressible, False)) for device in devices]
     step = max(spec.round_up(-(-size // len(devices))) for spec in specs)
     rights = device_rights(access, session, devices=devices)
     buffer = StripedBuffer.__new__(StripedBuffer)

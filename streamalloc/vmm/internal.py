@@ -19,12 +19,12 @@ from streamalloc.vmm.allocation_handles import (
     HandleNode,
     MappedMemory,
     MappingWatcher,
+    OwnedHandle,
     allocations_of,
 )
 from streamalloc.vmm.backup import Backup, BackupRange, copying
 from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
-from streamalloc.vmm.recycler import UnusedHandle
 from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.reservation import MappedBytes
 
@@ -117,17 +117,19 @@ def is_counted(memory: MappedMemory) -> bool:
     return ours and len(state.mappings) == 1
 
 
-class ImportedChunk(UnusedHandle):
+class ImportedChunk(OwnedHandle):
     """A handle of physical memory that another process exported (``cuMemImportFromShareableHandle``).
 
     A chunk has no :class:`PhysicalMemory` object, because an import may have many chunks. Its size must be that of the
     exporter's memory, because the driver maps memory as a whole only.
     """
 
-    __slots__ = ()
+    __slots__ = ("nbytes",)
 
     def __init__(self, session: Session, fd: Fd, nbytes: int) -> None:
-        super().__init__(session, nbytes)
+        super().__init__(session)
+        self.nbytes: int = nbytes
+        """Size of the memory in bytes."""
         hint = "this file descriptor is no handle that the driver exported"
         self._raw = session.call("cuMemImportFromShareableHandle", fd.fileno(), _POSIX, hint=hint)
 

@@ -117,17 +117,13 @@ class MemorySpec:
         memory._make(self, nbytes)
         return memory
 
-    def new_handle(self) -> AllocationHandle:
-        """Make the node that will own the handle of new memory."""
-        return AllocationHandle(self.allocations, Kind.MEMORY)
-
     def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
         """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``.
 
         Raises
         ------
         OutOfMemoryError
-            There is not enough memory, even after dropped and recycled memory was released.
+            There is not enough memory, even after dropped memory and the unused pages of arenas were released.
         """
         if not self.session.forked:
             self.allocations.deferred.work()
@@ -312,7 +308,7 @@ class PhysicalMemory(GenericAllocation):
         self._session = spec.session
         self.nbytes = nbytes
         self._set_spec(spec)
-        self._node = spec.new_handle()
+        self._node = AllocationHandle(spec.allocations, Kind.MEMORY)
 
     def _make(self, spec: MemorySpec, nbytes: int) -> None:
         self._belong(spec, nbytes)

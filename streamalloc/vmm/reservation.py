@@ -88,7 +88,7 @@ class MappedBytes(Node):
         if handle._first:
             for first in order.before(handle, Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
                 order.relate(first, self)
-        if handle.outlasts_mappings or self.kind is Kind.OBJECT_MAPPING:
+        if self.kind is Kind.OBJECT_MAPPING:
             order.relate(self, handle)
         handle.state.mappings[self] = None
 
@@ -317,7 +317,6 @@ class Reservation(HandleNode):
                 (entry.unmapped if entry.gone else entry.release)()
             raise
         finally:
-            # Closed memory returns to its recycler once it is unmapped.
             allocations = self.allocations
             if allocations.order.ready:
                 allocations.order.pass_on(allocations.drop)

@@ -14,7 +14,6 @@ from streamalloc.core.session import members, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
 from streamalloc.vmm.allocation_handles import allocations_of
-from streamalloc.vmm.pages.physical import PhysicalPages
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.reservation import Reservation
 
@@ -45,8 +44,6 @@ class Residents(Shown):
     """Bytes of other physical memory that this process created and mapped."""
     pages: int
     """Bytes of all pages of arenas, their pages of zeros included."""
-    spare: int
-    """Bytes that recyclers keep unmapped."""
     pools: Mapping[str, int]
     """Reserved bytes of this process's pools, by name."""
     graphs: int
@@ -64,14 +61,10 @@ class Residents(Shown):
         allocations = allocations_of(session_of(device))
         for reservation in list(allocations.reservations):
             every |= _mapped(device, reservation)
-        mapped, pages, spare = sum(every.values()) - sum(group.values()), 0, 0
-        for keeper in members(allocations.recyclers):
-            if isinstance(keeper, PhysicalPages):
-                pages += keeper.page_bytes(device.location)
-            else:
-                spare += keeper.unmapped_bytes(device.location)
+        mapped = sum(every.values()) - sum(group.values())
+        pages = sum(arena.page_bytes(device.location) for arena in members(allocations.arenas))
         info, pools, graphs = device.memory_info(), _pools(device), device.graph_memory.reserved
-        return cls(device, info.total, info.free, group, mapped, pages, spare, pools, graphs, dict(measured))
+        return cls(device, info.total, info.free, group, mapped, pages, pools, graphs, dict(measured))
 
     @property
     def others(self) -> int:
@@ -85,7 +78,6 @@ class Residents(Shown):
             yield f"group, tag {tag!r}", nbytes
         yield "other mapped memory", self.mapped
         yield "page arenas", self.pages
-        yield "recyclers", self.spare
         yield from self.pools.items()
         yield "graphs", self.graphs
         for owner, nbytes in self.measured.items():

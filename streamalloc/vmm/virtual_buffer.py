@@ -147,7 +147,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def mapped_bytes(self) -> int:
-        """Mapped physical memory in bytes: :attr:`nbytes` rounded up, or 0 while it is evicted."""
+        """Mapped physical memory in bytes: :attr:`nbytes` rounded up to whole chunks, and the memory that a shrink has
+        left mapped; 0 while the buffer is evicted.
+        """
         return 0 if self._evicted else self._mapped
 
     @property
@@ -464,14 +466,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     def _discard(self, entries: Sequence[MappedBytes]) -> None:
         """Unmap and release memory. If the driver refuses a release, it is made later."""
-        entries = self._reclaim(entries)
         self.range._node.unmap(entries)
         for entry in entries:
             entry.close()
-
-    def _reclaim(self, entries: Sequence[MappedBytes]) -> Sequence[MappedBytes]:
-        """Return the mappings whose memory no recycler has taken."""
-        return entries
 
     def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> SavedBytes | None:
         if backup is None:

@@ -192,17 +192,6 @@ def growables(bench: Bench) -> None:
 
 
 @program(Bench)
-def recyclers(bench: Bench) -> None:
-    with vmm.MemoryRecycler(bench.device, 4 * PAGE) as recycler:
-        with vmm.GrowableBuffer(bench.device, 8 * PAGE, PAGE, recycler=recycler) as buffer:
-            buffer.grow(PAGE)
-            buffer.resize(PAGE)
-            buffer.grow(PAGE)
-        recycler.take(PAGE).close()
-        recycler.trim()
-
-
-@program(Bench)
 def sleepers(bench: Bench) -> None:
     with (
         sa.MemoryPool(sa.MemLocation.host_numa(0), driver=bench.driver) as backup,

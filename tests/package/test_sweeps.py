@@ -55,7 +55,6 @@ CLASSES: list[type] = [
     vmm.RangeView,
     vmm.GrowableBuffer,
     vmm.SleepGroup,
-    vmm.MemoryRecycler,
     CachingAllocator,
 ]
 
@@ -263,8 +262,6 @@ class Virtual(Faults):
         self.group = keep(vmm.SleepGroup(self.device, backup=self.host_pool))
         self.sleeper = keep(self.group.allocate(PAGE, self.stream, tag="one"))
         self.second = keep(self.group.allocate(PAGE, self.stream))
-        self.recycler = keep(vmm.MemoryRecycler(self.device, 2 * PAGE))
-        self.recycler.take(PAGE).close()
         self.stream.synchronize()
         self.things = {
             vmm.PhysicalMemory: self.free_memory,
@@ -273,7 +270,6 @@ class Virtual(Faults):
             vmm.RangeView: self.range.view(0, 4096),
             vmm.GrowableBuffer: self.growable,
             vmm.SleepGroup: self.group,
-            vmm.MemoryRecycler: self.recycler,
         }
 
     def shape(self) -> dict[str, Any]:
@@ -446,7 +442,6 @@ MAKERS: dict[str, Callable[[World], Any]] = {
     "GrowableBuffer": lambda world: vmm.GrowableBuffer(world.device, 4 * PAGE, 2 * PAGE, chunk=PAGE),
     "stripe": lambda world: vmm.stripe([world.device], 4 * PAGE),
     "SleepGroup": _group,
-    "MemoryRecycler": lambda world: vmm.MemoryRecycler(world.device, PAGE),
     "SparseArray": lambda world: vmm.SparseArray(world.device, (1024, 1024)),
     "TilePool": lambda world: vmm.TilePool(world.device, PAGE),
     "CachingAllocator": lambda world: CachingAllocator(world.pool),

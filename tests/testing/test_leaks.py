@@ -79,7 +79,6 @@ OPEN: dict[str, Callable[[World], Any]] = {
     "PhysicalMemory": lambda world: vmm.PhysicalMemory(world.device, PAGE),
     "AddressRange": _range,
     "SleepGroup": _group,
-    "MemoryRecycler": lambda world: vmm.MemoryRecycler(world.device, PAGE),
     "MulticastObject": lambda world: multicast.MulticastObject(PAGE, 2, driver=world.driver),
     "file descriptor": lambda world: ipc.Fd(os.dup(0)),
 }

@@ -63,13 +63,10 @@ class BufferCase(Case):
     pages_after = 2
     unused = 0
     """Bytes of the last page that are not the buffer's."""
-    recycler: vmm.MemoryRecycler | None = None
 
     def prepare(self) -> None:
         nbytes = self.pages * PAGE - self.unused
-        self.buffer = vmm.GrowableBuffer(
-            self.device, 8 * PAGE, nbytes, chunk=PAGE, access=self.devices[1:], recycler=self.recycler
-        )
+        self.buffer = vmm.GrowableBuffer(self.device, 8 * PAGE, nbytes, chunk=PAGE, access=self.devices[1:])
         for page in range(self.pages):
             for at in self.marks(page):
                 self.buffer[at : at + 8].fill(page + 1)
@@ -91,16 +88,11 @@ class BufferCase(Case):
         for mapping in self.buffer.mappings:
             assert [mapping.access(device) for device in self.devices] == len(self.devices) * [READWRITE]
         there = {self.buffer.address + page * PAGE: PAGE for page in range(pages)}
-        if self.recycler is None:
-            assert self.account.mapped == there
-        else:
-            # What the buffer can have back is mapped still.
-            assert self.account.mapped.items() >= there.items()
+        assert self.account.mapped == there
         assert len(self.account.left["address range"]) == 1
 
     def check_handles(self, pages: int) -> None:
-        kept = self.recycler.statistics().pieces if self.recycler is not None else 0
-        assert len(self.account.left.get("physical memory", ())) == pages + kept
+        assert len(self.account.left.get("physical memory", ())) == pages
 
     def check_done(self) -> None:
         self.check_mapped(self.pages_after)
@@ -109,21 +101,6 @@ class BufferCase(Case):
 
     def end(self) -> None:
         self.buffer.close()
-
-
-class Recycling(BufferCase):
-    """The same with a recycler that has two pages to spare."""
-
-    def prepare(self) -> None:
-        self.recycler = vmm.MemoryRecycler(self.device, 3 * PAGE)
-        for memory in [self.recycler.take(PAGE) for _ in range(self.pages + 2)]:
-            memory.close()
-        super().prepare()
-
-    def end(self) -> None:
-        super().end()
-        assert self.recycler is not None and self.recycler.statistics().kept == 3 * PAGE
-        self.recycler.close()
 
 
 class Make(Case):
@@ -594,100 +571,10 @@ class Stripe(Case):
         self.buffer.close()
 
 
-class GrowRecycling(Recycling, Grow):
-    # What is kept goes back then, and the driver is asked once more.
-    survived = frozenset({"cuMemCreate"})
-
-    def end(self) -> None:
-        Grow.end(self)
-
-
-class ShrinkRecycling(Recycling, Shrink):
-    """Beyond the limit, what was kept longest is released."""
-
-
-class EvictRecycling(Recycling, EvictToPool):
-    pass
-
-
-class RestoreRecycling(Recycling, RestoreFromPool):
-    pass
-
-
-class Take(Case):
-    """One piece that is kept, and one that is new."""
-
-    survived = frozenset({"cuMemCreate"})
-
-    def prepare(self) -> None:
-        self.recycler = vmm.MemoryRecycler(self.device, 4 * PAGE)
-        for size in (1, 2):
-            self.recycler.take(size * PAGE).close()
-
-    def step(self) -> None:
-        self.memories = [self.recycler.take(PAGE) for _ in range(2)]
-
-    def check_done(self) -> None:
-        assert len({memory.handle for memory in self.memories}) == 2
-        assert len(self.account.left["physical memory"]) == 2 + self.recycler.statistics().pieces
-
-    def end(self) -> None:
-        self.memories.clear()
-        self.recycler.close()
-
-
-class Trim(Case):
-    def prepare(self) -> None:
-        self.recycler = vmm.MemoryRecycler(self.device, 4 * PAGE)
-        for memory in [self.recycler.take(PAGE) for _ in range(3)]:
-            memory.close()
-
-    def step(self) -> None:
-        self.recycler.trim(PAGE)
-
-    def check_done(self) -> None:
-        assert self.recycler.statistics()[:2] == (PAGE, 1)
-        assert len(self.account.left["physical memory"]) == 1
-
-    def check_failed(self, failed: str) -> None:
-        """A refused release is made later, at the request of the figures."""
-        self.check_done()
-
-    def end(self) -> None:
-        self.recycler.close()
-
-
-class UnmapRecycled(Case):
-    """Memory that was closed while it was mapped comes back when it is unmapped."""
-
-    # What ends later is tried again, also where the driver refuses the mode for that.
-    survived = frozenset({"cuMemRelease", "cuThreadExchangeStreamCaptureMode"})
-
-    def prepare(self) -> None:
-        self.recycler = vmm.MemoryRecycler(self.device, PAGE)
-        self.range = vmm.AddressRange(2 * PAGE, driver=self.account.driver)
-        for offset in (0, PAGE):
-            with self.recycler.take(PAGE) as memory:
-                self.range.map(memory, offset, access=self.devices)
-
-    def step(self) -> None:
-        self.range.unmap()
-
-    def check_done(self) -> None:
-        assert self.account.mapped == {}
-        assert self.recycler.statistics()[:2] == (PAGE, 1)
-
-    def end(self) -> None:
-        self.range.unmap()
-        self.range.close()
-        self.recycler.close()
-
-
 CASES = [
     Make, Grow, GrowByOne, GrowFromNothing, Shrink, ShrinkAfterStream, ShrinkAway, Evict, EvictToPool, EvictToMemory,
     Restore, RestoreFromPool, RestoreOnAnotherStream, Close, CloseEvicted, LowerAccess, Reserve, Create, Find, Map,
-    Unmap, UnmapOne, SetAccess, Revoke, Free, Release, Stripe, GrowRecycling, ShrinkRecycling, EvictRecycling,
-    RestoreRecycling, Take, Trim, UnmapRecycled,
+    Unmap, UnmapOne, SetAccess, Revoke, Free, Release, Stripe,
 ]  # fmt: skip
 WITH_PEERS = [
     pytest.param(kind, 2, marks=pytest.mark.gpus(2))
@@ -754,7 +641,7 @@ def test_every_call_fails_in_turn(machine: Any, kind: type[Case], count: int) ->
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in (EvictRecycling, RestoreRecycling)])
+@pytest.mark.parametrize("kind", CASES)
 @in_a_thread
 def test_a_call_fails_and_one_of_the_next(machine: Any, kind: type[Case]) -> None:
     """Whatever fails while a failure is dealt with: nothing is lost, or given back twice."""

@@ -307,6 +307,32 @@ class TestShrink:
             assert holds(view, 2)
         assert mapping.closed
 
+    def test_without_release(self, machine: Any) -> None:
+        """The memory stays mapped until it is used again, released, or evicted."""
+        account = Account(machine)
+        with vmm.GrowableBuffer(account.device, 16 * PAGE, 8 * PAGE, chunk=2 * PAGE) as buffer:
+            data = write(buffer, pattern(8 * PAGE))
+            cut = buffer[6 * PAGE :]
+            made = len(account.traced.calls)
+            buffer.resize(3 * PAGE, release=False)
+            buffer.grow(PAGE)
+            buffer.resize(7 * PAGE)
+            buffer.resize(8 * PAGE, release=False)
+            assert len(account.traced.calls) == made and same(buffer, data) and same(cut, data[6 * PAGE :])
+            buffer.resize(3 * PAGE, release=False)
+            with pytest.raises(sa.ClosedError, match="shrunk"):
+                cut.fill(1)
+            buffer.evict()
+            buffer.restore()
+            assert (buffer.nbytes, buffer.mapped_bytes, account.physical_bytes) == (3 * PAGE, 8 * PAGE, 8 * PAGE)
+            buffer.resize(buffer.nbytes)
+            assert buffer.mapped_bytes == account.physical_bytes == 4 * PAGE
+            buffer.resize(16 * PAGE)
+            buffer.resize(0, release=False)
+            buffer.grow(1)
+            assert buffer.mapped_bytes == 16 * PAGE
+        assert account.left == {}
+
     def test_within_a_piece(self, device: sa.Device) -> None:
         """Bytes behind the size are refused, though their memory exists."""
         with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:

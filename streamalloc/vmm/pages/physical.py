@@ -122,7 +122,7 @@ class PhysicalPages(Claimable):
         """Functions to call in the background."""
         self._streams: dict[Stream, Work] = {}
         """Streams that clear pages, each with its last work."""
-        self.allocations.recyclers.add(self)
+        self.allocations.arenas.add(self)
         if budget is not None:
             budget.join(self)
 

@@ -592,7 +592,7 @@ def test_an_arena_is_made_while_the_others_are_asked(stream: sa.Stream, tmp_path
     user.claimed = 2 * PAGE
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_users", Growing([user]))
-        patch.setattr(allocations, "recyclers", Growing([user]))
+        patch.setattr(allocations, "arenas", Growing([user]))
         calls[reader]()
     user.claimed = 0
     budget.close()
@@ -718,7 +718,7 @@ class User:
     def give(self, nbytes: int) -> int:
         return 0
 
-    def unmapped_bytes(self, location: object) -> int:
+    def page_bytes(self, location: object) -> int:
         return 0
 
 
