@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
+from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.simulator import SimulatedDriver
 from streamalloc.testing import Gate
 from tests.facts.support import Rig, said
@@ -284,7 +285,7 @@ class Partner:
         """
         if fds is None:
             # As ipc.send does: physical memory's go along every time.
-            had = self._had.issuperset(shared.handles) and shared.descriptor.mechanism is not ipc.Mechanism.PHYSICAL
+            had = self._had.issuperset(shared.handles) and shared.descriptor.mechanism is not Mechanism.PHYSICAL
             fds = () if had else shared.fds
             self._had.update(shared.handles)
         self._count += 1

@@ -6,16 +6,14 @@ Each module imports its library at its first use. ``use(...)`` of each module re
 from __future__ import annotations
 
 from streamalloc.interop import cuda_core, cupy, jax, numba, rmm, torch
-from streamalloc.interop.bridge import Bridge, Source
+from streamalloc.interop.bridge import Bridge
 from streamalloc.interop.loans import Borrowed, borrow
-from streamalloc.interop.registration import Answer, Registration, registration
+from streamalloc.interop.registration import Registration, registration
 
 __all__ = [
-    "Answer",
     "Borrowed",
     "Bridge",
     "Registration",
-    "Source",
     "borrow",
     "cuda_core",
     "cupy",

@@ -13,7 +13,7 @@ from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow
 from streamalloc.pool import MemoryPool
 
-__all__ = ["CudaCoreBridge", "buffer", "memory", "resource", "use"]
+__all__ = ["buffer", "memory", "resource", "use"]
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:

@@ -15,7 +15,7 @@ from streamalloc.interop.bridge import Bridge, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool.internal import CachedBuffer
 
-__all__ = ["CuPyCallback", "CuPyHandles", "array", "memory", "use"]
+__all__ = ["array", "memory", "use"]
 
 # Release threshold of a pool for which CuPy has no limit.
 _NO_LIMIT = (1 << 64) - 1
@@ -36,7 +36,7 @@ def use(*sources: Source, callbacks: bool = False) -> Bridge:
     Returns
     -------
     Bridge
-        The bridge, started: :class:`CuPyHandles` if all sources are pools, else :class:`CuPyCallback`.
+        The bridge, started: by handles if all sources are pools, else by callbacks.
 
     Raises
     ------

@@ -21,7 +21,7 @@ from streamalloc.interop.bridge import Bridge, Source, Sources, dropped_of, libr
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool import MemoryPool
 
-__all__ = ["NumbaCallback", "array", "memory", "use"]
+__all__ = ["array", "memory", "use"]
 
 
 def use(*sources: Source) -> Bridge:

@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The result of :func:`registration`: one :class:`Answer` for each library. Prints as a table."""
+    """The result of :func:`registration`: an answer for each library, with the reason. Prints as a table."""
 
     ipc: Answer
     """Other processes: :func:`streamalloc.ipc.share`."""

@@ -8,7 +8,7 @@ from typing import Any
 from streamalloc.driver.internal import cuda
 from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
 
-__all__ = ["RMMBridge", "resource", "use"]
+__all__ = ["resource", "use"]
 
 # Never freed: RMM keeps raw pointers to resources and callbacks, and does not report their last use.
 _kept: list[object] = []

@@ -2,7 +2,7 @@
 
 from streamalloc.multicast.objects.multicast_object import Binding, MulticastObject, MulticastView
 from streamalloc.multicast.setup.rank_group import SymmetricMemoryError
-from streamalloc.multicast.symmetric import SymmetricBuffer, SymmetricMemory, Tables
+from streamalloc.multicast.symmetric import SymmetricBuffer, SymmetricMemory
 
 __all__ = [
     "Binding",
@@ -11,5 +11,4 @@ __all__ = [
     "SymmetricBuffer",
     "SymmetricMemory",
     "SymmetricMemoryError",
-    "Tables",
 ]

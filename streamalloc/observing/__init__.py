@@ -3,10 +3,10 @@
 :func:`observe` makes an :class:`Observer`. Without an observer, allocations and frees have no extra cost.
 """
 
-from streamalloc.observing.live_view import LiveView, PoolFigures, live
+from streamalloc.observing.live_view import LiveView, live
 from streamalloc.observing.observer import Observer, observe
-from streamalloc.observing.records import Allocation, Happening, Phase, Site, Source
-from streamalloc.observing.report import LeakError, LeakReport, Place
+from streamalloc.observing.records import Allocation, Happening, Phase
+from streamalloc.observing.report import LeakError, LeakReport
 
 __all__ = [
     "Allocation",
@@ -16,10 +16,6 @@ __all__ = [
     "LiveView",
     "Observer",
     "Phase",
-    "Place",
-    "PoolFigures",
-    "Site",
-    "Source",
     "live",
     "observe",
 ]

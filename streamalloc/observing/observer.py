@@ -152,7 +152,7 @@ class Observer(Drawn, Leaves):
         export.save_pytorch(path, self.history, self.live)
 
     def save_rmm(self, path: str | Path) -> None:
-        """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.from_rmm` reads.
+        """Write a log in RMM's format (CSV), which :func:`streamalloc.traces.load` reads.
 
         After RMM's columns come the names of pool and stream, tag, phase, and the line of the program.
         """

@@ -78,7 +78,7 @@ class Source(NamedTuple):
 class Allocation(NamedTuple):
     """Memory that was allocated while an observer was recording.
 
-    :attr:`Observer.live` and :attr:`Place.allocations` return them.
+    :attr:`Observer.live` returns them.
     """
 
     address: int

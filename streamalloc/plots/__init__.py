@@ -8,11 +8,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamalloc.plots.observed import Life, draw, lives, memory, pool, reuse
+    from streamalloc.plots.observed import draw, lives, memory, pool, reuse
     from streamalloc.plots.ranges import address_range
-    from streamalloc.plots.style import STYLE, drawing, figure
+    from streamalloc.plots.style import drawing, figure
 
-__all__ = ["STYLE", "Life", "address_range", "draw", "drawing", "figure", "lives", "memory", "pool", "reuse"]
+__all__ = ["address_range", "draw", "drawing", "figure", "lives", "memory", "pool", "reuse"]
 
 _MODULES = ("observed", "ranges", "style")
 """Modules with the public names; imported on use, so this package can be imported without matplotlib."""

@@ -124,25 +124,8 @@ _DAY = 24 * 3600 * 10**9
 _LATE = 60 * 10**9
 
 
-def from_rmm(path: str | Path) -> Trace:
-    """A trace from the log that RMM's ``LoggingResourceAdaptor`` writes.
-
-    :func:`load` recognises such files; :doc:`/docs/guides/traces` describes them.
-
-    The columns are ``Thread,Time,Action,Pointer,Size,Stream``; more are ignored, such as those of
-    :func:`streamalloc.observing.observe` (``log=``). Actions are ``allocate``, ``allocate failure`` and
-    ``free``. A time is a time of day (``HH:MM:SS:ffffff``) or a number of seconds.
-
-    Raises
-    ------
-    TraceFormatError
-        The file is no log of RMM; the error names the line.
-    """
-    with opened(path) as file:
-        return _read_rmm(text_lines(file, str(path)), str(path))
-
-
 def _read_rmm(lines: Iterator[str], file: str) -> Trace:
+    """The trace in a log of RMM's ``LoggingResourceAdaptor``. Columns after the first six are ignored."""
     if not next(lines, "").startswith(_RMM_HEADER):
         raise TraceFormatError(f"the first line has to begin with {_RMM_HEADER}", file, 1)
     recording = _Recording()
@@ -194,35 +177,6 @@ def _nanoseconds(text: str) -> int:
 
 
 # --- PyTorch --------------------------------------------------------------------------------------------------------
-
-
-def from_pytorch(snapshot: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
-    """A trace from PyTorch's record of its caching allocator.
-
-    :func:`load` reads the files of its snapshots; :doc:`/docs/guides/traces` has a program.
-
-    Parameters
-    ----------
-    snapshot
-        The result of ``torch.cuda.memory._snapshot()``, or the path of a file written by ``_dump_snapshot``, after
-        ``_record_memory_history``. The file is a pickle; only plain data is read from it, no class and no function.
-    device
-        Ordinal of the device; may be omitted if only one device has a history.
-
-    A free is placed at its request (``free_requested``), on the stream of the allocation: PyTorch records neither the
-    streams of frees nor threads. Frees of memory that was allocated before the history are skipped.
-
-    Raises
-    ------
-    TraceFormatError
-        ``snapshot`` is no snapshot, or a pickle with more than plain data.
-    ValueError
-        Several devices have a history, or ``device`` has none.
-    """
-    if isinstance(snapshot, Mapping):
-        return _of_snapshot(snapshot, device, "")
-    with opened(snapshot) as file:
-        return _read_pickle(file, device, str(snapshot))
 
 
 def _read_pickle(file: IO[bytes], device: int | None, name: str) -> Trace:
@@ -283,8 +237,19 @@ def _of_type(entry: dict[str, Any], key: str, kind: type[T], default: T | None =
 # --- all formats ----------------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path) -> Trace:
+def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
     """Read a trace from a file of :meth:`Trace.save`, a log of RMM, or a snapshot of PyTorch, compressed or not.
+
+    :doc:`/docs/guides/traces` says how to record each. Of a log, the columns are those of RMM's
+    ``LoggingResourceAdaptor``; more are ignored. A snapshot is a pickle, of which only plain data is read. PyTorch
+    records neither the streams of frees nor threads: a free is placed at its request, on the allocation's stream.
+
+    Parameters
+    ----------
+    source
+        The path of a file, or the result of ``torch.cuda.memory._snapshot()``.
+    device
+        Ordinal of the device in a snapshot in which several devices have a history.
 
     Raises
     ------
@@ -292,15 +257,19 @@ def load(path: str | Path) -> Trace:
         The file is none of these, or is damaged; the error names the line.
     OSError
         The file cannot be read.
+    ValueError
+        Several devices of a snapshot have a history, or ``device`` has none.
     """
-    name = str(path)
-    with opened(path) as file:
+    if isinstance(source, Mapping):
+        return _of_snapshot(source, device, "")
+    name = str(source)
+    with opened(source) as file:
         head = cast(Any, file).peek(1)[:1]
         if head == b"{":
             return read_trace(text_lines(file, name), name)
         if head == b"T":
             return _read_rmm(text_lines(file, name), name)
         if head == b"\x80":
-            return _read_pickle(file, None, name)
+            return _read_pickle(file, device, name)
     known = f"a {FORMAT}, a log of RMM ({_RMM_HEADER}) nor a snapshot of PyTorch (a pickle)"
     raise TraceFormatError(f"neither {known}", name)

@@ -10,23 +10,21 @@ from streamalloc.vmm.pages.table import PageTable
 from streamalloc.vmm.pages.tiers import HostTier
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.resident import Residents
-from streamalloc.vmm.sleep import SleepGroup, Tagged
-from streamalloc.vmm.sparse import MipTail, SparseArray, TilePool
+from streamalloc.vmm.sleep import SleepGroup
+from streamalloc.vmm.sparse import SparseArray, TilePool
 from streamalloc.vmm.tiers.agreement import RankRefusedError
 from streamalloc.vmm.tiers.disk import DiskTier
 from streamalloc.vmm.tiers.disk_file import DamagedBackupError
-from streamalloc.vmm.virtual_buffer import Eviction, VirtualBuffer
+from streamalloc.vmm.virtual_buffer import VirtualBuffer
 
 __all__ = [
     "AddressRange",
     "ArenaStatistics",
     "DamagedBackupError",
     "DiskTier",
-    "Eviction",
     "GrowableBuffer",
     "HostTier",
     "Mapping",
-    "MipTail",
     "PageArena",
     "PageBudget",
     "PageSpace",
@@ -38,7 +36,6 @@ __all__ = [
     "SleepGroup",
     "SparseArray",
     "StripedBuffer",
-    "Tagged",
     "TilePool",
     "VirtualBuffer",
     "dma_buf",

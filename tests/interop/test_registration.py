@@ -9,6 +9,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, vmm
+from streamalloc.interop.registration import Answer
 from tests.interop.conftest import Get
 from tests.support import MiB
 
@@ -31,7 +32,7 @@ class TestKinds:
             found = interop.registration(buffer)
         assert answers(found) == accepted("dma_buf", "ucx_network", "nccl")
         assert "handle_types" in found.ipc.why and "network only" in found.nccl.how
-        assert found.dma_buf == interop.Answer(True, "DMA-BUF", "")
+        assert found.dma_buf == Answer(True, "DMA-BUF", "")
         assert "never" in found.gpu_direct_storage.why and "fabric" in found.ucx.why
         assert (found.mappings, found.handle_types, found.legacy_ipc) == (1, sa.MemHandleType.NONE, False)
 

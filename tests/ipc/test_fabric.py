@@ -13,8 +13,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
-from streamalloc.ipc import Chunk, Descriptor
 from streamalloc.ipc.transport.channel import PACKET_DATA
+from streamalloc.ipc.wire.descriptor import Chunk, Descriptor
 from tests.ipc import kinds
 from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.kinds import KINDS, Made, closing

@@ -17,12 +17,12 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.session import Session, session_of
-from streamalloc.ipc import Descriptor
 from streamalloc.ipc.exporter.relay import ExporterRelay
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.importer.relay import ImporterRelay
 from streamalloc.ipc.wire import relay
 from streamalloc.ipc.wire.control_block import ControlBlock
+from streamalloc.ipc.wire.descriptor import Descriptor
 from tests.hosts import Host, share_bytes
 from tests.ipc.support import PAGE, POSIX, busy, hold, idle, no_more, release, state
 from tests.processes import There, eventually

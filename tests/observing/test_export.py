@@ -55,7 +55,7 @@ def observer(machine: Any) -> Iterator[sa.Observer]:
 def test_rmm_s_log_reads_back(observer: sa.Observer, tmp_path: Path) -> None:
     file = tmp_path / "log.csv"
     observer.save_rmm(file)
-    trace = traces.from_rmm(file)
+    trace = traces.load(file)
     header = "Thread,Time,Action,Pointer,Size,Stream,Pool,Stream name,Tag,Phase,Line"
     assert file.read_text().splitlines()[0] == header
     assert [(event.action, event.nbytes, event.stream) for event in trace.events] == [
@@ -105,7 +105,7 @@ class TestLog:
         ]
         assert {(one["Pool"], one["Stream name"]) for one in rows} == {("kv", "a, b")}
         assert rows[1]["Line"].startswith("<string>:10 in ")
-        assert [event.action for event in traces.from_rmm(file).events] == ["allocate", "allocate", "free"]
+        assert [event.action for event in traces.load(file).events] == ["allocate", "allocate", "free"]
 
     def test_goes_on_after_a_stop(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
         file = tmp_path / "log.csv"
@@ -186,7 +186,7 @@ class TestPyTorch:
         return found
 
     def test_reads_back(self, observer: sa.Observer, snapshot: dict[str, Any]) -> None:
-        trace = traces.from_pytorch(snapshot)
+        trace = traces.load(snapshot)
         assert [(event.action, event.nbytes) for event in trace.events] == [
             (one.action, one.allocation.nbytes) for one in observer.history if one.action != "failure"
         ]

@@ -78,7 +78,7 @@ def read_back(observer: sa.Observer, folder: Path) -> list[traces.Trace]:
     """Exports of observers that can be replayed."""
     observer.save_rmm(folder / "rmm.csv")
     observer.save_pytorch(folder / "torch.pickle")
-    return [traces.from_rmm(folder / "rmm.csv"), traces.from_pytorch(folder / "torch.pickle")]
+    return [traces.load(folder / "rmm.csv"), traces.load(folder / "torch.pickle")]
 
 
 @pytest.mark.parametrize("observed", OBSERVED)

@@ -620,9 +620,7 @@ SWEEPS = [
 NOT_SWEPT = {
     "Memory": "in its subclasses",
     "VirtualBuffer": "in its subclasses",
-    "Flags": "plain data",
     "Ring": "makes the ends of a ring, which are swept by its two functions",
-    "Imported": "a name for types",
     "StreamLike": "a name for types",
     "CommunicatorLike": "a name for types",
     "as_communicator": "makes no driver calls",
@@ -631,7 +629,6 @@ NOT_SWEPT = {
     "receive": "as Channel.receive of the ring's sweep",
     "open": "by what is opened",
     "live": "as LiveView",
-    "Layout": "makes no driver calls",
     "StoreServer": "makes no driver calls",
     "PageBudget": "makes no driver calls",
 }

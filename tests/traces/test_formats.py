@@ -179,7 +179,7 @@ class TestRmm:
             "13768,00:00:00:000005,allocate,0x7f0000000000,64,0x0",
         )
         trace = traces.load(path)
-        assert trace == traces.from_rmm(path)
+        assert trace == traces.load(path)
         assert trace.events == (
             Event("allocate", 0, 1048576, 0, 0, 0),
             Event("allocate", 1, 512, 1, 1, 2_000),
@@ -268,10 +268,10 @@ class TestPyTorch:
         path = tmp_path / "snapshot.pickle"
         path.write_bytes(pickle.dumps(SNAPSHOT, protocol))
         self.expect(traces.load(path))
-        self.expect(traces.from_pytorch(path, device=1))
+        self.expect(traces.load(path, device=1))
 
     def test_object(self) -> None:
-        self.expect(traces.from_pytorch(SNAPSHOT))
+        self.expect(traces.load(SNAPSHOT))
 
     @pytest.mark.parametrize(
         "thing",
@@ -334,18 +334,18 @@ class TestPyTorch:
     )
     def test_malformed_entry(self, bad: Any, why: str) -> None:
         with pytest.raises(TraceFormatError, match=f"entry 2 of device 0: {why}") as caught:
-            traces.from_pytorch({"device_traces": [[entry("alloc", 0x1000, 1, 0), bad]]})
+            traces.load({"device_traces": [[entry("alloc", 0x1000, 1, 0), bad]]})
         assert caught.value.line == 2
 
     def test_which_device(self) -> None:
         several = {"device_traces": [SNAPSHOT["device_traces"][1]] * 2}
         with pytest.raises(ValueError, match="devices 0, 1 have one"):
-            traces.from_pytorch(several)
-        self.expect(traces.from_pytorch(several, device=0))
+            traces.load(several)
+        self.expect(traces.load(several, device=0))
         with pytest.raises(ValueError, match="device=2: the snapshot has no history of it"):
-            traces.from_pytorch(several, device=2)
+            traces.load(several, device=2)
         with pytest.raises(ValueError, match="no device has one"):
-            traces.from_pytorch({"device_traces": [[]]})
+            traces.load({"device_traces": [[]]})
 
 
 class TestCalls:
@@ -503,5 +503,5 @@ def test_late_lines_of_the_day_before(tmp_path: Path) -> None:
         "00:00:03:0",
     )
     lines = [f"1,{clock},allocate,{hex(number + 1)},5,0" for number, clock in enumerate(clocks)]
-    trace = traces.from_rmm(written(tmp_path / "log.csv", "Thread,Time,Action,Pointer,Size,Stream", *lines))
+    trace = traces.load(written(tmp_path / "log.csv", "Thread,Time,Action,Pointer,Size,Stream", *lines))
     assert [event.time / 1e9 for event in trace.events] == [0.0, 2.5, 1.5, 3.0, 0.0, 5.0]

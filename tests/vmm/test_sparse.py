@@ -17,6 +17,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
+from streamalloc.vmm.sparse import MipTail
 from tests.support import Account, executed, names, pending
 from tests.vmm.support import PAGE, assert_unique, each
 
@@ -109,7 +110,7 @@ class TestShape:
     def test_smaller_than_a_tile(self, device: sa.Device) -> None:
         """All of it is a tail."""
         with vmm.SparseArray(device, (100, 100), np.float32) as array:
-            assert array.tile == (128, 128) and array.mip_tail == vmm.MipTail(0, TILE, True)
+            assert array.tile == (128, 128) and array.mip_tail == MipTail(0, TILE, True)
 
     @pytest.mark.parametrize(
         ("arguments", "error", "words"),
@@ -432,7 +433,7 @@ class TestMipmaps:
 
     def test_what_it_says(self, texture: vmm.SparseArray) -> None:
         assert texture.levels == 10 and texture.tile == (128, 128)
-        assert texture.mip_tail == vmm.MipTail(3, TILE, False)
+        assert texture.mip_tail == MipTail(3, TILE, False)
         assert [texture.level_shape(level) for level in (0, 1, 2, 3, 9)] == [
             (512, 512),
             (256, 256),
@@ -500,7 +501,7 @@ class TestMipmaps:
     def test_layers(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
         """Each layer has a tail of its own."""
         with vmm.SparseArray(device, (2, 256, 256), np.float32, layered=True, levels=9) as array:
-            assert array.mip_tail == vmm.MipTail(2, TILE, False)
+            assert array.mip_tail == MipTail(2, TILE, False)
             array.map_tail(tiles, layer=1, stream=stream)
             array.map(tiles, level=1, layer=0, stream=stream)
             assert array.mapped_bytes == 2 * TILE

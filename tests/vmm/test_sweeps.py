@@ -11,10 +11,11 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
+from streamalloc.vmm.sleep import Tagged
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.vmm.support import PAGE
 
-CLASSES: list[type] = [vmm.SparseArray, vmm.TilePool, vmm.StripedBuffer, vmm.Tagged, vmm.DiskTier]
+CLASSES: list[type] = [vmm.SparseArray, vmm.TilePool, vmm.StripedBuffer, Tagged, vmm.DiskTier]
 
 
 class Tiles(Faults):
@@ -45,7 +46,7 @@ class Tiles(Faults):
             vmm.SparseArray: self.array,
             vmm.TilePool: self.spare,
             vmm.StripedBuffer: self.striped,
-            vmm.Tagged: self.group.tagged("one"),
+            Tagged: self.group.tagged("one"),
             vmm.DiskTier: self.disk,
             object: None,
         }

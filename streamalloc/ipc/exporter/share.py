@@ -198,7 +198,7 @@ def share(
     ``thing`` is a :class:`MemoryPool`, a :class:`Buffer` of a pool (or a view of one), :class:`PhysicalMemory`, a
     :class:`Mapping`, :class:`RangeView` or :class:`GrowableBuffer`, an :class:`Event` made with ``interprocess=True``,
     or any object with ``__cuda_array_interface__`` such as a CuPy array or a PyTorch tensor. The kind of memory
-    determines the driver's mechanism, see :class:`Mechanism`. The memory must have been made for sharing.
+    determines the driver's mechanism. The memory must have been made for sharing.
 
     A shared allocation of a pool has a lease: its free waits for importers, see :meth:`Buffer.free`. Other libraries
     free their memory when the last reference to the array is dropped; ``hold=True`` keeps a reference.

@@ -50,7 +50,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 class Tensor(NamedTuple):
     """One tensor of an epoch.
 
-    A :class:`Layout` contains them; :meth:`WeightsWriter.place` takes one.
+    A layout contains them; :meth:`WeightsWriter.place` takes one.
     """
 
     dtype: str

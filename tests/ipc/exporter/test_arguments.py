@@ -14,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.ipc import Flags
+from streamalloc.ipc.wire.descriptor import Descriptor, Flags
 from streamalloc.testing import Gate, settle
 from tests.ipc.exporter.test_foreign import Array, open_pickled
 from tests.ipc.support import PAGE, POSIX
@@ -130,7 +130,7 @@ class TestShare:
         thing: Any = getattr(things, kind)()
         shared = ipc.share(thing, hold=True)
         assert shared.held and ", held" in repr(shared)
-        described = ipc.Descriptor.from_bytes(bytes(shared))
+        described = Descriptor.from_bytes(bytes(shared))
         assert described.flags & Flags.HELD and described.hold
         assert not ipc.share(thing).held
 

@@ -12,7 +12,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.ipc import Mechanism
+from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer, make_growable, make_pool, release
 from tests.processes import SECONDS, Partner, There, eventually, holds_there

@@ -16,6 +16,7 @@ from streamalloc import ipc
 from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.leases import Lease, leases_of
 from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.wire.descriptor import Descriptor
 from streamalloc.testing import Gate
 from tests.ipc.support import shared_pool
 from tests.support import end_what_was_dropped, executed, filled, names, shows
@@ -186,7 +187,7 @@ def test_errors_are_those_of_the_slow_path(sides: Sides, fields: dict[str, Any],
     buffer = sides.pool.allocate(4096, sides.ours.stream)
     ipc.send(sides.ours.channel, buffer)
     data = sides.theirs.channel.receive().data
-    wrong = ipc.Descriptor.from_bytes(data)._replace(**fields).to_bytes()
+    wrong = Descriptor.from_bytes(data)._replace(**fields).to_bytes()
     with pytest.raises(kind, match=words):
         ipc.open(wrong, stream=sides.theirs.stream)
     assert importer_of(sides.theirs.stream._session).allocations == {}
@@ -269,7 +270,7 @@ def test_a_pool_that_is_dropped_ends_for_importers(sides: Sides) -> None:
     for _ in range(3):
         with pool.allocate(64, sides.ours.stream) as buffer:
             ipc.send(channel, buffer)
-            descriptor = ipc.Descriptor.from_bytes(sides.theirs.channel.receive().data)
+            descriptor = Descriptor.from_bytes(sides.theirs.channel.receive().data)
     block = leases_of(sides.ours.stream._session).block()
     assert block.marked("pool", descriptor.pool_mark)
     pool.close()
@@ -284,7 +285,7 @@ def test_another_version_of_the_driver(sides: Sides) -> None:
     buffer = sides.pool.allocate(4096, sides.ours.stream)
     ipc.send(sides.ours.channel, buffer)
     data = sides.theirs.channel.receive().data
-    other = ipc.Descriptor.from_bytes(data)._replace(driver_version=12040).to_bytes()
+    other = Descriptor.from_bytes(data)._replace(driver_version=12040).to_bytes()
     for _ in range(2):
         with pytest.warns(ipc.DriverVersionWarning, match=r"CUDA 12\.4"):
             ipc.open(other, stream=sides.theirs.stream).close()

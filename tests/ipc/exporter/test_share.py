@@ -11,6 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.ipc.wire.descriptor import Mechanism
 from tests.ipc import kinds
 from tests.ipc.kinds import Made, closing, range_view, several_chunks
 from tests.ipc.support import (
@@ -201,7 +202,7 @@ class TestPool:
         """It can be shared (observed on H200); what opening it does, no reading shows."""
         with sa.MemoryPool(sa.MemLocation.host_numa(0), handle_types=POSIX, driver=machine) as pool:
             shared = ipc.share(pool)
-            assert shared.descriptor.mechanism is ipc.Mechanism.POOL and len(shared.fds) == 2
+            assert shared.descriptor.mechanism is Mechanism.POOL and len(shared.fds) == 2
 
     def test_is_kept_from_dying_early(self, device: sa.Device, partner: Partner, stream: sa.Stream) -> None:
         """The pool is closed while a buffer of it is open elsewhere."""
@@ -779,7 +780,7 @@ class TestShared:
         with pool.allocate(1000, stream) as buffer:
             shared = ipc.share(buffer[100:300])
             described = shared.descriptor
-            assert described.mechanism is ipc.Mechanism.POOL_POINTER
+            assert described.mechanism is Mechanism.POOL_POINTER
             assert (described.offset, described.size, described.base_size) == (100, 200, 1000)
             assert described.device == stream.device.uuid.bytes
             assert bytes(shared) == shared.to_bytes() == described.to_bytes()

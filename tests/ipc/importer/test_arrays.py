@@ -11,7 +11,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.ipc.wire.descriptor import HEADER_BYTES
+from streamalloc.ipc.wire.descriptor import HEADER_BYTES, Descriptor, Flags
 from tests.ipc.support import PAGE, POSIX, make_pool
 from tests.processes import Partner, There
 from tests.support import MiB, filled
@@ -96,15 +96,15 @@ class TestOtherProcesses:
 
 
 class TestDescriptors:
-    def described(self, pool: sa.MemoryPool, stream: sa.Stream) -> ipc.Descriptor:
+    def described(self, pool: sa.MemoryPool, stream: sa.Stream) -> Descriptor:
         with pool.allocate(64, stream) as buffer:
             return ipc.share(buffer.view_as(np.float32, (4, 4))).descriptor
 
     def test_fields(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         described = self.described(pool, stream)
         assert (described.dtype, described.shape, described.size) == ("<f4", (4, 4), 64)
-        assert described.flags & ipc.Flags.ARRAY and len(described.payload) == 64
-        assert ipc.Descriptor.from_bytes(described.to_bytes()) == described
+        assert described.flags & Flags.ARRAY and len(described.payload) == 64
+        assert Descriptor.from_bytes(described.to_bytes()) == described
 
     @pytest.mark.parametrize(
         "wrong",
@@ -116,15 +116,15 @@ class TestDescriptors:
     def test_of_no_array(self, pool: sa.MemoryPool, stream: sa.Stream, wrong: dict[str, Any]) -> None:
         data = self.described(pool, stream)._replace(**wrong).to_bytes()
         with pytest.raises(ValueError, match="array"):
-            ipc.Descriptor.from_bytes(data)
+            Descriptor.from_bytes(data)
 
     @pytest.mark.parametrize("tail", [b"", b"\0", b"\0\0", b"\xff\xff", b"\x01\x03"])
     def test_with_a_payload_that_is_too_short(self, pool: sa.MemoryPool, stream: sa.Stream, tail: bytes) -> None:
         plain = self.described(pool, stream)._replace(flags=0, dtype="", shape=(), payload=tail).to_bytes()
         body = bytearray(plain[:-4])
-        struct.pack_into("<I", body, HEADER_BYTES - 16, ipc.Flags.ARRAY)
+        struct.pack_into("<I", body, HEADER_BYTES - 16, Flags.ARRAY)
         with pytest.raises(ValueError, match="array"):
-            ipc.Descriptor.from_bytes(bytes(body) + struct.pack("<I", zlib.crc32(body)))
+            Descriptor.from_bytes(bytes(body) + struct.pack("<I", zlib.crc32(body)))
 
     @pytest.mark.parametrize(("dtype", "shape"), [([("a", "<i4"), ("b", "<f4")], None), ("<f4", (1,) * 16 + (-1,))])
     def test_what_does_not_travel(self, pool: sa.MemoryPool, stream: sa.Stream, dtype: Any, shape: Any) -> None:

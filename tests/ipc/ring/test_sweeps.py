@@ -16,6 +16,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.ipc import Ring
+from streamalloc.ipc.transport.channel import Peer
 from tests.ipc.support import shared_pool
 from tests.ipc.test_sweeps import KEPT, Sharing, check_slots
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
@@ -29,7 +30,7 @@ CLASSES: list[type] = [
     ipc.Fd,
     ipc.Listener,
     ipc.Message,
-    ipc.Peer,
+    Peer,
 ]
 SECONDS = 5.0
 
@@ -68,7 +69,7 @@ class Rings(Faults):
             ipc.Fd: keep(ipc.Fd(os.dup(0))),
             ipc.Listener: self.listener,
             ipc.Message: ipc.Message(b"", ()),
-            ipc.Peer: self.ends[0].peer,
+            Peer: self.ends[0].peer,
             object: None,
         }
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.ipc import Chunk, Descriptor, Mechanism
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS
-from streamalloc.ipc.wire.descriptor import FABRIC
+from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Mechanism
 from tests.ipc.support import POSIX, State, again, make_buffer, make_growable, make_pool, state, used
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, shows
