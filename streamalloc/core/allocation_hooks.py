@@ -204,9 +204,7 @@ watching_of: PerDriver[Watching] = PerDriver(Watching)
 """The watchers of a driver: ``watching_of(session)``."""
 
 
-def holders(
-    session: Session, location: MemLocation, allocators: Collection[object] | None = None
-) -> tuple[str, ...]:
+def holders(session: Session, location: MemLocation, allocators: Collection[object] | None = None) -> tuple[str, ...]:
     """Return the lines of all watchers about live allocations in a location, for an out-of-memory error.
 
     ``allocators``: see :meth:`Watcher.holders`.

@@ -274,7 +274,6 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
             to, of = (session.context(ordinal) for ordinal in owners if ordinal is not None)
             session.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
         else:
-
             hint = functools.partial(access_hint, (target, source), stream)
             session.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
 

@@ -17,10 +17,9 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.session import Session, session_of
-from streamalloc.ipc.exporter.relay import ExporterRelay
+from streamalloc.ipc import relay
 from streamalloc.ipc.importer.open import importer_of
-from streamalloc.ipc.importer.relay import ImporterRelay
-from streamalloc.ipc.wire import relay
+from streamalloc.ipc.relay import ExporterRelay, ImporterRelay
 from streamalloc.ipc.wire.control_block import ControlBlock
 from streamalloc.ipc.wire.descriptor import Descriptor
 from tests.hosts import Host, share_bytes
@@ -267,7 +266,7 @@ class TestDeaths:
 
 
 def _end_relays(there: There) -> None:
-    relay._stop()
+    relay.stop_all()
 
 
 class TestNothingElseIsShared:
@@ -394,7 +393,7 @@ class TestEveryCallFailsInTurn:
 
         def make(driver: Any) -> ImporterRelay:
             device = sa.Device(0, driver=driver)
-            return ImporterRelay(Session.of(driver), described.payload, described.control_block, device)
+            return ImporterRelay(described.payload, described.control_block, device)
 
         assert _failures(sd.simulated(fabric=True, host="c"), make) > 10
 

@@ -20,20 +20,18 @@ from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.ipc import relay
 from streamalloc.ipc.exporter import exports
 from streamalloc.ipc.exporter.exports import Exports, exports_of
 from streamalloc.ipc.exporter.leases import Hold, Lease, Leases, leases_of
-from streamalloc.ipc.exporter.relay import ExporterRelay
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.open import Importer, importer_of
-from streamalloc.ipc.importer.relay import ImporterRelay
+from streamalloc.ipc.relay import ExporterRelay, ImporterRelay, Relay
 from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer, Slot
 from streamalloc.ipc.ring.protocol import SlotMemory
 from streamalloc.ipc.store.protocol import Connection, Kind, _decoded, pack
 from streamalloc.ipc.transport import handle_server
-from streamalloc.ipc.wire import relay
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
-from streamalloc.ipc.wire.relay import IMPORTER_ROWS, Relay
 from streamalloc.vmm.growable import RemappableBuffer
 from tests.interleaving import interleaved
 from tests.ipc.support import PAGE, again, shared_pool
@@ -173,7 +171,7 @@ class TestExporter:
         made = itertools.count()
 
         def make(*_: object) -> Any:
-            return SimpleNamespace(ended=False, hurry=lambda _: None, handle=next(made))
+            return SimpleNamespace(ended=False, hurry=lambda: None, handle=next(made))
 
         monkeypatch.setattr(exports, "ExporterRelay", make)
         block = owner.leases.block()
@@ -324,25 +322,24 @@ class Carried(ImporterRelay):
         self.session: Any = SimpleNamespace(relaxed=contextlib.nullcontext, usable=False)
         self.lock = threading.Lock()
         self.wake = threading.Event()
-        self.ended = self.changed = False
+        self.ended = False
         self._thread = None
         self._fast_until = 0.0
         self._entry = 0
-        self._rows = np.zeros((len(IMPORTER_ROWS), SLOTS), np.uint32)
+        self._rows = np.zeros((relay.IMPORTER_ROWS, SLOTS), np.uint32)
         self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
-        self._front = np.zeros(relay.GRANTS_AT + relay.GRANT.itemsize * relay.ENTRIES, np.uint8)
-        self._grants = self._front[relay.GRANTS_AT :].view(relay.GRANT)
+        self._front = np.zeros(1, relay.FRONT)
+        self._grants = self._front["grants"][0]
         self._claim = np.ones(1, relay.CLAIM)
-        self._change = self._pulse = 0
-        self._beat, self._heard = -1, 0.0
-        self._releases = [("release",)]
+        self._change = 0
+        self._exporter = relay._Pulse()
+        self._resources = contextlib.ExitStack()
+        self._resources.callback(self._released)
+        self._range: Any = SimpleNamespace(set_access=lambda *_, **__: None, closed=False)
         words = {name: np.zeros((SLOTS, 1), np.uint32) for name in ("opened", "closing", "closed")}
         self.block: Any = SimpleNamespace(importer=0, exporter_words=self._words.copy(), **words)
         self.there: Any = {"rows": self._rows, "words": self._words.copy(), "claim": self._claim.copy()}
         self.copies: list[str] = []
-
-    def give_access(self, device: object) -> None:
-        pass
 
     def _write(self, at: int, array: Any) -> None:
         name = {relay.rows_at(0): "rows", relay.claim_at(0): "claim"}.get(at, "ready")
@@ -359,14 +356,13 @@ class Carried(ImporterRelay):
         seen = int(self.there["claim"]["change"][0]), self.there["rows"]
         (change, self.granted), self.late = (self.late, seen) if self.late else (seen, None)
         self._grants[0] = self.there["claim"]["id"][0], change, 0
-        head = relay.HEAD.pack(relay.MAGIC, bytes(16), SLOTS, relay.ENTRIES, self._pulse, 0)
-        self._front[: len(head)] = np.frombuffer(head, np.uint8)
+        self._front["magic"], self._front["beat"] = relay.MAGIC, self._claim["beat"]
 
     def _finish(self) -> None:
         pass
 
-    def _release(self) -> None:
-        self._releases = []
+    def _released(self) -> None:
+        self._range.closed = True
         self.copies.append("released")
 
 
@@ -450,11 +446,11 @@ class TestRelays:
             for it in interleaved(function, Beating, first, second):
                 assert it.ended and not it.head
 
-    def test_the_notice_of_an_exporter_is_a_head_of_zeros(self) -> None:
+    def test_the_notice_of_an_exporter_is_a_head_without_magic(self) -> None:
         it: Any = Carried()
-        it._front[:] = 1
+        it._front["magic"] = relay.MAGIC
         ExporterRelay.leave(it)
-        assert it.there["ready"].size and not it.there["ready"].any()
+        assert it.there["ready"]["magic"] == [0]
 
     def test_the_last_words_are_written_before_the_release(self) -> None:
         def close(it: Carried) -> None:

@@ -27,7 +27,7 @@ from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import Lock, cuda
 from streamalloc.ipc.exporter.leases import NOT_EXPORTABLE, Hold, Lease, Leases, leases_of
-from streamalloc.ipc.exporter.relay import SHARED_LINGER, ExporterRelay
+from streamalloc.ipc.relay import ExporterRelay
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.wire.control_block import ControlBlock, Mark
 from streamalloc.ipc.wire.descriptor import NOWHERE, PAYLOAD_BYTES, Chunk, Descriptor, Flags, Mechanism, PoolHeader
@@ -181,7 +181,7 @@ class Exports:
             if relay is None or relay.ended:
                 with self.session.relaxed():
                     relay = self._relays[block] = ExporterRelay(block, device)
-        relay.hurry(SHARED_LINGER)
+        relay.hurry()
         return relay.handle
 
     def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:

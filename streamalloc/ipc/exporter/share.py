@@ -206,7 +206,7 @@ def share(
     Physical memory, and ranges that map it, can also be shared by fabric handles, with processes of other machines in
     the same IMEX domain. Fabric handles are bytes in the descriptor, so any transport of bytes works. They do not keep
     the memory alive: use ``hold=True``, or close the memory only after it was opened. Importers' streams wait for the
-    contents on every machine; :mod:`streamalloc.ipc.wire.relay` describes this and its limits. The first such call of a
+    contents on every machine; :mod:`streamalloc.ipc.relay` describes this and its limits. The first such call of a
     process allocates 2 MiB on the memory's device and starts a thread.
 
     Parameters

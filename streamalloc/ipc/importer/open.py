@@ -46,7 +46,7 @@ from streamalloc.ipc.importer.imported import (
     PoolHandle,
     PoolSource,
 )
-from streamalloc.ipc.importer.relay import ImporterRelay
+from streamalloc.ipc.relay import ImporterRelay
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import fetch
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
@@ -196,7 +196,7 @@ class Importer(Imports):
         block = self.control_block(name, handles.take_local)
         if block is None:
             with self.session.relaxed():
-                relay = ImporterRelay(self.session, described.payload, name, device)
+                relay = ImporterRelay(described.payload, name, device)
             # No lock is held during the wait for the exporter, so another thread may have made one.
             block = self.blocks.setdefault(name, relay.block)
             if block is not relay.block:

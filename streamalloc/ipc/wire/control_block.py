@@ -55,7 +55,7 @@ waits for the lock waits for the death. It starts before a stream waits for a wo
 A hostile importer could write the words of others, so the exporter keeps private copies of the values that it announced
 and waits for. The file is sealed against truncation.
 
-Importers on other machines have a replica of the control block (:mod:`streamalloc.ipc.wire.relay`).
+Importers on other machines have a replica of the control block (:mod:`streamalloc.ipc.relay`).
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class ControlBlock:
     """A control block mapped into this process: by :meth:`create` in the exporter, by :meth:`attach` in importers."""
 
     relay: Any = None
-    """Exchange with another machine, for a replica: see :mod:`streamalloc.ipc.wire.relay`."""
+    """Exchange with another machine, for a replica: see :mod:`streamalloc.ipc.relay`."""
     ready_at: int | None = None
     """Device address of the words ``ready`` in a relay; None otherwise."""
 
@@ -262,8 +262,11 @@ class ControlBlock:
                 raise
 
     def close(self) -> None:
-        """Unregister the memory, which waits for the device's work (``cuMemHostUnregister``). Idempotent."""
+        """Unregister the memory, which waits for the device's work (``cuMemHostUnregister``), and close the file.
+        Idempotent.
+        """
         self._own.close()
+        self.fd.close()
         if self._raw is not None:
             # session.current takes no lock, so finalisers may call it. Making a Device would take one.
             with contextlib.suppress(CudaError), self.session.current(self._ordinal):
