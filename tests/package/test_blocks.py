@@ -12,8 +12,6 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core import graph, session
 from streamalloc.core.resource import Leaves
-from streamalloc.driver.bindings import cuda
-from tests.interrupting import Interrupt, Interrupted
 from tests.package.test_half_made import classes
 from tests.support import MiB
 
@@ -48,18 +46,6 @@ def test_the_error_of_a_session_s_block_stays(machine: Any, block: str, call: st
         machine.cuCtxPopCurrent()
     assert caught.value is error
     assert len(error.__notes__) == 1 and call in error.__notes__[0]
-
-
-def test_an_interrupt_restores_the_capture_mode(machine: Any) -> None:
-    """At each point of the block, the restoring call itself included."""
-    behind = session.session_of(sa.Device(0, driver=machine))
-    points = Interrupt()
-    with points, behind.relaxed():
-        pass
-    for nth in points:
-        with pytest.raises(Interrupted), Interrupt(nth), behind.relaxed():
-            pass
-        assert int(machine.cuThreadExchangeStreamCaptureMode(cuda.CUstreamCaptureMode(0))[1]) == 0
 
 
 @pytest.mark.parametrize("failure", [BlockError, StopIteration, KeyboardInterrupt, GeneratorExit])

@@ -1,9 +1,9 @@
-"""An exception out of a signal handler, at points of every area: nothing is wedged, nothing is released twice.
+"""An exception out of a signal handler, at points of the operations with guards: nothing is wedged or released twice.
 
-Each program does what an area is for, and is interrupted at one point (:mod:`tests.interrupting`). Then all that
-the program had is dropped; the same program runs in another thread, which any lock that is still held would stop; all
-is closed; the driver has the handles of one object left at most; and the thread has the context and the capture mode
-that it had. Without ``--soak`` a sample of the points is tried, with it all of them.
+Each program is interrupted at one point (:mod:`tests.interrupting`). Then all that the program had is dropped; the same
+program runs in another thread, which any lock that is still held would stop; all is closed; the driver has the handles
+of one object left at most; and the thread has the context and the capture mode that it had. Without ``--soak`` a sample
+of the points is tried, with it all of them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
+import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,12 +22,12 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import interop, ipc, multicast, vmm
+from streamalloc import ipc, multicast, vmm
 from streamalloc.driver.bindings import cuda
-from tests.interop.libraries import LIBRARIES
-from tests.interop.standins import STANDINS
 from tests.interrupting import Interrupt, lost_one, since_3_11
+from tests.ipc.store.support import write
 from tests.ipc.support import POSIX, shared_pool
+from tests.package.test_sweeps import without_listener
 from tests.processes import eventually
 from tests.support import MiB, end_what_was_dropped
 
@@ -59,10 +58,7 @@ class Bench:
     def __init__(self, machine: Any) -> None:
         self.checked = sd.checked(machine)
         self.machine = machine
-        # A wrapper that fails no call: without a listener there is cached memory.
-        driver: Any = sd.faulty(self.checked, 1 << 40, 1)
-        driver.listener = None
-        self.driver: Any = driver
+        self.driver: Any = without_listener(sd.faulty(self.checked, 1 << 40, 1))  # it fails no call
         self.made = contextlib.ExitStack()
         keep = self.made.enter_context
         self.device = sa.Device(0, driver=self.driver)
@@ -108,20 +104,6 @@ def pools(bench: Bench) -> None:
 
 
 @program(Bench)
-def streams(bench: Bench) -> None:
-    with bench.device.create_stream() as stream, bench.device.create_event() as event:
-        buffer = bench.pool.allocate(64, stream)
-        stream.record(event)
-        bench.other.wait(event)
-        bench.other.wait(stream)
-        stream.record().close()
-        stream.record().close()
-        stream.launch_host_func(int)
-        stream.synchronize()
-        buffer.free(bench.other)
-
-
-@program(Bench)
 def captures(bench: Bench) -> None:
     with sa.MemoryPool(bench.device) as pool:  # memory of graphs cannot be shared
         with bench.stream.capture() as graph:
@@ -131,21 +113,6 @@ def captures(bench: Bench) -> None:
         with graph, graph.instantiate() as executable:
             executable.launch(bench.stream)
             bench.stream.synchronize()
-
-
-@program(Bench)
-def copies(bench: Bench) -> None:
-    data = np.arange(64, dtype=np.uint8)
-    with bench.pool.allocate(64, bench.stream) as one, bench.pool.allocate(64, bench.stream) as two:
-        one.copy_from(data)
-        two.copy_from(one)
-        two[8:16].fill(7)
-        two.view_as(np.uint32)
-        two.__dlpack__(stream=1)
-        back = np.zeros(64, np.uint8)
-        two.copy_to(back)
-        bench.stream.synchronize()
-        assert back[:8].tolist() == data[:8].tolist() and back[8] == 7
 
 
 @program(Bench)
@@ -208,12 +175,18 @@ def sleepers(bench: Bench) -> None:
 
 
 @program(Bench)
-def sparse(bench: Bench) -> None:
-    with vmm.TilePool(bench.device, PAGE) as tiles, vmm.SparseArray(bench.device, (256, 256)) as array:
-        array.map(tiles, stream=bench.stream)
-        array.copy_from(np.zeros(array.level_shape(), array.dtype), bench.stream)
-        array.unmap(stream=bench.other)
-        array.map(tiles, stream=bench.stream)
+def pages(bench: Bench) -> None:
+    with (
+        vmm.PageArena(bench.device, limit=8 * PAGE) as arena,
+        vmm.HostTier(bench.device) as tier,
+        arena.space(8 * PAGE, stream=bench.stream) as space,
+    ):
+        space.commit([0, 1, 2])
+        space.alias([4], space, [0])
+        space.swap_out([1, 2], tier)
+        space.swap_in([1, 2])
+        space.make_private([4])
+        space.release([0, 1], after=bench.stream)
 
 
 @program(Bench)
@@ -336,15 +309,24 @@ def rings(bench: Opening) -> None:
                 one.close()
 
 
-@program(Bench)
-def observers(bench: Bench) -> None:
-    with sa.observe(driver=bench.driver) as observer:
-        with observer.phase("one"), bench.pool.allocate(64, bench.stream) as buffer:
-            buffer.fill(1)
-        with vmm.GrowableBuffer(bench.device, 4 * PAGE, PAGE) as growable:
-            growable.grow(PAGE)
-        bench.pool.allocate(64, bench.stream)  # dropped
-        assert observer.nbytes == 0
+class Serving(Bench):
+    """And a store."""
+
+    numbers = itertools.count()
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        keep = self.made.enter_context
+        server = keep(ipc.Store.serve(f"signals-{os.getpid()}-{next(self.numbers)}"))
+        self.store = keep(ipc.Store(server.name, driver=self.driver))
+
+
+@program(Serving)
+def stores(bench: Serving) -> None:
+    write(bench.store, "key", 1, replace=True, device=bench.device)
+    with bench.store.open("key") as weights:
+        weights.detach()
+        weights.attach()
 
 
 _two_devices = functools.cache(functools.partial(sd.simulated, devices=2))
@@ -379,35 +361,6 @@ def symmetric(bench: Team) -> None:
         memory.buffers[0].fill(1)
         memory.sleep()
         memory.wake()
-
-
-class Lending(Bench):
-    """And a library that allocates from the pool."""
-
-    def __init__(self, machine: Any) -> None:
-        super().__init__(machine)
-        patch = pytest.MonkeyPatch()
-        self.made.callback(patch.undo)
-        for imported, standin in STANDINS["cupy"](machine).items():
-            patch.setitem(sys.modules, imported, standin)
-        self.library = LIBRARIES["cupy"](importlib.import_module("cupy"))
-
-    def thread_state(self) -> tuple[int, int]:
-        return 0, 0  # the library, which is one of Python here, leaves what it had
-
-
-@program(Lending)
-def bridges(bench: Lending) -> None:
-    theirs = bench.library.make(64)
-    with interop.cupy.use(bench.pool, callbacks=True):
-        array = bench.library.make(4096)
-        bench.library.fill(array, 1)
-        del array
-    with bench.pool.allocate(64, bench.stream) as buffer:
-        lent = interop.cupy.array(buffer)
-        del lent
-    with interop.cupy.memory(theirs, bench.stream) as borrowed:
-        borrowed.fill(2)
 
 
 @pytest.fixture(autouse=True)
