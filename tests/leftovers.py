@@ -43,8 +43,12 @@ class Setting(NamedTuple):
 # --- the process
 
 
+_OF_LIBRARIES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that libraries set, for the whole process."""
+
+
 def _environment() -> dict[str, str]:
-    return {name: text for name, text in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: text for name, text in os.environ.items() if name not in _OF_LIBRARIES}
 
 
 def _restore_environment(before: dict[str, str]) -> None:

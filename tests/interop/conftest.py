@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -32,7 +33,10 @@ def _warm_up(name: str, module: Any) -> None:
 @pytest.fixture
 def get(machine: Any, device: sa.Device, on_cuda: bool) -> Iterator[Get]:
     """Gives a library by its name; skips the test where it is not installed."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        if on_cuda:
+            # CuPy makes its context current once, and later launches kernels in the context that is current.
+            stack.enter_context(device.current())
 
         def get(name: str) -> Library:
             module = MODULES.get(name, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,10 +30,11 @@ extern "C" __global__ void slow(unsigned* words, long long count, unsigned value
 
 
 @pytest.fixture
-def cupy(on_cuda: bool, machine: Any) -> Any:
+def cupy(on_cuda: bool, device: sa.Device) -> Iterator[Any]:
     if not on_cuda:
         pytest.skip("kernels run on GPUs only")
-    return library("cupy")
+    with device.current():  # CuPy launches its kernels in the context that is current
+        yield library("cupy")
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from tests.interop.conftest import Get
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import MiB, holds, pending, read
 
+pytestmark = pytest.mark.leaves("current contexts", "finalisers of libraries' arrays make their own context current")
+
 
 @contextlib.contextmanager
 def world(machine: Any) -> Iterator[tuple[sa.Device, sa.MemoryPool, sa.Stream, sa.Stream, Gate]]:

@@ -455,9 +455,10 @@ class TestCheck:
 
             @pytest.mark.streamalloc(check=True)
             def test_child(streamalloc_environment):
-                import subprocess, sys
+                import os, subprocess, sys
                 code = "import streamalloc as sa; print(sa.Device(0).create_stream().handle)"
-                subprocess.run([sys.executable, "-c", code], check=True)
+                environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+                subprocess.run([sys.executable, "-c", code], check=True, env=environment)
             """,
             *workers,
         )
