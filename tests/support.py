@@ -233,8 +233,8 @@ def end_simulated_machines() -> None:
     ending = True
     while ending:
         call_lock.enter()
-        timelines = [machine.timeline for machine in list(simulated_machine._machines)]
-        ending = any(timeline.closed and timeline._worker is not None for timeline in timelines)
+        schedulers = [machine.scheduler for machine in list(simulated_machine._machines)]
+        ending = any(scheduler.closed and scheduler._worker is not None for scheduler in schedulers)
         call_lock.leave()
         time.sleep(0.001 * ending)
 

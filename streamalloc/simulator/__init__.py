@@ -3,7 +3,7 @@
 :mod:`.calls` has the functions of the driver, :mod:`.call_lock` the lock that each of them holds, and :mod:`.machine`
 the state. The parts of the state do not refer to the machine:
 
-* :mod:`.timeline` runs operations in stream order; :mod:`.contexts` and :mod:`.events` have the objects of a device.
+* :mod:`.scheduler` runs operations in stream order; :mod:`.contexts` and :mod:`.events` have the objects of a device.
 * :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts it by device. :mod:`.allocator` chooses
   addresses in a :mod:`.pool`, :mod:`.heap` for cuMemAlloc; :mod:`.allocations` lists the live allocations, and has
   managed memory.
@@ -17,8 +17,8 @@ A comment with ``observed on H200`` names the test in ``tests/facts`` that conta
 
 from __future__ import annotations
 
-from .driver import SimulatedDriver
-from .errors import BrokenMachineError, DeadlockError
-from .profiles import MachineSpec
+from streamalloc.simulator.driver import SimulatedDriver
+from streamalloc.simulator.errors import BrokenMachineError, DeadlockError
+from streamalloc.simulator.profiles import MachineSpec
 
 __all__ = ["BrokenMachineError", "DeadlockError", "MachineSpec", "SimulatedDriver"]

@@ -8,15 +8,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from .banks import Banks
-from .blocks import Block, round_up
-from .constants import BLOCK, Place
-from .contexts import Context
-from .graph_memory import GraphMemory
-from .memory import FREED, AddressMap, Extent, Physical, Reservation, is_accessible
-from .physical import Mapping
-from .pool import ImportedPool, Pool
-from .timeline import Operation
+from streamalloc.simulator.banks import Banks
+from streamalloc.simulator.blocks import Block, round_up
+from streamalloc.simulator.constants import BLOCK, Place
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.graph_memory import GraphMemory
+from streamalloc.simulator.memory import FREED, AddressMap, Extent, Physical, Reservation, is_accessible
+from streamalloc.simulator.physical import Mapping
+from streamalloc.simulator.pool import ImportedPool, Pool
+from streamalloc.simulator.scheduler import Operation
 
 PAGE = 4096
 """Page size in bytes; advice and prefetches are rounded to it."""

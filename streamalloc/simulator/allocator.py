@@ -24,7 +24,7 @@ block that is large enough from
 5. the blocks that are free for all streams, with or without chunks, and last the end of the line.
 
 Within each group the smallest sufficient block is taken; of equal sizes, the one that has been free longest. Rules 3
-and 4 visit the streams in the order of their ranks (:meth:`.timeline.Timeline.rank`). Missing chunks are first taken
+and 4 visit the streams in the order of their ranks (:meth:`.scheduler.Scheduler.rank`). Missing chunks are first taken
 from other blocks that are free for all streams.
 
 Memory above the threshold is released block by block, beginning with the block that has been free longest. The end of
@@ -35,8 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from .blocks import HEAP, USED, Block, Shelf
-from .constants import CHUNK
+from streamalloc.simulator.blocks import HEAP, USED, Block, Shelf
+from streamalloc.simulator.constants import CHUNK
 
 _ALL = 1 << 64
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
-
-from . import arrays, contexts, events, graphs, multicast, timeline
-from .constants import Place
-from .errors import Fault, Result, check, need
-from .kernels import modules
-from .machine import Machine
-from .memory import view_address
+from streamalloc.simulator import arrays, contexts, events, graphs, multicast, scheduler
+from streamalloc.simulator.constants import Place
+from streamalloc.simulator.errors import Fault, Result, check, need
+from streamalloc.simulator.kernels import modules
+from streamalloc.simulator.machine import Machine
+from streamalloc.simulator.memory import view_address
 
 Convert = Callable[[Any], int]
 Find = Callable[[Machine, Any], Any]
@@ -151,10 +150,10 @@ StreamCallback = Annotated[int, Handle(cuda.CUstreamCallback)]
 Device = Annotated[contexts.Device, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
-Stream = Annotated[timeline.Stream, stream, Machine.stream]
+Queue = Annotated[scheduler.Queue, stream, Machine.stream]
 # The code was seen once on H200. A destroyed handle can also kill the process there.
-Event = Annotated[events.Event, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
-Graph = Annotated[graphs.Graph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
+QueueEvent = Annotated[events.QueueEvent, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
+NodeGraph = Annotated[graphs.NodeGraph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
 Node = Annotated[graphs.Node, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
 GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("graphs.executables")]
 _array, _mipmap = Handle(cuda.CUarray), Handle(cuda.CUmipmappedArray)
@@ -186,7 +185,7 @@ BY_NAME = {
     **dict.fromkeys(["dstHost", "srcHost"], "HostPointer"),
     **dict.fromkeys(["ByteCount", "N", "dstPitch", "Width", "Height"], "Size"),
     **{"uc": "UnsignedChar", "us": "UnsignedShort", **dict.fromkeys(["ui", "flags", "Flags"], "UnsignedInt")},
-    **{"hStream": "StreamHandle", "stream": "Stream", "hGraphExec": "GraphExec", "hNode": "Node"},
+    **{"hStream": "StreamHandle", "stream": "Queue", "hGraphExec": "GraphExec", "hNode": "Node"},
     **dict.fromkeys(["dstContext", "srcContext"], "Context"),
     **dict.fromkeys(["f", "func", "function", "hfunc"], "Function"),
     **{"hmod": "Module", "mod": "Module", "library": "Library", "lib": "Library", "kernel": "Kernel"},

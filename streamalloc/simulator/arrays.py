@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .banks import Banks
-from .blocks import round_up
-from .constants import BLOCK, STEP, TILE_SIZE, Handles, new_handle
-from .contexts import Context
-from .errors import NotModelled, Result
-from .memory import Bytes, Shape, Side, rows_at, view_address
-from .physical import Memory
-from .timeline import Operation
+from streamalloc.simulator.banks import Banks
+from streamalloc.simulator.blocks import round_up
+from streamalloc.simulator.constants import BLOCK, STEP, TILE_SIZE, Handles, new_handle
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import NotModelled, Result
+from streamalloc.simulator.memory import Bytes, Shape, Side, rows_at, view_address
+from streamalloc.simulator.physical import Memory
+from streamalloc.simulator.scheduler import Operation
 
 # Elements of a tile per dimension, by bytes of an element (observed on H200: test_sparse_arrays).
 _TILES_2D = {1: (256, 256, 1), 2: (256, 128, 1), 4: (128, 128, 1), 8: (128, 64, 1), 16: (64, 64, 1)}

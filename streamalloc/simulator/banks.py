@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from .allocator import Line
-from .blocks import round_up
-from .constants import CHUNK
-from .files import Usage
-from .memory import AddressMap, Physical, Reservation, is_accessible, keep_readable
+from streamalloc.simulator.allocator import Line
+from streamalloc.simulator.blocks import round_up
+from streamalloc.simulator.constants import CHUNK
+from streamalloc.simulator.files import Usage
+from streamalloc.simulator.memory import AddressMap, Physical, Reservation, is_accessible, keep_readable
 
 
 class Bank:

@@ -6,14 +6,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-from .banks import Bank
-from .blocks import Block
-from .call_lock import Caller
-from .constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, new_handle
-from .errors import Fault
-from .graph_memory import DeviceGraphMemory
-from .heap import Heap, Regions
-from .timeline import Clock, Operation, Points, Stream, Timeline, learn, merge
+from streamalloc.simulator.banks import Bank
+from streamalloc.simulator.blocks import Block
+from streamalloc.simulator.call_lock import Caller
+from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, new_handle
+from streamalloc.simulator.errors import Fault
+from streamalloc.simulator.graph_memory import DeviceGraphMemory
+from streamalloc.simulator.heap import Heap, Regions
+from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue, Scheduler, learn, merge
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class Context:
     """A context. ``alive`` of a primary context can change repeatedly."""
 
     def __init__(
-        self, device: Device, timeline: Timeline, by_handle: Handles[Stream], number: int, primary: bool, flags: int
+        self, device: Device, scheduler: Scheduler, by_handle: Handles[Queue], number: int, primary: bool, flags: int
     ) -> None:
         self.device = device
         self.primary = primary
@@ -59,16 +59,16 @@ class Context:
         """Limits that were set, by name."""
         self.stacks: int = 0
         """Bytes of device memory for stacks beyond the initial ones."""
-        self.awaited: list[tuple[Stream, int]] = []
+        self.awaited: list[tuple[Queue, int]] = []
         """Operations that each later stream waits for."""
-        self.streams: Handles[Stream] = Handles()
+        self.streams: Handles[Queue] = Handles()
         self.retired: Clock = {}  # last operations of destroyed streams
-        self._timeline = timeline
+        self._scheduler = scheduler
         self._by_handle = by_handle  # the streams of all contexts
-        self._legacy: Stream | None = None
-        self._per_thread: dict[int, tuple[weakref.ref[Caller], Stream]] = {}
+        self._legacy: Queue | None = None
+        self._per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = {}
         """By thread number, which a later thread may reuse."""
-        self._marks: Stream | None = None
+        self._marks: Queue | None = None
 
     def check(self) -> None:
         """Fail if work has broken the context."""
@@ -76,7 +76,7 @@ class Context:
             raise Fault(self.error)
 
     @property
-    def legacy(self) -> Stream:
+    def legacy(self) -> Queue:
         if self._legacy is None:
             self._legacy = self._new_stream(LEGACY_STREAM, True, 0)
             self._legacy.legacy = None
@@ -84,31 +84,31 @@ class Context:
         return self._legacy
 
     @property
-    def per_thread(self) -> Stream:
+    def per_thread(self) -> Queue:
         """The per-thread default stream of the calling thread. It ends with the thread."""
-        caller = self._timeline.caller
+        caller = self._scheduler.caller
         found = self._per_thread.get(caller.ident)
         if found is not None:
             if found[0]() is caller:
                 return found[1]
             self._leave(found[1])
-            self._timeline.retire(found[1])
+            self._scheduler.retire(found[1])
         stream = self._new_stream(PER_THREAD_STREAM, True, 0)
         self._per_thread[caller.ident] = weakref.ref(caller), stream
         return stream
 
     @property
-    def marks(self) -> Stream:
+    def marks(self) -> Queue:
         """Internal stream for events of the whole context. No work follows them."""
         if self._marks is None:
-            self._marks = Stream(self._timeline, 0, self, False, 0)
+            self._marks = Queue(self._scheduler, 0, self, False, 0)
         return self._marks
 
-    def create_stream(self, blocking: bool, priority: int) -> Stream:
+    def create_stream(self, blocking: bool, priority: int) -> Queue:
         return self._by_handle.add(self.streams.add(self._new_stream(new_handle(), blocking, priority)))
 
-    def _new_stream(self, handle: int, blocking: bool, priority: int) -> Stream:
-        stream = Stream(self._timeline, handle, self, blocking, priority)
+    def _new_stream(self, handle: int, blocking: bool, priority: int) -> Queue:
+        stream = Queue(self._scheduler, handle, self, blocking, priority)
         if blocking and handle != LEGACY_STREAM:
             stream.legacy = self.legacy
             assert stream.legacy.peers is not None
@@ -117,23 +117,23 @@ class Context:
         stream.barrier = tuple(self.awaited)
         return stream
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: Queue) -> None:
         """Remove a destroyed stream. Its queued work still runs."""
         del self.streams[stream.handle], self._by_handle[stream.handle]
         self._leave(stream)
 
-    def _leave(self, stream: Stream) -> None:
+    def _leave(self, stream: Queue) -> None:
         """Keep the clock of a stream that ends."""
         self.retired[stream.id] = stream.seq
         merge(self.retired, stream.clock)
         if stream.legacy is not None and stream.legacy.peers is not None:
             learn(stream.legacy.clock, stream)
-            if stream.queue:
+            if stream.operations:
                 # the legacy stream stays ordered after the queued work
                 stream.legacy.submit(Operation(), ((stream, stream.seq),))
             del stream.legacy.peers[stream]
 
-    def all_streams(self) -> list[Stream]:
+    def all_streams(self) -> list[Queue]:
         own = [stream for stream in (self._legacy, self._marks) if stream is not None]
         return [*own, *(stream for _, stream in self._per_thread.values()), *self.streams.values()]
 
@@ -147,7 +147,7 @@ class Context:
 
     def unfinished(self) -> Points:
         """The streams with unfinished work, destroyed ones included, with their last operations."""
-        live = self._timeline.streams
+        live = self._scheduler.streams
         gone = [(live[number], seq) for number, seq in self.retired.items() if number in live]
         streams = [(stream, stream.seq) for stream in self.all_streams()]
         return tuple((stream, seq) for stream, seq in (*gone, *streams) if stream.done < seq)
@@ -162,6 +162,6 @@ class Context:
         self.stacks = 0
         self.awaited.clear()
         if self._marks is not None:
-            self._timeline.retire(self._marks)
+            self._scheduler.retire(self._marks)
         self._legacy = self._marks = None
         self._per_thread.clear()

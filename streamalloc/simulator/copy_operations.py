@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from .constants import STEP
-from .contexts import Context
-from .errors import Result
-from .machine import Machine
-from .memory import Shape, Side
-from .multicast import Segment
-from .timeline import Operation
+from streamalloc.simulator.constants import STEP
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import Result
+from streamalloc.simulator.machine import Machine
+from streamalloc.simulator.memory import Shape, Side
+from streamalloc.simulator.multicast import Segment
+from streamalloc.simulator.scheduler import Operation
 
 Put = Callable[[int, int, int], object]
 """Writes bytes: target address, offset in the operation, size."""

@@ -7,18 +7,17 @@ from dataclasses import fields
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-
-from .calls.arrays import ArrayCalls
-from .calls.contexts import ContextCalls
-from .calls.graphs import GraphCalls
-from .calls.memory import MemoryCalls
-from .calls.multicast import MulticastCalls
-from .calls.pools import PoolCalls
-from .calls.sharing import SharingCalls
-from .calls.virtual import VirtualMemoryCalls
-from .errors import NotModelled
-from .machine import Machine
-from .profiles import MachineSpec
+from streamalloc.simulator.calls.arrays import ArrayCalls
+from streamalloc.simulator.calls.contexts import ContextCalls
+from streamalloc.simulator.calls.graphs import GraphCalls
+from streamalloc.simulator.calls.memory import MemoryCalls
+from streamalloc.simulator.calls.multicast import MulticastCalls
+from streamalloc.simulator.calls.pools import PoolCalls
+from streamalloc.simulator.calls.sharing import SharingCalls
+from streamalloc.simulator.calls.virtual import VirtualMemoryCalls
+from streamalloc.simulator.errors import NotModelled
+from streamalloc.simulator.machine import Machine
+from streamalloc.simulator.profiles import MachineSpec
 
 
 class SimulatedDriver(
@@ -71,12 +70,6 @@ class SimulatedDriver(
         machine = self._machine
         count = len(machine.devices)
         gib = machine.devices[0].bank.total / (1 << 30)
-        seeded = ", seeded" if machine.timeline.seeded else ""
+        seeded = ", seeded" if machine.scheduler.seeded else ""
         devices = f"{count} x {machine.profile.name}, {gib:.4g} GiB each"
         return f"<SimulatedDriver {machine.identity!r}: {devices}{seeded}>"
-
-
-# Remove calls that the installed bindings lack.
-for _area in SimulatedDriver.__mro__:
-    for _name in [name for name in vars(_area) if name.startswith("cu") and not hasattr(cuda, name)]:
-        delattr(_area, _name)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .constants import EventFlag, new_handle
-from .contexts import Context
-from .errors import undo_by
-from .timeline import Clock, Mark, Operation, Points, Stream, Until, merge
+from streamalloc.simulator.constants import EventFlag, new_handle
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import undo_by
+from streamalloc.simulator.scheduler import Clock, Mark, Operation, Points, Queue, Until, merge
 
 # -- events of several processes -------------------------------------------------------------------------------
 
@@ -121,11 +121,11 @@ class Record(Operation):
     processes.
     """
 
-    def __init__(self, stream: Stream, shared: SharedEvent | None) -> None:
+    def __init__(self, stream: Queue, shared: SharedEvent | None) -> None:
         self.stream = stream
         self.clock: Clock = {}
         """The clock of the record."""
-        self.ranked: bool = stream.id in stream.timeline.ranks
+        self.ranked: bool = stream.id in stream.scheduler.ranks
         self.others: Points = ()
         """Operations of other streams to wait for, in a recording without work."""
         self.when: float = 0.0
@@ -145,7 +145,7 @@ class Record(Operation):
 
 
 @dataclass(eq=False)
-class Event:
+class QueueEvent:
     """An event with its latest recording, in a stream or in a graph under capture."""
 
     context: Context
@@ -181,7 +181,7 @@ class Event:
                 self.record.shared = shared
         return shared
 
-    def hold(self, stream: Stream) -> None:
+    def hold(self, stream: Queue) -> None:
         """Have a stream wait for the latest recording."""
         elsewhere, record = self.elsewhere, self.record
         if elsewhere is not None:
@@ -194,12 +194,12 @@ class Event:
             # a wait for completed work is no work (observed on H200: test_events)
             joins = stream.peers is not None or not record.complete
             stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
-            timeline = stream.timeline
+            scheduler = stream.scheduler
             if record.ranked:
-                timeline.rank(stream)
-            merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in timeline.streams})
+                scheduler.rank(stream)
+            merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in scheduler.streams})
 
-    def record_in(self, stream: Stream, after: Points = ()) -> None:
+    def record_in(self, stream: Queue, after: Points = ()) -> None:
         """Record after all present work of ``stream``, and after ``after``."""
         earlier, record = self.record, Record(stream, self.shared)
         shared = self.flags & EventFlag.INTERPROCESS

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .constants import HIDDEN, NOWHERE, Place
-from .errors import undo_by
-from .memory import Physical
+from streamalloc.simulator.constants import HIDDEN, NOWHERE, Place
+from streamalloc.simulator.errors import undo_by
+from streamalloc.simulator.memory import Physical
 
 _NAME = re.compile(r"/memfd:streamalloc:(\w+):([0-9a-f]{24}):([0-9a-f]{16}):(\d+)\.(\d+)\.(\d+) \(deleted\)")
 

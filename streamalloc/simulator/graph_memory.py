@@ -13,21 +13,21 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .banks import Bank, Banks
-from .blocks import round_up
-from .constants import ALIGNMENT, CHUNK
-from .errors import Result, check
-from .memory import Physical, Reservation
-from .timeline import Clock, Operation, Points, Stream
+from streamalloc.simulator.banks import Bank, Banks
+from streamalloc.simulator.blocks import round_up
+from streamalloc.simulator.constants import ALIGNMENT, CHUNK
+from streamalloc.simulator.errors import Result, check
+from streamalloc.simulator.memory import Physical, Reservation
+from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue
 
 
 class LastUses:
     """The last use of memory, as an operation number per stream."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[Stream, int]] = {}
+        self._last: dict[int, tuple[Queue, int]] = {}
 
-    def add(self, stream: Stream, seq: int) -> None:
+    def add(self, stream: Queue, seq: int) -> None:
         self._last[stream.id] = (stream, seq)
 
     def unfinished(self) -> Points:
@@ -256,13 +256,13 @@ class GraphMemory:
             self._reservation.map(self._reservation.base, size, slab.physical.fd, 0)
             self._mapped = (slab, size)
 
-    def in_use(self, stream: Stream, seq: int) -> None:
+    def in_use(self, stream: Queue, seq: int) -> None:
         """Record that a stream may use the memory until its operation ``seq`` has run."""
         self.uses.add(stream, seq)
         if self._slab is not None:
             self._slab.uses.add(stream, seq)
 
-    def freed(self, address: int, stream: Stream | None = None) -> None:
+    def freed(self, address: int, stream: Queue | None = None) -> None:
         """Record the free of an allocation that outlived its launch."""
         self.live.pop(address, None)
         if stream is not None:

@@ -1,4 +1,4 @@
-"""Stream capture, and the graphs it makes."""
+"""Captures of streams, and the graphs they make."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from .allocations import Allocations, GraphAllocation
-from .call_lock import Caller
-from .constants import Handles, new_handle
-from .contexts import Device
-from .errors import Fault, Result, check
-from .events import Event
-from .graph_memory import GraphMemory
-from .pool import Pool
-from .timeline import Call, Operation, Stream, merge
+from streamalloc.simulator.allocations import Allocations, GraphAllocation
+from streamalloc.simulator.call_lock import Caller
+from streamalloc.simulator.constants import Handles, new_handle
+from streamalloc.simulator.contexts import Device
+from streamalloc.simulator.errors import Fault, Result, check
+from streamalloc.simulator.events import QueueEvent
+from streamalloc.simulator.graph_memory import GraphMemory
+from streamalloc.simulator.pool import Pool
+from streamalloc.simulator.scheduler import Call, Operation, Queue, merge
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1
@@ -34,17 +34,17 @@ class Node:
     """
 
     kind: str
-    graph: Graph
+    graph: NodeGraph
     after: list[Node]
     operation: Operation | None = None
-    enter: Callable[[Stream], object] | None = None
+    enter: Callable[[Queue], object] | None = None
     values: Values | None = None
     """The parameters it was made with."""
     attributes: dict[int, bytes] = field(default_factory=dict)
     """Attributes set on a kernel node, by number."""
     enabled: bool = True
     """A launch runs the node."""
-    child: Graph | None = None
+    child: NodeGraph | None = None
     origin: Node | None = None
     """In a cloned graph, the original node."""
     address: int = 0
@@ -57,7 +57,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Graph:
+class NodeGraph:
     """A graph, with its nodes in the order of capture or addition."""
 
     graphs: Graphs
@@ -86,7 +86,7 @@ class Graph:
         for other in self.nodes:
             other.after = [one for one in other.after if one is not node]
 
-    def clone(self) -> Graph:
+    def clone(self) -> NodeGraph:
         """Copy the graph and its nodes. Graphs with allocations cannot be copied."""
         made = self.graphs.create()
         copies: dict[Node, Node] = {}
@@ -157,10 +157,10 @@ class Graph:
 class GraphExec:
     """An instantiated graph."""
 
-    graph: Graph
+    graph: NodeGraph
     flags: int
     handle: int = field(default_factory=new_handle)
-    last: tuple[Stream, int] | None = None  # the end of the latest launch
+    last: tuple[Queue, int] | None = None  # the end of the latest launch
     nodes: list[Node] = field(init=False)
     """Copies of the nodes in launch order, unaffected by later graph changes."""
     unfreed: list[Node] = field(init=False)
@@ -169,7 +169,7 @@ class GraphExec:
         self.nodes = [replace(node, origin=node) for node in self.graph.flat()]
         self.unfreed = [*self.graph.open.values()]
 
-    def adopt(self, graph: Graph) -> None:
+    def adopt(self, graph: NodeGraph) -> None:
         """Become an instance of another graph with allocations. From now on it counts for that graph (observed on H200:
         test_graph_nodes).
         """
@@ -189,7 +189,7 @@ class GraphExec:
             memory.keep_only_live()
             memory.disown()
 
-    def launch(self, allocations: Allocations, stream: Stream) -> None:
+    def launch(self, allocations: Allocations, stream: Queue) -> None:
         """Submit all nodes one after another, which is stricter than the graph's order."""
         live = [(memory, address) for memory in self.graph.memories.values() for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
@@ -219,7 +219,7 @@ class GraphExec:
             allocations.add(GraphAllocation(node.address, node.size, node.device, stream.context, memory))
             memory.live[node.address] = node.size
 
-    def upload(self, stream: Stream) -> None:
+    def upload(self, stream: Queue) -> None:
         """Map memory for the allocations after all earlier launches, since launches of a graph do not overlap."""
         earlier = [use for memory in self.graph.memories.values() for use in memory.uses.unfinished()]
         if self.last is not None:
@@ -239,27 +239,27 @@ class GraphExec:
         # pools ignore the order from waits of launches (observed on H200: test_placements)
         self._in_use(stream, stream.submit(Call(map_memory), tuple(earlier), {}))
 
-    def _in_use(self, stream: Stream, seq: int) -> None:
+    def _in_use(self, stream: Queue, seq: int) -> None:
         self.last = (stream, seq)
         for memory in self.graph.memories.values():
             memory.in_use(stream, seq)
 
 
-class Capture:
+class GraphCapture:
     """A running capture: its streams, and for each the nodes that its next node depends on."""
 
     def __init__(
-        self, graphs: Graphs, origin: Stream, mode: int, graph: Graph | None = None, after: Iterable[Node] = ()
+        self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[Node] = ()
     ) -> None:
-        self.graph: Graph = graphs.create() if graph is None else graph
+        self.graph: NodeGraph = graphs.create() if graph is None else graph
         self.origin = origin
         self.mode = mode
         graphs.capture_count += 1
         self.id: int = graphs.capture_count
         self.valid: bool = True
         self._graphs = graphs
-        self._caller = origin.timeline.caller
-        self._frontier: dict[Stream, list[Node]] = {origin: list(after)}
+        self._caller = origin.scheduler.caller
+        self._frontier: dict[Queue, list[Node]] = {origin: list(after)}
         origin.capture = self
         graphs.captures.append(self)
 
@@ -280,40 +280,40 @@ class Capture:
     def running(self) -> bool:
         return self in self._graphs.captures
 
-    def behind(self, stream: Stream) -> list[Node]:
+    def behind(self, stream: Queue) -> list[Node]:
         """The nodes that the next node of ``stream`` will depend on."""
         return self._frontier.get(stream, [])
 
-    def put_behind(self, stream: Stream, nodes: list[Node], instead: bool) -> None:
+    def put_behind(self, stream: Queue, nodes: list[Node], instead: bool) -> None:
         """Make the next node of ``stream`` depend on these nodes; ``instead``: only on these."""
         before = [] if instead else self._frontier[stream]
         self._frontier[stream] = before + [node for node in nodes if node not in before]
 
     # -- nodes -----------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, operation: Operation | None, stream: Stream, values: Values | None = None) -> Node:
+    def add(self, kind: str, operation: Operation | None, stream: Queue, values: Values | None = None) -> Node:
         node = self.graph.add(kind, self._frontier[stream], operation=operation, values=values)
         self._frontier[stream] = [node]
         return node
 
-    def allocate(self, size: int, pool: Pool, stream: Stream) -> int:
+    def allocate(self, size: int, pool: Pool, stream: Queue) -> int:
         assert pool.device is not None
-        stream.timeline.rank(stream)
+        stream.scheduler.rank(stream)
         node = self.graph.allocate(size, pool.device, self._frontier[stream])
         self._frontier[stream] = [node]
         return node.address
 
-    def free(self, address: int, stream: Stream) -> None:
+    def free(self, address: int, stream: Queue) -> None:
         """A mistake here does not spoil the capture."""
         self._frontier[stream] = [self.graph.free(address, self._frontier[stream])]
 
     # -- forks and joins -------------------------------------------------------------------------------------
 
-    def record(self, event: Event, stream: Stream) -> None:
+    def record(self, event: QueueEvent, stream: Queue) -> None:
         event.capture = self
         event.nodes = list(self._frontier[stream])
 
-    def join(self, stream: Stream, event: Event) -> None:
+    def join(self, stream: Queue, event: QueueEvent) -> None:
         """Add ``stream`` to the capture, because it waits for an event recorded there."""
         check(self.valid or stream.capture is self)
         check(self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
@@ -326,7 +326,7 @@ class Capture:
         self._frontier.setdefault(stream, [])
         self.put_behind(stream, event.nodes, False)
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: Queue) -> None:
         """The stream is destroyed."""
         if stream is self.origin:
             self._finish()
@@ -335,10 +335,10 @@ class Capture:
             self._frontier.pop(stream, None)
             stream.capture = None
 
-    def end(self) -> Graph:
+    def end(self) -> NodeGraph:
         """End the capture and return the graph. Fails if the capture is invalid or another stream has unjoined work."""
         if self.mode != RELAXED:
-            check(self._caller is self.origin.timeline.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
+            check(self._caller is self.origin.scheduler.caller, Result.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
         joined = ancestors(self._frontier[self.origin])
         unjoined = any(node not in joined for nodes in self._frontier.values() for node in nodes)
         self._finish()
@@ -374,10 +374,10 @@ class Graphs:
     """The graphs and running captures of a machine."""
 
     devices: list[Device]
-    graphs: Handles[Graph] = field(default_factory=Handles)
+    graphs: Handles[NodeGraph] = field(default_factory=Handles)
     executables: Handles[GraphExec] = field(default_factory=Handles)
     nodes: Handles[Node] = field(default_factory=Handles)
-    captures: list[Capture] = field(default_factory=list)
+    captures: list[GraphCapture] = field(default_factory=list)
     capture_count: int = 0
 
     def is_left(self, address: int) -> bool:
@@ -385,10 +385,10 @@ class Graphs:
         left = (node.address for one in self.executables.values() for node in one.unfreed)
         return address in left or any(address in graph.open for graph in self.graphs.values())
 
-    def create(self) -> Graph:
-        return self.graphs.add(Graph(self))
+    def create(self) -> NodeGraph:
+        return self.graphs.add(NodeGraph(self))
 
-    def destroy(self, graph: Graph) -> None:
+    def destroy(self, graph: NodeGraph) -> None:
         """Remove a graph. Its executable graphs stay."""
         self.graphs.pop(graph.handle, None)
         for node in graph.nodes:

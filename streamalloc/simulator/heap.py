@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 
-from .banks import Bank, Banks
-from .blocks import HEAP, USED, Block, Shelf, round_up
-from .constants import ALIGNMENT, BLOCK
-from .errors import undo_by
-from .memory import Physical, Reservation
+from streamalloc.simulator.banks import Bank, Banks
+from streamalloc.simulator.blocks import HEAP, USED, Block, Shelf, round_up
+from streamalloc.simulator.constants import ALIGNMENT, BLOCK
+from streamalloc.simulator.errors import undo_by
+from streamalloc.simulator.memory import Physical, Reservation
 
 _REGION = 32 << 20
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .kernels.launches import current_launch, device_view
-from .kernels.registry import device_global, kernel, unregister_kernel
-from .reading import UnreadableMachineError, read_profile
-from .runtime import Runtime
-from .visibility import VISIBLE, inherited
+from streamalloc.simulator.kernels.launches import current_launch, device_view
+from streamalloc.simulator.kernels.registry import device_global, kernel, unregister_kernel
+from streamalloc.simulator.reading import UnreadableMachineError, read_profile
+from streamalloc.simulator.runtime import Runtime
+from streamalloc.simulator.visibility import VISIBLE, inherited

@@ -10,25 +10,33 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from . import call_lock, visibility
-from .allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory, OpenedMemory
-from .arrays import Arrays
-from .banks import Bank, Banks
-from .constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
-from .contexts import Context, Device
-from .errors import BrokenMachineError, Fault, Result, check, need
-from .events import Event
-from .files import HOST_BANK, Labels, Usage
-from .graph_memory import DeviceGraphMemory
-from .graphs import Graphs
-from .heap import Heap, Regions
-from .kernels.modules import Modules
-from .multicast import Multicast
-from .pool import Pools
-from .profiles import Link, MachineSpec, Profile
-from .sharing import Sharing
-from .timeline import Clock, Stream, Timeline, merge
-from .virtual import VirtualMemory
+from streamalloc.simulator import call_lock, visibility
+from streamalloc.simulator.allocations import (
+    Allocation,
+    Allocations,
+    DeviceMemory,
+    HostMemory,
+    Managed,
+    ManagedMemory,
+    OpenedMemory,
+)
+from streamalloc.simulator.arrays import Arrays
+from streamalloc.simulator.banks import Bank, Banks
+from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
+from streamalloc.simulator.contexts import Context, Device
+from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, need
+from streamalloc.simulator.events import QueueEvent
+from streamalloc.simulator.files import HOST_BANK, Labels, Usage
+from streamalloc.simulator.graph_memory import DeviceGraphMemory
+from streamalloc.simulator.graphs import Graphs
+from streamalloc.simulator.heap import Heap, Regions
+from streamalloc.simulator.kernels.modules import Modules
+from streamalloc.simulator.multicast import Multicast
+from streamalloc.simulator.pool import Pools
+from streamalloc.simulator.profiles import Link, MachineSpec, Profile
+from streamalloc.simulator.scheduler import Clock, Queue, Scheduler, merge
+from streamalloc.simulator.sharing import Sharing
+from streamalloc.simulator.virtual import VirtualMemory
 
 
 class Machine:
@@ -44,12 +52,12 @@ class Machine:
         self.forked: bool = False
         self.cut_call: str | None = None
         """Driver function that was interrupted midway; None: none was."""
-        self.timeline: Timeline = Timeline(spec.seed)
-        self.timeline.on_close = self._release
+        self.scheduler: Scheduler = Scheduler(spec.seed)
+        self.scheduler.on_close = self._release
         self.contexts: Handles[Context] = Handles()
-        self.streams: Handles[Stream] = Handles()
-        self.events: Handles[Event] = Handles()
-        self.freed: list[tuple[Allocation, Stream, int]] = []
+        self.streams: Handles[Queue] = Handles()
+        self.events: Handles[QueueEvent] = Handles()
+        self.freed: list[tuple[Allocation, Queue, int]] = []
         """cuMemAlloc memory that was freed in a stream. It stays allocated until the host synchronises with the free
         (observed on H200: test_plain_memory).
         """
@@ -57,7 +65,7 @@ class Machine:
         """``caller``: the thread's :class:`Caller`, set at its first call."""
         self._context_numbers = itertools.count(1)
         self.labels: Labels = Labels(spec.identity, spec.host_name, spec.devices)
-        labels, timeline = self.labels, self.timeline
+        labels, scheduler = self.labels, self.scheduler
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
         self.banks: Banks = banks
@@ -71,14 +79,14 @@ class Machine:
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
-        self.pools: Pools = Pools(labels, banks, timeline)
+        self.pools: Pools = Pools(labels, banks, scheduler)
         self.graphs: Graphs = Graphs(self.devices)
         self.modules: Modules = Modules(spec.kernels == "ignore")
-        self.virtual: VirtualMemory = VirtualMemory(labels, banks, self.allocations, timeline, self.profile.page)
-        self.sharing: Sharing = Sharing(labels, banks, self.allocations, timeline, self.devices)
+        self.virtual: VirtualMemory = VirtualMemory(labels, banks, self.allocations, scheduler, self.profile.page)
+        self.sharing: Sharing = Sharing(labels, banks, self.allocations, scheduler, self.devices)
         of_teams = self.profile.granularity("MULTICAST")
         self.multicast: Multicast = Multicast(
-            *(labels, self.allocations, timeline, self.virtual),
+            *(labels, self.allocations, scheduler, self.virtual),
             *(spec.multicast_slots, spec.patience, of_teams.minimum if of_teams else self.profile.page),
         )
         _machines.add(self)
@@ -135,7 +143,7 @@ class Machine:
             is_main = call_lock.is_main_thread()
             call_lock.enter(is_main)
             try:
-                self.timeline.close()
+                self.scheduler.close()
             finally:
                 call_lock.leave(is_main)
 
@@ -168,7 +176,7 @@ class Machine:
 
     def create_context(self, device: Device, primary: bool = False, flags: int = 0) -> Context:
         number = next(self._context_numbers)
-        return self.contexts.add(Context(device, self.timeline, self.streams, number, primary, flags))
+        return self.contexts.add(Context(device, self.scheduler, self.streams, number, primary, flags))
 
     def close_context(self, context: Context) -> None:
         """Destroy a context with its streams, events, modules and cuMemAlloc memory."""
@@ -190,7 +198,7 @@ class Machine:
         context.end()
 
     def current_or_none(self) -> Context | None:
-        stack = self.timeline.caller.contexts
+        stack = self.scheduler.caller.contexts
         return stack[-1] if stack else None
 
     def current(self) -> Context:
@@ -219,7 +227,7 @@ class Machine:
 
     # -- streams ---------------------------------------------------------------------------------------------
 
-    def stream(self, handle: int) -> Stream:
+    def stream(self, handle: int) -> Queue:
         """The stream of a handle, including the three special handles."""
         found = self.streams.get(handle)
         if found is not None:
@@ -232,43 +240,43 @@ class Machine:
             return self.current().per_thread
         raise Fault(Result.CUDA_ERROR_INVALID_CONTEXT)  # seen once on H200; a destroyed handle can end a process
 
-    def destroy_stream(self, stream: Stream) -> None:
+    def destroy_stream(self, stream: Queue) -> None:
         """Destroy a stream. Its handle becomes invalid, and its queued work still runs."""
         context: Context = stream.context
         context.forget(stream)
-        if not stream.queue:
+        if not stream.operations:
             # Destroying an idle stream shows its frees to pools, like a synchronisation (test_reuse).
             self.synchronize(stream.done_with(), lambda: True, told=False)
-        self.timeline.retire(stream)
-        if len(context.retired) > len(self.timeline.streams) + 8:
+        self.scheduler.retire(stream)
+        if len(context.retired) > len(self.scheduler.streams) + 8:
             # Only streams with unfinished work, or with frees that the host has not seen, need a clock.
-            awaited = {*self.timeline.streams, *self.pools.pending_streams()}
+            awaited = {*self.scheduler.streams, *self.pools.pending_streams()}
             context.retired = {number: seq for number, seq in context.retired.items() if number in awaited}
 
     def synchronize(self, clock: Clock, finished: Callable[[], bool], told: bool = True) -> None:
         """Wait until ``finished()`` is true, then merge ``clock`` into the host's clock and release memory of pools."""
         if not finished():
-            self.timeline.wait(finished)
-        host = self.timeline.host
+            self.scheduler.wait(finished)
+        host = self.scheduler.host
         merge(host, clock)
         self.pools.host_has_seen(host, told)
         if self.freed:
             self._release_freed(lambda stream, seq: host.get(stream.id, 0) >= seq or stream.destroyed)
-        for gone in [number for number in clock if number not in self.timeline.streams]:
+        for gone in [number for number in clock if number not in self.scheduler.streams]:
             host.pop(gone, None)
 
     def drain(self, device: int | None = None) -> None:
         """Wait for the submitted work of all streams (of ``device``), without changing the host's clock."""
         goals = [
             (stream, stream.seq)
-            for stream in self.timeline.streams.values()
+            for stream in self.scheduler.streams.values()
             if device is None or stream.context.device.ordinal == device
         ]
-        self.timeline.wait(lambda: all(stream.done >= seq for stream, seq in goals))
+        self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in goals))
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
-    def _release_freed(self, known: Callable[[Stream, int], bool]) -> None:
+    def _release_freed(self, known: Callable[[Queue, int], bool]) -> None:
         freed, self.freed = self.freed, []
         for allocation, stream, seq in freed:
             if not (known(stream, seq) and stream.done >= seq):

@@ -23,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.driver.processes import mapped_ranges
-
-from .constants import CHUNK
-from .errors import undo_by
+from streamalloc.simulator.constants import CHUNK
+from streamalloc.simulator.errors import undo_by
 
 _PROT_NONE = 0
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE

@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .allocations import Allocation, Allocations
-from .constants import NOWHERE, Location, Place
-from .errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
-from .files import Label, Labels, is_locked, lock, reach
-from .memory import AddressRange, Physical, Window
-from .physical import Mappable, Mapping, Memory, Properties
-from .pool import Pool
-from .timeline import Timeline
-from .virtual import VirtualMemory
+from streamalloc.simulator.allocations import Allocation, Allocations
+from streamalloc.simulator.constants import NOWHERE, Location, Place
+from streamalloc.simulator.errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
+from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach
+from streamalloc.simulator.memory import AddressRange, Physical, Window
+from streamalloc.simulator.physical import Mappable, Mapping, Memory, Properties
+from streamalloc.simulator.pool import Pool
+from streamalloc.simulator.scheduler import Scheduler
+from streamalloc.simulator.virtual import VirtualMemory
 
 WAITING, FORMED, NO_SLOT = 0, 1, 2
 """Team states: devices missing; complete; complete without a free switch slot."""
@@ -380,7 +380,7 @@ class Multicast:
 
     labels: Labels
     allocations: Allocations
-    timeline: Timeline
+    scheduler: Scheduler
     virtual: VirtualMemory
     slots: int
     patience: float
@@ -429,14 +429,14 @@ class Multicast:
             wanted.leave()
 
     def _wait(self, table: MulticastTable, call: str) -> None:
-        timeline = self.timeline
+        scheduler = self.scheduler
         end = time.monotonic() + self.patience
 
         def over() -> bool:
             return table.state != WAITING or not self._may_come(table) or time.monotonic() > end
 
-        timeline.wait(over, polled=True)
-        check(not timeline.closed, Result.CUDA_ERROR_DEINITIALIZED)
+        scheduler.wait(over, polled=True)
+        check(not scheduler.closed, Result.CUDA_ERROR_DEINITIALIZED)
         if table.state != WAITING:
             return
         added = table.devices
@@ -452,7 +452,7 @@ class Multicast:
         """Whether another process, or another thread of this process, may still add devices."""
         if table.is_elsewhere or table.has_fabric_handle:
             return True
-        here = self.timeline.caller.ident
+        here = self.scheduler.caller.ident
         return any(one.ident != here and not one.name.startswith("streamalloc ") for one in threading.enumerate())
 
     # -- memory by its address -------------------------------------------------------------------------------

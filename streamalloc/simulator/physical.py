@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .banks import Bank
-from .constants import NO_ACCESS, Location, Place, new_handle
-from .errors import NotModelled, Result, check
-from .memory import AddressRange, Extent, Physical, Window
+from streamalloc.simulator.banks import Bank
+from streamalloc.simulator.constants import NO_ACCESS, Location, Place, new_handle
+from streamalloc.simulator.errors import NotModelled, Result, check
+from streamalloc.simulator.memory import AddressRange, Extent, Physical, Window
 
 
 @dataclass(frozen=True)

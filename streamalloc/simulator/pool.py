@@ -7,14 +7,25 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from .allocator import Line
-from .banks import Banks, Space
-from .blocks import HEAP, Block, round_up
-from .constants import ALIGNMENT, CHUNK, HIDDEN, PINNED, READ_WRITE, Handle, Handles, Location, Place, new_handle
-from .errors import Fault, Result, check, need
-from .files import Label, Labels
-from .memory import Physical, Reservation
-from .timeline import Call, Clock, Mark, Operation, Stream, Timeline
+from streamalloc.simulator.allocator import Line
+from streamalloc.simulator.banks import Banks, Space
+from streamalloc.simulator.blocks import HEAP, Block, round_up
+from streamalloc.simulator.constants import (
+    ALIGNMENT,
+    CHUNK,
+    HIDDEN,
+    PINNED,
+    READ_WRITE,
+    Handle,
+    Handles,
+    Location,
+    Place,
+    new_handle,
+)
+from streamalloc.simulator.errors import Fault, Result, check, need
+from streamalloc.simulator.files import Label, Labels
+from streamalloc.simulator.memory import Physical, Reservation
+from streamalloc.simulator.scheduler import Call, Clock, Mark, Operation, Queue, Scheduler
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
@@ -74,7 +85,7 @@ class Pool(Accessible):
         self.device: int | None = self.place.device
         self.managed: bool = self.allocation_type != PINNED
         banks = self._banks = self.owner.banks
-        self._timeline = self.owner.timeline
+        self._scheduler = self.owner.scheduler
         self.label: Label = self.owner.labels.new("pool", self.place)
         bank = banks.bank(self.device)
         # A pool has addresses for twice its maximum size; with several devices more (observed on H200:
@@ -83,7 +94,7 @@ class Pool(Accessible):
         capacity = 2 * self.max_size if few and self.max_size else bank.addresses
         of_node = self.place.type == Location.HOST_NUMA
         kind = (of_node, self.managed or self.device is None)
-        self.space: Space = Space(str(self.label), banks, bank, capacity, self._timeline.ranks, *kind)
+        self.space: Space = Space(str(self.label), banks, bank, capacity, self._scheduler.ranks, *kind)
         self.line: Line = self.space.line
         banks.pools[self.handle] = self.space
 
@@ -93,11 +104,11 @@ class Pool(Accessible):
 
     # -- allocation ------------------------------------------------------------------------------------------
 
-    def take(self, size: int, stream: Stream) -> tuple[int, Block]:
+    def take(self, size: int, stream: Queue) -> tuple[int, Block]:
         """Allocate ``size`` bytes, first used in ``stream``. Returns address and block."""
         line, number = self.line, stream.id
-        if number not in self._timeline.ranks:
-            self._timeline.rank(stream)
+        if number not in self._scheduler.ranks:
+            self._scheduler.rank(stream)
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
         block = line.find_at_hand(rounded, number)
         if block is None:
@@ -109,15 +120,15 @@ class Pool(Accessible):
             self.used_high = self.used
         return self.space.base + block.start, block
 
-    def _find_further(self, size: int, stream: Stream) -> Block:
+    def _find_further(self, size: int, stream: Queue) -> Block:
         """Find a block by rules 3 to 5 or by a wait for another stream's free, with memory under its first ``size``
         bytes.
         """
-        line, timeline, ordered = self.line, self._timeline, None
+        line, scheduler, ordered = self.line, self._scheduler, None
         if self.follow_events:  # only this shows the stream its order (observed on H200: test_placements)
             stream.look()
             ordered = stream.comes_after
-        done = timeline.executed if self.opportunistic else timeline.outlived
+        done = scheduler.executed if self.opportunistic else scheduler.outlived
         block = need(line.find_further(size, ordered, done), Result.CUDA_ERROR_OUT_OF_MEMORY)
         if block.owner == HEAP and not self._back(block, size):
             self.release()
@@ -128,10 +139,10 @@ class Pool(Accessible):
             stream.submit(Mark())
         return block
 
-    def free(self, block: Block, size: int, stream: Stream) -> None:
+    def free(self, block: Block, size: int, stream: Queue) -> None:
         """Free in stream order."""
-        if stream.id not in self._timeline.ranks:
-            self._timeline.rank(stream)
+        if stream.id not in self._scheduler.ranks:
+            self._scheduler.rank(stream)
         self.used -= size
         seq = stream.last_free = stream.submit(Freed(self.returned))
         if not self.destroyed or self._outstanding:
@@ -183,9 +194,9 @@ class Pool(Accessible):
             self._banks.trim(self.space)  # the driver trims even though that cannot help (H200: test_placements)
         return False
 
-    def _wait_for(self, block: Block, stream: Stream) -> None:
+    def _wait_for(self, block: Block, stream: Queue) -> None:
         """Make a stream wait for the last free of the stream that left a block. Clocks do not record this wait."""
-        other = self._timeline.streams.get(block.owner)
+        other = self._scheduler.streams.get(block.owner)
         if other is not None:
             stream.submit(Operation(), ((other, other.last_free),))
 
@@ -264,7 +275,7 @@ class ImportedPool(Accessible):
         self.access: dict[int, int] = {}
         self.imports: int = 0
         """Allocations of it that are imported now."""
-        self.freed: dict[int, tuple[Stream, int]] = {}
+        self.freed: dict[int, tuple[Queue, int]] = {}
         """By stream: the last free of an import."""
         self._whole = os.fstat(fd).st_size
         # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
@@ -282,7 +293,7 @@ class ImportedPool(Accessible):
             self._arenas.add(view)
         return next(view for view in self._views if offset + size <= view.size).base + offset
 
-    def free(self, block: Block, size: int, stream: Stream) -> None:
+    def free(self, block: Block, size: int, stream: Queue) -> None:
         """Free an imported allocation in stream order. This affects only this process."""
         self.imports -= 1
         self.freed[stream.id] = (stream, stream.submit(Operation()))
@@ -303,7 +314,7 @@ class Pools:
 
     labels: Labels
     banks: Banks
-    timeline: Timeline
+    scheduler: Scheduler
     poolless: frozenset[int] = frozenset()
     """Devices without MEMORY_POOLS_SUPPORTED."""
     pools: Handles[Pool] = field(default_factory=Handles)

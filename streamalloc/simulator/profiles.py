@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .constants import ALIGNMENT, BLOCK, CHUNK
-from .reading import BASE, FORMAT, HANDLE_TYPES, VERSION
+from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK
+from streamalloc.simulator.reading import BASE, FORMAT, HANDLE_TYPES, VERSION
 
 _MOST_BYTES = 1 << 18
 """Most bytes of a file; eight devices need 30 KiB."""

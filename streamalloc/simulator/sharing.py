@@ -19,18 +19,17 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from streamalloc.driver.processes import alive
-
-from .allocations import Allocation, Allocations, OpenedMemory, PoolMemory
-from .banks import Banks
-from .blocks import USED, Block
-from .constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
-from .contexts import Context, Device
-from .errors import Fault, NotModelled, Result, check, need, not_modelled
-from .events import TABLE_BYTES, Event, EventTable, SharedEvent
-from .files import Label, Labels, is_locked, lock, reach, recognise
-from .memory import Physical, Reservation
-from .pool import ImportedPool, Pool
-from .timeline import Timeline
+from streamalloc.simulator.allocations import Allocation, Allocations, OpenedMemory, PoolMemory
+from streamalloc.simulator.banks import Banks
+from streamalloc.simulator.blocks import USED, Block
+from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
+from streamalloc.simulator.contexts import Context, Device
+from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, not_modelled
+from streamalloc.simulator.events import TABLE_BYTES, EventTable, QueueEvent, SharedEvent
+from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach, recognise
+from streamalloc.simulator.memory import Physical, Reservation
+from streamalloc.simulator.pool import ImportedPool, Pool
+from streamalloc.simulator.scheduler import Scheduler
 
 # -- 64 bytes ------------------------------------------------------------------------------------------------
 
@@ -85,7 +84,7 @@ class Sharing:
     labels: Labels
     banks: Banks
     allocations: Allocations
-    timeline: Timeline
+    scheduler: Scheduler
     devices: list[Device]
     pools: Handles[ImportedPool] = field(default_factory=Handles)
     _handed_out: dict[int, int] = field(default_factory=dict)
@@ -146,7 +145,7 @@ class Sharing:
     def destroy_pool(self, pool: ImportedPool) -> None:
         """Destroy an imported pool, after the work before the last frees of imported allocations."""
         check(not pool.imports)
-        self.timeline.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
+        self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
         check(not pool.imports and self.pools.pop(pool.handle, None))  # other threads may have been here meanwhile
         pool.close()
 
@@ -258,7 +257,7 @@ class Sharing:
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def event_handle(self, event: Event) -> bytes:
+    def event_handle(self, event: QueueEvent) -> bytes:
         shared = event.shared or event.share(self._new_event())
         return pack("event", os.getpid(), shared.table.fd, shared.index, self.labels.owner)
 

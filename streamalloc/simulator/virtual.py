@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from .allocations import Allocations, MappedMemory
-from .banks import Bank, Banks
-from .constants import Handles
-from .errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
-from .files import Labels
-from .memory import AddressMap, AddressRange, Physical
-from .physical import Mappable, Mapping, Memory, Properties
-from .timeline import Timeline
+from streamalloc.simulator.allocations import Allocations, MappedMemory
+from streamalloc.simulator.banks import Bank, Banks
+from streamalloc.simulator.constants import Handles
+from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
+from streamalloc.simulator.files import Labels
+from streamalloc.simulator.memory import AddressMap, AddressRange, Physical
+from streamalloc.simulator.physical import Mappable, Mapping, Memory, Properties
+from streamalloc.simulator.scheduler import Scheduler
 
 _LARGEST_ADDRESS = 1 << 47
 _LARGE, _ALIGNED = 32 << 20, 64 << 20
@@ -35,7 +35,7 @@ class VirtualMemory:
     labels: Labels
     banks: Banks
     allocations: Allocations
-    timeline: Timeline
+    scheduler: Scheduler
     page: int
     """Bytes; addresses and sizes are multiples."""
     mappings: AddressMap[Mapping] = field(default_factory=AddressMap)
@@ -174,7 +174,7 @@ class VirtualMemory:
         """
         end = address + size
         check(size)  # no alignment needed (observed on H200: test_mappings)
-        self.timeline.run_down()  # first: other threads may map and unmap meanwhile
+        self.scheduler.run_down()  # first: other threads may map and unmap meanwhile
         segments = self._segments(address, end)
         check(segments and segments[-1][2] == end)
         mappings = self.mappings.overlapping(address, end)

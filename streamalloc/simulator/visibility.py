@@ -7,7 +7,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from .errors import Result, check
+from streamalloc.simulator.errors import Result, check
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _IDS = ("GPU-", "MIG-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -222,13 +223,27 @@ class TestAttributes:
         assert type(value(raw.cuDeviceGetGraphMemAttribute(0, attribute))) is raw.cuuint64_t
 
 
-class TestWhatIsNotNeeded:
-    """A launch reserves more than it uses where an allocation does not fit into a step. What it does not use is there
-    for other graphs.
-    """
+NOT_NEEDED: list[tuple[str, list[str], str, list[tuple[int, ...]]]] = [
+    ("given back by what lives", ["a=13 b=13 c=33"], "0 ? trim ?", [(2, 2, 3, 3), (2, 2, 2, 3)]),
+    ("given back step by step", ["a=1 b=32 c=8 -a d=8 -d -b e=1 -c"], "0 trim ?", [(1, 2, 1, 2)]),
+    ("goes to another graph", ["a=13 b=13 c=33", "a=1 -a"], "0 1 ?", [(3, 3, 3, 3)]),
+    (
+        "of a graph that took over",
+        ["a=1 b=18 c=35 -b d=1 -a -c -d", "a=1"],
+        "0 ? 1 0 ?",
+        [(2, 2, 3, 3), (3, 3, 4, 4)],
+    ),
+    ("taken before what another graph uses", ["a=1 b=33 -a -b", "a=1"], "0 ? 1 ?", [(2, 2, 3, 3), (3, 3, 3, 3)]),
+    ("of an instance that is gone, taken first", ["a=1 -a b=33 -b c=12", "a=1"], "0 -0 1 ?", [(2, 2, 3, 3)]),
+]
 
-    def graph(self, rig: Rig, stream: Any, words: str) -> tuple[Any, dict[str, Any]]:
-        """An executable graph that allocates, as ``a=20`` says 20 MiB, and frees, as ``-a`` says; and its addresses."""
+
+def memory_of_graphs(rig: Rig, graphs: list[str], steps: str) -> list[tuple[int, ...]]:
+    """Capture each graph: ``a=20`` allocates 20 MiB, ``-a`` frees them. Then launch graphs by number, destroy their
+    instances (``-0``), trim, and read the graph memory (``?``).
+    """
+    stream, instances, found = rig.stream(), [], []
+    for words in graphs:
         made: dict[str, Any] = {}
         rig.begin_capture(stream)
         for word in words.split():
@@ -237,73 +252,28 @@ class TestWhatIsNotNeeded:
                 made[name] = value(rig.raw.cuMemAllocAsync(int(size) * MiB, stream))
             else:
                 rig.free(made[name.lstrip("-")], stream)
-        return rig.instantiate(value(rig.end_capture(stream))), made
+        instances.append(rig.instantiate(value(rig.end_capture(stream))))
+    for step in steps.split():
+        if step == "?":
+            found.append(reserved(rig))
+        elif step == "trim":
+            value(rig.raw.cuDeviceGraphMemTrim(0))
+        elif step.startswith("-"):
+            value(rig.raw.cuGraphExecDestroy(rig.disown(instances[int(step[1:])])))
+        else:
+            value(rig.raw.cuGraphLaunch(instances[int(step)], stream))
+            value(rig.raw.cuStreamSynchronize(stream))
+    return found
 
-    def launch(self, rig: Rig, graph: Any, stream: Any) -> None:
-        value(rig.raw.cuGraphLaunch(graph, stream))
-        value(rig.raw.cuStreamSynchronize(stream))
 
-    def give_back(self, rig: Rig, made: dict[str, Any], stream: Any) -> None:
-        for pointer in made.values():
-            rig.free(pointer, stream)
-        value(rig.raw.cuStreamSynchronize(stream))
-
-    def test_by_what_lives_is_given_back(self, rig: Rig) -> None:
-        stream = rig.stream()
-        graph, made = self.graph(rig, stream, "a=13 b=13 c=33")
-        self.launch(rig, graph, stream)
-        assert reserved(rig) == (2, 2, 3, 3)
-        value(rig.raw.cuDeviceGraphMemTrim(0))
-        assert reserved(rig) == (2, 2, 2, 3)
-        self.give_back(rig, made, stream)
-
-    def test_step_by_step(self, rig: Rig) -> None:
-        stream = rig.stream()
-        graph, made = self.graph(rig, stream, "a=1 b=32 c=8 -a d=8 -d -b e=1 -c")
-        self.launch(rig, graph, stream)
-        value(rig.raw.cuDeviceGraphMemTrim(0))
-        assert reserved(rig) == (1, 2, 1, 2)
-        self.give_back(rig, {"e": made["e"]}, stream)
-
-    def test_goes_to_another_graph(self, rig: Rig) -> None:
-        stream = rig.stream()
-        graph, made = self.graph(rig, stream, "a=13 b=13 c=33")
-        other, _ = self.graph(rig, stream, "a=1 -a")
-        self.launch(rig, graph, stream)
-        self.launch(rig, other, stream)
-        assert reserved(rig) == (3, 3, 3, 3)
-        self.give_back(rig, made, stream)
-
-    def test_by_a_graph_that_took_over(self, rig: Rig) -> None:
-        stream = rig.stream()
-        large, _ = self.graph(rig, stream, "a=1 b=18 c=35 -b d=1 -a -c -d")
-        small, made = self.graph(rig, stream, "a=1")
-        self.launch(rig, large, stream)
-        assert reserved(rig) == (2, 2, 3, 3)
-        self.launch(rig, small, stream)
-        self.launch(rig, large, stream)
-        assert reserved(rig) == (3, 3, 4, 4)
-        self.give_back(rig, made, stream)
-
-    def test_is_taken_before_what_another_graph_uses(self, rig: Rig) -> None:
-        stream = rig.stream()
-        large, _ = self.graph(rig, stream, "a=1 b=33 -a -b")
-        small, made = self.graph(rig, stream, "a=1")
-        self.launch(rig, large, stream)
-        assert reserved(rig) == (2, 2, 3, 3)
-        self.launch(rig, small, stream)
-        assert reserved(rig) == (3, 3, 3, 3)
-        self.give_back(rig, made, stream)
-
-    def test_by_an_instance_that_is_gone_is_taken_first(self, rig: Rig) -> None:
-        stream = rig.stream()
-        large, made = self.graph(rig, stream, "a=1 -a b=33 -b c=12")
-        small, other = self.graph(rig, stream, "a=1")
-        self.launch(rig, large, stream)
-        value(rig.raw.cuGraphExecDestroy(rig.disown(large)))
-        self.launch(rig, small, stream)
-        assert reserved(rig) == (2, 2, 3, 3)
-        self.give_back(rig, {"c": made["c"], **other}, stream)
+@pytest.mark.parametrize(("case", "graphs", "steps", "expected"), NOT_NEEDED, ids=[one[0] for one in NOT_NEEDED])
+def test_what_a_launch_reserves_and_does_not_need(
+    in_new_process: Callable[..., Any], case: str, graphs: list[str], steps: str, expected: list[tuple[int, ...]]
+) -> None:
+    """A launch reserves more than it uses where an allocation does not fit into a step. What it does not use is there
+    for other graphs. In a new process, because graphs of earlier tests leave memory that would be taken first.
+    """
+    assert in_new_process(memory_of_graphs, graphs, steps) == expected
 
 
 def test_what_an_instance_of_a_graph_that_is_gone_left_can_be_freed_in_a_capture(rig: Rig) -> None:

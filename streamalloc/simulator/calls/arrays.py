@@ -7,19 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-
-from .. import arguments, arrays
-from ..allocations import Allocation
-from ..arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Stream, UnsignedInt
-from ..arrays import TAIL, BoxCopy, Extent, Layout, Part, Remap, Storage, Tile
-from ..blocks import round_up
-from ..constants import BLOCK, READ, READ_WRITE, TILE_SIZE
-from ..contexts import Context
-from ..errors import NotModelled, Result, check, need, not_modelled
-from ..memory import Shape, Side
-from ..physical import Memory
-from .base import call, with_async
-from .copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
+from streamalloc.simulator import arguments, arrays
+from streamalloc.simulator.allocations import Allocation
+from streamalloc.simulator.arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Queue, UnsignedInt
+from streamalloc.simulator.arrays import TAIL, BoxCopy, Extent, Layout, Part, Remap, Storage, Tile
+from streamalloc.simulator.blocks import round_up
+from streamalloc.simulator.calls.base import call, with_async
+from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
+from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import NotModelled, Result, check, need, not_modelled
+from streamalloc.simulator.memory import Shape, Side
+from streamalloc.simulator.physical import Memory
 
 _LAYERED, _SURFACE, _GATHER, _SPARSE = 0x01, 0x02, 0x08, 0x40  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -198,12 +197,12 @@ class ArrayCalls(CopyCalls):
 
     def cuMemMapArrayAsync(self, mapInfoList: Any, count: UnsignedInt, hStream: Any) -> None:
         wanted = arguments.structs("mapInfoList", mapInfoList, cuda.CUarrayMapInfo, count)
-        stream: Stream = self._find(Stream, hStream)
+        stream: Queue = self._find(Queue, hStream)
         self._check_launch(stream, "cuMemMapArrayAsync")
         check(count)
         stream.submit(Remap([change for info in wanted for change in self._changes(info, stream)]))
 
-    def _changes(self, info: Any, stream: Stream) -> list[Change]:
+    def _changes(self, info: Any, stream: Queue) -> list[Change]:
         """The requested changes of one entry, by tile: x first, then y, then z."""
         device = stream.context.device.ordinal
         storage = self._resource(info)
@@ -336,7 +335,7 @@ class ArrayCalls(CopyCalls):
     cuMemcpy2DUnaligned = cuMemcpy2D
     cuMemcpy3D, cuMemcpy3DAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D", _copy_box)
 
-    def _part(self, copy: Any, side: str, shape: Shape, stream: Stream) -> Part:
+    def _part(self, copy: Any, side: str, shape: Shape, stream: Queue) -> Part:
         array: Array = self._find(Array, getattr(copy, f"{side}Array"))
         x, y, z = (int(_field(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
         if _field(copy, f"{side}LOD") or not shape.size:

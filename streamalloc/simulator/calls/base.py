@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable
+from inspect import Parameter, Signature
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, value_count
-
-from .. import arguments, call_lock
-from ..errors import Fault, Result, check, code_of, not_modelled
-from ..machine import Machine
-from ..memory import is_code
-from ..timeline import HostFunction, Operation, Stream
+from streamalloc.simulator import arguments, call_lock
+from streamalloc.simulator.errors import Fault, Result, check, code_of, not_modelled
+from streamalloc.simulator.machine import Machine
+from streamalloc.simulator.memory import is_code
+from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
 
 Method = Callable[..., Any]
 
@@ -43,7 +44,11 @@ def call(parameters: str, body: Method, *first: Any) -> Any:
 
     pairs = [one.partition(":")[::2] for one in parameters.split()]
     method.__annotations__ = {name: kind or arguments.BY_NAME.get(name, "Any") for name, kind in pairs}
+    method.__signature__ = Signature([Parameter(name, _POSITIONAL) for name in ("self", *method.__annotations__)])  # type: ignore[attr-defined]
     return method
+
+
+_POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
 
 
 def with_async(parameters: str, body: Method, *first: Any) -> tuple[Any, Any]:
@@ -51,86 +56,83 @@ def with_async(parameters: str, body: Method, *first: Any) -> tuple[Any, Any]:
     return call(parameters, body, *first), call(f"{parameters} hStream", body, *first)
 
 
-_SOURCE = """
-def {name}(self{parameters}):
-    machine = self._machine
-    if exiting() and not usable():
-        return (deinitialized, {nothing})
-    if not machine.ready:
-        code = refusal(machine, {before_init})
-        if code is not None:
-            return (code, {nothing})
-    {convert}
-    try:
-        caller = machine.thread.caller
-    except AttributeError:
-        caller = machine.thread.caller = Caller()
-    {permit}
-    enter(caller.is_main)
-    machine.timeline.caller = caller
-    try:
-        {find}
-        value = method(self{given})
-    except Fault as fault:
-        return (fault.code, {nothing})
-    except OSError as error:
-        return (code_of(error), {nothing})
-    except WaitEnded as ended:
-        raise ended.error from None
-    except BaseException as error:
-        machine.cut_short("{name}", error)
-        raise
-    finally:
-        leave(caller.is_main)
-    return (success, {value})
-"""
-"""Source of a driver call. Its parameters keep converted objects alive."""
-
-
 def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
-    are None. Arguments are converted, and objects looked up, by their annotations. The call is compiled, because a
-    general function would parse its arguments each time.
+    are None. Arguments are converted before the call takes the lock, and objects looked up after, by the annotations.
     """
-    space: dict[str, Any] = {"method": method, **_NAMES}
-    parameters, given, convert, find = [], [], [], []
     kinds = {one: kind for one, kind in method.__annotations__.items() if one != "return"}
-    defaults = method.__defaults__ or ()
-    for at, (one, annotation) in enumerate(kinds.items(), len(defaults) - len(kinds)):
-        parameters.append(one if at < 0 else f"{one}={defaults[at]!r}")
-        space[f"convert_{one}"], space[f"find_{one}"] = conversion, finder = arguments.kind(one, annotation)
-        converted = f"convert_{one}({one})"
-        if isinstance(conversion, arguments.Handle):
-            space[f"class_{one}"] = conversion.cls
-            converted = f"int({one}) if type({one}) is class_{one} else {converted}"
-        now = one
-        if conversion is not None:
-            now = f"{one}_number"
-            convert.append(f"{now} = {converted}")
-        if finder is not None:
-            find.append(f"{one}_found = find_{one}(machine, {now})")
-            now = f"{one}_found"
-        given.append(now)
-    values = value_count(name)
-    nothing = "None, " * values
-    refused = f"if caller.in_host_function: return (not_permitted, {nothing})"
-    source = _SOURCE.format(
-        name=name,
-        parameters="".join(f", {one}" for one in parameters),
-        given="".join(f", {one}" for one in given),
-        convert="\n    ".join(convert),
-        find="\n        ".join(find),
-        before_init=name in _BEFORE_INIT,
-        permit="" if _IN_HOST_FUNCTIONS.fullmatch(name) else refused,
-        nothing=nothing,
-        value="value" if values == 1 else "*value" if values else "",
-    )
-    exec(compile(source, f"<simulated {name}>", "exec"), space)
-    made: Method = space[name]
-    made.__doc__, made.__module__ = method.__doc__, method.__module__
-    return made
+    pairs = [arguments.kind(one, annotation) for one, annotation in kinds.items()]
+    # The class of a handle's usual form, which needs no call of a function.
+    conversions = [
+        (at, getattr(convert, "cls", None), convert) for at, (convert, _) in enumerate(pairs) if convert is not None
+    ]
+    finders = [(at, find) for at, (_, find) in enumerate(pairs) if find is not None]
+    names, defaults, count, values = tuple(kinds), method.__defaults__ or (), len(kinds), value_count(name)
+    nothing = (None,) * values
+    before_init, permitted = name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name) is not None
+    # Local names, because those of a module may be gone at interpreter exit.
+    exiting, enter, leave = sys.is_finalizing, call_lock.enter, call_lock.leave
+    success, deinitialized = Result.CUDA_SUCCESS, (Result.CUDA_ERROR_DEINITIALIZED, *nothing)
+    refused = (Result.CUDA_ERROR_NOT_PERMITTED, *nothing)
+    usable, refusal, in_order, caller_class = _usable, _refusal, _in_order, call_lock.Caller
+    fault_class, wait_ended, code_of_error = Fault, call_lock.WaitEnded, code_of
+
+    @functools.wraps(method)
+    def driver_function(self: Calls, *given: Any, **named: Any) -> tuple[Any, ...]:
+        if exiting() and not usable():  # then not even builtins may be left
+            return deinitialized
+        if named or len(given) != count:
+            given = in_order(name, names, defaults, given, named)
+        machine = self._machine
+        if not machine.ready:
+            code = refusal(machine, before_init)
+            if code is not None:
+                return (code, *nothing)
+        passed = [*given]  # `given` keeps converted objects alive
+        for at, usual, convert in conversions:
+            value = given[at]
+            passed[at] = int(value) if type(value) is usual else convert(value)
+        try:
+            caller = machine.thread.caller
+        except AttributeError:
+            caller = machine.thread.caller = caller_class()
+        if caller.in_host_function and not permitted:
+            return refused
+        enter(caller.is_main)
+        machine.scheduler.caller = caller
+        try:
+            for at, find in finders:
+                passed[at] = find(machine, passed[at])
+            found = method(self, *passed)
+        except fault_class as fault:
+            return (fault.code, *nothing)
+        except OSError as error:
+            return (code_of_error(error), *nothing)
+        except wait_ended as ended:
+            raise ended.error from None
+        except BaseException as error:
+            machine.cut_short(name, error)
+            raise
+        finally:
+            leave(caller.is_main)
+        return (success, found) if values == 1 else (success, *found) if values else (success,)
+
+    return driver_function
+
+
+def _in_order(
+    call: str, names: tuple[str, ...], defaults: tuple[Any, ...], given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The arguments of a call in the order of its parameters."""
+    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    values.update(zip(names, given, strict=False))
+    values.update(named)
+    wrong = len(given) > len(names) or {*named} & {*names[: len(given)]} or values.keys() != {*names}
+    if wrong:
+        raise TypeError(f"{call}() takes the arguments {', '.join(names)}")
+    return tuple(values[name] for name in names)
 
 
 def _refusal(machine: Machine, before_init: bool) -> Any:
@@ -138,7 +140,7 @@ def _refusal(machine: Machine, before_init: bool) -> Any:
     machine.check_whole()
     if before_init and not machine.forked:
         return None
-    return Result.CUDA_ERROR_DEINITIALIZED if machine.timeline.closed else Result.CUDA_ERROR_NOT_INITIALIZED
+    return Result.CUDA_ERROR_DEINITIALIZED if machine.scheduler.closed else Result.CUDA_ERROR_NOT_INITIALIZED
 
 
 _names_of_lock = vars(call_lock)
@@ -155,52 +157,20 @@ def _usable(names: dict[str, Any] = _names_of_lock) -> bool:
     return True
 
 
-_NAMES = {
-    "Caller": call_lock.Caller,
-    "Fault": Fault,
-    "WaitEnded": call_lock.WaitEnded,
-    "code_of": code_of,
-    "deinitialized": Result.CUDA_ERROR_DEINITIALIZED,
-    "enter": call_lock.enter,
-    "exiting": sys.is_finalizing,
-    "leave": call_lock.leave,
-    "not_permitted": Result.CUDA_ERROR_NOT_PERMITTED,
-    "refusal": _refusal,
-    "success": Result.CUDA_SUCCESS,
-    "usable": _usable,
-}
-"""Stored here because a module's names may be gone at interpreter exit."""
-
-
-class _Uncompiled:
-    """A driver call that is compiled at its first look-up."""
-
-    def __init__(self, owner: type[Calls], name: str) -> None:
-        self._owner, self._name = owner, name
-        self._method = vars(owner)[name]
-        self._exiting, self._usable = sys.is_finalizing, _usable
-        self._refused = (Result.CUDA_ERROR_DEINITIALIZED, *[None] * value_count(name))
-
-    def __get__(self, calls: Any, cls: Any) -> Any:
-        if self._exiting() and not self._usable():
-            return lambda *_, **__: self._refused
-        made = driver_call(self._name, self._method)
-        setattr(self._owner, self._name, made)
-        # not by a new look-up: while the interpreter exits, subclasses keep what they have found before
-        return made.__get__(calls, cls)
-
-
 class Calls:
     """Base class of the groups of driver calls: the machine, and common look-ups.
 
-    Methods named like driver functions become driver calls.
+    Methods named like driver functions become driver calls; those that the installed bindings lack are removed.
     """
 
     _machine: Machine
 
     def __init_subclass__(cls) -> None:
-        for name in [name for name in vars(cls) if name.startswith("cu")]:
-            setattr(cls, name, _Uncompiled(cls, name))
+        for name, method in [(name, method) for name, method in vars(cls).items() if name.startswith("cu")]:
+            if hasattr(cuda, name):
+                setattr(cls, name, driver_call(name, method))
+            else:
+                delattr(cls, name)
 
     def _find(self, kind: Any, handle: Any) -> Any:
         """Look up the object of a handle that is not a parameter of the call."""
@@ -221,14 +191,14 @@ class Calls:
             thread.caller = call_lock.Caller(in_host_function=True)
             function()
 
-        return HostFunction(self._machine.timeline, run)
+        return HostFunction(self._machine.scheduler, run)
 
-    def _check_launch(self, stream: Stream, name: str) -> None:
+    def _check_launch(self, stream: Queue, name: str) -> None:
         """Refuse work that is not modelled during a capture."""
         not_modelled(self._captured(stream), f"{name} during stream capture")
 
     def _submit(
-        self, stream: Stream, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
+        self, stream: Queue, operation: Operation, kind: str, values: Callable[[], dict[str, Any]] | None = None
     ) -> None:
         """Submit work to a stream, or to the graph that is being captured from it. ``values`` returns the parameters of
         the node.
@@ -238,7 +208,7 @@ class Calls:
         else:
             stream.submit(operation)
 
-    def _captured(self, stream: Stream) -> bool:
+    def _captured(self, stream: Queue) -> bool:
         """Whether ``stream`` is being captured. Raises if the work is not allowed in the stream or in the graph."""
         if not self._machine.graphs.captures:
             return False
@@ -249,12 +219,12 @@ class Calls:
         check(capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return True
 
-    def _not_behind_captures(self, stream: Stream) -> None:
+    def _not_behind_captures(self, stream: Queue) -> None:
         """Invalidate captures of blocking streams, which the legacy stream would have to wait for."""
         if self._machine.graphs.captures:
             self._spoil([peer.capture for peer in stream.peers or ()], Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
 
-    def _not_captured(self, stream: Stream) -> None:
+    def _not_captured(self, stream: Queue) -> None:
         """For a call that reports on the work of ``stream``: fail and invalidate the capture if the stream is
         captured.
         """
@@ -267,7 +237,7 @@ class Calls:
         """For a call that is unsafe during captures: fail, and invalidate each running capture that forbids it."""
         captures = self._machine.graphs.captures
         if captures:
-            caller = self._machine.timeline.caller
+            caller = self._machine.scheduler.caller
             self._spoil([capture for capture in captures if capture.forbids(caller)])
 
     @staticmethod

@@ -7,14 +7,22 @@ import re
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-
-from .. import arguments
-from ..arguments import Context, ContextHandle, ContextOrCurrent, Device, Event, Int, Size, UnsignedInt
-from ..blocks import round_up
-from ..constants import BLOCK
-from ..errors import Fault, Result, check, need, not_modelled
-from ..profiles import Limit
-from .base import Calls, call
+from streamalloc.simulator import arguments
+from streamalloc.simulator.arguments import (
+    Context,
+    ContextHandle,
+    ContextOrCurrent,
+    Device,
+    Int,
+    QueueEvent,
+    Size,
+    UnsignedInt,
+)
+from streamalloc.simulator.blocks import round_up
+from streamalloc.simulator.calls.base import Calls, call
+from streamalloc.simulator.constants import BLOCK
+from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
+from streamalloc.simulator.profiles import Limit
 
 
 def _names(enum: Any, prefix: str) -> dict[int, str]:
@@ -177,7 +185,7 @@ class ContextCalls(Calls):
     def cuCtxCreate_v4(self, ctxCreateParams: Any, flags: UnsignedInt, dev: Device) -> Any:
         not_modelled(ctxCreateParams is not None, "cuCtxCreate with parameters")
         context = self._machine.create_context(dev, flags=self._checked_flags(flags))
-        self._machine.timeline.caller.contexts.append(context)
+        self._machine.scheduler.caller.contexts.append(context)
         return cuda.CUcontext(context.handle)
 
     # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
@@ -188,13 +196,13 @@ class ContextCalls(Calls):
     def cuCtxDestroy(self, ctx: Context) -> None:
         check(not ctx.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
         self._end_context(ctx)
-        stack = self._machine.timeline.caller.contexts
+        stack = self._machine.scheduler.caller.contexts
         if stack and stack[-1] is ctx:
             stack.pop()
 
     def _end_context(self, context: Context) -> None:
         streams = context.all_streams()
-        self._machine.timeline.wait(lambda: all(stream.done >= stream.seq for stream in streams))
+        self._machine.scheduler.wait(lambda: all(stream.done >= stream.seq for stream in streams))
         self._machine.close_context(context)
 
     # -- the calling thread's context ------------------------------------------------------------------------
@@ -204,15 +212,15 @@ class ContextCalls(Calls):
         return cuda.CUcontext(0 if context is None else context.handle)
 
     def cuCtxSetCurrent(self, ctx: ContextHandle) -> None:
-        stack = self._machine.timeline.caller.contexts
+        stack = self._machine.scheduler.caller.contexts
         pushed = [self._find(Context, ctx)] if ctx else []
         stack[-1:] = pushed
 
     def cuCtxPushCurrent(self, ctx: Context) -> None:
-        self._machine.timeline.caller.contexts.append(ctx)
+        self._machine.scheduler.caller.contexts.append(ctx)
 
     def cuCtxPopCurrent(self) -> Any:
-        stack = self._machine.timeline.caller.contexts
+        stack = self._machine.scheduler.caller.contexts
         check(stack, Result.CUDA_ERROR_INVALID_CONTEXT)
         return cuda.CUcontext(stack.pop().handle)
 
@@ -255,7 +263,7 @@ class ContextCalls(Calls):
         self._machine.current()
         return self._machine.profile.stream_priorities
 
-    def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: Event) -> None:
+    def cuCtxRecordEvent(self, hCtx: ContextOrCurrent, hEvent: QueueEvent) -> None:
         check(hEvent.context is hCtx, Result.CUDA_ERROR_INVALID_HANDLE)
         self._no_stream_captures(hCtx)
         # No order with other streams is recorded: synchronising with the event shows no frees (observed on H200:
@@ -310,7 +318,7 @@ class ContextCalls(Calls):
         """
         machine, device = self._machine, context.device
         streams = context.all_streams()
-        machine.timeline.wait(lambda: all(stream.done >= stream.seq for stream in streams))
+        machine.scheduler.wait(lambda: all(stream.done >= stream.seq for stream in streams))
         threads = device.attributes["MULTIPROCESSOR_COUNT"] * device.attributes["MAX_THREADS_PER_MULTIPROCESSOR"]
         change = (after * threads // BLOCK - before * threads // BLOCK) * BLOCK
         not_modelled(change > device.bank.free, "stacks that take more memory than there is")
@@ -340,7 +348,7 @@ class ContextCalls(Calls):
 
     # -- events of all streams -------------------------------------------------------------------------------
 
-    def cuCtxWaitEvent(self, hCtx: Context, hEvent: Event) -> None:
+    def cuCtxWaitEvent(self, hCtx: Context, hEvent: QueueEvent) -> None:
         """All later work waits, including that of streams created later. Streams without work do not wait (observed on
         H200: test_limits).
         """

@@ -10,17 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-
-from .. import arguments
-from ..allocations import Allocation, is_gone, is_reachable
-from ..arguments import Context, Size, Stream, UnsignedLongLong
-from ..constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
-from ..copy_operations import copy, fill
-from ..errors import Result, check, need, not_modelled
-from ..graphs import Graph, Values
-from ..memory import Shape, Side, is_accessible
-from ..physical import least_right
-from .base import EDGE_DATA, GONE, Calls, with_async
+from streamalloc.simulator import arguments
+from streamalloc.simulator.allocations import Allocation, is_gone, is_reachable
+from streamalloc.simulator.arguments import Context, Queue, Size, UnsignedLongLong
+from streamalloc.simulator.calls.base import EDGE_DATA, GONE, Calls, with_async
+from streamalloc.simulator.constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
+from streamalloc.simulator.copy_operations import copy, fill
+from streamalloc.simulator.errors import Result, check, need, not_modelled
+from streamalloc.simulator.graphs import NodeGraph, Values
+from streamalloc.simulator.memory import Shape, Side, is_accessible
+from streamalloc.simulator.physical import least_right
 
 LOST = "a copy where nothing lies, which the driver takes for the host's: the real driver crashes"
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
@@ -178,19 +177,19 @@ class CopyCalls(Calls):
         if destination is None or all(of_host) or (waits and any(of_host)):
             self._finish(stream)
 
-    def _quiet(self, stream: Stream, size: int) -> bool:
+    def _quiet(self, stream: Queue, size: int) -> bool:
         """Whether an operation of ``size`` bytes, submitted now, would run before the call returns."""
-        return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.timeline.seeded
+        return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.scheduler.seeded
 
-    def _finish(self, stream: Stream) -> None:
+    def _finish(self, stream: Queue) -> None:
         """Wait for the submitted copy. This shows pools no frees, unlike a synchronising call (observed on H200)."""
         seq = stream.seq
         if stream.done < seq:
-            self._machine.timeline.wait(lambda: stream.done >= seq)
+            self._machine.scheduler.wait(lambda: stream.done >= seq)
         stream.context.check()
 
     def _check_copy(
-        self, target: Side, source: Side, shape: Shape, device: str, contexts: Contexts, graph: Graph | None
+        self, target: Side, source: Side, shape: Shape, device: str, contexts: Contexts, graph: NodeGraph | None
     ) -> tuple[Allocation | None, Allocation | None]:
         """Check both sides of a copy. Returns the allocation of each, or None for memory that only the host uses.
         ``graph``: the graph that gets the copy; its own addresses have no allocation yet.
@@ -298,12 +297,12 @@ class CopyCalls(Calls):
     if not EDGE_DATA:  # earlier bindings return more
         del cuMemcpyBatchAsync, cuMemcpy3DBatchAsync
 
-    def _stream_of_batch(self, hStream: Any, valid: object) -> Stream:
+    def _stream_of_batch(self, hStream: Any, valid: object) -> Queue:
         handle = arguments.stream(hStream)
         check(self._machine.current_or_none() is not None and valid and handle not in (0, LEGACY_STREAM))
         return self._machine.stream(handle)
 
-    def _copy_all(self, stream: Stream, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
+    def _copy_all(self, stream: Queue, copies: list[tuple[Side, Side, Shape, int]], waits_for: WaitsFor) -> None:
         """Make copies, each given by target, source, shape and order."""
         # the capture stays valid (observed on H200: test_batches)
         check(stream.capture is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)

@@ -9,18 +9,26 @@ from dataclasses import replace
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
-
-from .. import arguments, copy_operations, graphs
-from ..arguments import Device, Function, Graph, GraphExec, Node, Stream, UnsignedInt, UnsignedLongLong
-from ..constants import BLOCK, PINNED, READ_WRITE, Location
-from ..contexts import Context
-from ..errors import Fault, Result, check, need, not_modelled
-from ..graphs import AUTO_FREE_ON_LAUNCH, RELAXED, Capture, Values, Work
-from ..kernels.calls import KernelCalls, node_values
-from ..memory import Shape
-from .base import EDGE_DATA, call
-from .copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
-from .streams import StreamCalls
+from streamalloc.simulator import arguments, copy_operations, graphs
+from streamalloc.simulator.arguments import (
+    Device,
+    Function,
+    GraphExec,
+    Node,
+    NodeGraph,
+    Queue,
+    UnsignedInt,
+    UnsignedLongLong,
+)
+from streamalloc.simulator.calls.base import EDGE_DATA, call
+from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
+from streamalloc.simulator.calls.streams import StreamCalls
+from streamalloc.simulator.constants import BLOCK, PINNED, READ_WRITE, Location
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
+from streamalloc.simulator.graphs import AUTO_FREE_ON_LAUNCH, RELAXED, GraphCapture, Values, Work
+from streamalloc.simulator.kernels.calls import KernelCalls, node_values
+from streamalloc.simulator.memory import Shape
 
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 _INACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
@@ -83,10 +91,10 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     # -- capture ---------------------------------------------------------------------------------------------
 
-    def cuStreamBeginCapture(self, hStream: Stream, mode: Any) -> None:
-        Capture(self._machine.graphs, hStream, self._mode_of_capture(hStream, mode))
+    def cuStreamBeginCapture(self, hStream: Queue, mode: Any) -> None:
+        GraphCapture(self._machine.graphs, hStream, self._mode_of_capture(hStream, mode))
 
-    def _mode_of_capture(self, stream: Stream, mode: Any) -> int:
+    def _mode_of_capture(self, stream: Queue, mode: Any) -> int:
         """The mode of a capture that is about to begin in a stream."""
         number = int(mode)
         check(0 <= number <= RELAXED)
@@ -95,7 +103,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
         return number
 
-    def cuStreamEndCapture(self, hStream: Stream) -> Any:
+    def cuStreamEndCapture(self, hStream: Queue) -> Any:
         capture = hStream.capture
         if capture is None:
             self._captured(hStream)
@@ -104,22 +112,22 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
             capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
         return cuda.CUgraph(capture.end().handle)
 
-    def cuStreamIsCapturing(self, hStream: Stream) -> Any:
+    def cuStreamIsCapturing(self, hStream: Queue) -> Any:
         return self._capture_status(hStream)
 
     @staticmethod
-    def _capture_status(stream: Stream) -> Any:
+    def _capture_status(stream: Queue) -> Any:
         if stream.capture is None:
             capturing = [peer for peer in stream.peers or () if peer.capture is not None]
             check(not capturing, Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
             return _INACTIVE
         return _ACTIVE if stream.capture.valid else _INVALIDATED
 
-    def cuStreamGetCaptureInfo(self, hStream: Stream) -> tuple[Any, ...]:
+    def cuStreamGetCaptureInfo(self, hStream: Queue) -> tuple[Any, ...]:
         status = self._capture_status(hStream)
         number, graph, behind = 0, 0, []
         if status is _ACTIVE:
-            capture: Capture = hStream.capture
+            capture: GraphCapture = hStream.capture
             number, graph, behind = capture.id, capture.graph.handle, _handles(capture.behind(hStream))
         values = (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind)
         return (*values, *_edge_data(len(behind)), len(behind))
@@ -127,7 +135,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
         number = int(mode)
         check(0 <= number <= RELAXED)
-        caller = self._machine.timeline.caller
+        caller = self._machine.scheduler.caller
         previous, caller.capture_mode = caller.capture_mode, number
         return cuda.CUstreamCaptureMode(previous)
 
@@ -137,16 +145,16 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         check(not flags)
         return cuda.CUgraph(self._machine.graphs.create().handle)
 
-    def cuGraphClone(self, originalGraph: Graph) -> Any:
+    def cuGraphClone(self, originalGraph: NodeGraph) -> Any:
         return cuda.CUgraph(self._without_memory(originalGraph).clone().handle)
 
     @staticmethod
-    def _without_memory(graph: Graph) -> Graph:
+    def _without_memory(graph: NodeGraph) -> NodeGraph:
         """Check that a graph has no allocations and frees, which the calling operation does not allow."""
         check(not graph.memories and not graph.frees, Result.CUDA_ERROR_NOT_SUPPORTED)
         return graph
 
-    def cuGraphNodeFindInClone(self, hOriginalNode: Node, hClonedGraph: Graph) -> Any:
+    def cuGraphNodeFindInClone(self, hOriginalNode: Node, hClonedGraph: NodeGraph) -> Any:
         found = [node for node in hClonedGraph.nodes if node.origin is hOriginalNode]
         check(found)
         return cuda.CUgraphNode(found[0].handle)
@@ -157,51 +165,51 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         nodes = arguments.structs(name, given, cuda.CUgraphNode, arguments.size_t(count))
         return [self._find(Node, one) for one in nodes]
 
-    def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[Graph, list[Node]]:
+    def _behind(self, hGraph: Any, dependencies: Any, count: Any) -> tuple[NodeGraph, list[Node]]:
         """A graph, and the nodes that a new node will depend on."""
-        nodes, graph = self._given_nodes("dependencies", dependencies, count), self._find(Graph, hGraph)
+        nodes, graph = self._given_nodes("dependencies", dependencies, count), self._find(NodeGraph, hGraph)
         check(all(node.graph is graph for node in nodes) and len(set(nodes)) == len(nodes))
         return graph, nodes
 
-    def _pairs(self, graph: Graph, from_: Any, to: Any, count: Any) -> list[tuple[Node, Node]]:
+    def _pairs(self, graph: NodeGraph, from_: Any, to: Any, count: Any) -> list[tuple[Node, Node]]:
         pairs = list(zip(self._given_nodes("from_", from_, count), self._given_nodes("to", to, count), strict=True))
         check(all(one.graph is graph and two.graph is graph and one is not two for one, two in pairs))
         return pairs
 
-    def _connect(self, graph: Graph, from_: Any, to: Any, *more: Any) -> None:
+    def _connect(self, graph: NodeGraph, from_: Any, to: Any, *more: Any) -> None:
         for one, two in self._pairs(graph, from_, to, more[-1]):
             check(one not in two.after)
             two.after = [*two.after, one]
 
-    def _disconnect(self, graph: Graph, from_: Any, to: Any, *more: Any) -> None:
+    def _disconnect(self, graph: NodeGraph, from_: Any, to: Any, *more: Any) -> None:
         for one, two in self._pairs(self._without_memory(graph), from_, to, more[-1]):
             check(one in two.after)
             two.after = [other for other in two.after if other is not one]
 
-    cuGraphAddDependencies_v2: Any = call("hGraph:Graph from_ to edgeData numDependencies", _connect)
-    cuGraphRemoveDependencies_v2: Any = call("hGraph:Graph from_ to edgeData numDependencies", _disconnect)
+    cuGraphAddDependencies_v2: Any = call("hGraph:NodeGraph from_ to edgeData numDependencies", _connect)
+    cuGraphRemoveDependencies_v2: Any = call("hGraph:NodeGraph from_ to edgeData numDependencies", _disconnect)
 
     # -- captures that add to a graph ------------------------------------------------------------------------
 
     def cuStreamBeginCaptureToGraph(
-        self, hStream: Stream, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Any, mode: Any
+        self, hStream: Queue, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Any, mode: Any
     ) -> None:
         number = self._mode_of_capture(hStream, mode)
         graph, after = self._behind(hGraph, dependencies, numDependencies)
         taken = any(capture.graph is graph for capture in self._machine.graphs.captures)
         check(not taken, Result.CUDA_ERROR_ILLEGAL_STATE)
-        Capture(self._machine.graphs, hStream, number, graph, after)
+        GraphCapture(self._machine.graphs, hStream, number, graph, after)
 
-    def _put_behind(self, stream: Stream, dependencies: Any, *more: Any) -> None:
+    def _put_behind(self, stream: Queue, dependencies: Any, *more: Any) -> None:
         count, how = more[-2:]
         check(stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
         check(self._captured(stream) and how in (_ADD, _SET))
-        capture: Capture = stream.capture
+        capture: GraphCapture = stream.capture
         _, nodes = self._behind(capture.graph.handle, dependencies, count)
         capture.put_behind(stream, nodes, how == _SET)
 
     cuStreamUpdateCaptureDependencies_v2: Any = call(
-        "hStream:Stream dependencies dependencyData numDependencies flags", _put_behind
+        "hStream:Queue dependencies dependencyData numDependencies flags", _put_behind
     )
 
     def cuGraphDestroyNode(self, hNode: Node) -> None:
@@ -226,7 +234,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         elif kind == "MEM_FREE":  # need not depend on the allocation (observed on H200: test_graph_nodes)
             node = graph.free(arguments.device_pointer(*params), after)
         elif kind == "GRAPH":
-            node = graph.add(kind, after, child=self._without_memory(self._find(Graph, *params)).clone())
+            node = graph.add(kind, after, child=self._without_memory(self._find(NodeGraph, *params)).clone())
         else:
             node = graph.add(kind, after, **self._work(kind, graph, *params))
         return cuda.CUgraphNode(node.handle)
@@ -257,12 +265,12 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         cuGraphAddDependencies, cuGraphRemoveDependencies = cuGraphAddDependencies_v2, cuGraphRemoveDependencies_v2
         cuStreamUpdateCaptureDependencies, cuGraphAddNode = cuStreamUpdateCaptureDependencies_v2, cuGraphAddNode_v2
     else:
-        cuGraphAddDependencies = call("hGraph:Graph from_ to numDependencies", _connect)
-        cuGraphRemoveDependencies = call("hGraph:Graph from_ to numDependencies", _disconnect)
-        cuStreamUpdateCaptureDependencies = call("hStream:Stream dependencies numDependencies flags", _put_behind)
+        cuGraphAddDependencies = call("hGraph:NodeGraph from_ to numDependencies", _connect)
+        cuGraphRemoveDependencies = call("hGraph:NodeGraph from_ to numDependencies", _disconnect)
+        cuStreamUpdateCaptureDependencies = call("hStream:Queue dependencies numDependencies flags", _put_behind)
         cuGraphAddNode = call(f"{_BEHIND} nodeParams:cuda.CUgraphNodeParams", _add_any_node)
 
-    def _add_allocation(self, graph: Graph, after: list[Node], params: Any) -> Node:
+    def _add_allocation(self, graph: NodeGraph, after: list[Node], params: Any) -> Node:
         props, size = params.poolProps, int(params.bytesize)
         place, handle_types = arguments.place(props.location), read_handle_types(props)
         check(size and arguments.number_in(props, "allocType") == PINNED and not handle_types & ~_SHAREABLE)
@@ -288,7 +296,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     # -- work of nodes: what a launch does, and the parameters that a query returns --------------------------
 
-    def _work(self, kind: str, graph: Graph, *params: Any) -> Work:
+    def _work(self, kind: str, graph: NodeGraph, *params: Any) -> Work:
         works: dict[str, Callable[..., Work]] = {
             "MEMSET": self._fill_of_node,
             "MEMCPY": self._copy_of_node,
@@ -300,7 +308,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         }
         return works[kind](graph, *params) if params else {}
 
-    def _fill_of_node(self, graph: Graph, params: Any, ctx: Any = None) -> Work:
+    def _fill_of_node(self, graph: NodeGraph, params: Any, ctx: Any = None) -> Work:
         context = self._context_of_node(ctx)
         values = {name: int(getattr(params, name)) for name in FILL_FIELDS}
         self._check_fill_node(graph, values, context)
@@ -318,7 +326,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
             return found
         return self._machine.current_or_none() or self._machine.devices[0].primary
 
-    def _copy_of_node(self, graph: Graph, copy: Any, ctx: Any = None) -> Work:
+    def _copy_of_node(self, graph: NodeGraph, copy: Any, ctx: Any = None) -> Work:
         context = self._context_of_node(ctx)
         shape = Shape(int(copy.WidthInBytes), int(copy.Height), int(copy.Depth))
         check(shape.size)
@@ -327,15 +335,15 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         operation = copy_operations.copy(self._machine, context, shape, target, source)
         return {"values": copy_values(copy, shape), "operation": operation}
 
-    def _host_function_of_node(self, graph: Graph, params: Any) -> Work:
+    def _host_function_of_node(self, graph: NodeGraph, params: Any) -> Work:
         operation = self._host_function(int(params.fn), int(params.userData or 0))
         return {"values": {"fn": params.fn, "userData": params.userData}, "operation": operation}
 
-    def _batch_of_node(self, graph: Graph, params: Any) -> Work:
+    def _batch_of_node(self, graph: NodeGraph, params: Any) -> Work:
         context = self._find(arguments.Context, params.ctx)
         return {"operation": self._batch(context, params.paramArray, int(params.count), int(params.flags), True)}
 
-    def _kernel_of_node(self, graph: Graph, params: Any) -> Work:
+    def _kernel_of_node(self, graph: NodeGraph, params: Any) -> Work:
         function: Function = self._find(Function, int(params.func) or int(params.kern))
         context = function.module.context or self._context_of_node(params.ctx)
         sizes = tuple(int(getattr(params, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
@@ -344,12 +352,12 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         operation, cells = self._launch_of(context, function, shape, *given)
         return {"values": node_values(function, shape, cells), "operation": operation}
 
-    def _event_record_of_node(self, graph: Graph, event: Any) -> Work:
+    def _event_record_of_node(self, graph: NodeGraph, event: Any) -> Work:
         check(arguments.event(event))
-        found = self._find(arguments.Event, event)
+        found = self._find(arguments.QueueEvent, event)
         return {"values": {"event": found}, "enter": found.record_in, "operation": None}
 
-    def _event_wait_of_node(self, graph: Graph, event: Any) -> Work:
+    def _event_wait_of_node(self, graph: NodeGraph, event: Any) -> Work:
         work = self._event_record_of_node(graph, event)
         return {**work, "enter": work["values"]["event"].hold}
 
@@ -422,7 +430,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     # -- nodes of instantiated graphs ------------------------------------------------------------------------
 
-    def cuGraphExecUpdate(self, hGraphExec: GraphExec, hGraph: Graph) -> Any:
+    def cuGraphExecUpdate(self, hGraphExec: GraphExec, hGraph: NodeGraph) -> Any:
         instance, graph = hGraphExec, hGraph
         memory = bool(graph.memories or graph.frees) and graph is not instance.graph
         check(not memory or not graph.instances, Result.CUDA_ERROR_NOT_SUPPORTED)
@@ -471,10 +479,10 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     # -- looking at graphs -----------------------------------------------------------------------------------
 
-    def cuGraphGetRootNodes(self, hGraph: Graph, numRootNodes: Any = 0) -> tuple[list[Any], int]:
+    def cuGraphGetRootNodes(self, hGraph: NodeGraph, numRootNodes: Any = 0) -> tuple[list[Any], int]:
         return self._some([node for node in hGraph.nodes if not node.after], numRootNodes)
 
-    def cuGraphGetNodes(self, hGraph: Graph, numNodes: Any = 0) -> tuple[list[Any], int]:
+    def cuGraphGetNodes(self, hGraph: NodeGraph, numNodes: Any = 0) -> tuple[list[Any], int]:
         return self._some(hGraph.nodes, numNodes)
 
     @staticmethod
@@ -483,7 +491,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         wanted = arguments.size_t(count)
         return _handles(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
 
-    def cuGraphGetEdges(self, hGraph: Graph, numEdges: Any = 0) -> Any:
+    def cuGraphGetEdges(self, hGraph: NodeGraph, numEdges: Any = 0) -> Any:
         edges = [(before, node) for node in hGraph.nodes for before in node.after]
         wanted = arguments.size_t(numEdges)
         some = edges[:wanted]
@@ -510,23 +518,25 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         check(hNode.kind == "MEM_FREE")
         return cuda.CUdeviceptr(hNode.address)
 
-    def cuGraphDestroy(self, hGraph: Graph) -> None:
+    def cuGraphDestroy(self, hGraph: NodeGraph) -> None:
         self._machine.graphs.destroy(hGraph)
 
     # -- running them ----------------------------------------------------------------------------------------
 
-    def cuGraphInstantiate(self, hGraph: Graph, flags: UnsignedLongLong) -> Any:
+    def cuGraphInstantiate(self, hGraph: NodeGraph, flags: UnsignedLongLong) -> Any:
         return cuda.CUgraphExec(self._instantiate(hGraph, flags).handle)
 
-    def cuGraphInstantiateWithParams(self, hGraph: Graph, instantiateParams: cuda.CUDA_GRAPH_INSTANTIATE_PARAMS) -> Any:
+    def cuGraphInstantiateWithParams(
+        self, hGraph: NodeGraph, instantiateParams: cuda.CUDA_GRAPH_INSTANTIATE_PARAMS
+    ) -> Any:
         flags = int(instantiateParams.flags)
         made = self._instantiate(hGraph, flags, _UPLOAD)
         if flags & _UPLOAD:
-            self._upload(made, self._find(Stream, instantiateParams.hUploadStream))
+            self._upload(made, self._find(Queue, instantiateParams.hUploadStream))
         instantiateParams.result_out = cuda.CUgraphInstantiateResult.CUDA_GRAPH_INSTANTIATE_SUCCESS
         return cuda.CUgraphExec(made.handle)
 
-    def _check_fill_node(self, graph: Graph, values: dict[str, int], context: Context, freed: bool = False) -> None:
+    def _check_fill_node(self, graph: NodeGraph, values: dict[str, int], context: Context, freed: bool = False) -> None:
         address, pitch, _, element, width, height = (values[name] for name in FILL_FIELDS)
         check(width and height and element in (1, 2, 4) and address % element == 0)
         check(height == 1 or (pitch >= width * element and pitch % element == 0))
@@ -536,7 +546,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         else:
             self._check_fill(address, span, context)
 
-    def _instantiate(self, graph: Graph, flags: int, uploads: int = 0) -> GraphExec:
+    def _instantiate(self, graph: NodeGraph, flags: int, uploads: int = 0) -> GraphExec:
         self._unsafe_during_capture()
         context = self._machine.current()  # refused without a current context (observed on H200: test_contexts)
         not_modelled(flags & _DEVICE_LAUNCH and flags != _DEVICE_LAUNCH, f"cuGraphInstantiate with flags {flags:#x}")
@@ -555,15 +565,15 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         instance.hold()
         return instance
 
-    def cuGraphLaunch(self, hGraphExec: GraphExec, hStream: Stream) -> None:
+    def cuGraphLaunch(self, hGraphExec: GraphExec, hStream: Queue) -> None:
         self._check_launch(hStream, "cuGraphLaunch")
         hGraphExec.launch(self._machine.allocations, hStream)
 
-    def _upload(self, instance: GraphExec, stream: Stream) -> None:
+    def _upload(self, instance: GraphExec, stream: Queue) -> None:
         self._check_launch(stream, "cuGraphUpload")
         instance.upload(stream)
 
-    cuGraphUpload: Any = call("hGraphExec hStream:Stream", _upload)
+    cuGraphUpload: Any = call("hGraphExec hStream:Queue", _upload)
 
     def cuGraphExecGetFlags(self, hGraphExec: GraphExec) -> Any:
         return cuda.cuuint64_t(hGraphExec.flags & ~_USE_NODE_PRIORITY)

@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from streamalloc.driver.bindings import check_readable, cuda
-
-from .. import arguments
-from ..allocations import (
+from streamalloc.simulator import arguments
+from streamalloc.simulator.allocations import (
     Advice,
     Allocation,
     DeviceMemory,
@@ -24,14 +23,14 @@ from ..allocations import (
     pages_of,
     prefetch,
 )
-from ..arguments import DevicePointer, HostPointer, Size, Stream, UnsignedInt
-from ..blocks import round_up
-from ..constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place
-from ..errors import NotModelled, Result, check, need, need_a, not_modelled
-from ..memory import is_host_memory
-from ..timeline import Operation
-from .base import EDGE_DATA, Calls, call
-from .virtual import MAPPED_ATTRIBUTES, right_of_current
+from streamalloc.simulator.arguments import DevicePointer, HostPointer, Queue, Size, UnsignedInt
+from streamalloc.simulator.blocks import round_up
+from streamalloc.simulator.calls.base import EDGE_DATA, Calls, call
+from streamalloc.simulator.calls.virtual import MAPPED_ATTRIBUTES, right_of_current
+from streamalloc.simulator.constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place
+from streamalloc.simulator.errors import NotModelled, Result, check, need, need_a, not_modelled
+from streamalloc.simulator.memory import is_host_memory
+from streamalloc.simulator.scheduler import Operation
 
 _HOST_ALLOC_FLAGS = 0x7  # portable, device map, write combined
 _HOST_REGISTER_FLAGS = 0xF
@@ -276,7 +275,7 @@ class MemoryCalls(Calls):
         check(self._machine.supports("MANAGED_MEMORY", context.device.ordinal), Result.CUDA_ERROR_NOT_SUPPORTED)
         return cuda.CUdeviceptr(self._machine.managed.allocate(bytesize, context))
 
-    def cuStreamAttachMemAsync(self, hStream: Stream, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
+    def cuStreamAttachMemAsync(self, hStream: Queue, dptr: DevicePointer, length: Size, flags: UnsignedInt) -> None:
         """On devices with concurrent managed access an association has no visible effect."""
         allocation = self._managed(dptr, length)
         check(flags in (_GLOBAL, _HOST, _SINGLE) and dptr == allocation.base and length in (0, allocation.size))
@@ -314,7 +313,7 @@ class MemoryCalls(Calls):
         self, devPtr: DevicePointer, count: Size, location: cuda.CUmemLocation, flags: UnsignedInt, hStream: Any
     ) -> None:
         place = self._place(location, _ANYWHERE)
-        stream = self._find(Stream, hStream)
+        stream = self._find(Queue, hStream)
         check(not flags and count)
         allocation = self._managed(devPtr, count)
         able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", stream.context.device.ordinal)

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-
-from ..arguments import Device, MulticastObject, Size, Stream
-from ..constants import READ, READ_WRITE, STEP, Handle, device_place
-from ..contexts import Context
-from ..copy_operations import Move, Put
-from ..errors import Fault, Result, check, need, not_modelled
-from ..machine import Machine
-from ..multicast import Backing, Segment
-from ..physical import Memory
-from .base import Method, call, driver_call
-from .copies import CopyCalls
+from streamalloc.simulator.arguments import Device, MulticastObject, Queue, Size
+from streamalloc.simulator.calls.base import Method, call, driver_call
+from streamalloc.simulator.calls.copies import CopyCalls
+from streamalloc.simulator.constants import READ, READ_WRITE, STEP, Handle, device_place
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.copy_operations import Move, Put
+from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
+from streamalloc.simulator.machine import Machine
+from streamalloc.simulator.multicast import Backing, Segment
+from streamalloc.simulator.physical import Memory
 
 Combine = Callable[[list[bytes]], bytes]
 # Parameters of bindings.
@@ -77,7 +76,7 @@ def _read(segments: list[Segment], size: int) -> bytes:
 class Launch:
     """Multimem operations in a stream, for Python functions that replace kernels."""
 
-    def __init__(self, calls: MulticastCalls, stream: Stream) -> None:
+    def __init__(self, calls: MulticastCalls, stream: Queue) -> None:
         self._calls = calls
         self._machine = calls._machine
         self._stream = stream
@@ -145,7 +144,7 @@ class MulticastCalls(CopyCalls):
         check(dev.attributes["MULTICAST_SUPPORTED"], Result.CUDA_ERROR_NOT_SUPPORTED)
         multicast = self._machine.multicast
         check(mcHandle.table.add(multicast.labels.number(dev.ordinal), multicast.has_slot))
-        self._machine.timeline.announce()  # to threads that wait for the team
+        self._machine.scheduler.announce()  # to threads that wait for the team
 
     # -- bindings --------------------------------------------------------------------------------------------
 
@@ -205,9 +204,9 @@ class MulticastCalls(CopyCalls):
         check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         mcHandle.unbind(number, mcOffset, size)
 
-    def _launch(self, stream: Stream, kernel: Callable[[Launch], None]) -> None:
+    def _launch(self, stream: Queue, kernel: Callable[[Launch], None]) -> None:
         """Not a driver function: submit a Python function that replaces a kernel (:mod:`streamalloc.testing`)."""
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
         kernel(Launch(self, stream))
 
-    multimem_launch: Any = driver_call("multimem_launch", call("hStream:Stream kernel:Any", _launch))
+    multimem_launch: Any = driver_call("multimem_launch", call("hStream:Queue kernel:Any", _launch))

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import check_readable, cuda, read_handle_types
-
-from .. import arguments
-from ..allocations import DeviceMemory, GraphAllocation, PoolMemory
-from ..arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Size, Stream
-from ..constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
-from ..errors import Fault, Result, check, not_modelled
-from ..pool import ImportedPool, Pool
-from ..timeline import Operation
-from .base import Calls
+from streamalloc.simulator import arguments
+from streamalloc.simulator.allocations import DeviceMemory, GraphAllocation, PoolMemory
+from streamalloc.simulator.arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Queue, Size
+from streamalloc.simulator.calls.base import Calls
+from streamalloc.simulator.constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
+from streamalloc.simulator.errors import Fault, Result, check, not_modelled
+from streamalloc.simulator.pool import ImportedPool, Pool
+from streamalloc.simulator.scheduler import Operation
 
 _USAGE_FLAGS = 0xFFFF
 _TOO_LARGE_MAX_SIZE = 1 << 46
@@ -226,14 +225,14 @@ class PoolCalls(Calls):
 
     # -- allocation ------------------------------------------------------------------------------------------
 
-    def cuMemAllocAsync(self, bytesize: Size, hStream: Stream) -> Any:
+    def cuMemAllocAsync(self, bytesize: Size, hStream: Queue) -> Any:
         pool = self._machine.pools.current_or_default(Place(Location.DEVICE, hStream.context.device.ordinal))
         return cuda.CUdeviceptr(self._allocate_ordered(bytesize, pool, hStream))
 
-    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: Stream) -> Any:
+    def cuMemAllocFromPoolAsync(self, bytesize: Size, pool: PoolHandle, hStream: Queue) -> Any:
         return cuda.CUdeviceptr(self._allocate_ordered(bytesize, self._machine.pools.get(pool), hStream))
 
-    def _allocate_ordered(self, size: int, pool: Pool, stream: Stream) -> int:
+    def _allocate_ordered(self, size: int, pool: Pool, stream: Queue) -> int:
         machine = self._machine
         captured = False
         if machine.graphs.captures:
@@ -250,7 +249,7 @@ class PoolCalls(Calls):
         machine.allocations.add(PoolMemory(address, size, pool.device, stream.context, pool, block))
         return address
 
-    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Stream) -> None:
+    def cuMemFreeAsync(self, dptr: DevicePointer, hStream: Queue) -> None:
         machine, stream = self._machine, hStream
         if machine.graphs.captures:
             if self._captured(stream):

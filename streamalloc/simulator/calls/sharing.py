@@ -9,17 +9,24 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
-
-from .. import arguments, events
-from ..allocations import DeviceMemory, PoolMemory
-from ..arguments import DevicePointer, Event, HostPointer, MemoryHandle, PoolHandle, UnsignedInt, UnsignedLongLong
-from ..constants import HANDLE_BYTES, EventFlag, Handle, device_place
-from ..errors import NotModelled, Result, check, need_a, not_modelled
-from ..memory import Physical, is_accessible
-from ..multicast import MulticastObject
-from ..physical import Memory, Properties
-from ..pool import ImportedPool, Pool
-from .base import Calls
+from streamalloc.simulator import arguments, events
+from streamalloc.simulator.allocations import DeviceMemory, PoolMemory
+from streamalloc.simulator.arguments import (
+    DevicePointer,
+    HostPointer,
+    MemoryHandle,
+    PoolHandle,
+    QueueEvent,
+    UnsignedInt,
+    UnsignedLongLong,
+)
+from streamalloc.simulator.calls.base import Calls
+from streamalloc.simulator.constants import HANDLE_BYTES, EventFlag, Handle, device_place
+from streamalloc.simulator.errors import NotModelled, Result, check, need_a, not_modelled
+from streamalloc.simulator.memory import Physical, is_accessible
+from streamalloc.simulator.multicast import MulticastObject
+from streamalloc.simulator.physical import Memory, Properties
+from streamalloc.simulator.pool import ImportedPool, Pool
 
 _HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
 _LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
@@ -37,7 +44,7 @@ class SharingCalls(Calls):
 
     def _not_during_capture(self) -> None:
         """For a call that is not known to be safe during captures: modelled where no capture forbids unsafe calls."""
-        caller = self._machine.timeline.caller
+        caller = self._machine.scheduler.caller
         forbids = any(capture.forbids(caller) for capture in self._machine.graphs.captures)
         not_modelled(forbids, "sharing with other processes while a stream capture forbids unsafe calls")
 
@@ -172,7 +179,7 @@ class SharingCalls(Calls):
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def cuIpcGetEventHandle(self, event: Event) -> Any:
+    def cuIpcGetEventHandle(self, event: QueueEvent) -> Any:
         self._machine.current()
         check(event.flags & EventFlag.INTERPROCESS and not event.opened, Result.CUDA_ERROR_INVALID_HANDLE)
         return opaque_struct("CUipcEventHandle", self._machine.sharing.event_handle(event))
@@ -183,5 +190,7 @@ class SharingCalls(Calls):
         context = machine.current()
         self._not_during_capture()
         shared = machine.sharing.open_event(data)
-        event = events.Event(context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True)
+        event = events.QueueEvent(
+            context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True
+        )
         return cuda.CUevent(machine.events.add(event).handle)

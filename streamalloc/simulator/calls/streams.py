@@ -8,15 +8,29 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import WAIT_COMPARISONS, cuda, opaque_bytes, opaque_struct
-
-from .. import arguments, events
-from ..allocations import GraphAllocation, PoolMemory, is_gone
-from ..arguments import Event, HostFunctionHandle, HostPointer, Int, Stream, StreamCallback, UnsignedInt
-from ..constants import HANDLE_BYTES, LEGACY_STREAM, PER_THREAD_STREAM, READ_WRITE, EventFlag, device_place
-from ..contexts import Context
-from ..errors import DeadlockError, Fault, Result, check, need, not_modelled
-from ..timeline import Call, HostFunction, Operation, Until
-from .base import GONE, Calls, call
+from streamalloc.simulator import arguments, events
+from streamalloc.simulator.allocations import GraphAllocation, PoolMemory, is_gone
+from streamalloc.simulator.arguments import (
+    HostFunctionHandle,
+    HostPointer,
+    Int,
+    Queue,
+    QueueEvent,
+    StreamCallback,
+    UnsignedInt,
+)
+from streamalloc.simulator.calls.base import GONE, Calls, call
+from streamalloc.simulator.constants import (
+    HANDLE_BYTES,
+    LEGACY_STREAM,
+    PER_THREAD_STREAM,
+    READ_WRITE,
+    EventFlag,
+    device_place,
+)
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import DeadlockError, Fault, Result, check, need, not_modelled
+from streamalloc.simulator.scheduler import Call, HostFunction, Operation, Until
 
 _NON_BLOCKING = 1
 
@@ -92,32 +106,32 @@ class StreamCalls(Calls):
 
     cuStreamCreate: Any = call("Flags", _create_stream)
 
-    def cuStreamDestroy(self, hStream: Stream) -> None:
+    def cuStreamDestroy(self, hStream: Queue) -> None:
         check(hStream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
         if hStream.capture is not None:
             hStream.capture.valid = False
             hStream.capture.leave(hStream)
         self._machine.destroy_stream(hStream)
 
-    def cuStreamQuery(self, hStream: Stream) -> None:
+    def cuStreamQuery(self, hStream: Queue) -> None:
         self._not_captured(hStream)
-        if not hStream.idle and not self._machine.timeline.seeded:
-            self._machine.timeline.pump()
+        if not hStream.idle and not self._machine.scheduler.seeded:
+            self._machine.scheduler.pump()
         check(hStream.idle, Result.CUDA_ERROR_NOT_READY)
         hStream.context.check()
 
-    def cuStreamSynchronize(self, hStream: Stream) -> None:
+    def cuStreamSynchronize(self, hStream: Queue) -> None:
         self._not_captured(hStream)
-        head = hStream.queue[0] if hStream.queue else None
-        if isinstance(head, HostFunction) and head.ident == self._machine.timeline.caller.ident:
+        head = hStream.operations[0] if hStream.operations else None
+        if isinstance(head, HostFunction) and head.ident == self._machine.scheduler.caller.ident:
             raise DeadlockError("a host function waits for its own stream")  # observed on H200: test_host_functions
         clock = hStream.done_with()
         goals = [(hStream, hStream.seq)] + [(peer, peer.seq) for peer in hStream.peers or ()]
-        told = hStream.id in self._machine.timeline.ranks  # pools know the stream (observed on H200: test_placements)
+        told = hStream.id in self._machine.scheduler.ranks  # pools know the stream (observed on H200: test_placements)
         self._machine.synchronize(clock, lambda: all(s.done >= seq for s, seq in goals), told)
         hStream.context.check()
 
-    def _shown(self, describe: Callable[[Stream], object], breaks: bool, stream: Stream) -> Any:
+    def _shown(self, describe: Callable[[Queue], object], breaks: bool, stream: Queue) -> Any:
         """A property of a stream. The call fails for the legacy stream while a blocking stream is captured. ``breaks``:
         the query invalidates the capture of its stream (observed on H200: test_capture).
         """
@@ -126,12 +140,12 @@ class StreamCalls(Calls):
             self._spoil([stream.capture])
         return describe(stream)
 
-    cuStreamGetFlags: Any = call("hStream:Stream", _shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True)
-    cuStreamGetPriority: Any = call("hStream:Stream", _shown, lambda stream: stream.priority, False)
-    cuStreamGetDevice: Any = call("hStream:Stream", _shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True)
-    cuStreamGetId: Any = call("hStream:Stream", _shown, lambda stream: stream.id, True)
+    cuStreamGetFlags: Any = call("hStream:Queue", _shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True)
+    cuStreamGetPriority: Any = call("hStream:Queue", _shown, lambda stream: stream.priority, False)
+    cuStreamGetDevice: Any = call("hStream:Queue", _shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True)
+    cuStreamGetId: Any = call("hStream:Queue", _shown, lambda stream: stream.id, True)
 
-    def cuStreamGetCtx(self, hStream: Stream) -> Any:
+    def cuStreamGetCtx(self, hStream: Queue) -> Any:
         self._not_behind_captures(hStream)
         # allowed during a capture, unless that is invalid (observed on H200: test_capture)
         check(hStream.capture is None or hStream.capture.valid, Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
@@ -139,7 +153,7 @@ class StreamCalls(Calls):
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def cuStreamWaitEvent(self, hStream: Stream, hEvent: Event, Flags: UnsignedInt) -> None:
+    def cuStreamWaitEvent(self, hStream: Queue, hEvent: QueueEvent, Flags: UnsignedInt) -> None:
         # checked first, even if the event was never recorded (observed on H200: test_capture)
         captured = self._captured(hStream)
         check(Flags in (0, _EXTERNAL))
@@ -162,12 +176,12 @@ class StreamCalls(Calls):
             return
         hEvent.hold(hStream)
 
-    def cuLaunchHostFunc(self, hStream: Stream, fn: HostFunctionHandle, userData: HostPointer) -> None:
+    def cuLaunchHostFunc(self, hStream: Queue, fn: HostFunctionHandle, userData: HostPointer) -> None:
         operation = self._host_function(fn, userData)
         self._submit(hStream, operation, "HOST", lambda: {"fn": cuda.CUhostFn(fn), "userData": userData})
 
     def cuStreamAddCallback(
-        self, hStream: Stream, callback: StreamCallback, userData: HostPointer, flags: UnsignedInt
+        self, hStream: Queue, callback: StreamCallback, userData: HostPointer, flags: UnsignedInt
     ) -> None:
         check(not flags)
         not_modelled(not callback, "cuStreamAddCallback without a function: the real driver crashes")
@@ -180,12 +194,12 @@ class StreamCalls(Calls):
     def cuEventCreate(self, Flags: UnsignedInt) -> Any:
         context = self._machine.current()
         check(Flags in _EVENT_FLAGS)
-        return cuda.CUevent(self._machine.events.add(events.Event(context, Flags)).handle)
+        return cuda.CUevent(self._machine.events.add(events.QueueEvent(context, Flags)).handle)
 
-    def cuEventDestroy(self, hEvent: Event) -> None:
+    def cuEventDestroy(self, hEvent: QueueEvent) -> None:
         del self._machine.events[hEvent.handle]
 
-    def cuEventRecordWithFlags(self, hEvent: Event, hStream: Stream, flags: UnsignedInt) -> None:
+    def cuEventRecordWithFlags(self, hEvent: QueueEvent, hStream: Queue, flags: UnsignedInt) -> None:
         check(flags in (0, _EXTERNAL))
         if not flags:
             self._record(hEvent, hStream)
@@ -194,7 +208,7 @@ class StreamCalls(Calls):
         check(self._captured(hStream))
         hStream.capture.add("EVENT_RECORD", None, hStream, {"event": hEvent}).enter = hEvent.record_in
 
-    def _record(self, event: Event, stream: Stream) -> None:
+    def _record(self, event: QueueEvent, stream: Queue) -> None:
         check(stream.context is event.context, Result.CUDA_ERROR_INVALID_HANDLE)
         if self._captured(stream):
             # the capture stays valid, unlike after a wait for such an event (observed on H200: test_capture)
@@ -203,37 +217,37 @@ class StreamCalls(Calls):
         else:
             event.record_in(stream)
 
-    cuEventRecord: Any = call("hEvent:Event hStream:Stream", _record)
+    cuEventRecord: Any = call("hEvent:QueueEvent hStream:Queue", _record)
 
-    def _check_captured(self, event: Event) -> None:
+    def _check_captured(self, event: QueueEvent) -> None:
         """Refuse queries of an event whose last recording was in a capture, even after that has ended or is invalid."""
         if event.capture is not None:
             check(event.capture.running and event.capture.valid)
             self._spoil([event.capture], Result.CUDA_ERROR_CAPTURED_EVENT)
 
-    def cuEventQuery(self, hEvent: Event) -> None:
+    def cuEventQuery(self, hEvent: QueueEvent) -> None:
         self._check_captured(hEvent)
         self._unsafe_during_capture()
-        if not hEvent.complete and not self._machine.timeline.seeded:
-            self._machine.timeline.pump()
+        if not hEvent.complete and not self._machine.scheduler.seeded:
+            self._machine.scheduler.pump()
         check(hEvent.complete, Result.CUDA_ERROR_NOT_READY)
 
-    def cuEventSynchronize(self, hEvent: Event) -> None:
+    def cuEventSynchronize(self, hEvent: QueueEvent) -> None:
         self._check_captured(hEvent)
         self._unsafe_during_capture()
         elsewhere = hEvent.elsewhere
         if elsewhere is not None:
-            self._machine.timeline.wait(elsewhere.arrival(), polled=True)
+            self._machine.scheduler.wait(elsewhere.arrival(), polled=True)
             return
         record = hEvent.record
         if record is not None:
             if hEvent.flags & EventFlag.INTERPROCESS:
-                self._machine.timeline.wait(lambda: record.complete)
+                self._machine.scheduler.wait(lambda: record.complete)
             else:
                 self._machine.synchronize(record.clock, lambda: record.complete)
             record.stream.context.check()
 
-    def cuEventElapsedTime(self, hStart: Event, hEnd: Event) -> float:
+    def cuEventElapsedTime(self, hStart: QueueEvent, hEnd: QueueEvent) -> float:
         records = []
         for event in (hStart, hEnd):
             check(event.capture is None or (event.capture.running and event.capture.valid))
@@ -248,13 +262,13 @@ class StreamCalls(Calls):
 
     # -- attributes: they are kept, and change nothing but the priority that a stream says it has --------------
 
-    def cuStreamGetAttribute(self, hStream: Stream, attr: Any) -> Any:
+    def cuStreamGetAttribute(self, hStream: Queue, attr: Any) -> Any:
         stream, number = hStream, int(attr)
         check(number in _DEFAULTS or number == _PRIORITY)
         kept = {_PRIORITY: _NUMBER.pack(stream.priority), **_DEFAULTS, **stream.attributes}[number]
         return opaque_struct("CUstreamAttrValue", kept.ljust(HANDLE_BYTES, b"\0"))
 
-    def cuStreamSetAttribute(self, hStream: Stream, attr: Any, value: Any) -> None:
+    def cuStreamSetAttribute(self, hStream: Queue, attr: Any, value: Any) -> None:
         stream, number = hStream, int(attr)
         not_modelled(value is None, "cuStreamSetAttribute of None: the real driver crashes")
         given = opaque_bytes(value)
@@ -267,7 +281,7 @@ class StreamCalls(Calls):
         stream.attributes[number] = given[: len(_DEFAULTS[number])]
 
     @staticmethod
-    def _check(stream: Stream, number: int, given: bytes) -> None:
+    def _check(stream: Queue, number: int, given: bytes) -> None:
         if number == _POLICY:
             check(_NUMBER.unpack_from(given)[0] in _POLICIES)
         elif number == _DOMAIN:
@@ -279,11 +293,11 @@ class StreamCalls(Calls):
             check(0 <= ratio <= 1 and missing != _PERSISTING)
             check(size <= stream.context.device.attributes["MAX_ACCESS_POLICY_WINDOW_SIZE"])
 
-    def cuStreamCopyAttributes(self, dst: Stream, src: Stream) -> None:
+    def cuStreamCopyAttributes(self, dst: Queue, src: Queue) -> None:
         check(dst.context is src.context)
         dst.attributes, dst.priority = dict(src.attributes), src.priority
 
-    def _one(self, kind: int, stream: Stream, address: int, value: int, flags: int) -> None:
+    def _one(self, kind: int, stream: Queue, address: int, value: int, flags: int) -> None:
         operation = self._word_operation(stream.context, kind, address, value, flags, self._captured(stream))
         self._submit(stream, operation, "BATCH_MEM_OP")
 
@@ -292,7 +306,7 @@ class StreamCalls(Calls):
     cuStreamWriteValue32: Any = call("stream addr value:Word32 flags", _one, _WRITE_32)
     cuStreamWriteValue64: Any = call("stream addr value:Word64 flags", _one, _WRITE_64)
 
-    def cuStreamBatchMemOp(self, stream: Stream, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
+    def cuStreamBatchMemOp(self, stream: Queue, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
         captured = self._captured(stream)
         operation = self._batch(stream.context, paramArray, count, flags, captured)
         if captured or count:
@@ -332,7 +346,7 @@ class StreamCalls(Calls):
             def write() -> None:
                 if machine.banks.is_mapped(address, bits // 8, write=True):
                     word.from_address(address).value = value
-                    machine.timeline.announce()
+                    machine.scheduler.announce()
                 else:
                     context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
 

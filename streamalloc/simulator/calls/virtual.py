@@ -8,17 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, handle_types_member, read_handle_types
-
-from .. import arguments
-from ..allocations import PoolMemory
-from ..arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
-from ..constants import CHUNK, HOST, PINNED, Handle, Location, Place, device_place
-from ..errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
-from ..machine import Machine
-from ..multicast import MulticastObject
-from ..physical import Mapping, Memory, Properties, connected
-from ..profiles import Granularity
-from .base import Calls
+from streamalloc.simulator import arguments
+from streamalloc.simulator.allocations import PoolMemory
+from streamalloc.simulator.arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
+from streamalloc.simulator.calls.base import Calls
+from streamalloc.simulator.constants import CHUNK, HOST, PINNED, Handle, Location, Place, device_place
+from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
+from streamalloc.simulator.machine import Machine
+from streamalloc.simulator.multicast import MulticastObject
+from streamalloc.simulator.physical import Mapping, Memory, Properties, connected
+from streamalloc.simulator.profiles import Granularity
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
 _PAGE = 4096
@@ -173,8 +172,8 @@ class VirtualMemoryCalls(Calls):
                 check(not outside, Result.CUDA_ERROR_ILLEGAL_STATE)
 
     def _is_in_use(self, start: int, end: int) -> bool:
-        streams = self._machine.timeline.streams.values()
-        return any(one.touches(start, end) for stream in streams for one in stream.queue)
+        streams = self._machine.scheduler.streams.values()
+        return any(one.touches(start, end) for stream in streams for one in stream.operations)
 
     def _wanted(self, place: Place, flags: int) -> tuple[Place, int]:
         if place.type == Location.DEVICE:

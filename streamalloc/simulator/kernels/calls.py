@@ -11,18 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-
-from .. import arguments
-from ..arguments import Device, Function, Int, Kernel, Library, Link, Module, NamedFunction, UnsignedInt
-from ..calls.base import Calls, call
-from ..contexts import Context
-from ..errors import Fault, Result, check, need, not_modelled
-from ..graphs import Values
-from ..memory import Intervals
-from ..timeline import Operation, Stream
-from . import modules
-from .launches import CELLS, Cells, Launch, Shape, offsets, packed, plain, unpack
-from .modules import BINARIES
+from streamalloc.simulator import arguments
+from streamalloc.simulator.arguments import (
+    Device,
+    Function,
+    Int,
+    Kernel,
+    Library,
+    Link,
+    Module,
+    NamedFunction,
+    UnsignedInt,
+)
+from streamalloc.simulator.calls.base import Calls, call
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
+from streamalloc.simulator.graphs import Values
+from streamalloc.simulator.kernels import modules
+from streamalloc.simulator.kernels.launches import CELLS, Cells, Launch, Shape, offsets, packed, plain, unpack
+from streamalloc.simulator.kernels.modules import BINARIES
+from streamalloc.simulator.memory import Intervals
+from streamalloc.simulator.scheduler import Operation, Queue
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
@@ -321,12 +330,12 @@ class KernelCalls(Calls):
         self._launch_in(stream, function, tuple(sizes), params, more[9] if more[9:] else 0, cooperative)
 
     _EXTENTS = " ".join(f"{part}Dim{axis}:UnsignedInt" for part in ("grid", "block") for axis in "XYZ")
-    _LAUNCH = f"f {_EXTENTS} sharedMemBytes:UnsignedInt hStream:Stream kernelParams"
+    _LAUNCH = f"f {_EXTENTS} sharedMemBytes:UnsignedInt hStream:Queue kernelParams"
     cuLaunchKernel: Any = call(f"{_LAUNCH} extra", _launch_kernel, False)
     cuLaunchCooperativeKernel: Any = call(_LAUNCH, _launch_kernel, True)
 
     def _launch_in(
-        self, stream: Stream, function: Function, sizes: tuple[int, ...], params: Any, extra: Any, cooperative: bool
+        self, stream: Queue, function: Function, sizes: tuple[int, ...], params: Any, extra: Any, cooperative: bool
     ) -> None:
         shape = self._shape(function, sizes, cooperative)
         operation, cells = self._launch_of(stream.context, function, shape, params, extra)

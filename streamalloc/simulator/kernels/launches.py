@@ -15,16 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.driver.bindings import cuda
-
-from .. import call_lock
-from ..allocations import Allocation, is_reachable
-from ..constants import READ, READ_WRITE, device_place
-from ..contexts import Context
-from ..errors import Result, check, need, not_modelled
-from ..machine import Machine
-from ..memory import is_accessible
-from ..timeline import HostFunction
-from .registry import Extent, Kernel
+from streamalloc.simulator import call_lock
+from streamalloc.simulator.allocations import Allocation, is_reachable
+from streamalloc.simulator.constants import READ, READ_WRITE, device_place
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import Result, check, need, not_modelled
+from streamalloc.simulator.kernels.registry import Extent, Kernel
+from streamalloc.simulator.machine import Machine
+from streamalloc.simulator.memory import is_accessible
+from streamalloc.simulator.scheduler import HostFunction
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Launch(HostFunction):
         self, driver: Any, context: Context, name: str, kernel: Kernel, shape: Shape, arguments: tuple[Any, ...]
     ) -> None:
         self._machine: Machine = driver._machine
-        super().__init__(self._machine.timeline, self._call)
+        super().__init__(self._machine.scheduler, self._call)
         self._driver = weakref.ref(driver)  # its end closes the machine
         self._context = context
         self._kernel = kernel

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..allocations import Allocation, Allocations
-from ..blocks import Block
-from ..constants import Handles, new_handle
-from ..contexts import Context
-from ..errors import Result, check, need, not_modelled
-from ..memory import is_accessible
-from .registry import Kernel, find_global, find_kernel
+from streamalloc.simulator.allocations import Allocation, Allocations
+from streamalloc.simulator.blocks import Block
+from streamalloc.simulator.constants import Handles, new_handle
+from streamalloc.simulator.contexts import Context
+from streamalloc.simulator.errors import Result, check, need, not_modelled
+from streamalloc.simulator.kernels.registry import Kernel, find_global, find_kernel
+from streamalloc.simulator.memory import is_accessible
 
 _TYPES: dict[str, Any] = {
     **dict.fromkeys(("u8", "b8"), ctypes.c_uint8),

@@ -7,6 +7,6 @@ and converts them.
 
 from __future__ import annotations
 
-from .functions import Runtime
+from streamalloc.simulator.runtime.functions import Runtime
 
 __all__ = ["Runtime"]

@@ -9,10 +9,16 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, runtime
 from streamalloc.driver.locks import Lock
-
-from ..errors import NotModelled
-from .tables import OTHER_LAYOUT, PURE, WITHOUT_CONTEXT, driver_call, function_attributes, properties
-from .translation import Argument, address, copied, result, signature
+from streamalloc.simulator.errors import NotModelled
+from streamalloc.simulator.runtime.tables import (
+    OTHER_LAYOUT,
+    PURE,
+    WITHOUT_CONTEXT,
+    driver_call,
+    function_attributes,
+    properties,
+)
+from streamalloc.simulator.runtime.translation import Argument, address, copied, result, signature
 
 _NOT_READY = 600
 """Errors that the runtime keeps returning."""

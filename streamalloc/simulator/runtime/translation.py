@@ -11,9 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from streamalloc.driver.bindings import cuda, runtime
-
-from ..memory import view_address
-from .tables import STRUCTS_IN_LISTS
+from streamalloc.simulator.memory import view_address
+from streamalloc.simulator.runtime.tables import STRUCTS_IN_LISTS
 
 Convert = Callable[[Any], Any]
 

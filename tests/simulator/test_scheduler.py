@@ -232,10 +232,10 @@ def test_nothing_is_kept_of_streams_that_are_gone(flags: int, busy: bool) -> Non
     machine = d._machine
 
     def kept() -> int:
-        context, timeline = machine.devices[0].primary, machine.timeline
-        clocks = [stream.clock for stream in timeline.streams.values()]
-        waits = [len(one.after) for stream in timeline.streams.values() for one in stream.queue]
-        sizes = [len(timeline.streams), len(timeline.host), len(context.retired), *map(len, clocks), *waits]
+        context, scheduler = machine.devices[0].primary, machine.scheduler
+        clocks = [stream.clock for stream in scheduler.streams.values()]
+        waits = [len(one.after) for stream in scheduler.streams.values() for one in stream.operations]
+        sizes = [len(scheduler.streams), len(scheduler.host), len(context.retired), *map(len, clocks), *waits]
         return sum(sizes)
 
     def round_trip() -> None:

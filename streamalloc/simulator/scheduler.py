@@ -1,4 +1,4 @@
-"""Streams, their clocks, and the worker thread that runs operations.
+"""Queues of operations, their clocks, and the worker thread that runs the operations. Each stream is a :class:`Queue`.
 
 Every stream numbers its operations. Each stream has a vector clock: for each other stream, the highest operation number
 that certainly precedes. The host also has such a clock, which only synchronising calls advance.
@@ -22,12 +22,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-from . import call_lock
-from .errors import DeadlockError, Result, check, code_of
+from streamalloc.simulator import call_lock
+from streamalloc.simulator.errors import DeadlockError, Result, check, code_of
 
 Clock = dict[int, int]
 """Stream id -> sequence number."""
-Points: TypeAlias = "tuple[tuple[Stream, int], ...]"
+Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
 """Operations, each by its stream and number."""
 
 POLL_SECONDS = 0.0003
@@ -117,8 +117,8 @@ def start_thread(function: Callable[[], None], name: str) -> threading.Thread | 
 class HostFunction(Operation):
     """Runs a function on a separate thread, and delays its stream until the function returns."""
 
-    def __init__(self, timeline: Timeline, function: Callable[[], object]) -> None:
-        self._timeline = timeline
+    def __init__(self, scheduler: Scheduler, function: Callable[[], object]) -> None:
+        self._scheduler = scheduler
         self._function = function
         self._state = "waiting"
         self.ident: int = 0
@@ -140,23 +140,23 @@ class HostFunction(Operation):
         finally:
             call_lock.enter()
             self._state = "returned"
-            self._timeline.announce()
+            self._scheduler.announce()
             call_lock.leave()
 
 
-class Stream:
-    """A queue of operations. ``context``: the owner, which gets errors of operations."""
+class Queue:
+    """A stream: a queue of operations. ``context``: the owner, which gets errors of operations."""
 
-    def __init__(self, timeline: Timeline, handle: int, context: Any, blocking: bool, priority: int) -> None:
-        self.timeline = timeline
-        self.id: int = next(timeline.ids)
+    def __init__(self, scheduler: Scheduler, handle: int, context: Any, blocking: bool, priority: int) -> None:
+        self.scheduler = scheduler
+        self.id: int = next(scheduler.ids)
         self.handle = handle
         self.context = context
         self.blocking = blocking
         self.priority = priority
-        self.legacy: Stream | None = None  # the legacy stream with which a blocking stream synchronises
-        self.peers: dict[Stream, None] | None = None  # for a legacy stream: the blocking streams of its context
-        self.queue: deque[Operation] = deque()
+        self.legacy: Queue | None = None  # the legacy stream with which a blocking stream synchronises
+        self.peers: dict[Queue, None] | None = None  # for a legacy stream: the blocking streams of its context
+        self.operations: deque[Operation] = deque()
         self.seq: int = 0
         self.done: int = 0
         self.last_free: int = 0
@@ -169,7 +169,7 @@ class Stream:
         self.attributes: dict[int, bytes] = {}
         """Bytes of stream attributes without effect, by number."""
         self.destroyed = False
-        timeline.streams[self.id] = self
+        scheduler.streams[self.id] = self
 
     @property
     def idle(self) -> bool:
@@ -184,7 +184,7 @@ class Stream:
         next command, after the operations that the command waits for. An idle stream needs no mark (observed on H200:
         test_reuse).
         """
-        queue = self.queue
+        queue = self.operations
         if not any(operation.counts for operation in queue):
             return self.done
         head = queue[0]
@@ -212,7 +212,7 @@ class Stream:
         if clock is None:
             clock = self.clock
         if self.peers is not None:
-            others: Iterable[Stream] = self.peers
+            others: Iterable[Queue] = self.peers
         elif self.legacy is not None:
             others = (self.legacy,)
         else:
@@ -231,8 +231,8 @@ class Stream:
         self.catch_up()
         if self.peers is not None:
             self.seq += 1
-            if self.queue:
-                self.queue[-1].seq = self.seq
+            if self.operations:
+                self.operations[-1].seq = self.seq
             else:
                 self.done = self.seq
 
@@ -242,8 +242,8 @@ class Stream:
         """
         if joins and (self.legacy is not None or self.peers is not None):
             works = operation.is_command or bool(after)
-            if works and self.legacy is not None and self.legacy.id in self.timeline.ranks:
-                self.timeline.rank(self)
+            if works and self.legacy is not None and self.legacy.id in self.scheduler.ranks:
+                self.scheduler.rank(self)
             after += self.catch_up(clock)
         if self.barrier:
             after += self.barrier
@@ -251,7 +251,7 @@ class Stream:
         if after:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
         self.seq = seq = self.seq + 1
-        later = self.queue or after or operation.heavy or self.timeline.seeded
+        later = self.operations or after or operation.heavy or self.scheduler.seeded
         if not later and not operation.held() and self.step(operation):
             self.done = seq
             if operation.is_command:
@@ -259,8 +259,8 @@ class Stream:
             return seq
         operation.seq = seq
         operation.after = after
-        self.queue.append(operation)
-        self.timeline.hold(self)
+        self.operations.append(operation)
+        self.scheduler.hold(self)
         return seq
 
     def step(self, operation: Operation) -> bool:
@@ -272,14 +272,14 @@ class Stream:
             return True
 
 
-def learn(clock: Clock, other: Stream) -> None:
+def learn(clock: Clock, other: Queue) -> None:
     """Merge the clock of ``other`` and all its operations into ``clock``."""
     if clock.get(other.id, 0) < other.seq:
         merge(clock, other.clock)
         clock[other.id] = other.seq
 
 
-class Timeline:
+class Scheduler:
     """All streams of a machine, the host's clock, and the worker thread."""
 
     def __init__(self, seed: int | None) -> None:
@@ -292,8 +292,8 @@ class Timeline:
         self._asleep: list[_thread.LockType] = []
         """A lock per waiting thread, released to wake it."""
         self._waiters = 0
-        self._busy: dict[int, Stream] = {}
-        self.streams: dict[int, Stream] = {}
+        self._busy: dict[int, Queue] = {}
+        self.streams: dict[int, Queue] = {}
         self.ranks: dict[int, int] = {}
         """Ranks of streams by number: the order in which pools search them. A stream gets the first free rank at its
         first use of any pool, even in a capture, or when it waits for an event that a ranked stream recorded. If the
@@ -306,7 +306,7 @@ class Timeline:
         self._random = None if seed is None else random.Random(seed)
         self.seeded: bool = seed is not None
 
-    def rank(self, stream: Stream) -> None:
+    def rank(self, stream: Queue) -> None:
         """Rank a stream at its first use of a pool."""
         if stream.id not in self.ranks:
             self.ranks[stream.id] = heapq.heappop(self._free_ranks) if self._free_ranks else len(self.ranks)
@@ -322,13 +322,13 @@ class Timeline:
         """
         return 0 if stream in self.streams else 1 << 62
 
-    def retire(self, stream: Stream) -> None:
+    def retire(self, stream: Queue) -> None:
         """Remove a destroyed stream once it is idle."""
         stream.destroyed = True
-        if not stream.queue:
+        if not stream.operations:
             self._forget(stream)
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: Queue) -> None:
         """Remove an idle stream, also from clocks (:meth:`executed`)."""
         self.streams.pop(stream.id, None)
         rank = self.ranks.pop(stream.id, None)
@@ -343,11 +343,11 @@ class Timeline:
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def hold(self, stream: Stream) -> None:
+    def hold(self, stream: Queue) -> None:
         """Register a stream with queued work for the worker."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
-            # the thread refers only to the timeline, so it does not keep the driver alive
+            # the thread refers only to the scheduler, so it does not keep the driver alive
             self._worker = start_thread(self._work, "streamalloc simulated device")
         else:
             self.announce()
@@ -385,14 +385,14 @@ class Timeline:
         """Release the lock and wait until no operation can run. With a seed, only wait for running operations."""
 
         def is_down() -> bool:
-            heads = [one.queue[0] for one in self._busy.values() if one.queue]
+            heads = [one.operations[0] for one in self._busy.values() if one.operations]
             return not any(one.runs or (not self.seeded and self._may_run(one)) for one in heads)
 
         self.wait(is_down)
 
-    def _advance(self, stream: Stream, heavy: bool) -> bool:
+    def _advance(self, stream: Queue, heavy: bool) -> bool:
         progress = False
-        queue = stream.queue
+        queue = stream.operations
         while queue:
             operation = queue[0]
             if not self._may_run(operation) or (operation.heavy and not heavy):
@@ -427,7 +427,7 @@ class Timeline:
                     quiet_since = time.monotonic()
                     # release the lock briefly for other threads
                     self._sleep(0.00002)
-                elif any(stream.queue and stream.queue[0].polled for stream in self._busy.values()):
+                elif self._polls():
                     self._sleep(POLL_SECONDS)
                 elif self._busy:
                     self._sleep(_NAP_SECONDS if self._random is None else POLL_SECONDS)
@@ -441,9 +441,13 @@ class Timeline:
         finally:
             call_lock.leave()
 
+    def _polls(self) -> bool:
+        """Whether a stream waits for a condition that no call announces."""
+        return any(one.operations and one.operations[0].polled for one in self._busy.values())
+
     def _run_random(self, chance: random.Random) -> bool:
         """Run an operation of a random stream, or none for a short time. Either is a legal order."""
-        ready = [s for _, s in sorted(self._busy.items()) if s.queue and self._may_run(s.queue[0])]
+        ready = [s for _, s in sorted(self._busy.items()) if s.operations and self._may_run(s.operations[0])]
         if not ready:
             return False
         if chance.random() < 0.3:
@@ -470,7 +474,7 @@ class Timeline:
                 if (alone or self._random is None) and self.pump(heavy=alone):
                     continue
                 check(not exiting, Result.CUDA_ERROR_DEINITIALIZED)  # no other thread runs that could end the wait
-                often = polled or any(stream.queue and stream.queue[0].polled for stream in self._busy.values())
+                often = polled or self._polls()
                 self._sleep(POLL_SECONDS if often else _NAP_SECONDS)
                 self.caller = caller
         finally:
