@@ -1,10 +1,26 @@
 """Checks of stream order: :func:`streamalloc.driver.checked`.
 
-``driver`` is the wrapper. ``rules`` defines the effect of each call on the state. The state is in ``streams``, ``uses``
-and ``state``; each has a subclass of the one before. ``clocks`` (order), ``ranges`` (bytes) and ``judge`` (reports) are
-plain Python.
+The way of a hazard, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier work of another stream:
+
+1. ``wrapper.Checked._observe`` gets the call of the program. It forwards the call to the wrapped driver between
+   ``Recorder.begin`` and ``Recorder.finish_call``.
+2. ``recorder.Recorder`` takes its lock and looks up the rule of the call in ``rules.table.RULES``: one function for the
+   time before the call (``Rule.before``), and one for the time after its success (``Rule.after``).
+3. The rule (here ``rules.work``) finds the stream and the memory in ``state.State`` and queues a use:
+   ``uses.queue_use``. ``clocks.Timeline.submit`` runs ``uses.touch`` once everything before the use is known; during
+   the call, unless the stream waits for something.
+4. ``judge.Judge.use`` compares the use with the recorded ones of the same bytes (``ranges.Bytes.touch``) by the clocks
+   of their streams, and reports a pair without an order as a ``Hazard``.
+5. ``report.Reports`` collects the hazards of the call, counts those of known places, and ``deliver`` shows or raises
+   the others.
+
+**Ordered** means: the earlier operation comes first in each possible run. Between streams that takes an event, a value
+in memory that one writes and the other waits for, or the rules of the legacy stream. Between a stream and the host, a
+wait of the host. All host threads count as one, because threads order each other in ways that no driver call shows.
+Between processes, an interprocess event or a value in shared memory (:mod:`.interprocess`). What the driver happens to
+choose, such as an address that is free, orders nothing; a hazard says so if only that separates its operations.
 """
 
-from streamalloc.checker.driver import Checked
+from streamalloc.checker.wrapper import Checked
 
 __all__ = ["Checked"]

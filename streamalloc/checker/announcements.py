@@ -92,7 +92,7 @@ all); index of an event and its number of recordings, for each recording that a 
 
 
 @dataclass(frozen=True)
-class Entry:
+class BoardEntry:
     """An entry of the board of another process."""
 
     board: Any = field(compare=False)
@@ -190,8 +190,8 @@ def _unlink(path: Path, process: int) -> None:
 class Announced(NamedTuple):
     """A post of another process, as read by this process."""
 
-    post: Entry
-    covers: tuple[tuple[Entry, int], ...]
+    post: BoardEntry
+    covers: tuple[tuple[BoardEntry, int], ...]
     """Recordings of which one must be waited for; none for values."""
     part: tuple[int, int] = (0, 0)
     """Offsets of the written part; both 0 for all memory."""
@@ -231,7 +231,7 @@ def _look() -> None:
         del _boards[gone]
 
 
-def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, Entry]]:
+def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEntry]]:
     """Yield the entries with these names on the boards of other processes."""
     with contextlib.suppress(OSError):
         _look()
@@ -241,10 +241,10 @@ def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, Entry]]:
         for name in names:
             wanted = digest(name)
             for at in np.flatnonzero(there == wanted).tolist():
-                yield name, Entry(board, first + at, wanted, process)
+                yield name, BoardEntry(board, first + at, wanted, process)
 
 
-def events_of(name: bytes) -> list[Entry]:
+def events_of(name: bytes) -> list[BoardEntry]:
     """Entries of other processes for an event, found by its export data."""
     return [found for _, found in _find((name,), posts=False)]
 
@@ -259,10 +259,10 @@ def post_of(name: bytes) -> Announced | None:
     return next((one for _, one in posts_of(name) if one.part == (0, 0)), None)
 
 
-def _read(found: Entry) -> Announced:
+def _read(found: BoardEntry) -> Announced:
     board, at = found.board, found.board[found.at]
     covers = [
-        (Entry(board, event % EVENTS, bytes(board["name"][event % EVENTS]), found.process), number)
+        (BoardEntry(board, event % EVENTS, bytes(board["name"][event % EVENTS]), found.process), number)
         for event, number in at["covers"][: int(at["number"])].tolist()
     ]
     low, high = at["part"].tolist()

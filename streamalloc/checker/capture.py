@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from streamalloc.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.checker.clocks import Actor, Clock, Obstacle, Timeline, TrackedStream
 from streamalloc.checker.judge import Judge, Recording, Wait
 from streamalloc.checker.ranges import Access, Bytes, Piece, Range
-from streamalloc.driver.reports import Hazard, Stack, here, place_of
+from streamalloc.driver.reports import Hazard, Stack, place_of
 
 
 class Unseen(NamedTuple):
@@ -23,7 +23,7 @@ class Unseen(NamedTuple):
 
 
 @dataclass(eq=False)
-class Node:
+class TrackedNode:
     """One operation of a graph at each launch."""
 
     kind: str
@@ -43,7 +43,7 @@ class Node:
     nested: bool = False
     """Whether it is in a child graph, under another handle."""
     enabled: bool = True
-    step: Callable[[Stream], object] = lambda stream: None
+    step: Callable[[TrackedStream], object] = lambda stream: None
     """Called with the stream of a launch."""
     calls: Any = None
     """Host function that the step calls."""
@@ -76,7 +76,7 @@ class _Inside:
             self._ranges[range_] = found
         return found
 
-    def judge(self, stream: Stream, node: Node) -> Callable[[], None]:
+    def judge(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
         """Check a node in a stream. The returned function undoes a free."""
         undo: list[Callable[[], None]] = []
 
@@ -87,7 +87,7 @@ class _Inside:
         self.timeline.submit(stream, lambda stream: self._judge_now(stream, node, undo))
         return take_back
 
-    def _judge_now(self, stream: Stream, node: Node, undo: list[Callable[[], None]]) -> None:
+    def _judge_now(self, stream: TrackedStream, node: TrackedNode, undo: list[Callable[[], None]]) -> None:
         if node.kind == "use":
             for access, (range_, low, high) in node.accesses(stream, node.stack):
                 self._judge.use(((self._shadow(range_), low, high),), access, stream.clock)
@@ -97,17 +97,17 @@ class _Inside:
             undo.append(self._judge.free(self._shadow(node.range), stream, stream.clock, node.what, node.stack))
 
 
-class Graph:
+class TrackedGraph:
     """A graph, with its nodes in a valid order, unless edges were added later."""
 
-    def __init__(self, nodes: list[Node] | None = None) -> None:
-        self.nodes: list[Node] = [] if nodes is None else nodes
-        self.handles: dict[int, list[Node]] = {}
+    def __init__(self, nodes: list[TrackedNode] | None = None) -> None:
+        self.nodes: list[TrackedNode] = [] if nodes is None else nodes
+        self.handles: dict[int, list[TrackedNode]] = {}
         """Explicitly added nodes by handle."""
         self.after: dict[int, list[int]] = {}
         """Handles of the nodes that each node depends on."""
 
-    def add(self, handle: int, node: Node, after: list[int]) -> None:
+    def add(self, handle: int, node: TrackedNode, after: list[int]) -> None:
         """Add a node that a call has added explicitly."""
         node.handle = handle
         self.nodes.append(node)
@@ -118,9 +118,9 @@ class Graph:
         """Check the explicitly added nodes, in the order of their edges."""
         self.play(_Inside(on_hazard))
 
-    def play(self, inside: _Inside) -> dict[int, Stream]:
+    def play(self, inside: _Inside) -> dict[int, TrackedStream]:
         """Run the explicitly added nodes, each in a separate stream. Returns the streams by node handle."""
-        done: dict[int, Stream] = {}
+        done: dict[int, TrackedStream] = {}
         waiting = list(self.handles)
         while waiting:
             ready = [one for one in waiting if all(it in done or it not in self.handles for it in self.after[one])]
@@ -138,18 +138,18 @@ class Graph:
         return done
 
 
-class Capture:
+class TrackedCapture:
     """A capture under way."""
 
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
-        self.graph: Graph = Graph()
+        self.graph: TrackedGraph = TrackedGraph()
         self.ended = False
         self._inside = _Inside(on_hazard)
-        self._streams: dict[Stream, Stream] = {}
+        self._streams: dict[TrackedStream, TrackedStream] = {}
         self._done: dict[int, Clock] = {}
         """Clock after each node, by handle."""
 
-    def begin_in(self, graph: Graph, stream: Stream, after: Iterable[int]) -> None:
+    def begin_in(self, graph: TrackedGraph, stream: TrackedStream, after: Iterable[int]) -> None:
         """Capture into an existing graph after some of its nodes."""
         self.graph = graph
         done = graph.play(self._inside)
@@ -160,12 +160,12 @@ class Capture:
                 # A captured node with an unknown handle.
                 self.join_all(stream)
 
-    def wait(self, stream: Stream, event: Event, clock: Clock) -> None:
+    def wait(self, stream: TrackedStream, event: TrackedEvent, clock: Clock, place: Stack) -> None:
         """Order a stream after a captured event with this clock."""
         self.join(stream, clock)
-        self._inside.waited(self._streams[stream], event.wait())
+        self._inside.waited(self._streams[stream], event.wait(place))
 
-    def join(self, stream: Stream, clock: Clock | None = None) -> None:
+    def join(self, stream: TrackedStream, clock: Clock | None = None) -> None:
         """Add a stream to the capture, ordered after a clock."""
         inside = self._streams.get(stream)
         if inside is None:
@@ -173,7 +173,7 @@ class Capture:
         if clock is not None:
             inside.clock.learn(clock)
 
-    def reorder(self, stream: Stream, after: list[int], anew: bool) -> None:
+    def reorder(self, stream: TrackedStream, after: list[int], anew: bool) -> None:
         """Order a stream after some nodes. ``anew``: only after these, without its earlier order."""
         if anew:
             # A new stream of the timeline, so it is ordered after no earlier operation.
@@ -184,30 +184,30 @@ class Capture:
             else:
                 self.join_all(stream)
 
-    def join_all(self, stream: Stream) -> None:
+    def join_all(self, stream: TrackedStream) -> None:
         """Have a stream come after everything captured."""
         self._streams[stream].clock.learn(self._inside.timeline.everything())
 
-    def record(self, stream: Stream, event: Event) -> Clock:
+    def record(self, stream: TrackedStream, event: TrackedEvent, place: Stack) -> Clock:
         """Record an event in a captured stream. Returns the event's clock."""
         inside = self._streams[stream]
         mark = self._inside.timeline.record(inside)
-        event.note(inside, mark)
+        event.note(inside, mark, place)
         assert mark.clock is not None
         return mark.clock
 
-    def step(self, step: Callable[[Stream], object], calls: object = None) -> Node:
+    def step(self, step: Callable[[TrackedStream], object], calls: object = None) -> TrackedNode:
         """Add an operation that orders streams at each launch. ``calls``: its host function."""
-        node = Node("step", step=step, calls=calls)
+        node = TrackedNode("step", step=step, calls=calls)
         self.graph.nodes.append(node)
         return node
 
-    def add(self, stream: Stream, node: Node) -> Callable[[], None]:
+    def add(self, stream: TrackedStream, node: TrackedNode) -> Callable[[], None]:
         """Add a captured node. The returned function undoes a free."""
         self.graph.nodes.append(node)
         return self._inside.judge(self._streams[stream], node)
 
-    def name(self, stream: Stream, handle: int, nodes: Iterable[Node]) -> None:
+    def name(self, stream: TrackedStream, handle: int, nodes: Iterable[TrackedNode]) -> None:
         """Set the handle of the driver's node for the latest recorded nodes of a stream."""
         for node in nodes:
             node.handle = handle
@@ -220,7 +220,7 @@ _RECORDINGS = 4
 
 
 @dataclass(eq=False, slots=True)
-class Event:
+class TrackedEvent:
     """An event, and its latest recording."""
 
     shared: bool = False
@@ -229,7 +229,7 @@ class Event:
     """Whether another library has it, and may record it."""
     mark: Obstacle | None = None
     """End of the recorded work; None if no recording was seen."""
-    captured: tuple[Capture, Clock] | None = None
+    captured: tuple[TrackedCapture, Clock] | None = None
     elsewhere: bool = False
     """Whether another process has it, and may record it."""
     index: int | None = None
@@ -243,14 +243,14 @@ class Event:
     awaited: bool = False
     """Whether something has waited for the last recording."""
 
-    def note(self, stream: Stream, mark: Obstacle) -> None:
+    def note(self, stream: TrackedStream, mark: Obstacle, place: Stack) -> None:
         """Note the place of a recording, for reports."""
         if self.awaited:
             self.recordings.clear()
         self.awaited = False
-        self.recordings.append(Recording(stream, mark, here(1)))
+        self.recordings.append(Recording(stream, mark, place))
 
-    def wait(self) -> Wait:
+    def wait(self, place: Stack) -> Wait:
         """A wait for the event, for reports."""
         self.awaited = True
-        return Wait(place_of(self.made), tuple(self.recordings), here(1))
+        return Wait(place_of(self.made), tuple(self.recordings), place)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.checker.notes import Notes
+from streamalloc.checker.report import Notes
 
 UNORDERED, BY_CHOICE, CERTAIN = range(3)
 """Order of two operations: none; by the driver's choice; always."""
@@ -71,7 +71,7 @@ class Actor:
         self.number: int = number
         self.name: str = name
         self.time: int = 0
-        self.within: Stream | None = None
+        self.within: TrackedStream | None = None
         """Stream whose host function is running on this thread."""
 
     @property
@@ -88,17 +88,17 @@ class Obstacle:
 
     __slots__ = ("clock", "source", "waiters")
 
-    def __init__(self, source: Stream | None = None) -> None:
-        self.source: Stream | None = source
+    def __init__(self, source: TrackedStream | None = None) -> None:
+        self.source: TrackedStream | None = source
         self.clock: Clock | None = None
         """Clock of its happening; None until then."""
-        self.waiters: list[Stream] = []
+        self.waiters: list[TrackedStream] = []
 
 
-Action = Callable[["Stream"], None]
+Action = Callable[["TrackedStream"], None]
 
 
-class Stream(Actor):
+class TrackedStream(Actor):
     """A stream, with the clock of its latest operation."""
 
     is_host = False
@@ -115,10 +115,10 @@ class Stream(Actor):
         self.clock: Clock = Clock()
         self.seen_host: int = -1
         """Version of the host clock that it has merged."""
-        self.legacy: Stream | None = None
+        self.legacy: TrackedStream | None = None
         """Legacy stream of its context, if the two synchronise."""
         self.seen_legacy: int = 0
-        self.peers: dict[Stream, int] | None = None
+        self.peers: dict[TrackedStream, int] | None = None
         """For a legacy stream: its blocking streams, with the last merged times."""
         self.obstacle: Obstacle | None = None
         self.queue: deque[tuple[Clock | None, Action]] = deque()
@@ -134,15 +134,15 @@ class Timeline:
         self.notes: Notes = Notes()
         """Notes of what the checker leaves out."""
         self.host: Clock = Clock()
-        self.held: dict[Stream, None] = {}
+        self.held: dict[TrackedStream, None] = {}
         """Streams with an obstacle."""
         self.version: int = 0
         """Number of changes of the host clock."""
         self._numbers = 0
-        self._streams: dict[Stream, None] = {}
-        self.retired: list[Stream] = []
+        self._streams: dict[TrackedStream, None] = {}
+        self.retired: list[TrackedStream] = []
         """Destroyed streams whose work may still run."""
-        self.foreign: dict[Stream, None] = {}
+        self.foreign: dict[TrackedStream, None] = {}
         """Streams that other libraries may have ordered."""
         self.over: dict[int, int] = {}
         """Times, by actor number, that the host may have waited for."""
@@ -157,7 +157,7 @@ class Timeline:
         self._choices: deque[tuple[Clock, int, int]] = deque(maxlen=_CHOICES)
         """Choices of the driver: a clock, and the later actor and time."""
         self._searches = 0
-        self._ready: deque[Stream] = deque()
+        self._ready: deque[TrackedStream] = deque()
         self._draining = False
 
     # -- actors ----------------------------------------------------------------------------------------------
@@ -171,9 +171,11 @@ class Timeline:
         """Add a host thread, or an actor for the work of another process."""
         return Actor(self._number(), name)
 
-    def stream(self, name: str, context: object = None, legacy: Stream | None = None, handle: int = 0) -> Stream:
+    def stream(
+        self, name: str, context: object = None, legacy: TrackedStream | None = None, handle: int = 0
+    ) -> TrackedStream:
         """Add a stream. ``legacy``: its legacy stream, if the two synchronise."""
-        made = Stream(self._number(), name, context, handle)
+        made = TrackedStream(self._number(), name, context, handle)
         self._streams[made] = None
         made.legacy = legacy
         if legacy is not None:
@@ -182,7 +184,7 @@ class Timeline:
             legacy.peers[made] = 0
         return made
 
-    def retire(self, stream: Stream) -> None:
+    def retire(self, stream: TrackedStream) -> None:
         """Record that a stream was destroyed."""
         if stream.legacy is not None and stream.legacy.peers is not None and stream.obstacle is None:
             # The legacy stream's next operation comes after all work of this stream.
@@ -225,7 +227,7 @@ class Timeline:
         self._searches += 1
         return BY_CHOICE if self._is_chosen(clock, number, time) else UNORDERED
 
-    def before_next(self, stream: Stream) -> Clock:
+    def before_next(self, stream: TrackedStream) -> Clock:
         """Clock of the next operation of a stream that is not waiting."""
         clock = stream.clock.copy()
         clock.learn(self.host)
@@ -251,11 +253,11 @@ class Timeline:
             left = rest
         return False
 
-    def chosen(self, before: Clock, stream: Stream) -> None:
+    def chosen(self, before: Clock, stream: TrackedStream) -> None:
         """Record the driver's choice that the latest operation of a stream comes after a clock."""
         self._choices.append((before, stream.number, stream.time))
 
-    def submit(self, stream: Stream, action: Action) -> None:
+    def submit(self, stream: TrackedStream, action: Action) -> None:
         """Queue an operation: ``action(stream)`` is called once everything before it is in the stream's clock."""
         legacy = stream.legacy
         if self.held:
@@ -273,7 +275,7 @@ class Timeline:
         self._enter(stream)
         action(stream)
 
-    def _enter(self, stream: Stream) -> None:
+    def _enter(self, stream: TrackedStream) -> None:
         if stream in self.foreign:
             for other in self.foreign:
                 stream.clock.learn(other.clock)
@@ -289,19 +291,19 @@ class Timeline:
                     stream.peers[peer] = peer.time
         self.next(stream)
 
-    def next(self, stream: Stream) -> None:
+    def next(self, stream: TrackedStream) -> None:
         """Begin the next operation of a stream."""
         time = stream.time = stream.time + 1
         stream.clock.known[stream.number] = time
 
-    def _wait(self, stream: Stream, obstacle: Obstacle) -> None:
+    def _wait(self, stream: TrackedStream, obstacle: Obstacle) -> None:
         """Queue a wait behind the waits of a stream."""
         if stream.obstacle is not None:
             stream.queue.append((None, lambda stream: self._meet(stream, obstacle)))
         else:
             self._meet(stream, obstacle)
 
-    def _meet(self, stream: Stream, obstacle: Obstacle) -> None:
+    def _meet(self, stream: TrackedStream, obstacle: Obstacle) -> None:
         if obstacle.clock is not None:
             stream.clock.learn(obstacle.clock)
         else:
@@ -309,19 +311,19 @@ class Timeline:
             obstacle.waiters.append(stream)
             self.held[stream] = None
 
-    def _mark(self, stream: Stream) -> Obstacle:
+    def _mark(self, stream: TrackedStream) -> Obstacle:
         """Return an obstacle that ends when the present queue of a waiting stream has run."""
         mark = Obstacle(stream)
         stream.queue.append((None, lambda stream: self.end(mark, stream.clock)))
         return mark
 
-    def record(self, stream: Stream) -> Obstacle:
+    def record(self, stream: TrackedStream) -> Obstacle:
         """Return an obstacle that ends when the queued work of a stream has run."""
         mark = Obstacle(stream)
         self.submit(stream, lambda stream: self.end(mark, stream.clock))
         return mark
 
-    def wait(self, stream: Stream, obstacle: Obstacle) -> None:
+    def wait(self, stream: TrackedStream, obstacle: Obstacle) -> None:
         """Queue a wait for an obstacle."""
         self.submit(stream, lambda stream: self._meet(stream, obstacle))
 
@@ -358,7 +360,7 @@ class Timeline:
                     self._enter(stream)
                 action(stream)
 
-    def force(self, stream: Stream) -> None:
+    def force(self, stream: TrackedStream) -> None:
         """Record that the host has seen a stream idle: all its waits are over."""
         while stream.obstacle is not None:
             self.force_mark(stream.obstacle)

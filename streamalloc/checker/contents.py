@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.checker.clocks import Clock, Obstacle, Stream, Timeline
+from streamalloc.checker.clocks import Clock, Obstacle, Timeline, TrackedStream
 from streamalloc.checker.judge import Judge
-from streamalloc.checker.ranges import Addresses, Bytes, Piece, Range
+from streamalloc.checker.ranges import AddressMap, Bytes, Piece, Range
 from streamalloc.checker.streams import ForeignStreams, is_readable
 from streamalloc.driver.bindings import number_of
-from streamalloc.driver.reports import Stack, here
+from streamalloc.driver.reports import Stack
 
 
 class Typed(NamedTuple):
@@ -44,16 +44,17 @@ class Typed(NamedTuple):
 class ElementTypes:
     """The types of the elements in a driver's memory."""
 
-    def __init__(self, addresses: Addresses, judge: Judge) -> None:
+    def __init__(self, addresses: AddressMap, judge: Judge, place: Callable[..., Stack]) -> None:
         self._addresses = addresses
         self._judge = judge
+        self._place = place
         self.unseen: int = 0
         """Number of kernels without declared uses, which may have written memory that existed."""
 
     def copied(self, target: Any, source: Any, nbytes: int, what: str) -> None:
         """Record a copy. A host array on one side gives the type."""
         if isinstance(source, np.ndarray):
-            self.wrote(number_of(target), nbytes, source.dtype, here())
+            self.wrote(number_of(target), nbytes, source.dtype, self._place())
         elif isinstance(target, np.ndarray):
             self.read(number_of(source), nbytes, target.dtype, what)
         else:
@@ -78,7 +79,7 @@ class ElementTypes:
                 if not _fit(one.dtype, dtype):
                     what = f"{what} reads {range_} as {dtype}, but it was written as {one.dtype}."
                     remedy = f"read it as {one.dtype}, or as bytes (uint8) where the pattern is meant."
-                    self._judge.report("another type", what, remedy, range_, here(), used=one.stack)
+                    self._judge.report("another type", what, remedy, range_, self._place(), used=one.stack)
                     return
 
     def forget(self, pieces: Iterable[tuple[Piece, bool]]) -> None:
@@ -131,11 +132,11 @@ _ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(eq=False)
-class _Source:
+class _QueuedSource:
     """A part of host memory that a queued operation reads."""
 
     piece: Piece
-    stream: Stream
+    stream: TrackedStream
     what: str
     stack: Stack
     mark: Obstacle
@@ -146,17 +147,18 @@ class _Source:
 class QueuedSources:
     """The sources of copies that the host has not waited for."""
 
-    def __init__(self, timeline: Timeline, foreign: ForeignStreams, judge: Judge) -> None:
+    def __init__(self, timeline: Timeline, foreign: ForeignStreams, judge: Judge, place: Callable[..., Stack]) -> None:
         self._timeline = timeline
         self._foreign = foreign
         self._judge = judge
-        self._sources: list[_Source] = []
+        self._place = place
+        self._sources: list[_QueuedSource] = []
         self._flags: deque[tuple[int, int, Obstacle]] = deque(maxlen=_MOST_FLAGS)
         """Bytes that the host may poll, and the end of their writes."""
-        self._kernels: dict[Stream, tuple[Obstacle, frozenset[Bytes] | None]] = {}
+        self._kernels: dict[TrackedStream, tuple[Obstacle, frozenset[Bytes] | None]] = {}
         """End of the kernels without declared uses per stream, and the memory that they may write; None for any."""
 
-    def add(self, stream: Stream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
+    def add(self, stream: TrackedStream, pieces: Iterable[tuple[Piece, bool]], what: str, stack: Stack) -> None:
         """Record the host memory that a stream's latest operation reads."""
         viewed = self.followed(pieces)
         if all(write for _, write in viewed):
@@ -183,14 +185,14 @@ class QueuedSources:
             range_.viewed = True
             for memory, start, end in range_.physical(low, high):
                 for read in memory.reads(start, end):
-                    if not isinstance(read.actor, Stream) or not self._foreign.is_ours(read.actor):
+                    if not isinstance(read.actor, TrackedStream) or not self._foreign.is_ours(read.actor):
                         continue
                     mark = Obstacle(read.actor)
                     mark.clock = Clock({read.actor.number: read.time})
                     if not self._timeline.may_be_seen(mark):
                         self._watch(piece, read.actor, read.what, read.stack, mark)
 
-    def may_be_written(self, stream: Stream, memory: frozenset[Bytes] | None) -> None:
+    def may_be_written(self, stream: TrackedStream, memory: frozenset[Bytes] | None) -> None:
         """Record that a stream's latest operation may write memory unseen; None for any."""
         self._keep(lambda one: memory is not None and one.piece[0].bytes not in memory)
         before = self._kernels.get(stream)
@@ -203,7 +205,7 @@ class QueuedSources:
         self._kernels = {stream: one for stream, one in self._kernels.items() if not seen(one[0])}
         return any(named is None or memory in named for _, named in self._kernels.values())
 
-    def polled(self, stream: Stream, start: int, end: int) -> None:
+    def polled(self, stream: TrackedStream, start: int, end: int) -> None:
         """Record that the host may poll the bytes from ``start`` to ``end``, which the latest operation of a stream
         writes. Then it knows that the earlier work is over.
         """
@@ -227,7 +229,7 @@ class QueuedSources:
                 clock.learn(mark.clock)
         return clock
 
-    def _watch(self, piece: Piece, stream: Stream, what: str, stack: Stack, mark: Obstacle) -> None:
+    def _watch(self, piece: Piece, stream: TrackedStream, what: str, stack: Stack, mark: Obstacle) -> None:
         range_, low, high = piece
         of_host = range_.kind in HOST_KINDS or (range_.kind == "allocation" and range_.grants is not None)
         if not of_host or range_.ended:
@@ -236,11 +238,11 @@ class QueuedSources:
         if not others and all(
             self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)
         ):
-            self._sources.append(_Source(piece, stream, what, stack, mark, _checksum(piece)))
+            self._sources.append(_QueuedSource(piece, stream, what, stack, mark, _checksum(piece)))
         else:
             self._timeline.notes.add("sources", f"{what} on {stream.short}")
 
-    def _keep(self, which: Callable[[_Source], bool]) -> None:
+    def _keep(self, which: Callable[[_QueuedSource], bool]) -> None:
         kept = []
         for one in self._sources:
             if which(one):
@@ -277,7 +279,7 @@ class QueuedSources:
             copy = f"{one.what} on {one.stream.name}, which reads the same bytes"
             what = f"the host wrote {range_}, but nothing orders the write after {copy}."
             remedy = f"the host must synchronise with {one.stream.name} after its {one.what}."
-            self._judge.report("race", what, remedy, range_, here(), used=one.stack)
+            self._judge.report("race", what, remedy, range_, self._place(), used=one.stack)
 
 
 def _checksum(piece: Piece) -> int | None:

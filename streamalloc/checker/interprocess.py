@@ -1,20 +1,34 @@
-"""Memory and events shared with other processes, and announcements in both directions."""
+"""Memory and events shared with other processes, announcements in both directions, and open files.
+
+Two operations of different processes are ordered if the later one waits for an interprocess event, or for a value in
+shared memory, that comes after the earlier one. A checker sees only its own process. So each announces its queued uses
+of shared memory with the event recordings after them (:mod:`.announcements`), and reads those of the others before a
+use. Where another process may have waited unseen, the order counts as given, with a note.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
+import select
+import stat
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from streamalloc.checker import announcements
-from streamalloc.checker.announcements import Announced, Board, Entry
-from streamalloc.checker.capture import Event
-from streamalloc.checker.clocks import Actor, Clock, Obstacle, Stream, Timeline
+from streamalloc.checker.announcements import Announced, Board, BoardEntry
+from streamalloc.checker.capture import TrackedEvent
+from streamalloc.checker.clocks import Actor, Clock, Obstacle, Timeline, TrackedStream
 from streamalloc.checker.judge import Judge
-from streamalloc.checker.ranges import Addresses, Contents, Moment, Piece, Range
+from streamalloc.checker.ranges import AddressMap, AwaitedPart, Moment, Piece, Range
+from streamalloc.checker.report import Notes
 from streamalloc.checker.wait_values import WaitValues
-from streamalloc.driver.reports import Stack, here
+from streamalloc.driver.reports import Stack
 
 _MOST_FREES = 64
 """Most queued frees of imports that are followed."""
@@ -59,7 +73,12 @@ class Interprocess:
     """Exports, imports, and announcements between processes."""
 
     def __init__(
-        self, timeline: Timeline, addresses: Addresses, values: WaitValues, events: dict[int, Event], judge: Judge
+        self,
+        timeline: Timeline,
+        addresses: AddressMap,
+        values: WaitValues,
+        events: dict[int, TrackedEvent],
+        judge: Judge,
     ) -> None:
         self._timeline = timeline
         self._addresses = addresses
@@ -72,13 +91,13 @@ class Interprocess:
         """Export data of exported and imported memory."""
         self.entries: dict[Range, Path] = {}
         """File of each open import, see :func:`announcements.add_import`."""
-        self.leaving: dict[Range, Stream] = {}
+        self.leaving: dict[Range, TrackedStream] = {}
         """Streams of the pending frees of imports."""
         self.uses: dict[Range, list[_Use]] = {}
         """Uses that others may have to wait for, by range."""
         self._unposted: list[tuple[Range, _Use]] = []
         """Uses that the present call has queued."""
-        self.events: dict[bytes, Event] = {}
+        self.events: dict[bytes, TrackedEvent] = {}
         self._untold = partial(timeline.notes.add, "told")
         """Called if no other process can read an announcement: tables are full, or files cannot be made."""
         self.board: Board = Board(self._untold)
@@ -88,7 +107,7 @@ class Interprocess:
         self._settled = 0
         self.announced: dict[bytes, Obstacle] = {}
         """Latest announcements of the facade, by name."""
-        self._actors: dict[Entry, Actor] = {}
+        self._actors: dict[BoardEntry, Actor] = {}
         """Actors for the events and posts of other processes."""
         self._room = _MOST_ACTORS
         """Number of actors that starts the next clean-up."""
@@ -110,7 +129,7 @@ class Interprocess:
         if entry is not None:
             announcements.remove_import(entry)
 
-    def notifies(self, stream: Stream) -> None:
+    def notifies(self, stream: TrackedStream) -> None:
         """Record that a stream notifies other processes of its queued work, including frees of imports."""
         for range_ in [one for one, on in self.leaving.items() if on is stream]:
             self.import_ended(range_)
@@ -121,7 +140,7 @@ class Interprocess:
             self.import_ended(range_)
         self.board.close()
 
-    def freed(self, range_: Range, stream: Stream | None = None) -> None:
+    def freed(self, range_: Range, stream: TrackedStream | None = None) -> None:
         """Record a free of memory that may be exported or imported. Without a stream the host has freed it."""
         if stream is None:
             self.import_ended(range_)
@@ -171,11 +190,11 @@ class Interprocess:
             if len(known) == len(indices):
                 self._post(name, known, lambda: self._missing(piece, self._timeline.host) is None)
 
-    def recorded(self, event: Event) -> int:
+    def recorded(self, event: TrackedEvent) -> int:
         """Announce a recording of an event; its number."""
         return 0 if event.index is None else self.board.record(event.index)
 
-    def index(self, event: Event) -> int | None:
+    def index(self, event: TrackedEvent) -> int | None:
         """The board index of an event's recordings; None if the board is full or missing."""
         if event.index is None:
             event.index = self.board.add_event() if self.board.is_open() else None
@@ -187,7 +206,7 @@ class Interprocess:
                     self.covers(event, event.mark.clock, number)
         return event.index
 
-    def destroyed(self, event: Event) -> None:
+    def destroyed(self, event: TrackedEvent) -> None:
         """Remove an event without handles."""
         if event in self._events.values():
             return
@@ -219,7 +238,7 @@ class Interprocess:
         """Announce later uses of exported or imported memory."""
         self.uses.setdefault(range_, [])
 
-    def used(self, piece: Piece, actor: Stream, write: bool) -> None:
+    def used(self, piece: Piece, actor: TrackedStream, write: bool) -> None:
         """Record a use of memory that other processes may have open."""
         range_, low, high = piece
         if actor in self._timeline.foreign:
@@ -247,7 +266,7 @@ class Interprocess:
             latest, part = one.covers[-announcements.COVERS :], (one.low, one.high)
             one.post = self.board.post(_named(name, one.write), latest, part, one.post)
 
-    def covers(self, event: Event, clock: Clock, number: int) -> None:
+    def covers(self, event: TrackedEvent, clock: Clock, number: int) -> None:
         """Announce that a recording of an event comes after earlier uses."""
         index = event.index
         if index is None:
@@ -282,13 +301,13 @@ class Interprocess:
                 found.append(self._contents(low, high, one, about == names[0]))
         range_.awaited = (*(one for one in range_.awaited if not one.step), *found)
 
-    def _contents(self, low: int, high: int, found: Announced, written: bool = True) -> Contents:
+    def _contents(self, low: int, high: int, found: Announced, written: bool = True) -> AwaitedPart:
         after = [(self._actor(entry).number, number) for entry, number in found.covers]
         whose = f"process {found.post.process}"
         remedy = f"an event that {whose} {'has recorded' if after else 'records after them'} (cuIpcOpenEventHandle)"
         # A third process may have waited for this process before it made the recording.
         after += [(actor.number, 1) for one, actor in self._actors.items() if one.process != found.post.process]
-        return Contents(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
+        return AwaitedPart(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
     def update_announcements(self) -> None:
         """Announce the uses of this call, and remove announcements of completed work."""
@@ -318,7 +337,7 @@ class Interprocess:
 
     # -- announcements of the facade -------------------------------------------------------------------------
 
-    def opened(self, stream: Stream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
+    def opened(self, stream: TrackedStream | None, address: int, nbytes: int, name: bytes, word: int) -> None:
         """Record that a stream waits for an announcement with a name. None: the host has waited."""
         self._values.ignore(word)
         ours = self.announced.get(name)
@@ -337,13 +356,13 @@ class Interprocess:
         whose, remedy = f"process {found.post.process}", f"{stream.name}, on which it was opened"
         self._timeline.submit(stream, lambda stream: stream.clock.learn(Clock({ready: 1})))
         for range_, low, high in self._addresses.pieces(address, nbytes):
-            made = Contents(low, high, [(ready, 1)], lambda: found.over or ready not in all_ready, whose, remedy)
+            made = AwaitedPart(low, high, [(ready, 1)], lambda: found.over or ready not in all_ready, whose, remedy)
             if not any((one.low, one.high, one.after) == (low, high, made.after) for one in range_.awaited):
                 range_.awaited = (*(one for one in range_.awaited if not one.over()), made)
 
-    def share(self, stream: Stream, address: int, nbytes: int, name: bytes) -> None:
+    def share(self, stream: TrackedStream, address: int, nbytes: int, name: bytes, stack: Stack) -> None:
         """Announce that memory is complete after the queued work of a stream."""
-        stack, pieces = here(), self._addresses.pieces(address, nbytes)
+        pieces = self._addresses.pieces(address, nbytes)
         host = self._timeline.host
         if stream.obstacle is not None or any(self._missing(piece, host) for piece in pieces):
             mark = self.announced[name] = self._timeline.record(stream)
@@ -352,7 +371,7 @@ class Interprocess:
                 del self.announced[next(iter(self.announced))]
             self._post(name, [], partial(self._timeline.may_be_seen, mark))
 
-        def share(stream: Stream) -> None:
+        def share(stream: TrackedStream) -> None:
             for piece in pieces:
                 missing = self._missing(piece, stream.clock)
                 if missing is not None:
@@ -370,7 +389,7 @@ class Interprocess:
 
     # -- recordings of other processes -----------------------------------------------------------------------
 
-    def recorded_elsewhere(self, event: Event) -> Clock | None:
+    def recorded_elsewhere(self, event: TrackedEvent) -> Clock | None:
         """Clock of the work that may precede an unseen recording of an event; None if there is none."""
         if event.foreign and event.mark is None:
             self._timeline.notes.add("waits", "an event or a semaphore of another library")
@@ -384,7 +403,7 @@ class Interprocess:
                 clock.known[self._actor(entry).number] = entry.number
         return clock
 
-    def _actor(self, entry: Entry) -> Actor:
+    def _actor(self, entry: BoardEntry) -> Actor:
         """The actor of another process's event or post. Its time is the event's number of recordings, or 1 for a
         post.
         """
@@ -396,7 +415,7 @@ class Interprocess:
             found = self._actors[entry] = self._timeline.thread(f"process {entry.process}")
         return found
 
-    def _ready(self, post: Entry) -> int:
+    def _ready(self, post: BoardEntry) -> int:
         """The number of the actor for a post. The oldest such actors are removed."""
         number, ready = self._actor(post).number, self._timeline.ready
         ready.known[number] = 1
@@ -406,3 +425,88 @@ class Interprocess:
             self._actors = {entry: actor for entry, actor in self._actors.items() if actor.number not in gone}
             self._timeline.forget(gone)
         return number
+
+
+T = TypeVar("T")
+_KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
+_syscall = ctypes.CDLL(None).syscall
+_EPOLL_TARGET = 7  # KCMP_EPOLL_TFD
+_SLOT = struct.Struct("<III")
+_MOST_FILES = 256
+"""Most recorded files of each of the two sorts."""
+
+
+class OpenFiles(Generic[T]):
+    """A table with a value per open file, which keeps no file open. Files that cannot be identified have no value.
+
+    All handles that a real driver exports are unnamed files of one device, so ``fstat`` cannot tell them apart. An
+    epoll refers to an open file without keeping it open, and ``kcmp`` compares a descriptor with a file in an epoll.
+    """
+
+    def __init__(self, notes: Notes | None = None) -> None:
+        self._notes = Notes() if notes is None else notes
+        self._by_inode: dict[tuple[int, int], T] = {}
+        self._epoll: select.epoll | None = None
+        self._noted: dict[int, T | None] = {}
+        """Value by descriptor; None if several files had the descriptor."""
+
+    def find(self, number: int) -> T | None:
+        """The value of the file of a descriptor."""
+        key = _inode(number)
+        if key is not None:
+            return self._by_inode.get(key)
+        return next((one for noted, one in self._noted.items() if one is not None and self._is(number, noted)), None)
+
+    def note(self, number: int, thing: T) -> None:
+        """Set the value of the file of a descriptor."""
+        key = _inode(number)
+        if key is not None:
+            self._by_inode.pop(key, None)
+            self._by_inode[key] = thing
+            if len(self._by_inode) > _MOST_FILES:
+                self._notes.add("imports")
+                del self._by_inode[next(iter(self._by_inode))]
+            return
+        try:
+            if self._epoll is None:
+                self._epoll = select.epoll()
+            # Another open file is in the epoll under the same descriptor number.
+            taken = number in self._noted and f"tfd: {number:8d}" in self._targets()
+            self._epoll.register(number, 0)
+            self._noted.pop(number, None)
+            self._noted[number] = None if taken else thing
+            if len(self._noted) > _MOST_FILES or taken or _KCMP is None:
+                self._notes.add("imports")
+            if len(self._noted) > _MOST_FILES:
+                del self._noted[next(iter(self._noted))]
+        except (OSError, ValueError):
+            self._notes.add("imports")
+
+    def close(self) -> None:
+        """Remove all files without names."""
+        self._noted.clear()
+        if self._epoll is not None:
+            self._epoll.close()
+            self._epoll = None
+
+    def _targets(self) -> str:
+        with open(f"/proc/self/fdinfo/{-1 if self._epoll is None else self._epoll.fileno()}") as file:
+            return file.read()
+
+    def _is(self, number: int, noted: int) -> bool:
+        if _KCMP is None or self._epoll is None:
+            return False
+        slot = ctypes.create_string_buffer(_SLOT.pack(self._epoll.fileno(), noted, 0), _SLOT.size)
+        process = os.getpid()
+        call = (_KCMP, process, process, _EPOLL_TARGET, number)
+        answer = _syscall(*map(ctypes.c_long, call), ctypes.c_void_p(ctypes.addressof(slot)))
+        return bool(answer == 0)
+
+
+def _inode(number: int) -> tuple[int, int] | None:
+    """Device and inode of a regular file; None for other files."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, MOST_WAITS, Actor, Clock, Obstacle, Stream, Timeline
-from streamalloc.checker.ranges import MANY_USERS, NEVER, Access, Contents, Moment, Piece, Range
+from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, MOST_WAITS, Actor, Clock, Obstacle, Timeline, TrackedStream
+from streamalloc.checker.ranges import MANY_USERS, NEVER, Access, AwaitedPart, Moment, Piece, Range
 from streamalloc.driver.reports import LAUNCHED, Hazard, Launched, Stack, place_of
 
 _WAKES = {"sleep()": ", or wake() before it", "evict()": ", or restore() before it"}
@@ -17,7 +17,7 @@ _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 class Recording(NamedTuple):
     """A recording of an event."""
 
-    stream: Stream
+    stream: TrackedStream
     mark: Obstacle
     """End of the recorded work."""
     stack: Stack
@@ -46,13 +46,13 @@ class Judge:
 
     def waited(self, actor: Actor, wait: Wait) -> None:
         """Record a wait for an event, for reports of an order that it does not give."""
-        (actor.waits if isinstance(actor, Stream) else self._waits).append(wait)
+        (actor.waits if isinstance(actor, TrackedStream) else self._waits).append(wait)
 
     def missing_order(self, before: Moment, later: Actor) -> str:
         """The advice how to order an actor after an operation. It names a wait that has no effect."""
         waiting = later if later.within is None else later.within
-        waits = waiting.waits if isinstance(waiting, Stream) else self._waits
-        vain = (_vain(wait, before, waiting) for wait in reversed(waits) if isinstance(before.actor, Stream))
+        waits = waiting.waits if isinstance(waiting, TrackedStream) else self._waits
+        vain = (_vain(wait, before, waiting) for wait in reversed(waits) if isinstance(before.actor, TrackedStream))
         return next(filter(None, vain), "") or _missing_order(before, later)
 
     def _is_open(self, range_: Range, before: Moment) -> bool:
@@ -64,7 +64,7 @@ class Judge:
 
     # -- allocation and free ---------------------------------------------------------------------------------
 
-    def allocate(self, made: Range, stream: Stream) -> None:
+    def allocate(self, made: Range, stream: TrackedStream) -> None:
         """Record an allocation when its stream runs it."""
         made.born = Moment(stream, "allocation", made.stack)
         made.pending = False
@@ -200,7 +200,7 @@ class Judge:
             self.report("uninitialized", what, remedy, range_, access.stack)
             return
 
-    def _await(self, range_: Range, low: int, high: int, contents: Contents, access: Access, clock: Clock) -> None:
+    def _await(self, range_: Range, low: int, high: int, contents: AwaitedPart, access: Access, clock: Clock) -> None:
         if contents.low >= high or low >= contents.high or not (contents.written or access.write):
             return
         if any(clock.after(*one) for one in contents.after):

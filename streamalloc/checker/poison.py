@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from streamalloc.checker.rules.memory import granted
+from streamalloc.checker.rules.memory import granted, mappings
 from streamalloc.checker.state import State
 from streamalloc.checker.uses import FLAG, may_poll
 from streamalloc.driver.bindings import cuda, number_of
@@ -51,8 +51,8 @@ class Poison:
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
         # The fill is ordered by the stream of the allocation or free.
-        found = self._state.stream(stream)
-        if found not in self._state.captures:
+        found = self._state.streams.find(stream)
+        if found not in self._state.streams.captures:
             self._under(found.context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
 
     def _copied(self, args: tuple[Any, ...], answer: Any) -> None:
@@ -60,8 +60,8 @@ class Poison:
         target too early sees the fill.
         """
         target, nbytes = number_of(args[0]), int(args[2])
-        stream, pieces = self._state.stream(args[3]), self._state.addresses.pieces(target, nbytes)
-        if not self._delays or nbytes <= FLAG or stream in self._state.captures:
+        stream, pieces = self._state.streams.find(args[3]), self._state.addresses.pieces(target, nbytes)
+        if not self._delays or nbytes <= FLAG or stream in self._state.streams.captures:
             return
         if pieces and all(may_poll(one) for one, _, _ in pieces) and abs(number_of(args[1]) - target) >= nbytes:
             self._queue(target, nbytes, args[3], ALLOCATED)
@@ -95,8 +95,8 @@ class Poison:
 
     def _granted(self, args: tuple[Any, ...], answer: Any) -> None:
         writers = [device for device, rights in granted(args[2]).items() if rights == _WRITE]
-        contexts: list[Any] = [one.context for one, device in self._state.devices.items() if device in writers]
-        for one in self._state.mappings(number_of(args[0]), int(args[1])) if contexts else ():
+        contexts: list[Any] = [one.context for one, device in self._state.streams.devices.items() if device in writers]
+        for one in mappings(self._state, number_of(args[0]), int(args[1])) if contexts else ():
             fresh, one.bytes.fresh = one.bytes.fresh, ()
             start, end = one.offset, one.offset + one.size
             for low, high in fresh:
@@ -111,7 +111,7 @@ class Poison:
 
     def _fill(self, address: int, size: int, value: int) -> None:
         """Fill memory on a separate stream and wait for it."""
-        failed, stream = (True, None) if self._state.captures else self._driver.cuStreamCreate(_NON_BLOCKING)
+        failed, stream = (True, None) if self._state.streams.captures else self._driver.cuStreamCreate(_NON_BLOCKING)
         if failed:
             self._state.notes.add("poison")
             return

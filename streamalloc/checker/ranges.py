@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from streamalloc.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
-from streamalloc.checker.notes import Notes
+from streamalloc.checker.report import Notes
 from streamalloc.driver.reports import Stack, function_of
 
 NEVER = 1 << 62
@@ -189,7 +189,7 @@ class Bytes:
 
 
 @dataclass
-class Binding:
+class BoundBytes:
     """Bytes bound to a part of a multicast object."""
 
     offset: int
@@ -201,7 +201,7 @@ class Binding:
 
 
 @dataclass
-class Contents:
+class AwaitedPart:
     """A part of shared memory that another process may still use."""
 
     low: int
@@ -246,7 +246,7 @@ class Range:
     """Ranges that had the same addresses before."""
     grants: dict[int, int] | None = None
     """Access of devices: 1 read, 3 write; None: all have access. Ranges of one pool or context share it."""
-    bindings: list[Binding] | None = None
+    bindings: list[BoundBytes] | None = None
     """Bound bytes of a mapped multicast object; None for other memory."""
     opened: int = 1
     """Number of ``cuIpcOpenMemHandle`` calls that returned this range."""
@@ -254,7 +254,7 @@ class Range:
     """Imports of this memory in the same process."""
     context: int = 0
     """Context whose end frees the range; 0 for none."""
-    awaited: tuple[Contents, ...] = ()
+    awaited: tuple[AwaitedPart, ...] = ()
     """Parts of an import that may not be complete."""
     deferred: bool = False
     """Whether its free waits for importers."""
@@ -307,7 +307,7 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
 
 
-class Addresses:
+class AddressMap:
     """The ranges of an address space. A freed range stays until another range takes its addresses."""
 
     def __init__(self, notes: Notes | None = None) -> None:

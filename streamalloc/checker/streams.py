@@ -1,4 +1,4 @@
-"""Host threads, streams and captures by the handles of a driver.
+"""Host threads, streams and captures by the handles of a driver, and questions to that driver.
 
 Other libraries may use their own streams and those whose handles they can get. They may order these streams, or wait
 for them on the host, without the checker seeing it. So these streams count as ordered among each other. The checker
@@ -13,14 +13,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from streamalloc.checker.capture import Capture, Node
-from streamalloc.checker.clocks import Actor, Stream, Timeline
-from streamalloc.checker.notes import Notes
+from streamalloc.checker.capture import TrackedCapture, TrackedNode
+from streamalloc.checker.clocks import Actor, Timeline, TrackedStream
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.processes import mapped_ranges
-from streamalloc.driver.reports import Stack, place_of
+from streamalloc.driver.reports import Stack, here, place_of
 
 _NO_TIMING = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -47,35 +46,35 @@ class ForeignStreams:
     def __init__(self, driver: Any, timeline: Timeline) -> None:
         self._driver = driver
         self._timeline = timeline
-        self._reachable: dict[Stream, None] = {}
+        self._reachable: dict[TrackedStream, None] = {}
         self.calls_are_seen: bool = False
         """Whether other libraries call no other driver, because it is a simulated one."""
         self.is_there: bool = False
         """Whether another library has used a stream."""
         self.may_write: bool = False
         """Whether other code got a stream's handle and may launch kernels unseen."""
-        self.pending: dict[Stream, deque[tuple[int, Any]]] = {}
+        self.pending: dict[TrackedStream, deque[tuple[int, Any]]] = {}
         """Pending operations: time of each, and an event after it."""
         self._over: list[Any] = []
         """Events of ended operations, destroyed once no thread queries them."""
         self._querying = 0
         """Number of threads querying events, without the lock."""
 
-    def is_ours(self, stream: Stream) -> bool:
+    def is_ours(self, stream: TrackedStream) -> bool:
         """Whether no other library can use a stream, or wait for the device unseen."""
         reachable = stream in self._reachable
         if self.calls_are_seen:
             return stream not in self._timeline.foreign and (stream.handle <= _PER_THREAD or not reachable)
         return not (self.is_there or reachable)
 
-    def can_use(self, stream: Stream) -> None:
+    def can_use(self, stream: TrackedStream) -> None:
         """Record that other libraries can get a stream, such as a default stream."""
         if self.is_there:
             self._timeline.foreign[stream] = None
         else:
             self._reachable[stream] = None
 
-    def uses(self, stream: Stream) -> None:
+    def uses(self, stream: TrackedStream) -> None:
         """Record that another library uses a stream. From now on it may use all streams that it can get."""
         self.is_there = True
         self.is_lent(stream)
@@ -84,17 +83,17 @@ class ForeignStreams:
         self._timeline.foreign.update((*self._reachable.items(), (stream, None)))
         self._reachable.clear()
 
-    def is_lent(self, stream: Stream) -> None:
+    def is_lent(self, stream: TrackedStream) -> None:
         """Record that other code has the handle of a stream, and may launch kernels unseen."""
         if not self.may_write:
             self.may_write = True
             self._timeline.notes.add("contents", stream.name)
 
-    def ended(self, stream: Stream) -> None:
+    def ended(self, stream: TrackedStream) -> None:
         """Record that a stream was destroyed."""
         self._reachable.pop(stream, None)
 
-    def did(self, stream: Stream) -> None:
+    def did(self, stream: TrackedStream) -> None:
         """Record an event after the latest operation of a stream."""
         if stream not in self._timeline.foreign or stream.obstacle is not None:
             return
@@ -122,7 +121,7 @@ class ForeignStreams:
                 self._querying -= 1
             self._destroy_events()
 
-    def _end(self, stream: Stream, time: int) -> None:
+    def _end(self, stream: TrackedStream, time: int) -> None:
         """Record that the host may have waited for a stream's operations, up to a time."""
         over = self._timeline.over
         over[stream.number] = max(over.get(stream.number, 0), time)
@@ -173,45 +172,13 @@ def is_readable(low: int, high: int) -> bool:
     return sum(max(end - start, 0) for start, end in parts) == high - low
 
 
-class _Thread:
-    """A host thread, with its per-thread default streams by context."""
-
-    def __init__(self, actor: Actor) -> None:
-        self.actor = actor
-        self.streams: dict[int, Stream] = {}
-        me = threading.get_ident()
-        # Not threading.current_thread, which would register a thread that Python has not started.
-        self._known = next((one for one in threading.enumerate() if one.ident == me), None)
-
-    @property
-    def name(self) -> str:
-        """Name of the thread, or its number if Python has not started it."""
-        return f"{threading.get_ident():#x}" if self._known is None else self._known.name
-
-
-class Streams:
-    """The threads and streams of a driver, and queries of the driver."""
+class Questions:
+    """The checker's own calls of the wrapped driver, about what no recorded call has shown."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver
-        self.timeline: Timeline = Timeline()
-        self.notes: Notes = self.timeline.notes
-        self.foreign: ForeignStreams = ForeignStreams(driver, self.timeline)
-        self.streams: dict[int, Stream] = {}
-        self.devices: dict[Stream, int | None] = {}
-        self.captures: dict[Stream, Capture] = {}
-        self._legacy: dict[int, Stream] = {}
-        self._per_thread: list[Stream] = []
-        self._here = threading.local()
-        self._over: deque[dict[int, Stream]] = deque()
-        """Per-thread streams of ended threads."""
-        # With this variable set, the bindings treat 0 as the per-thread default stream.
-        per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
-        self._zero = _PER_THREAD if per_thread else _LEGACY
 
-    # -- queries of the driver ---------------------------------------------------------------------------------
-
-    def query(self, name: str, *args: Any) -> tuple[Any, ...]:
+    def values(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Call a driver function and return its values. Returns an empty tuple if it is missing or fails."""
         function = getattr(self.driver, name, None)
         answer: tuple[Any, ...] = (1,)
@@ -220,30 +187,90 @@ class Streams:
             answer = answer if function is None else function(*args)
         return () if answer[0] else answer[1:]
 
-    def ask(self, name: str, *args: Any) -> int | None:
+    def number(self, name: str, *args: Any) -> int | None:
         """Call a driver function and return its first value as a number; None if there is none."""
-        values = self.query(name, *args)
+        values = self.values(name, *args)
         return int(values[0]) if values else None
 
-    def context(self) -> int:
-        """The current context."""
-        return self.ask("cuCtxGetCurrent") or 0
-
-    def is_of_host(self, address: int) -> bool:
+    def is_host_memory(self, address: int) -> bool:
         """Whether the driver reports an address as host memory."""
-        return self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) == _HOST
+        return self.number("cuPointerGetAttribute", MEMORY_TYPE, address) == _HOST
 
     def is_managed(self, address: int) -> bool:
         """Whether the driver reports an address as managed memory."""
-        return bool(self.ask("cuPointerGetAttribute", _IS_MANAGED, address))
+        return bool(self.number("cuPointerGetAttribute", _IS_MANAGED, address))
+
+
+class Caller(NamedTuple):
+    """Origin of a call that another feed than the wrapper has seen, perhaps on another thread."""
+
+    thread: int
+    context: int
+    """Current context of the thread."""
+    place: Stack
+
+
+class _HostThread:
+    """A host thread, with its per-thread default streams by context."""
+
+    def __init__(self, actor: Actor, number: int) -> None:
+        self.actor = actor
+        self.streams: dict[int, TrackedStream] = {}
+        self._number = number
+        # Not threading.current_thread, which would register a thread that Python has not started.
+        self._known = next((one for one in threading.enumerate() if one.ident == number), None)
+
+    @property
+    def name(self) -> str:
+        """Name of the thread, or its number if Python has not started it."""
+        return f"{self._number:#x}" if self._known is None else self._known.name
+
+
+class Streams:
+    """The threads, streams and captures of a driver."""
+
+    def __init__(self, questions: Questions, timeline: Timeline) -> None:
+        self._ask = questions
+        self._timeline = timeline
+        self.foreign: ForeignStreams = ForeignStreams(questions.driver, timeline)
+        self.by_handle: dict[int, TrackedStream] = {}
+        self.devices: dict[TrackedStream, int | None] = {}
+        self.captures: dict[TrackedStream, TrackedCapture] = {}
+        self.caller: Caller | None = None
+        """Origin of the present call; None: this thread makes it."""
+        self._legacy: dict[int, TrackedStream] = {}
+        self._per_thread: list[TrackedStream] = []
+        self._here = threading.local()
+        self._fed: dict[int, _HostThread] = {}
+        """Threads of calls from another feed."""
+        self._over: deque[dict[int, TrackedStream]] = deque()
+        """Per-thread streams of ended threads."""
+        # With this variable set, the bindings treat 0 as the per-thread default stream.
+        per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM") == "1"
+        self._zero = _PER_THREAD if per_thread else _LEGACY
+
+    # -- the present call --------------------------------------------------------------------------------------
+
+    def place(self, depth: int = 8) -> Stack:
+        """Place of the present call in the program: its innermost ``depth`` frames."""
+        return here(depth) if self.caller is None else self.caller.place
+
+    def context(self) -> int:
+        """The current context."""
+        return (self._ask.number("cuCtxGetCurrent") or 0) if self.caller is None else self.caller.context
 
     # -- threads and streams -----------------------------------------------------------------------------------
 
-    def _thread(self) -> _Thread:
-        found: _Thread | None = getattr(self._here, "thread", None)
+    def _thread(self) -> _HostThread:
+        if self.caller is not None:
+            number = self.caller.thread
+            if number not in self._fed:
+                self._fed[number] = _HostThread(self._timeline.thread(""), number)
+            return self._fed[number]
+        found: _HostThread | None = getattr(self._here, "thread", None)
         if found is None:
-            found = self._here.thread = _Thread(self.timeline.thread(""))
-            weakref.finalize(found, self.timeline.ended_threads.append, found.actor.number).atexit = False
+            found = self._here.thread = _HostThread(self._timeline.thread(""), threading.get_ident())
+            weakref.finalize(found, self._timeline.ended_threads.append, found.actor.number).atexit = False
         return found
 
     def thread(self) -> Actor:
@@ -254,40 +281,40 @@ class Streams:
         actor.name = f"host thread {thread.name}" if within is None else f"the host function of {within.name}"
         return actor
 
-    def stream(self, handle: Any) -> Stream:
+    def find(self, handle: Any) -> TrackedStream:
         """The stream of a handle."""
         number = number_of(handle)
-        found = self.streams.get(number)
+        found = self.by_handle.get(number)
         return self._special(number) if found is None else found
 
-    def capture_of(self, stream: Stream) -> Capture | None:
+    def capture_of(self, stream: TrackedStream) -> TrackedCapture | None:
         """The capture that a stream is in."""
         return self.captures.get(stream) if self.captures else None
 
-    def _special(self, number: int) -> Stream:
+    def _special(self, number: int) -> TrackedStream:
         """A default stream, or a stream that was created before the checker."""
         kind = number or self._zero
         if kind == _LEGACY:
             return self.legacy(self.context())
         if kind == _PER_THREAD:
             return self._own(self.context())
-        capturing = self.ask("cuStreamIsCapturing", number)
+        capturing = self._ask.number("cuStreamIsCapturing", number)
         if capturing is None:
             # The driver does not know the handle, and will refuse the call.
-            unknown = self.timeline.stream(f"stream {number:#x}", handle=number)
+            unknown = self._timeline.stream(f"stream {number:#x}", handle=number)
             # No order is missing before a call that has no effect.
-            unknown.clock = self.timeline.everything()
-            self.timeline.retire(unknown)
+            unknown.clock = self._timeline.everything()
+            self._timeline.retire(unknown)
             return unknown
         # Querying the flags of a captured stream would invalidate the capture.
-        flags = 1 if capturing else self.ask("cuStreamGetFlags", number) or 0
-        where = self.ask("cuStreamGetCtx", number) or 0
+        flags = 1 if capturing else self._ask.number("cuStreamGetFlags", number) or 0
+        where = self._ask.number("cuStreamGetCtx", number) or 0
         self.legacy(where)
         # The driver was queried without the lock, so another thread may have added the stream.
-        found = self.streams.get(number)
-        return self.add_stream(number, not flags & 1, where) if found is None else found
+        found = self.by_handle.get(number)
+        return self.add(number, not flags & 1, where) if found is None else found
 
-    def _own(self, context: int) -> Stream:
+    def _own(self, context: int) -> TrackedStream:
         """The per-thread default stream of the calling thread."""
         thread = self._thread()
         mine = thread.streams
@@ -302,31 +329,31 @@ class Streams:
             if not mine:
                 weakref.finalize(thread, self._over.append, mine).atexit = False
             name = f"the per-thread default stream of {thread.name}"
-            found = mine[context] = self.timeline.stream(name, context, legacy, _PER_THREAD)
+            found = mine[context] = self._timeline.stream(name, context, legacy, _PER_THREAD)
             self._per_thread.append(found)
             self.foreign.can_use(found)
             self.devices[found] = self.devices[legacy]
         return found
 
-    def legacy(self, context: int) -> Stream:
+    def legacy(self, context: int) -> TrackedStream:
         """The legacy default stream of a context."""
         if context not in self._legacy:
-            device = self.ask("cuCtxGetDevice")
+            device = self._ask.number("cuCtxGetDevice")
             if context not in self._legacy:  # another thread may have added it during the query
-                found = self.timeline.stream("the legacy default stream", context, handle=_LEGACY)
+                found = self._timeline.stream("the legacy default stream", context, handle=_LEGACY)
                 self.devices[found] = device
                 self.foreign.can_use(found)
                 self._legacy[context] = found
         return self._legacy[context]
 
-    def add_stream(
+    def add(
         self, handle: int, blocking: bool, context: int | None = None, made_at: Stack | None = None
-    ) -> Stream:
+    ) -> TrackedStream:
         """Add a stream; ``made_at`` is None for a stream of another library."""
         where = self.context() if context is None else context
         legacy = self.legacy(where)
         name = f"stream {handle:#x} ({'of another library' if made_at is None else 'created at ' + place_of(made_at)})"
-        made = self.streams[handle] = self.timeline.stream(name, where, legacy if blocking else None, handle)
+        made = self.by_handle[handle] = self._timeline.stream(name, where, legacy if blocking else None, handle)
         self.devices[made] = self.devices[legacy]
         if made_at is None:
             self.foreign.uses(made)
@@ -334,26 +361,37 @@ class Streams:
 
     def rename(self, handle: Any, name: str) -> None:
         """Set the name of a stream in reports."""
-        stream = self.stream(handle)
+        stream = self.find(handle)
         stream.name = f"stream {name!r} ({stream.name.partition('(')[2]}"
 
-    def all_streams(self, context: int | None = None) -> list[Stream]:
+    def all(self, context: int | None = None) -> list[TrackedStream]:
         """The streams of one context, or of all. Destroyed streams may still have work."""
-        found = [*self.streams.values(), *self._legacy.values(), *self._per_thread, *self.timeline.retired]
+        found = [*self.by_handle.values(), *self._legacy.values(), *self._per_thread, *self._timeline.retired]
         return [one for one in found if context is None or one.context == context]
 
-    def retire(self, stream: Stream) -> None:
+    def retire(self, stream: TrackedStream) -> None:
         """Record that a stream was destroyed."""
         self.captures.pop(stream, None)
         self.foreign.ended(stream)
         self.devices.pop(stream, None)
-        self.timeline.retire(stream)
+        self._timeline.retire(stream)
 
-    def name(self, stream: Stream, *nodes: Node) -> None:
+    def end_context(self, context: int) -> list[int]:
+        """Retire the streams of a context that ends; the handles of those that a call has created."""
+        ended = [handle for handle, one in self.by_handle.items() if one.context == context]
+        for handle in ended:
+            self.retire(self.by_handle.pop(handle))
+        for one in (self._legacy.pop(context, None), *(it for it in self._per_thread if it.context == context)):
+            if one is not None:
+                self.retire(one)
+        self._per_thread = [one for one in self._per_thread if one.context != context]
+        return ended
+
+    def name_nodes(self, stream: TrackedStream, *nodes: TrackedNode) -> None:
         """Query the graph node that a call has added to the capture of a stream."""
         capture = self.captures.get(stream)
         if capture is None:
             return
-        answer = self.query("cuStreamGetCaptureInfo", stream.handle)
+        answer = self._ask.values("cuStreamGetCaptureInfo", stream.handle)
         there = answer[3] if len(answer) > 4 else None
         capture.name(stream, int(there[0]) if there and int(answer[-1]) == 1 else 0, nodes)

@@ -6,16 +6,14 @@ import ctypes
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from streamalloc.checker.capture import Event, Node, Unseen
-from streamalloc.checker.clocks import Actor, Clock, Obstacle, Stream
-from streamalloc.checker.contents import HOST_KINDS, PAGEABLE, ElementTypes, QueuedSources
-from streamalloc.checker.interprocess import Interprocess
-from streamalloc.checker.judge import Judge
-from streamalloc.checker.ranges import NEVER, Access, Addresses, Bytes, Pieces, Range
-from streamalloc.checker.streams import MEMORY_TYPE, Streams, rights_of_process
-from streamalloc.checker.wait_values import WaitValues
+from streamalloc.checker.capture import TrackedNode, Unseen
+from streamalloc.checker.clocks import Actor, Clock, Obstacle, TrackedStream
+from streamalloc.checker.contents import HOST_KINDS, PAGEABLE
+from streamalloc.checker.ranges import NEVER, Access, Bytes, Pieces, Range
+from streamalloc.checker.state import State
+from streamalloc.checker.streams import MEMORY_TYPE, rights_of_process
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.reports import Hazard, Stack, here
+from streamalloc.driver.reports import Stack
 
 Touch = tuple[int, int, bool]
 """Address, size in bytes, and whether the bytes are written."""
@@ -51,306 +49,299 @@ def nothing(answer: tuple[Any, ...]) -> None:
     """Do nothing with the answer."""
 
 
-class UsedMemory(Streams):
-    """The memory of a driver by address, and its uses."""
+# -- kernels -----------------------------------------------------------------------------------------------
 
-    def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None]) -> None:
-        super().__init__(driver)
-        self.on_hazard: Callable[[Hazard], None] = on_hazard
-        self.addresses: Addresses = Addresses(self.notes)
-        self.reserved: Addresses = Addresses()
-        """Address ranges of ``cuMemAddressReserve``."""
-        self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.is_of_host)
-        self.judge: Judge = Judge(self.timeline, on_hazard, self.timeline.published)
-        self.events: dict[int, Event] = {}
-        self.interprocess: Interprocess = Interprocess(
-            self.timeline, self.addresses, self.values, self.events, self.judge
-        )
-        self.sources: QueuedSources = QueuedSources(self.timeline, self.foreign, self.judge)
-        self.types: ElementTypes = ElementTypes(self.addresses, self.judge)
-        self.uninitialized: bool = False
-        """Whether to report reads of unwritten memory."""
-        self._unseen_upto: int = -1
-        """Highest number of memory that a kernel without declared uses may have written."""
 
-    def look(self) -> None:
-        """Read the awaited values in host memory, and query the work of other libraries: both change without a call."""
-        if self.timeline.held:
-            self.values.look()
-        if self.foreign.pending:
-            self.foreign.look()
+def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]] | None:
+    """The uses that a simulated kernel declares for its arguments: address, size, write flag and atomic flag. None
+    for other kernels.
+    """
+    ask = getattr(state.ask.driver, "kernel_uses", None) if launch else None
+    return None if ask is None else ask(*launch)
 
-    def is_pageable(self, address: int) -> bool:
-        """Whether an address is unknown to the driver. Copies to such memory end before the call returns."""
-        return self.addresses.find(address) is None and self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is None
 
-    # -- kernels -----------------------------------------------------------------------------------------------
+def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
+    """Text for a launch by a call: the kernel's name if the driver has one."""
+    if not number_of(function):
+        return call
+    name = state.ask.values("cuKernelGetName" if isinstance(function, cuda.CUkernel) else "cuFuncGetName", function)
+    return f"{_KERNEL}{name[0].decode(errors='replace')}" if name else call
 
-    def kernel_uses(self, *launch: Any) -> list[tuple[int, int, bool, bool]] | None:
-        """The uses that a simulated kernel declares for its arguments: address, size, write flag and atomic flag. None
-        for other kernels.
-        """
-        ask = getattr(self.driver, "kernel_uses", None) if launch else None
-        return None if ask is None else ask(*launch)
 
-    def kernel(self, call: str, function: Any = 0, *_: Any) -> str:
-        """Text for a launch by a call: the kernel's name if the driver has one."""
-        if not number_of(function):
-            return call
-        name = self.query("cuKernelGetName" if isinstance(function, cuda.CUkernel) else "cuFuncGetName", function)
-        return f"{_KERNEL}{name[0].decode(errors='replace')}" if name else call
+def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[TrackedNode]:
+    """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. See :meth:`check_extent`."""
+    what, uses = kernel_name(state, call, *launch), kernel_uses(state, *launch)
+    if uses is None:
+        return [TrackedNode("use", what, stack, kernel=True, unseen=Unseen(_named(state, *launch[1:])))]
+    found = []
+    for atomic in (False, True):
+        touched = [one[:3] for one in uses if one[3] is atomic]
+        if touched or not atomic:
+            check_extent(state, f"{what} {where}", touched, stack, runs)
+            found.append(TrackedNode("use", what, stack, pieces(state, touched), kernel=True, atomic=atomic))
+    return found
 
-    def kernel_nodes(self, call: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[Node]:
-        """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. See :meth:`check_extent`."""
-        what, uses = self.kernel(call, *launch), self.kernel_uses(*launch)
-        if uses is None:
-            return [Node("use", what, stack, kernel=True, unseen=Unseen(self._named(*launch[1:])))]
-        found = []
-        for atomic in (False, True):
-            touched = [one[:3] for one in uses if one[3] is atomic]
-            if touched or not atomic:
-                self.check_extent(f"{what} {where}", touched, stack, runs)
-                found.append(Node("use", what, stack, self.pieces(touched), kernel=True, atomic=atomic))
-        return found
 
-    def _named(self, params: Any = None, extra: Any = 0) -> frozenset[Bytes] | None:
-        """The memory whose addresses are among a kernel's arguments; None if these cannot be read."""
-        if not isinstance(params, tuple) or len(params) != 2 or extra:
-            return None
-        found = [self.addresses.find(word) for value in params[0] for word in _words(value)]
-        parts = [one.physical(one.base, one.end) for one in found if one is not None]
-        return frozenset(memory for part in parts for memory, _, _ in part)
+def _named(state: State, params: Any = None, extra: Any = 0) -> frozenset[Bytes] | None:
+    """The memory whose addresses are among a kernel's arguments; None if these cannot be read."""
+    if not isinstance(params, tuple) or len(params) != 2 or extra:
+        return None
+    found = [state.addresses.find(word) for value in params[0] for word in _words(value)]
+    parts = [one.physical(one.base, one.end) for one in found if one is not None]
+    return frozenset(memory for part in parts for memory, _, _ in part)
 
-    def _may_write(self, stream: Stream, node: Node) -> None:
-        """Record a kernel without declared uses: it may write any memory that exists."""
-        if node.unseen is not None:
-            self._unseen_upto = Bytes().number
-            self.types.unseen += 1
-            self.sources.may_be_written(stream, node.unseen.named)
-            self.notes.add("kernels", node.what, node.stack)
 
-    # -- waits of the host -------------------------------------------------------------------------------------
+def may_write(state: State, stream: TrackedStream, node: TrackedNode) -> None:
+    """Record a kernel without declared uses: it may write any memory that exists."""
+    if node.unseen is not None:
+        state.unseen_upto = Bytes().number
+        state.types.unseen += 1
+        state.sources.may_be_written(stream, node.unseen.named)
+        state.notes.add("kernels", node.what, node.stack)
 
-    def synchronising(self, streams: Iterable[Stream]) -> Callable[[], None]:
-        """Begin a wait of the host for the queued work of streams. Call the result after the wait has succeeded."""
-        self.sources.check()
-        goals: list[tuple[Obstacle | None, Clock]] = []
-        for stream in streams:
-            for one in (stream, *(stream.peers or ())):
-                mark = self.timeline.record(one) if one.obstacle is not None else None
-                goals.append((mark, one.clock.copy()))
 
-        def synchronised() -> None:
-            # Observed at once: the clocks of a later goal would add ended streams and threads again.
-            seen = Clock()
-            for mark, clock in goals:
-                if mark is not None:
-                    self.timeline.force_mark(mark)
-                seen.learn(clock if mark is None or mark.clock is None else mark.clock)
-            self.timeline.host_observes(seen)
+# -- waits of the host -------------------------------------------------------------------------------------
 
-        return synchronised
 
-    def host_waited_for(self, stream: Stream) -> None:
-        """Record that the host has waited for the queued work of a stream."""
-        self.synchronising((stream,))()
+def synchronising(state: State, streams: Iterable[TrackedStream]) -> Callable[[], None]:
+    """Begin a wait of the host for the queued work of streams. Call the result after the wait has succeeded."""
+    state.sources.check()
+    goals: list[tuple[Obstacle | None, Clock]] = []
+    for stream in streams:
+        for one in (stream, *(stream.peers or ())):
+            mark = state.timeline.record(one) if one.obstacle is not None else None
+            goals.append((mark, one.clock.copy()))
 
-    def wait_for_device(self) -> None:
-        """Record that the driver waits for all streams, as in a synchronous free."""
-        synchronised = self.synchronising(self.all_streams())
-        for stream in self.all_streams():
-            self.timeline.force(stream)
-        synchronised()
+    def synchronised() -> None:
+        # Observed at once: the clocks of a later goal would add ended streams and threads again.
+        seen = Clock()
+        for mark, clock in goals:
+            if mark is not None:
+                state.timeline.force_mark(mark)
+            seen.learn(clock if mark is None or mark.clock is None else mark.clock)
+        state.timeline.host_observes(seen)
 
-    # -- uses --------------------------------------------------------------------------------------------------
+    return synchronised
 
-    def _pieces(self, touched: Iterable[Touch]) -> Pieces:
-        return [
-            (piece, write) for at, size, write in touched for piece in self.addresses.pieces(number_of(at), int(size))
-        ]
 
-    def pieces(self, touched: Iterable[Touch]) -> Pieces:
-        """The ranges behind addresses, without freed ones whose addresses other memory may have now."""
-        touched = list(touched)
-        self._note_unknown(touched)
-        return [one for one in self._pieces(touched) if not one[0][0].vacated]
+def host_waited_for(state: State, stream: TrackedStream) -> None:
+    """Record that the host has waited for the queued work of a stream."""
+    synchronising(state, (stream,))()
 
-    def _note_unknown(self, touched: Iterable[Touch]) -> None:
-        """Note memory of the driver that was not allocated through this checker."""
-        for address, size, _ in touched:
-            at = number_of(address)
-            if size and self.addresses.find(at) is None and not self.is_pageable(at):
-                self.notes.add("memory")
 
-    def node_pieces(self, touched: Iterable[Touch]) -> Pieces:
-        """The ranges that a node of a graph uses: also pageable memory, which each launch reads when it runs."""
-        touched = list(touched)
-        read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))
-        pageable = [Range(at, size, PAGEABLE, stack=here()) for at, size in read if self.is_pageable(at)]
-        return [*self.pieces(touched), *(((one, one.base, one.end), False) for one in pageable)]
+def wait_for_device(state: State) -> None:
+    """Record that the driver waits for all streams, as in a synchronous free."""
+    synchronised = synchronising(state, state.streams.all())
+    for stream in state.streams.all():
+        state.timeline.force(stream)
+    synchronised()
 
-    def _prepare(self, pieces: Pieces) -> None:
-        """Before a use, read again the announcements of other processes about the memory."""
-        if self.interprocess.uses:
-            written = {piece[0] for piece, write in pieces if write}
-            for range_ in {piece[0] for piece, _ in pieces}:
-                self.interprocess.refresh(range_, range_ in written)
-        self.sources.forget(piece[0] for piece, write in pieces if write)
 
-    def use_on_device(self, stream: Stream, address: int, nbytes: int, write: bool, atomic: bool) -> None:
-        """Queue a kernel that the program reports."""
-        stack, touched = here(), [(address, nbytes, write)]
-        self._note_unknown(touched)
-        self.queue_use(stream, Node("use", KERNEL, stack, self._pieces(touched), kernel=True, atomic=atomic))
-        self.check_extent(f"{KERNEL} on {stream.name}", touched, stack, stream not in self.captures)
+# -- uses --------------------------------------------------------------------------------------------------
 
-    def check_extent(self, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
-        """Report a kernel that goes beyond its memory. For copies and fills, the driver refuses this itself.
 
-        ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
-        """
-        for address, size, _ in touched:
-            nbytes = int(size)
-            start, end = number_of(address), number_of(address) + nbytes
-            pieces = self.addresses.pieces(start, nbytes)
-            if len(pieces) == 1 and pieces[0][1:] == (start, end):
+def all_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
+    return [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), int(size))]
+
+
+def pieces(state: State, touched: Iterable[Touch]) -> Pieces:
+    """The ranges behind addresses, without freed ones whose addresses other memory may have now."""
+    touched = list(touched)
+    _note_unknown(state, touched)
+    return [one for one in all_pieces(state, touched) if not one[0][0].vacated]
+
+
+def _note_unknown(state: State, touched: Iterable[Touch]) -> None:
+    """Note memory of the driver that was not allocated through this checker."""
+    for address, size, _ in touched:
+        at = number_of(address)
+        if size and state.addresses.find(at) is None and not state.is_pageable(at):
+            state.notes.add("memory")
+
+
+def node_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
+    """The ranges that a node of a graph uses: also pageable memory, which each launch reads when it runs."""
+    touched = list(touched)
+    read = ((number_of(at), int(size)) for at, size, write in touched if not write and int(size))
+    pageable = [Range(at, size, PAGEABLE, stack=state.place()) for at, size in read if state.is_pageable(at)]
+    return [*pieces(state, touched), *(((one, one.base, one.end), False) for one in pageable)]
+
+
+def prepare(state: State, pieces: Pieces) -> None:
+    """Before a use, read again the announcements of other processes about the memory."""
+    if state.interprocess.uses:
+        written = {piece[0] for piece, write in pieces if write}
+        for range_ in {piece[0] for piece, _ in pieces}:
+            state.interprocess.refresh(range_, range_ in written)
+    state.sources.forget(piece[0] for piece, write in pieces if write)
+
+
+def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int, write: bool, atomic: bool) -> None:
+    """Queue a kernel that the program reports."""
+    stack, touched = state.place(), [(address, nbytes, write)]
+    _note_unknown(state, touched)
+    queue_use(state, stream, TrackedNode("use", KERNEL, stack, all_pieces(state, touched), kernel=True, atomic=atomic))
+    check_extent(state, f"{KERNEL} on {stream.name}", touched, stack, stream not in state.streams.captures)
+
+
+def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
+    """Report a kernel that goes beyond its memory. For copies and fills, the driver refuses this itstate.
+
+    ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
+    """
+    for address, size, _ in touched:
+        nbytes = int(size)
+        start, end = number_of(address), number_of(address) + nbytes
+        pieces = state.addresses.pieces(start, nbytes)
+        if len(pieces) == 1 and pieces[0][1:] == (start, end):
+            continue
+        if pieces and pieces[0][1] == start and pieces[0][0].kind in _ONE_ALLOCATION:
+            state.judge.beyond(pieces[0], end, kernel, stack)
+        elif runs and sum(high - low for _, low, high in pieces) < nbytes:
+            for range_ in state.reserved.overlapping(start, end):
+                hole = f"{kernel} uses a part of {range_} where no memory is mapped."
+                remedy = "map memory there and grant access before the use (cuMemMap, cuMemSetAccess)."
+                state.judge.report("access without a grant", hole, remedy, range_, stack)
+
+
+def release_mapped(state: State, address: int, nbytes: int, released: bool) -> None:
+    """Record that the program has released memory that stays mapped, or uses it again."""
+    for range_, _, _ in state.addresses.pieces(address, nbytes):
+        range_.released = state.place() if released else None
+
+
+def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
+    """Queue a use, or add it to the capture of its stream."""
+    pieces, what, stack = node.pieces, node.what, node.stack
+    prepare(state, pieces)
+    state.types.forget(pieces)
+    capture = state.streams.capture_of(stream)
+    if capture is not None:
+        capture.add(stream, node)
+        if what != KERNEL:
+            state.streams.name_nodes(stream, node)
+        return
+    for (range_, _, _), write in pieces:
+        if write and range_.released is not None:
+            text = f"{what} on {stream.name} writes {range_}, which was released before."
+            remedy = "take the memory into use again before the write: commit the page."
+            state.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
+    state.timeline.submit(stream, lambda stream: touch(state, stream, node, stack))
+    state.sources.add(stream, pieces, what, stack)
+    may_write(state, stream, node)
+    for (range_, low, high), write in pieces:
+        if write and high - low <= FLAG and may_poll(range_):
+            state.sources.polled(stream, low, high)
+    held(state, stream, node, stack)
+    state.streams.foreign.did(stream)
+
+
+def held(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
+    """Record the uses of a node behind the wait of its stream: a free by the host before they run is a hazard."""
+    for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
+        range_.held_write |= write
+        if not state.values.may_be_over(stream):
+            range_.last[stream.number] = Access(stream, node.what, stack, write, time=NEVER)
+
+
+def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
+    """Check the reads and writes of an operation at the time when its stream runs it."""
+    shared, device = state.interprocess.uses, state.streams.devices.get(stream) if node.kernel else None
+    for access, piece in node.accesses(stream, stack):
+        if state.uninitialized and not (access.write or state.streams.foreign.may_write):
+            state.judge.reads_unwritten(piece, access, state.unseen_upto)
+        state.judge.use((piece,), access, stream.clock, device)
+        if shared and piece[0] in shared:
+            state.interprocess.used(piece, stream, access.write)
+
+
+def use_on_host(
+    state: State, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
+) -> None:
+    """Check a read or write by a host thread. ``seen``: the program reports the use."""
+    thread = state.streams.thread()
+    state.timeline.host_acts(thread)
+    access = Access(thread, what, state.place(), write)
+    pieces = state.addresses.pieces(address, nbytes)
+    prepare(state, [(piece, write) for piece in pieces])
+    if seen:
+        state.sources.check()
+    clock = state.sources.seen_by_host(address, address + nbytes) if seen else state.timeline.host
+    state.judge.use(pieces, access, clock)
+    if seen:
+        state.sources.view(pieces)
+
+
+def revoke(
+    state: State, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str, stack: Stack
+) -> None:
+    """Report uses that may still run on devices that lose access."""
+    lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
+    for range_ in ranges if lost else ():
+        for use in range_.last.values():
+            if not isinstance(use.actor, TrackedStream) or state.streams.devices.get(use.actor) not in lost:
                 continue
-            if pieces and pieces[0][1] == start and pieces[0][0].kind in _ONE_ALLOCATION:
-                self.judge.beyond(pieces[0], end, kernel, stack)
-            elif runs and sum(high - low for _, low, high in pieces) < nbytes:
-                for range_ in self.reserved.overlapping(start, end):
-                    hole = f"{kernel} uses a part of {range_} where no memory is mapped."
-                    remedy = "map memory there and grant access before the use (cuMemMap, cuMemSetAccess)."
-                    self.judge.report("access without a grant", hole, remedy, range_, stack)
+            if not state.timeline.may_be_known(use.actor.number, use.time):
+                rights = f"the access of device {state.streams.devices[use.actor]} to {range_}"
+                found = f"{what} revokes {rights}, but nothing orders it after {use}."
+                remedy = state.judge.missing_order(use, state.streams.thread())
+                state.judge.report("access without a grant", found, remedy, range_, stack, used=use.stack)
 
-    def release_mapped(self, address: int, nbytes: int, released: bool) -> None:
-        """Record that the program has released memory that stays mapped, or uses it again."""
-        for range_, _, _ in self.addresses.pieces(address, nbytes):
-            range_.released = here() if released else None
 
-    def queue_use(self, stream: Stream, node: Node) -> None:
-        """Queue a use, or add it to the capture of its stream."""
-        pieces, what, stack = node.pieces, node.what, node.stack
-        self._prepare(pieces)
-        self.types.forget(pieces)
-        capture = self.capture_of(stream)
-        if capture is not None:
-            capture.add(stream, node)
-            if what != KERNEL:
-                self.name(stream, node)
-            return
-        for (range_, _, _), write in pieces:
-            if write and range_.released is not None:
-                text = f"{what} on {stream.name} writes {range_}, which was released before."
-                remedy = "take the memory into use again before the write: commit the page."
-                self.judge.report("use after free", text, remedy, range_, stack, released=range_.released)
-        self.timeline.submit(stream, lambda stream: self.touch(stream, node, stack))
-        self.sources.add(stream, pieces, what, stack)
-        self._may_write(stream, node)
-        for (range_, low, high), write in pieces:
-            if write and high - low <= FLAG and may_poll(range_):
-                self.sources.polled(stream, low, high)
-        self.held(stream, node, stack)
-        self.foreign.did(stream)
+# -- uses of freed memory ----------------------------------------------------------------------------------
 
-    def held(self, stream: Stream, node: Node, stack: Stack) -> None:
-        """Record the uses of a node behind the wait of its stream: a free by the host before they run is a hazard."""
-        for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
-            range_.held_write |= write
-            if not self.values.may_be_over(stream):
-                range_.last[stream.number] = Access(stream, node.what, stack, write, time=NEVER)
 
-    def touch(self, stream: Stream, node: Node, stack: Stack) -> None:
-        """Check the reads and writes of an operation at the time when its stream runs it."""
-        shared, device = self.interprocess.uses, self.devices.get(stream) if node.kernel else None
-        for access, piece in node.accesses(stream, stack):
-            if self.uninitialized and not (access.write or self.foreign.may_write):
-                self.judge.reads_unwritten(piece, access, self._unseen_upto)
-            self.judge.use((piece,), access, stream.clock, device)
-            if shared and piece[0] in shared:
-                self.interprocess.used(piece, stream, access.write)
+def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Finish:
+    """Report a use of memory that was certainly freed before. If that is uncertain, report it only if the driver
+    refuses the call.
 
-    def use_on_host(
-        self, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
-    ) -> None:
-        """Check a read or write by a host thread. ``seen``: the program reports the use."""
-        thread = self.thread()
-        self.timeline.host_acts(thread)
-        access = Access(thread, what, here(), write)
-        pieces = self.addresses.pieces(address, nbytes)
-        self._prepare([(piece, write) for piece in pieces])
-        if seen:
-            self.sources.check()
-        clock = self.sources.seen_by_host(address, address + nbytes) if seen else self.timeline.host
-        self.judge.use(pieces, access, clock)
-        if seen:
-            self.sources.view(pieces)
-
-    def revoke(
-        self, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str, stack: Stack
-    ) -> None:
-        """Report uses that may still run on devices that lose access."""
-        lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
-        for range_ in ranges if lost else ():
-            for use in range_.last.values():
-                if not isinstance(use.actor, Stream) or self.devices.get(use.actor) not in lost:
-                    continue
-                if not self.timeline.may_be_known(use.actor.number, use.time):
-                    rights = f"the access of device {self.devices[use.actor]} to {range_}"
-                    found = f"{what} revokes {rights}, but nothing orders it after {use}."
-                    remedy = self.judge.missing_order(use, self.thread())
-                    self.judge.report("access without a grant", found, remedy, range_, stack, used=use.stack)
-
-    # -- uses of freed memory ----------------------------------------------------------------------------------
-
-    def stale(self, handle: Any, what: str, touched: Iterable[Touch], *, in_order: bool = True) -> Finish:
-        """Report a use of memory that was certainly freed before. If that is uncertain, report it only if the driver
-        refuses the call.
-
-        ``in_order`` is False for a call outside of stream order. Call the result with the driver's answer.
-        """
-        gone = [one for one in self._pieces(touched) if one[0][0].ended is not None]
-        if not gone:
-            return nothing
-        stream = self.stream(handle) if in_order else None
-        if stream is None:
-            return self._stale(gone, self.thread(), self.timeline.everything(), what)
-        if stream in self.captures:
-            return self.stale_at_launch(what, touched)
-        elif stream.obstacle is None:
-            return self._stale(gone, stream, self.timeline.before_next(stream), what)
+    ``in_order`` is False for a call outside of stream order. Call the result with the driver's answer.
+    """
+    gone = [one for one in all_pieces(state, touched) if one[0][0].ended is not None]
+    if not gone:
         return nothing
+    stream = state.streams.find(handle) if in_order else None
+    if stream is None:
+        return _stale(state, gone, state.streams.thread(), state.timeline.everything(), what)
+    if stream in state.streams.captures:
+        return stale_at_launch(state, what, touched)
+    elif stream.obstacle is None:
+        return _stale(state, gone, stream, state.timeline.before_next(stream), what)
+    return nothing
 
-    def stale_at_launch(self, what: str, touched: Iterable[Touch]) -> Finish:
-        """Report an operation on freed memory that is added to a graph. A pool or a mapping may get the addresses
-        again, so only vacated ranges count.
-        """
-        gone = [one for one in self._pieces(touched) if one[0][0].vacated]
-        return self._stale(gone, self.thread(), self.timeline.everything(), what) if gone else nothing
 
-    def _stale(self, gone: Pieces, actor: Actor, clock: Clock, what: str) -> Finish:
-        late, stack = [], here()
-        for (range_, low, high), write in gone:
-            pieces, access, ended = ((range_, low, high),), Access(actor, what, stack, write), range_.ended
-            assert ended is not None
-            known = ended.actor is actor or self.timeline.certain(clock, ended.actor.number, ended.time)
-            if not known or (range_.vacated and self._is_there(low, what)):
-                # The use may precede the free, or other memory may have the addresses now.
-                late.append((pieces, access))
-            else:
-                self.judge.use(pieces, access, clock)
+def stale_at_launch(state: State, what: str, touched: Iterable[Touch]) -> Finish:
+    """Report an operation on freed memory that is added to a graph. A pool or a mapping may get the addresses
+    again, so only vacated ranges count.
+    """
+    gone = [one for one in all_pieces(state, touched) if one[0][0].vacated]
+    return _stale(state, gone, state.streams.thread(), state.timeline.everything(), what) if gone else nothing
 
-        def finish(answer: tuple[Any, ...]) -> None:
-            for pieces, access in late if answer[0] else ():
-                self.judge.use(pieces, access, clock)
 
-        return finish
+def _stale(state: State, gone: Pieces, actor: Actor, clock: Clock, what: str) -> Finish:
+    late, stack = [], state.place()
+    for (range_, low, high), write in gone:
+        pieces, access, ended = ((range_, low, high),), Access(actor, what, stack, write), range_.ended
+        assert ended is not None
+        known = ended.actor is actor or state.timeline.certain(clock, ended.actor.number, ended.time)
+        if not known or (range_.vacated and _is_there(state, low, what)):
+            # The use may precede the free, or other memory may have the addresses now.
+            late.append((pieces, access))
+        else:
+            state.judge.use(pieces, access, clock)
 
-    def _is_there(self, address: int, what: str) -> bool:
-        """Whether there is usable memory at an address of a freed range."""
-        if self.ask("cuPointerGetAttribute", MEMORY_TYPE, address) is not None:
-            return True
-        if what.startswith((_KERNEL, "cuLaunch", "cuMemset")):
-            return False
-        # Host memory may reuse the addresses of freed memory. Addresses that a driver keeps are not readable.
-        return any(rights[0] == "r" for rights in rights_of_process(address, address + 1))
+    def finish(answer: tuple[Any, ...]) -> None:
+        for pieces, access in late if answer[0] else ():
+            state.judge.use(pieces, access, clock)
+
+    return finish
+
+
+def _is_there(state: State, address: int, what: str) -> bool:
+    """Whether there is usable memory at an address of a freed range."""
+    if state.ask.number("cuPointerGetAttribute", MEMORY_TYPE, address) is not None:
+        return True
+    if what.startswith((_KERNEL, "cuLaunch", "cuMemset")):
+        return False
+    # Host memory may reuse the addresses of freed memory. Addresses that a driver keeps are not readable.
+    return any(rights[0] == "r" for rights in rights_of_process(address, address + 1))

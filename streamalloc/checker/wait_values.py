@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.checker.clocks import Clock, Obstacle, Stream, Timeline
-from streamalloc.checker.ranges import Addresses, Bytes, Range
+from streamalloc.checker.clocks import Clock, Obstacle, Timeline, TrackedStream
+from streamalloc.checker.ranges import AddressMap, Bytes, Range
 from streamalloc.driver.bindings import WAIT_COMPARISONS
 
 _TYPES: dict[int, Any] = {32: ctypes.c_uint32, 64: ctypes.c_uint64}
@@ -38,7 +38,7 @@ class WaitValues:
     waiting stream idle, and all earlier work counts as ordered before it.
     """
 
-    def __init__(self, timeline: Timeline, addresses: Addresses, on_host: Callable[[int], bool]) -> None:
+    def __init__(self, timeline: Timeline, addresses: AddressMap, on_host: Callable[[int], bool]) -> None:
         self._timeline = timeline
         self._addresses = addresses
         self._on_host = on_host
@@ -55,12 +55,12 @@ class WaitValues:
         """Give the value at an address no meaning: the facade announces it separately."""
         self._ignored.add(self._key(address)[0])
 
-    def write(self, stream: Stream, address: int, value: int) -> None:
+    def write(self, stream: TrackedStream, address: int, value: int) -> None:
         """Queue a write of a value in a stream."""
         key, range_ = self._key(address)
         shared = range_ is None or range_.bytes.shared
 
-        def write(stream: Stream) -> None:
+        def write(stream: TrackedStream) -> None:
             writes = self._writes.setdefault(key, [])
             writes.append((value, stream.clock.copy()))
             del writes[:-_MOST_WRITES]
@@ -76,7 +76,7 @@ class WaitValues:
 
         self._timeline.submit(stream, write)
 
-    def wait(self, stream: Stream, address: int, value: int, flag: int, bits: int) -> None:
+    def wait(self, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
         """Queue a wait for a value in a stream."""
         key, range_ = self._key(address)
         compare = WAIT_COMPARISONS[flag & 3]
@@ -85,7 +85,7 @@ class WaitValues:
             # Host memory can change without a call.
             wait.read = lambda: int(_TYPES[bits].from_address(address).value)
 
-        def meet(stream: Stream) -> None:
+        def meet(stream: TrackedStream) -> None:
             order: Clock | None = None
             writes = self._writes.get(key, [])
             for written, clock in reversed(writes):
@@ -104,7 +104,7 @@ class WaitValues:
         self._timeline.submit(stream, meet)
         self._timeline.wait(stream, wait)
 
-    def may_be_over(self, stream: Stream) -> bool:
+    def may_be_over(self, stream: TrackedStream) -> bool:
         """Whether a stream waits, directly or through other streams, for a value that the host cannot read."""
         obstacle = stream.obstacle
         while obstacle is not None and obstacle.source is not None and obstacle.source.obstacle is not None:

@@ -53,16 +53,10 @@ class HandleCounts:
         self._live: Counter[tuple[str, int]] = Counter()
         self._uncounted: set[int] = set()
         """Handles that need not be released: graph memory, imported pools, mipmap levels."""
-        self.interrupted: Counter[str] = Counter()
-        """Interrupted calls by kind. Each may have made an unrecorded handle, so for each one unknown handle of the
-        kind may be released.
-        """
 
     def may_end(self, name: str, handle: int) -> bool:
         """Whether a call may end this handle."""
-        if handle in self._uncounted or self.owns(name, handle):
-            return True
-        return any(self.interrupted[kind] > 0 for kind in ENDERS[name])
+        return handle in self._uncounted or self.owns(name, handle)
 
     def owns(self, name: str, handle: int) -> bool:
         """Whether this handle has an owner that a call can end."""
@@ -88,9 +82,6 @@ class HandleCounts:
                     break
                 if self._live.pop((kind, handle), 0):
                     break
-            else:
-                if handle not in self._uncounted:
-                    self.interrupted -= Counter([kind for kind in ENDERS[name] if self.interrupted[kind] > 0][:1])
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name == "cuMemMap":

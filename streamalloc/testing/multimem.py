@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.internal import Stream, stream_call
+from streamalloc.core.internal import Stream, raw_handle, stream_call
+from streamalloc.core.session import session_of
 
 Values: TypeAlias = npt.NDArray[Any]
 AddressLike: TypeAlias = Any
@@ -71,7 +72,7 @@ def multimem_st(stream: Stream, address: AddressLike, values: Values) -> None:
     def store(where: int, offset: int, size: int) -> None:
         ctypes.memmove(where, data[offset : offset + size], size)
 
-    _launch(stream, lambda launch: launch.update(at, len(data), store))
+    _launch(stream, lambda launch: launch.update(at, len(data), store), (at, len(data), True, False))
 
 
 def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str = "add") -> None:
@@ -100,9 +101,7 @@ def multimem_red(stream: Stream, address: AddressLike, values: Values, op: str =
         given = np.frombuffer(data, array.dtype, size // array.itemsize, offset)
         replica[:] = _combine(op, replica, given)
 
-    # Marks the operation for a checker: atomic operations need no order among each other.
-    reduce.atomic = True  # type: ignore[attr-defined]
-    _launch(stream, lambda launch: launch.update(at, len(data), reduce))
+    _launch(stream, lambda launch: launch.update(at, len(data), reduce), (at, len(data), True, True))
 
 
 def multimem_ld_reduce(
@@ -132,13 +131,20 @@ def multimem_ld_reduce(
             result = _combine(op, result, one.astype(result.dtype))
         return result.astype(kind).tobytes()
 
-    _launch(stream, lambda launch: launch.gather(target, at, size, combine))
+    uses = ((at, size, False, True), (target, size, True, False))
+    _launch(stream, lambda launch: launch.gather(target, at, size, combine), *uses)
 
 
-def _launch(stream: Stream, kernel: Callable[[Any], None]) -> None:
+def _launch(stream: Stream, kernel: Callable[[Any], None], *uses: tuple[int, int, bool, bool]) -> None:
+    """Queue an operation. ``uses``, for a checker: address, bytes, whether it writes, and whether it is atomic."""
     if not hasattr(stream.device.driver, "multimem_launch"):
         raise NotImplementedError("only on the simulated driver; on hardware, write a kernel with this instruction")
     stream_call(stream, "multimem_launch", kernel)
+    listener = session_of(stream.device).listener
+    if listener is not None:
+        with stream.device.current():
+            for address, nbytes, write, atomic in uses:
+                listener.used(address, nbytes, raw_handle(stream), write, atomic)
 
 
 def _combine(op: str, left: Values, right: Values) -> Values:

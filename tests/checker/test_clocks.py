@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, UNORDERED, Clock, Obstacle, Stream, Timeline
+from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, UNORDERED, Clock, Obstacle, Timeline, TrackedStream
 
 STREAMS, EVENTS = 5, 3  # 0 is the legacy stream, 1 and 2 take turns with it, 3 and 4 do not
 STEPS = some.lists(
@@ -40,7 +40,7 @@ class Graph:
         return first in seen
 
 
-def streams_of(timeline: Timeline) -> list[Stream]:
+def streams_of(timeline: Timeline) -> list[TrackedStream]:
     legacy = timeline.stream("legacy")
     return [legacy, *(timeline.stream(str(n), legacy=legacy if n < 3 else None) for n in range(1, STREAMS))]
 

@@ -219,7 +219,7 @@ def test_it_leaves_no_events(interrupted: tuple[Interrupted, Bench, Library], co
     ctypes.c_uint32.from_address(gate).value = 1
     library.driver.cuStreamSynchronize(side)
     bench.driver._state.look()
-    assert bench.driver._state.foreign.pending == {} and driver.events == before
+    assert bench.driver._state.streams.foreign.pending == {} and driver.events == before
     bench.done(memory)
     library.driver.cuStreamDestroy(side)
 

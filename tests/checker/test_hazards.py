@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 import streamalloc.driver as sd
 from streamalloc.checker.clocks import CERTAIN, Timeline
-from streamalloc.checker.ranges import Access, Addresses, Bytes, Moment, Range, size_text
+from streamalloc.checker.ranges import Access, AddressMap, Bytes, Moment, Range, size_text
 from streamalloc.driver.bindings import cuda
 
 LENGTH = 12
@@ -57,7 +57,7 @@ def test_intervals_are_what_single_bytes_are(
 
 
 def test_ranges_take_the_place_of_others() -> None:
-    addresses = Addresses()
+    addresses = AddressMap()
     first, second = Range(100, 50, "one"), Range(200, 50, "two")
     addresses.add(second)
     addresses.add(first)
@@ -69,7 +69,7 @@ def test_ranges_take_the_place_of_others() -> None:
 
 
 def test_what_has_ended_is_forgotten_at_last() -> None:
-    addresses, stays = Addresses(), Range(1, 1, "stays")
+    addresses, stays = AddressMap(), Range(1, 1, "stays")
     addresses.add(stays)
     for number in range(25_000):
         made = Range(16 * (number + 1), 8, "goes")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from streamalloc.checker.open_files import OpenFiles
+from streamalloc.checker.interprocess import OpenFiles
 
 
 @pytest.fixture

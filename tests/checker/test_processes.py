@@ -17,7 +17,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.checker import announcements
-from streamalloc.checker.announcements import Entry
+from streamalloc.checker.announcements import BoardEntry
 from streamalloc.checker.interprocess import _MOST_ACTORS
 from streamalloc.driver import processes
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
@@ -596,8 +596,8 @@ def test_actors_of_events_that_are_gone_are_forgotten() -> None:
     board: Any = {"name": [b"here"], "number": [1]}
     checked: Any = sd.checked(sd.simulated())
     found = checked._state.interprocess
-    here = Entry(board, 0, b"here", 1)
+    here = BoardEntry(board, 0, b"here", 1)
     actor = found._actor(here)
     for number in range(3 * _MOST_ACTORS):
-        found._actor(Entry(board, 0, b"gone %d" % number, 1))
+        found._actor(BoardEntry(board, 0, b"gone %d" % number, 1))
     assert len(found._actors) <= 2 * _MOST_ACTORS and found._actor(here) is actor

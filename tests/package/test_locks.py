@@ -16,7 +16,8 @@ import streamalloc as sa
 import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
-from streamalloc.checker.driver import Checked
+from streamalloc.checker.report import Reports
+from streamalloc.checker.wrapper import Checked
 from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
@@ -125,18 +126,20 @@ def test_a_primary_context_is_retained_once() -> None:
 def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
     def make() -> Checked:
         checked: Any = sd.checked(sd.simulated())
-        checked._found += [sd.Hazard(kind, "two writes", "order them", 512) for kind in ("race", "leak", "double free")]
+        checked._reports.found += [
+            sd.Hazard(kind, "two writes", "order them", 512) for kind in ("race", "leak", "double free")
+        ]
         return cast("Checked", checked)
 
     kept: list[list[Any]] = []
     guard = threading.Lock()
 
     def keep(checked: Checked) -> None:
-        fresh = checked._judge(int)[1]
+        fresh = checked._alone(checked._reports.take)
         with guard:
             kept.append(fresh)
 
-    for checked in interleaved(Checked._move_found, make, keep, keep, at="line"):
+    for checked in interleaved(Reports.take, make, keep, keep, at="line"):
         assert sum(map(len, kept)) == len(checked.hazards) == 3
         kept.clear()
 

@@ -6,40 +6,127 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from streamalloc.checker.capture import Capture, Graph, Node, Unseen
-from streamalloc.checker.ranges import Range
-from streamalloc.checker.rules.order import batch_of_values
+from streamalloc.checker import uses
+from streamalloc.checker.capture import TrackedCapture, TrackedGraph, TrackedNode, Unseen
+from streamalloc.checker.clocks import TrackedStream
+from streamalloc.checker.ranges import Bytes, Range
+from streamalloc.checker.rules.order import batch_of_values, event_of, record, wait
 from streamalloc.checker.rules.rule import Answer, Arguments, ends, rules
 from streamalloc.checker.rules.work import plane, rows
 from streamalloc.checker.state import Executable, State
-from streamalloc.checker.uses import KERNEL, Finish, Touch
+from streamalloc.checker.uses import Finish, Touch
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.reports import here
+from streamalloc.driver.reports import Launched, Stack
 
+T = TypeVar("T")
 _SET = int(cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
+
+
+def graph_of(state: State, handle: Any) -> TrackedGraph:
+    """The graph of a handle."""
+    return _built(state, state.graphs, number_of(handle), TrackedGraph)
+
+
+def executable_of(state: State, handle: Any) -> Executable:
+    """The executable graph of a handle."""
+    return _built(state, state.executables, number_of(handle), partial(Executable, []))
+
+
+def _built(state: State, known: dict[int, T], number: int, make: Callable[[], T]) -> T:
+    found = known.get(number)
+    if found is None:
+        found = known[number] = make()
+        state.notes.add("graphs")
+    return found
+
+
+def launch(state: State, executable: Executable, stream: TrackedStream, stack: Stack) -> None:
+    """Queue a launch of a graph. It runs after earlier launches of the same graph."""
+    nodes, capture = executable.nodes, state.streams.capture_of(stream)
+    if capture is not None:
+        copies = [replace(node, handle=0) for node in nodes]
+        for node in copies:
+            capture.add(stream, node)
+        state.streams.name_nodes(stream, *copies)
+        return
+    if executable.launched is not None:
+        state.timeline.wait(stream, executable.launched)
+    used = [one for node in nodes if node.enabled for one in node.pieces]
+    uses.prepare(state, used)
+    together: list[TrackedNode] = []
+    for node in nodes:
+        if node.kind == "step":
+            _run(state, stream, together, stack)
+            together = []
+            node.step(stream)
+            continue
+        together.append(node)
+        if node.kind == "allocate":
+            if state.addresses.find(node.range.base) is not node.range:
+                state.addresses.add(node.range)
+        elif any(piece[0].kind == "mapping" and piece[0].ended for piece, _ in node.pieces):
+            # The addresses may be mapped differently since the capture: the launch uses the present mapping.
+            node.pieces = uses.all_pieces(state, ((low, high - low, write) for (_, low, high), write in node.pieces))
+    _run(state, stream, together, stack)
+    if not any(node.kind == "step" for node in nodes):
+        followed = state.sources.followed(used)
+        written = [one for one in followed if one[1]]
+        for node in nodes if len(written) < len(followed) else ():
+            if node.enabled:
+                reads = [one for one in node.pieces if not one[1]]
+                state.sources.add(stream, reads + written, node.what, Launched(node.stack, stack))
+    executable.launched = state.timeline.record(stream)
+
+
+def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: Stack) -> None:
+    def run(stream: TrackedStream) -> None:
+        for node in nodes:
+            state.timeline.next(stream)
+            if not node.enabled:
+                continue
+            launched = Launched(node.stack, stack)
+            if node.kind == "use":
+                uses.touch(state, stream, node, launched)
+                uses.may_write(state, stream, node)
+            elif node.kind == "free":
+                state.judge.free(node.range, stream, stream.clock, node.what, launched)
+            else:
+                made = node.range
+                if not made.pending and made.ended is None:
+                    # The graph was instantiated with automatic frees at each launch.
+                    state.judge.free(made, stream, stream.clock, "cuGraphLaunch", stack)
+                made.ended = None
+                made.last.clear()
+                made.bytes = Bytes()
+                state.judge.allocate(made, stream)
+
+    state.timeline.submit(stream, run)
+    for node in nodes:
+        if node.enabled:
+            uses.held(state, stream, node, Launched(node.stack, stack))
 
 
 # -- captures ------------------------------------------------------------------------------------------------
 
 
 def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    stream = state.stream(args[0])
-    capture = state.captures[stream] = Capture(state.on_hazard)
+    stream = state.streams.find(args[0])
+    capture = state.streams.captures[stream] = TrackedCapture(state.on_hazard)
     capture.join(stream)
     if name == "cuStreamBeginCaptureToGraph":
-        capture.begin_in(state.graph(args[1]), stream, [int(one) for one in args[2] or ()])
+        capture.begin_in(graph_of(state, args[1]), stream, [int(one) for one in args[2] or ()])
 
 
 def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
-    capture = state.captures.get(state.stream(args[0]))
+    capture = state.streams.captures.get(state.streams.find(args[0]))
 
     def finish(answer: Answer) -> None:
-        if capture is None or (answer[0] and state.ask("cuStreamIsCapturing", args[0])):
+        if capture is None or (answer[0] and state.ask.number("cuStreamIsCapturing", args[0])):
             return
         capture.ended = True
-        state.captures = {stream: one for stream, one in state.captures.items() if one is not capture}
+        state.streams.captures = {stream: one for stream, one in state.streams.captures.items() if one is not capture}
         if not answer[0]:
             state.graphs[int(answer[1])] = capture.graph
 
@@ -47,47 +134,47 @@ def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer]
 
 
 def _reorders_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    stream = state.stream(args[0])
-    if stream in state.captures:
+    stream = state.streams.find(args[0])
+    if stream in state.streams.captures:
         nodes = list(args[1] or ())[: int(args[-2])]
-        state.captures[stream].reorder(stream, [int(one) for one in nodes], bool(int(args[-1]) & _SET))
+        state.streams.captures[stream].reorder(stream, [int(one) for one in nodes], bool(int(args[-1]) & _SET))
 
 
 # -- explicit graphs ------------------------------------------------------------------------------------------
 
 
 def _makes_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.graphs[int(answer[1])] = Graph()
+    state.graphs[int(answer[1])] = TrackedGraph()
 
 
 def _clones_graph(state: State, name: str, args: Arguments, answer: Answer) -> None:
     def in_clone(handle: int) -> int:
-        found = state.ask("cuGraphNodeFindInClone", cuda.CUgraphNode(handle), answer[1]) if handle else None
+        found = state.ask.number("cuGraphNodeFindInClone", cuda.CUgraphNode(handle), answer[1]) if handle else None
         return found or 0
 
-    nodes = state.graph(args[0]).nodes
-    state.graphs[int(answer[1])] = Graph([replace(one, handle=in_clone(one.handle)) for one in nodes])
+    nodes = graph_of(state, args[0]).nodes
+    state.graphs[int(answer[1])] = TrackedGraph([replace(one, handle=in_clone(one.handle)) for one in nodes])
 
 
 def _adds(
-    at: int, make: Callable[[State, Any], list[Node]], state: State, name: str, args: Arguments, answer: Answer
+    at: int, make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
 ) -> None:
     """Add the nodes made from argument ``at``. The graph is checked at its instantiation, because edges may be added
     until then.
     """
-    graph = state.graph(args[0])
+    graph = graph_of(state, args[0])
     for node in make(state, args[at]):
-        node.what, node.stack = node.what or name, node.stack or here()
+        node.what, node.stack = node.what or name, node.stack or state.place()
         graph.add(int(answer[1]), node, [int(one) for one in args[1] or ()])
 
 
-def _use(state: State, touched: Iterable[Touch]) -> list[Node]:
-    return [Node("use", pieces=state.node_pieces(touched))]
+def _use(state: State, touched: Iterable[Touch]) -> list[TrackedNode]:
+    return [TrackedNode("use", pieces=uses.node_pieces(state, touched))]
 
 
 def _checks(touched: Callable[[State, Any], Iterable[Touch]], state: State, name: str, args: Arguments) -> Finish:
     """Before a call that adds a node: find freed memory in its arguments. The driver may refuse the call."""
-    return state.stale_at_launch(name, touched(state, args[3]))
+    return uses.stale_at_launch(state, name, touched(state, args[3]))
 
 
 def _filled(state: State, one: Any) -> list[Touch]:
@@ -95,47 +182,49 @@ def _filled(state: State, one: Any) -> list[Touch]:
     return rows(state, number_of(one.dst), int(one.pitch), width, height, True)
 
 
-def _work_node(touched: Callable[[State, Any], Iterable[Touch]], state: State, params: Any) -> list[Node]:
+def _work_node(touched: Callable[[State, Any], Iterable[Touch]], state: State, params: Any) -> list[TrackedNode]:
     return _use(state, touched(state, params))
 
 
-def _allocation_node(state: State, params: Any) -> list[Node]:
-    made = Range(int(params.dptr), int(params.bytesize), "allocation", stack=here(), pending=True)
+def _allocation_node(state: State, params: Any) -> list[TrackedNode]:
+    made = Range(int(params.dptr), int(params.bytesize), "allocation", stack=state.place(), pending=True)
     state.addresses.add(made)
-    return [Node("allocate", range=made)]
+    return [TrackedNode("allocate", range=made)]
 
 
-def _free_node(state: State, address: Any) -> list[Node]:
+def _free_node(state: State, address: Any) -> list[TrackedNode]:
     found = state.addresses.find(number_of(address))
-    return [Node("use") if found is None else Node("free", range=found)]
+    return [TrackedNode("use") if found is None else TrackedNode("free", range=found)]
 
 
-def _kernel_node(state: State, params: Any) -> list[Node]:
+def _kernel_node(state: State, params: Any) -> list[TrackedNode]:
     function = params.func if int(params.func) else params.kern
-    return state.kernel_nodes(KERNEL, here(), "of a graph", False, function, params.kernelParams, params.extra)
+    return uses.kernel_nodes(
+        state, uses.KERNEL, state.place(), "of a graph", False, function, params.kernelParams, params.extra
+    )
 
 
-def _record_node(state: State, event: Any) -> list[Node]:
-    return [Node("step", step=lambda stream: state.record(state.event(event), stream))]
+def _record_node(state: State, event: Any) -> list[TrackedNode]:
+    return [TrackedNode("step", step=lambda stream: record(state, event_of(state, event), stream))]
 
 
-def _wait_node(state: State, event: Any) -> list[Node]:
-    return [Node("step", step=lambda stream: state.wait(stream, state.event(event)))]
+def _wait_node(state: State, event: Any) -> list[TrackedNode]:
+    return [TrackedNode("step", step=lambda stream: wait(state, stream, event_of(state, event)))]
 
 
-def _value_node(state: State, params: Any) -> list[Node]:
-    return [Node("step", step=lambda stream: batch_of_values(state, stream, params.paramArray))]
+def _value_node(state: State, params: Any) -> list[TrackedNode]:
+    return [TrackedNode("step", step=lambda stream: batch_of_values(state, stream, params.paramArray))]
 
 
-def _child(state: State, handle: Any) -> list[Node]:
-    graph = state.graph(handle)
+def _child(state: State, handle: Any) -> list[TrackedNode]:
+    graph = graph_of(state, handle)
     graph.judge(state.on_hazard)  # the driver copies the graph as it is now
     return [replace(one, nested=True) for one in graph.nodes]
 
 
-def _host_node(state: State, params: Any) -> list[Node]:
+def _host_node(state: State, params: Any) -> list[TrackedNode]:
     call = state.host_calls.get(int(params.fn))
-    return [Node("use") if call is None else Node("step", step=call.queue, calls=call)]
+    return [TrackedNode("use") if call is None else TrackedNode("step", step=call.queue, calls=call)]
 
 
 class _Kind(NamedTuple):
@@ -144,7 +233,7 @@ class _Kind(NamedTuple):
     call: str
     type: str
     field: str
-    make: Callable[[State, Any], list[Node]]
+    make: Callable[[State, Any], list[TrackedNode]]
     sets: str = "Params"
     """End of the name of the call that changes such a node; may be empty."""
 
@@ -152,7 +241,7 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind("Memcpy", "MEMCPY", "memcpy.copyParams", partial(_work_node, plane)),
     _Kind("Memset", "MEMSET", "memset", partial(_work_node, _filled)),
-    _Kind("Kernel", "KERNEL", "kernel", _kernel_node),
+    _Kind("Kernel", "uses.KERNEL", "kernel", _kernel_node),
     _Kind("ChildGraph", "GRAPH", "graph.graph", _child),
     _Kind("EventWait", "WAIT_EVENT", "eventWait.event", _wait_node, "Event"),
     _Kind("EventRecord", "EVENT_RECORD", "eventRecord.event", _record_node, "Event"),
@@ -163,18 +252,18 @@ _KINDS = (
 )
 
 
-def _node(state: State, params: Any) -> list[Node]:
+def _node(state: State, params: Any) -> list[TrackedNode]:
     """Nodes for ``CUgraphNodeParams``."""
     name = getattr(params.type, "name", "").removeprefix("CU_GRAPH_NODE_TYPE_")
     for kind in _KINDS:
         if kind.type == name:
             return kind.make(state, attrgetter(kind.field)(params))
     state.notes.add("nodes", f"of kind {name}")
-    return [Node("use", unseen=Unseen(None))]
+    return [TrackedNode("use", unseen=Unseen(None))]
 
 
 def _changes_edges(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    graph = state.graph(args[0])
+    graph = graph_of(state, args[0])
     for before, after in zip(args[1] or (), args[2] or (), strict=False):
         edges = graph.after.setdefault(int(after), [])
         if "Add" in name:
@@ -191,16 +280,18 @@ def _ends_node(state: State, name: str, args: Arguments, answer: Answer) -> None
             graph.handles.pop(handle, None)
 
 
-def _sets(make: Callable[[State, Any], list[Node]], state: State, name: str, args: Arguments, answer: Answer) -> None:
+def _sets(
+    make: Callable[[State, Any], list[TrackedNode]], state: State, name: str, args: Arguments, answer: Answer
+) -> None:
     """A call that changes a node of a graph or an executable graph."""
     executable = name.startswith("cuGraphExec")
     handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
     made = make(state, params)
-    kernel = make is _kernel_node or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
+    kernel = make is _kernel_node or "uses.KERNEL" in getattr(getattr(params, "type", None), "name", "")
     for node in made:
-        node.what, node.stack, node.handle = node.what or name, here(), handle
+        node.what, node.stack, node.handle = node.what or name, state.place(), handle
     if executable:
-        changed = state.executable(args[0])
+        changed = executable_of(state, args[0])
         nodes = _replaced(state, changed.nodes, handle, made)
         changed.nodes = _without_kernels(state, nodes) if kernel else nodes
         return
@@ -213,14 +304,14 @@ def _sets(make: Callable[[State, Any], list[Node]], state: State, name: str, arg
                 graph.handles[handle] = made
 
 
-def _without_kernels(state: State, nodes: list[Node]) -> list[Node]:
+def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode]:
     """Remove reported kernels from nodes, after one of them got other arguments."""
-    if any(one.what == KERNEL for one in nodes):
+    if any(one.what == uses.KERNEL for one in nodes):
         state.notes.add("nodes", "reported uses of a kernel that got other arguments")
-    return [one for one in nodes if one.what != KERNEL]
+    return [one for one in nodes if one.what != uses.KERNEL]
 
 
-def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) -> list[Node]:
+def _replaced(state: State, nodes: list[TrackedNode], handle: int, made: list[TrackedNode]) -> list[TrackedNode]:
     """Nodes with those of a handle replaced."""
     at = _place_of(state, nodes, handle)
     if at is None:
@@ -229,12 +320,12 @@ def _replaced(state: State, nodes: list[Node], handle: int, made: list[Node]) ->
     return [*rest[:at], *made, *rest[at:]]
 
 
-def _known(nodes: list[Node]) -> list[Node]:
+def _known(nodes: list[TrackedNode]) -> list[TrackedNode]:
     """The nodes whose operation is still known, after an unknown node was changed."""
     return [one for one in nodes if one.kind != "use" or (one.handle and not one.nested)]
 
 
-def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
+def _place_of(state: State, nodes: list[TrackedNode], handle: int) -> int | None:
     """Index of the first node of a handle."""
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
     if at is None and len(_known(nodes)) < len(nodes):
@@ -243,7 +334,7 @@ def _place_of(state: State, nodes: list[Node], handle: int) -> int | None:
 
 
 def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    executable, handle, enabled = state.executable(args[0]), number_of(args[1]), bool(int(args[2]))
+    executable, handle, enabled = executable_of(state, args[0]), number_of(args[1]), bool(int(args[2]))
     nodes = executable.nodes
     if _place_of(state, nodes, handle) is None:
         nodes = _known(nodes)
@@ -254,13 +345,13 @@ def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 
 def _instantiates(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    graph = state.graph(args[0])
+    graph = graph_of(state, args[0])
     graph.judge(state.on_hazard)
     state.executables[int(answer[1])] = Executable(list(graph.nodes))
 
 
 def _updates_executable(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    executable, nodes = state.executable(args[0]), state.graph(args[1]).nodes
+    executable, nodes = executable_of(state, args[0]), graph_of(state, args[1]).nodes
     old = executable.nodes
     if len(old) == len(nodes):
         # The nodes keep the handles of the graph that was instantiated.
@@ -270,15 +361,15 @@ def _updates_executable(state: State, name: str, args: Arguments, answer: Answer
 
 
 def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
-    executable, stack = state.executable(args[0]), here()
+    executable, stack = executable_of(state, args[0]), state.place()
     calls = [node.calls for node in executable.nodes if node.calls is not None]
     if calls:
         # Host functions of the graph may begin before the call returns.
-        state.launch(executable, state.stream(args[1]), stack)
+        launch(state, executable, state.streams.find(args[1]), stack)
 
     def finish(answer: Answer) -> None:
         if not answer[0] and not calls:
-            state.launch(executable, state.stream(args[1]), stack)
+            launch(state, executable, state.streams.find(args[1]), stack)
         for call in calls if answer[0] else ():
             call.skip()
 
@@ -296,7 +387,7 @@ RULES = rules(
         "cuGraphCreate": _makes_graph,
         "cuGraphClone": _clones_graph,
         **{f"cuGraphAdd{kind.call}Node": partial(_adds, 3, kind.make) for kind in _KINDS},
-        "cuGraphAddEmptyNode": partial(_adds, 0, lambda state, graph: [Node("use")]),
+        "cuGraphAddEmptyNode": partial(_adds, 0, lambda state, graph: [TrackedNode("use")]),
         "cuGraphAddNode cuGraphAddNode_v2 cuGraphAddNode_v3": partial(_adds, -1, _node),
         "cuGraphAddDependencies cuGraphAddDependencies_v2": _changes_edges,
         "cuGraphRemoveDependencies cuGraphRemoveDependencies_v2": _changes_edges,

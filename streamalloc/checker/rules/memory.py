@@ -2,22 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.checker.ranges import Binding, Range
+from streamalloc.checker import uses
+from streamalloc.checker.capture import TrackedCapture, TrackedNode
+from streamalloc.checker.clocks import TrackedStream
+from streamalloc.checker.ranges import BoundBytes, Moment, Range
 from streamalloc.checker.rules.rule import After, Answer, Arguments, ends, rules
-from streamalloc.checker.state import OPENED, Array, Physical, State
+from streamalloc.checker.state import OPENED, State, TrackedArray, TrackedMemory
 from streamalloc.checker.streams import beside_captures, rights_of_process
 from streamalloc.checker.uses import Finish, nothing
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.reports import here
+from streamalloc.driver.reports import Stack
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
 """Bytes per channel by the last part of the format's name; 16 otherwise."""
+_KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
+"""Kinds whose addresses stay reserved after a free."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
+
+
+def access_to(state: State, context: int) -> dict[int, int]:
+    """Access of devices to the plain memory of a context."""
+    return state.access.setdefault(context, {})
+
+
+def allocate(
+    state: State, address: int, size: int, stream: TrackedStream, grants: dict[int, int] | None, stack: Stack
+) -> Range:
+    """Queue an allocation in a stream."""
+    made = Range(address, size, "allocation", stack=stack, grants=grants, pending=True)
+    made.born = Moment(stream, "allocation", stack)
+    state.addresses.add(made)
+    capture = state.streams.capture_of(stream)
+    if capture is not None:
+        node = TrackedNode("allocate", stack=stack, range=made)
+        capture.add(stream, node)
+        made.born = Moment(stream, "allocation at a launch of its graph", stack)
+        state.streams.name_nodes(stream, node)
+    else:
+        state.timeline.submit(stream, lambda stream: state.judge.allocate(made, stream))
+        state.streams.foreign.did(stream)
+    return made
+
+
+def free(state: State, address: int, stream: TrackedStream, what: str, stack: Stack) -> Finish:
+    """Before a free call, queue the free in a stream. Call the result with the driver's answer."""
+    found = state.addresses.find(address)
+    if found is None or found.base != address:
+        state.timeline.submit(stream, lambda stream: None)
+        return nothing
+    capture = state.streams.capture_of(stream)
+    if capture is not None:
+        return _captured_free(state, capture, stream, TrackedNode("free", what, stack, range=found))
+    state.sources.check()
+    undo = [state.sources.forget((found,))]
+    exported = state.interprocess.export_of(found)
+    refused: list[bool] = []
+
+    def free(stream: TrackedStream) -> None:
+        if not refused:
+            state.interprocess.check_importers(found, exported, what, stack)
+            undo.append(state.judge.free(found, stream, stream.clock, what, stack))
+
+    def finish(answer: Any) -> None:
+        if not answer[0]:
+            state.interprocess.freed(found, stream)
+            state.streams.foreign.did(stream)
+            return
+        refused.append(True)
+        for step in undo:
+            step()
+
+    state.timeline.submit(stream, free)
+    return finish
+
+
+def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream, node: TrackedNode) -> Finish:
+    take_back = capture.add(stream, node)
+
+    def finish(answer: Any) -> None:
+        if answer[0]:
+            capture.graph.nodes.remove(node)
+            take_back()
+        else:
+            state.streams.name_nodes(stream, node)
+
+    return finish
+
+
+def end(state: State, ranges: Iterable[Range], what: str, stack: Stack, ending: str = "") -> Finish:
+    """Before a call, free ranges by the host. Call the result with the driver's answer."""
+    thread = state.streams.thread()
+    state.timeline.host_acts(thread)
+    ended = [one for one in ranges if one.ended is None]
+    state.sources.check()
+    undo = [state.sources.forget(ended)]
+    for one in ended:
+        state.interprocess.check_importers(one, state.interprocess.export_of(one), what, stack)
+        undo.append(state.judge.free(one, thread, state.timeline.host, what, stack, ending))
+
+    def finish(answer: Any) -> None:
+        for one in () if answer[0] else ended:
+            state.interprocess.freed(one)
+            one.vacated = one.kind not in _KEEP_ADDRESSES
+        for step in undo if answer[0] else ():
+            step()
+
+    return finish
+
+
+def note_waiting_free(state: State, range_: Range, what: str) -> None:
+    """Note a synchronous free of memory that queued work still uses: no document says that the driver waits."""
+    for use in range_.last.values():
+        if not state.timeline.may_be_known(use.actor.number, use.time):
+            state.notes.add("frees", f"{what} of {range_.kind} that {use} uses")
+
+
+def add_mapping(state: State, address: int, size: int, offset: int, memory: TrackedMemory, stack: Stack) -> None:
+    """Add a mapping."""
+    made = Range(address, size, "mapping", memory.bytes, offset, stack, grants={}, bindings=memory.bindings)
+    memory.mappings = [one for one in memory.mappings if one.ended is None] + [made]
+    state.addresses.add(made)
+
+
+def mappings(state: State, address: int, size: int) -> list[Range]:
+    """The mappings in an address range."""
+    return [one for one in state.addresses.overlapping(address, address + size) if one.kind == "mapping"]
 
 
 # -- stream order --------------------------------------------------------------------------------------------
@@ -26,17 +140,17 @@ _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     if not int(answer[1]):
         return
-    stream = state.stream(args[-1])
-    pool = int(args[1]) if "FromPool" in name else _current_pool(state, state.devices.get(stream))
-    made = state.allocate(int(answer[1]), int(args[0]), stream, state.pools.get(pool), here())
+    stream = state.streams.find(args[-1])
+    pool = int(args[1]) if "FromPool" in name else _current_pool(state, state.streams.devices.get(stream))
+    made = allocate(state, int(answer[1]), int(args[0]), stream, state.pools.get(pool), state.place())
     made.viewed = pool in state.host_pools
 
 
 def _current_pool(state: State, device: int | None) -> int:
     """The current pool of a device; 0 if unknown."""
     if device is not None and device not in state.current_pools:
-        with beside_captures(state.driver):
-            pool = state.ask("cuDeviceGetMemPool", device)
+        with beside_captures(state.ask.driver):
+            pool = state.ask.number("cuDeviceGetMemPool", device)
             if pool:
                 state.current_pools[device] = pool
                 _find_pool(state, pool, device)
@@ -50,16 +164,16 @@ def _find_pool(state: State, pool: int, device: int) -> None:
     grants = {device: 3}
     place = cuda.CUmemLocation()
     place.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    for other in range(state.ask("cuDeviceGetCount") or 0):
+    for other in range(state.ask.number("cuDeviceGetCount") or 0):
         place.id = other
-        rights = state.ask("cuMemPoolGetAccess", cuda.CUmemoryPool(pool), place)
+        rights = state.ask.number("cuMemPoolGetAccess", cuda.CUmemoryPool(pool), place)
         if rights:
             grants[other] = rights
     state.pools[pool] = grants
 
 
 def _frees(state: State, name: str, args: Arguments) -> Finish:
-    return state.free(number_of(args[0]), state.stream(args[1]), name, here())
+    return free(state, number_of(args[0]), state.streams.find(args[1]), name, state.place())
 
 
 # -- at once -------------------------------------------------------------------------------------------------
@@ -73,17 +187,17 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
         return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
     if ranges and ranges[0].kind in ("device memory", OPENED):
         # The driver waits for the device, unless it is pool memory.
-        state.note_waiting_free(ranges[0], name)
-        state.wait_for_device()
-    stack, ending = here(), "release" if "Host" in name else ""
+        note_waiting_free(state, ranges[0], name)
+        uses.wait_for_device(state)
+    stack, ending = state.place(), "release" if "Host" in name else ""
     again = bool(ranges) and ranges[0].ended is not None
-    ended = state.end(ranges, name, stack, ending)
+    ended = end(state, ranges, name, stack, ending)
 
     def finish(answer: Answer) -> None:
         ended(answer)
         if again and answer[0]:
             # Only for registered memory: other addresses are refused before the call.
-            state.judge.free(ranges[0], state.thread(), state.timeline.host, name, stack, ending)
+            state.judge.free(ranges[0], state.streams.thread(), state.timeline.host, name, stack, ending)
 
     return finish
 
@@ -93,12 +207,14 @@ def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool 
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if int(answer[1]):
-            nbytes, context = max(size(args, answer), 1), state.context()
-            device, grants = state.devices[state.legacy(context)], None
+            nbytes, context = max(size(args, answer), 1), state.streams.context()
+            device, grants = state.streams.devices[state.streams.legacy(context)], None
             if of_device and device is not None:
-                grants = state.access_to(context)
+                grants = access_to(state, context)
                 grants[device] = 3
-            state.addresses.add(Range(int(answer[1]), nbytes, kind, stack=here(), context=context, grants=grants))
+            state.addresses.add(
+                Range(int(answer[1]), nbytes, kind, stack=state.place(), context=context, grants=grants)
+            )
 
     return rule
 
@@ -108,18 +224,22 @@ def _first(args: Arguments, answer: Answer) -> int:
 
 
 def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    made = Range(number_of(args[0]), int(args[1]), "registered memory", stack=here(), context=state.context())
+    made = Range(
+        number_of(args[0]), int(args[1]), "registered memory", stack=state.place(), context=state.streams.context()
+    )
     made.bytes.shared = any(rights.endswith("s") for rights in rights_of_process(made.base, made.end))
     state.addresses.add(made)
 
 
 def _changes_peer_access(state: State, name: str, args: Arguments) -> Finish:
     """The current device gets or loses access to the plain memory of another context."""
-    grants, device, enabled = state.access_to(number_of(args[0])), state.ask("cuCtxGetDevice"), "Enable" in name
+    grants, device, enabled = access_to(state, number_of(args[0])), state.ask.number("cuCtxGetDevice"), "Enable" in name
     if device is None:
         return nothing
     rights = {device: 3 if enabled else 0}
-    state.revoke((one for one in state.addresses.living() if one.grants is grants), grants, rights, name, here())
+    uses.revoke(
+        state, (one for one in state.addresses.living() if one.grants is grants), grants, rights, name, state.place()
+    )
 
     def finish(answer: Answer) -> None:
         if not answer[0] or (enabled and answer[0] == cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
@@ -135,7 +255,7 @@ def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> No
     _add_array(state, int(answer[1]), args[0], 0)
 
 
-def _add_array(state: State, handle: int, descriptor: Any, level: int) -> Array:
+def _add_array(state: State, handle: int, descriptor: Any, level: int) -> TrackedArray:
     """Add an array, or a level of a mipmapped array."""
     sizes = [int(getattr(descriptor, name, 0) or 0) for name in ("Width", "Height", "Depth")]
     width, lines, planes = (max(one >> level, 1) for one in sizes)
@@ -143,7 +263,9 @@ def _add_array(state: State, handle: int, descriptor: Any, level: int) -> Array:
     element = next((bytes_ for name, bytes_ in _FORMATS if bits.endswith(name)), 16) * int(descriptor.NumChannels)
     # Layers count as planes. All levels have the same number of layers.
     pitch, planes = width * element, max(planes, sizes[2])
-    made = Array(state.array_end, max(pitch * lines * planes, 1), "array", stack=here(), context=state.context())
+    made = TrackedArray(
+        state.array_end, max(pitch * lines * planes, 1), "array", stack=state.place(), context=state.streams.context()
+    )
     made.pitch, made.lines, made.element = pitch, lines, element
     state.array_end += made.size + 1
     state.arrays[handle] = made
@@ -166,15 +288,15 @@ def _ends_array(state: State, name: str, args: Arguments) -> Finish:
     handle = number_of(args[0])
     handles = state.mipmapped.pop(handle, (None, {}))[1] if "Mipmapped" in name else {handle: None}
     ended = [state.arrays[one] for one in handles if one in state.arrays]
-    state.wait_for_device()
-    return state.end(ended, name, here())
+    uses.wait_for_device(state)
+    return end(state, ended, name, state.place())
 
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """A variable of a module or library. It lasts as long as these."""
     there = state.addresses.find(int(answer[1]))
     if there is None or there.ended is not None:
-        made = Range(int(answer[1]), int(answer[2]), "module variable", stack=here(), deferred=True)
+        made = Range(int(answer[1]), int(answer[2]), "module variable", stack=state.place(), deferred=True)
         state.addresses.add(made)
         state.variables.setdefault(number_of(args[0]), []).append(made)
 
@@ -182,8 +304,8 @@ def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) ->
 def _unloads(state: State, name: str, args: Arguments) -> Finish:
     ended = state.variables.pop(number_of(args[0]), [])
     if ended:
-        state.wait_for_device()
-    return state.end(ended, name, here())
+        uses.wait_for_device(state)
+    return end(state, ended, name, state.place())
 
 
 # -- pools ---------------------------------------------------------------------------------------------------
@@ -236,7 +358,9 @@ def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
     grants, rights = state.pools.get(number_of(args[0])), granted(args[1])
     if grants is None:
         return nothing
-    state.revoke((one for one in state.addresses.living() if one.grants is grants), grants, rights, name, here())
+    uses.revoke(
+        state, (one for one in state.addresses.living() if one.grants is grants), grants, rights, name, state.place()
+    )
     return lambda answer: None if answer[0] else grants.update(rights)
 
 
@@ -244,7 +368,7 @@ def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _reserves(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=here()))
+    state.reserved.add(Range(int(answer[1]), int(args[0]), "reserved addresses", stack=state.place()))
 
 
 def _ends_reservation(state: State, name: str, args: Arguments) -> Finish:
@@ -264,7 +388,7 @@ def _ends_reservation(state: State, name: str, args: Arguments) -> Finish:
 def _creates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     location = args[1].location
     device = int(location.id) if int(location.type) == _DEVICE else None
-    made = state.physical[int(answer[1])] = Physical(int(args[0]), here(), device)
+    made = state.physical[int(answer[1])] = TrackedMemory(int(args[0]), state.place(), device)
     made.bytes.fresh = ((0, made.size),)
 
 
@@ -282,29 +406,29 @@ def _retains(state: State, name: str, args: Arguments, answer: Answer) -> None:
             state.physical[int(answer[1])] = memory
             return
     # The handle was released, but the mapping keeps the memory.
-    memory = Physical(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
+    memory = TrackedMemory(found.size, found.stack, bytes=found.bytes, bindings=found.bindings)
     state.physical[int(answer[1])] = memory
 
 
 def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
     memory = state.physical.get(number_of(args[3]))
     if memory is None:
-        memory = state.physical[number_of(args[3])] = Physical(int(args[1]), ())
-    state.map(number_of(args[0]), int(args[1]), int(args[2]), memory, here())
+        memory = state.physical[number_of(args[3])] = TrackedMemory(int(args[1]), ())
+    add_mapping(state, number_of(args[0]), int(args[1]), int(args[2]), memory, state.place())
 
 
 def _unmaps(state: State, name: str, args: Arguments) -> Finish:
-    return state.end(state.mappings(number_of(args[0]), int(args[1])), name, here(), "unmap")
+    return end(state, mappings(state, number_of(args[0]), int(args[1])), name, state.place(), "unmap")
 
 
 def _grants(state: State, name: str, args: Arguments) -> Finish:
     rights = granted(args[2])
-    mappings = state.mappings(number_of(args[0]), int(args[1]))
-    for one in mappings:
-        state.revoke((one,), one.grants or {}, rights, name, here())
+    found = mappings(state, number_of(args[0]), int(args[1]))
+    for one in found:
+        uses.revoke(state, (one,), one.grants or {}, rights, name, state.place())
 
     def finish(answer: Answer) -> None:
-        for one in () if answer[0] else mappings:
+        for one in () if answer[0] else found:
             if one.grants is not None:
                 one.grants.update(rights)
 
@@ -315,7 +439,7 @@ def _grants(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _creates_multicast(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.physical[int(answer[1])] = Physical(int(args[0].size), here(), bindings=[])
+    state.physical[int(answer[1])] = TrackedMemory(int(args[0].size), state.place(), bindings=[])
 
 
 def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -337,7 +461,7 @@ def _binds(state: State, name: str, args: Arguments, answer: Answer) -> None:
         parts = [part for one, low, high in pieces for part in one.physical(low, high)]
     at = int(args[1 + shift])
     for behind, first, last in parts:
-        target.bindings.append(Binding(at, last - first, behind, first, device))
+        target.bindings.append(BoundBytes(at, last - first, behind, first, device))
         at += last - first
 
 
@@ -348,7 +472,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
     # Uses through the object must have ended. The mappings themselves stay.
-    state.end(target.mappings, name, here(), "unmap")((1,))
+    end(state, target.mappings, name, state.place(), "unmap")((1,))
 
     def finish(answer: Answer) -> None:
         if answer[0]:

@@ -2,43 +2,262 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.checker.capture import Event
-from streamalloc.checker.clocks import Stream
+from streamalloc.checker import uses
+from streamalloc.checker.capture import TrackedEvent, TrackedNode
+from streamalloc.checker.clocks import Actor, Obstacle, TrackedStream
+from streamalloc.checker.contents import HOST_KINDS
+from streamalloc.checker.ranges import NEVER, Access, Moment
 from streamalloc.checker.rules.rule import Answer, Arguments, Before, ends, rules
 from streamalloc.checker.state import State
 from streamalloc.checker.uses import Finish, nothing
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.reports import from_package, here
+from streamalloc.driver.reports import Stack, from_package
 
 _INTERPROCESS = int(cuda.CUevent_flags.CU_EVENT_INTERPROCESS)
 _EXTERNAL = 1  # CU_EVENT_RECORD_EXTERNAL, CU_EVENT_WAIT_EXTERNAL
+
+
+@dataclass(eq=False, slots=True)
+class HostCall:
+    """A host function in a stream, called once or at each launch of a graph."""
+
+    _state: State
+    stays: bool
+    """Whether a graph contains it, so that it may be called again."""
+    node: TrackedNode | None = None
+    """Node of a capture."""
+    cancelled: bool = False
+    _queued: deque[tuple[TrackedStream, Obstacle, Obstacle]] = field(default_factory=deque)
+    """Queued calls: stream, end of the preceding work, and end of the call."""
+    _running: list[Obstacle] = field(default_factory=list)
+
+    def queue(self, stream: TrackedStream) -> None:
+        """Queue a call in a stream."""
+        if self.cancelled:
+            return
+        timeline = self._state.timeline
+        before, ended = timeline.record(stream), Obstacle()
+        timeline.wait(stream, ended)
+        self._queued.append((stream, before, ended))
+
+    def begins(self) -> None:
+        """Begin the oldest queued call. The earlier work of its stream has ended."""
+        timeline = self._state.timeline
+        if not self._queued:
+            # Another library has launched the graph.
+            timeline.notes.add("waits", "a graph that another library launched")
+            timeline.host_observes(timeline.everything())
+            return
+        stream, before, ended = self._queued.popleft()
+        self._running.append(ended)
+        self._state.streams.thread().within = stream
+        timeline.force_mark(before)
+        if before.clock is not None:
+            timeline.host_observes(before.clock)
+
+    def ends(self) -> None:
+        """End the running call."""
+        if self._running:
+            self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
+        self._state.streams.thread().within = None
+
+    def refused(self) -> None:
+        """Undo the queueing, because the driver refused the call."""
+        if self.stays:
+            self.cancelled = True
+        else:
+            self.skip()
+
+    def skip(self) -> None:
+        """Cancel the latest queued call, because the driver refused it or its launch."""
+        if self._queued:
+            self._state.timeline.end(self._queued.pop()[2], self._state.timeline.host)
+
+
+def event_of(state: State, handle: Any) -> TrackedEvent:
+    """The event of a handle."""
+    number = number_of(handle)
+    found = state.events.get(number)
+    if found is None:
+        found = state.events[number] = TrackedEvent(foreign=True)
+    return found
+
+
+def record(state: State, event: TrackedEvent, stream: TrackedStream, external: bool = False) -> None:
+    """Record an event in a stream. ``external``: if it is captured, record at each launch."""
+    capture = state.streams.capture_of(stream)
+    if capture is not None and external:
+        state.streams.name_nodes(stream, capture.step(lambda stream: record(state, event, stream)))
+    elif capture is not None:
+        event.mark, event.captured = None, (capture, capture.record(stream, event, state.place(1)))
+    else:
+        recorded(state, event, stream)
+
+
+def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
+    """Record an event in a stream that is not captured."""
+    event.captured, event.mark = None, state.timeline.record(stream)
+    event.note(stream, event.mark, state.place(1))
+    if event.shared:
+        state.sources.clear()
+        state.interprocess.notifies(stream)
+        number = state.interprocess.recorded(event)
+        state.timeline.submit(stream, lambda stream: _publish(state, stream, event, number))
+
+
+def _publish(state: State, stream: TrackedStream, event: TrackedEvent, number: int) -> None:
+    state.timeline.published.learn(stream.clock)
+    state.interprocess.covers(event, stream.clock, number)
+
+
+def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
+    """Note a wait for an event that only this program records."""
+    if not (event.foreign or event.elsewhere):
+        state.judge.waited(actor, event.wait(state.place(1)))
+
+
+def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
+    """Make a stream wait for an event. ``external``: if it is captured, each launch waits for the outside event."""
+    capture = state.streams.capture_of(stream)
+    if event.captured is not None:
+        of, clock = event.captured
+        if not of.ended:
+            of.wait(stream, event, clock, state.place(1))
+            state.streams.captures[stream] = of
+    elif capture is not None:
+        if external:
+            state.streams.name_nodes(stream, capture.step(lambda stream: wait(state, stream, event)))
+    else:
+        if event.mark is not None:
+            state.timeline.wait(stream, event.mark)
+        waited(state, stream, event)
+        unseen = state.interprocess.recorded_elsewhere(event)
+        if unseen is not None:
+            state.timeline.submit(stream, lambda stream: stream.clock.learn(unseen))
+
+
+def write_value(state: State, stream: TrackedStream, address: int, value: int, bits: int) -> None:
+    """Queue a write of a value in a stream (``cuStreamWriteValue32``)."""
+    capture = state.streams.capture_of(stream)
+    if capture is not None:
+        state.streams.name_nodes(stream, capture.step(lambda stream: write_value(state, stream, address, value, bits)))
+    else:
+        state.sources.polled(stream, address, address + bits // 8)
+        state.interprocess.notifies(stream)
+        if state.interprocess.uses and _is_shared(state, address):
+            state.timeline.submit(stream, lambda stream: state.interprocess.release(stream.clock))
+        _use_word(state, stream, f"cuStreamWriteValue{bits}", address, bits // 8)
+        state.values.write(stream, address, value)
+
+
+def _is_shared(state: State, address: int) -> bool:
+    """Whether other processes may have the memory at an address open."""
+    found = state.addresses.find(address)
+    return found is None or found.bytes.shared
+
+
+def announces(state: State, stream: TrackedStream, address: int) -> None:
+    """Record that other processes may see a value before the writing call returns."""
+    state.interprocess.notifies(stream)
+    if stream.obstacle is None and _is_shared(state, address):
+        state.interprocess.release(state.timeline.before_next(stream))
+
+
+def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
+    """Queue a use of a value in device memory. The memory must be allocated; the use races with no other."""
+    found = state.addresses.find(address)
+    if found is None or found.kind in HOST_KINDS:
+        return
+    pieces, stack = ((found, address, address + nbytes),), state.place()
+
+    def use(stream: TrackedStream) -> None:
+        state.judge.use(pieces, Access(stream, what, stack, True), stream.clock, races=False)
+
+    state.timeline.submit(stream, use)
+
+
+def wait_value(state: State, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
+    """Queue a wait for a value in a stream (``cuStreamWaitValue32``)."""
+    capture = state.streams.capture_of(stream)
+    if capture is not None:
+        state.streams.name_nodes(
+            stream, capture.step(lambda stream: wait_value(state, stream, address, value, flag, bits))
+        )
+    else:
+        _use_word(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
+        held = stream.obstacle
+        state.values.wait(stream, address, value, flag, bits)
+        if held is None and stream.obstacle is not None:
+            _holds(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
+
+
+def _holds(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
+    """Record that a waited-for value's memory is in use until the wait is over."""
+    last = next((range_.last for range_, _, _ in state.addresses.pieces(address, nbytes)), {})
+    before, waiting = last.get(stream.number), Access(stream, what, state.place(), False, time=NEVER)
+    last[stream.number] = waiting
+
+    def over(stream: TrackedStream) -> None:
+        if last.get(stream.number) is waiting:
+            del last[stream.number]
+            if before is not None:
+                last[stream.number] = before
+
+    state.timeline.submit(stream, over)
+
+
+def host_function(state: State, stream: TrackedStream) -> HostCall:
+    """Queue a call of a host function in a stream. If the stream is captured, each launch calls it."""
+    capture = state.streams.capture_of(stream)
+    made = HostCall(state, stays=capture is not None)
+    if capture is None:
+        made.queue(stream)
+    else:
+        made.node = capture.step(made.queue, made)
+    return made
+
+
+def end_context(state: State, context: int, what: str, stack: Stack) -> None:
+    """Record the end of a context with its streams and memory."""
+    for handle in state.streams.end_context(context):
+        state.account.lost("stream", handle)
+    state.access.pop(context, None)
+    thread = state.streams.thread()
+    state.timeline.host_acts(thread)
+    for range_ in state.addresses.living():
+        if range_.context == context != 0:
+            range_.ended, range_.vacated = Moment(thread, what, stack), True
+            state.account.lost(range_.kind, range_.base)
+            state.interprocess.import_ended(range_)
 
 
 # -- streams -------------------------------------------------------------------------------------------------
 
 
 def _makes_stream(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.add_stream(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=here(1))
+    state.streams.add(int(answer[1]), not int(args[1 if "Green" in name else 0]) & 1, made_at=state.place(1))
 
 
-def _synchronises(streams: Callable[[State, Arguments], list[Stream]]) -> Before:
+def _synchronises(streams: Callable[[State, Arguments], list[TrackedStream]]) -> Before:
     def rule(state: State, name: str, args: Arguments) -> Finish:
-        synchronised = state.synchronising(streams(state, args))
+        synchronised = uses.synchronising(state, streams(state, args))
         return lambda answer: None if answer[0] else synchronised()
 
     return rule
 
 
-def _streams_of_context(state: State, args: Arguments) -> list[Stream]:
-    return state.all_streams(number_of(args[0]) if args else state.context())
+def _streams_of_context(state: State, args: Arguments) -> list[TrackedStream]:
+    return state.streams.all(number_of(args[0]) if args else state.streams.context())
 
 
 def _queries(state: State, name: str, args: Arguments) -> Finish:
-    stream = state.stream(args[0])
+    stream = state.streams.find(args[0])
     state.sources.check()
     clock = stream.clock.copy() if stream.obstacle is None and not stream.peers else None
 
@@ -52,7 +271,7 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
             state.timeline.published.learn(stream.clock if clock is None else clock)
             state.interprocess.release(stream.clock if clock is None else clock)
         elif clock is None:
-            state.host_waited_for(stream)
+            uses.host_waited_for(state, stream)
         else:
             state.timeline.host_observes(clock)
 
@@ -63,51 +282,51 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.events[int(answer[1])] = Event(bool(int(args[0]) & _INTERPROCESS), made=here(1))
+    state.events[int(answer[1])] = TrackedEvent(bool(int(args[0]) & _INTERPROCESS), made=state.place(1))
 
 
 def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
     external = name.endswith("WithFlags") and int(args[2]) & _EXTERNAL
-    state.record(state.event(args[0]), state.stream(args[1]), bool(external))
+    record(state, event_of(state, args[0]), state.streams.find(args[1]), bool(external))
 
 
 def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    event, context = state.event(args[1]), number_of(args[0])
+    event, context = event_of(state, args[1]), number_of(args[0])
     # An auxiliary stream that waits for all streams.
     meeting = state.timeline.stream("the context")
-    for stream in state.all_streams(context):
+    for stream in state.streams.all(context):
         state.timeline.wait(meeting, state.timeline.record(stream))
-    state.recorded(event, meeting)
+    recorded(state, event, meeting)
     state.timeline.retire(meeting)
 
 
 def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
     external = len(args) > 2 and int(args[2]) & _EXTERNAL
-    state.wait(state.stream(args[0]), state.event(args[1]), bool(external))
+    wait(state, state.streams.find(args[0]), event_of(state, args[1]), bool(external))
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """A context waits for an event. The streams of a green context are unknown, so all streams wait."""
-    for stream in state.all_streams(None if "Green" in name else number_of(args[0])):
-        state.wait(stream, state.event(args[1]))
+    for stream in state.streams.all(None if "Green" in name else number_of(args[0])):
+        wait(state, stream, event_of(state, args[1]))
 
 
 def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """Record an event after unknown streams of a green context (``cuGreenCtxRecordEvent``)."""
-    event = state.event(args[1])
+    event = event_of(state, args[1])
     event.mark, event.captured, event.foreign = None, None, True
     state.interprocess.release(state.timeline.everything())
 
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """A wait for another library's semaphore. It counts as ordered after all earlier work."""
-    state.wait(state.stream(args[-1]), Event(foreign=True))
+    wait(state, state.streams.find(args[-1]), TrackedEvent(foreign=True))
 
 
 def _happened(state: State, name: str, args: Arguments) -> Finish:
     """A call that shows the host that its arguments, which are events, have happened."""
     state.sources.check()
-    events = [state.event(handle) for handle in args[:2]]
+    events = [event_of(state, handle) for handle in args[:2]]
     marks = [one.mark for one in events if one.mark is not None]
 
     def finish(answer: Answer) -> None:
@@ -118,7 +337,7 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
             assert mark.clock is not None
             state.timeline.host_observes(mark.clock)
         for one in events:
-            state.waited(state.thread(), one)
+            waited(state, state.streams.thread(), one)
             unseen = state.interprocess.recorded_elsewhere(one)
             if unseen is not None:
                 state.timeline.host_observes(unseen)
@@ -132,27 +351,27 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
 def _names_value(state: State, name: str, args: Arguments) -> Finish:
     """Before a call, check the memory of its value. Other processes may see a written value during the call."""
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
-        state.announces(state.stream(args[0]), number_of(args[1]))
+        announces(state, state.streams.find(args[0]), number_of(args[1]))
     found = state.addresses.find(number_of(args[1]))
     if found is None or found.ended is None:
         return nothing
-    return state.stale(args[0], name, ((args[1], 4, True),))
+    return uses.stale(state, args[0], name, ((args[1], 4, True),))
 
 
 def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    stream, bits = state.stream(args[0]), int(name[-2:])
+    stream, bits = state.streams.find(args[0]), int(name[-2:])
     if "Write" in name:
-        state.write_value(stream, number_of(args[1]), number_of(args[2]), bits)
+        write_value(state, stream, number_of(args[1]), number_of(args[2]), bits)
     else:
-        state.wait_value(stream, number_of(args[1]), number_of(args[2]), int(args[3]), bits)
+        wait_value(state, stream, number_of(args[1]), number_of(args[2]), int(args[3]), bits)
 
 
 def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """``cuStreamBatchMemOp``."""
-    batch_of_values(state, state.stream(args[0]), args[2])
+    batch_of_values(state, state.streams.find(args[0]), args[2])
 
 
-def batch_of_values(state: State, stream: Stream, operations: Any) -> None:
+def batch_of_values(state: State, stream: TrackedStream, operations: Any) -> None:
     """Queue writes of values and waits for values (``CUstreamBatchMemOpParams``)."""
     for one in operations or ():
         kind = getattr(one.operation, "name", "")
@@ -160,11 +379,11 @@ def batch_of_values(state: State, stream: Stream, operations: Any) -> None:
         if "WAIT_VALUE" in kind:
             wait = one.waitValue
             value = int(wait.value64 if bits == 64 else wait.value)
-            state.wait_value(stream, number_of(wait.address), value, int(wait.flags), bits)
+            wait_value(state, stream, number_of(wait.address), value, int(wait.flags), bits)
         elif "WRITE_VALUE" in kind:
             write = one.writeValue
             value = int(write.value64 if bits == 64 else write.value)
-            state.write_value(stream, number_of(write.address), value, bits)
+            write_value(state, stream, number_of(write.address), value, bits)
 
 
 # -- contexts: their end frees streams, device memory and pinned memory; pools and mappings live on -------------
@@ -178,14 +397,14 @@ def _ends_context(context: Callable[[State, Arguments], int], last: bool = False
     """A call that ends a context after its work. ``last``: only if it released the last reference."""
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
-        ended, stack = context(state, args), here()
-        synchronised = state.synchronising(state.all_streams(ended))
+        ended, stack = context(state, args), state.place()
+        synchronised = uses.synchronising(state, state.streams.all(ended))
 
         def finish(answer: Answer) -> None:
             if answer[0] or (last and _is_active(state, args[0])):
                 return
             synchronised()
-            state.end_context(ended, name, stack)
+            end_context(state, ended, name, stack)
 
         return finish
 
@@ -193,7 +412,7 @@ def _ends_context(context: Callable[[State, Arguments], int], last: bool = False
 
 
 def _is_active(state: State, device: object) -> bool:
-    answer = state.query("cuDevicePrimaryCtxGetState", device)
+    answer = state.ask.values("cuDevicePrimaryCtxGetState", device)
     return not answer or bool(answer[1])
 
 
@@ -218,8 +437,8 @@ RULES = rules(
     },
     before={
         _VALUES: _names_value,
-        "cuStreamDestroy": ends(attrgetter("streams"), State.retire),
-        "cuStreamSynchronize": _synchronises(lambda state, args: [state.stream(args[0])]),
+        "cuStreamDestroy": ends(attrgetter("streams.by_handle"), lambda state, stream: state.streams.retire(stream)),
+        "cuStreamSynchronize": _synchronises(lambda state, args: [state.streams.find(args[0])]),
         "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises(_streams_of_context),
         "cuStreamQuery": _queries,
         "cuEventDestroy": ends(attrgetter("events"), lambda state, event: state.interprocess.destroyed(event)),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamalloc.checker.capture import Event
+from streamalloc.checker.capture import TrackedEvent
 from streamalloc.checker.ranges import Range
 from streamalloc.checker.rules.memory import frees_at_once
+from streamalloc.checker.rules.order import event_of
 from streamalloc.checker.rules.rule import Answer, Arguments, rules
-from streamalloc.checker.state import OPENED, Physical, State
+from streamalloc.checker.state import OPENED, State, TrackedMemory
 from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
-from streamalloc.driver.reports import from_package, here
+from streamalloc.driver.reports import from_package
 
 _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
@@ -33,12 +34,12 @@ def _export(state: State, range_: Range, name: bytes = b"") -> None:
     range_.bytes.shared = True
     # The facade may export before the memory is complete; it notifies the listener later (Listener.shared).
     if not from_package():
-        state.interprocess.export(range_, here(), name)
+        state.interprocess.export(range_, state.place(), name)
 
 
 def _size_at(state: State, address: Any) -> int:
     """The size of the allocation at an address; 1 if unknown to the driver."""
-    return state.ask("cuPointerGetAttribute", _RANGE_SIZE, int(address)) or 1
+    return state.ask.number("cuPointerGetAttribute", _RANGE_SIZE, int(address)) or 1
 
 
 def _opened(state: State, made: Range, data: bytes) -> None:
@@ -51,7 +52,7 @@ def _opened(state: State, made: Range, data: bytes) -> None:
 def _imports_pointer(state: State, name: str, args: Arguments, answer: Answer) -> None:
     exported = opaque_bytes(args[1])
     origin = state.interprocess.exports.get(exported)
-    made = Range(int(answer[1]), 1 if origin is None else origin.size, "import", stack=here())
+    made = Range(int(answer[1]), 1 if origin is None else origin.size, "import", stack=state.place())
     made.grants = state.pools.get(number_of(args[0]))
     if origin is not None and origin.ended is None:
         made.bytes, made.offset, made.born = origin.bytes, origin.offset, origin.born
@@ -68,7 +69,9 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
         # The driver counts opens of one address.
         there.opened += 1
         return
-    made = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=here(), context=state.context())
+    made = Range(
+        int(answer[1]), _size_at(state, answer[1]), OPENED, stack=state.place(), context=state.streams.context()
+    )
     exported = opaque_bytes(args[0])
     state.interprocess.awaited(made, exported)
     _opened(state, made, exported)
@@ -79,11 +82,11 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 def _exports_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(answer[1])
-    event = state.interprocess.events[data] = state.event(args[0])
+    event = state.interprocess.events[data] = event_of(state, args[0])
     _names_event(state, event, data)
 
 
-def _names_event(state: State, event: Event, data: bytes) -> None:
+def _names_event(state: State, event: TrackedEvent, data: bytes) -> None:
     """Announce the recordings of an event under its export data, on this process's board."""
     event.elsewhere, event.name = True, data
     index = state.interprocess.index(event)
@@ -93,7 +96,7 @@ def _names_event(state: State, event: Event, data: bytes) -> None:
 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
     data = opaque_bytes(args[0])
-    found = state.interprocess.events.setdefault(data, Event(shared=True))
+    found = state.interprocess.events.setdefault(data, TrackedEvent(shared=True))
     state.events[int(answer[1])] = found
     _names_event(state, found, data)
 
@@ -120,7 +123,7 @@ def _imports_memory(state: State, name: str, args: Arguments, answer: Answer) ->
     if file is None:
         state.notes.add("imports", "of a fabric handle")
     if memory is None:
-        memory = Physical(0, here())
+        memory = TrackedMemory(0, state.place())
         memory.bytes.shared = True
         if file is not None:
             state.files.note(file, memory)

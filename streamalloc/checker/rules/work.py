@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from streamalloc.checker.capture import Node
-from streamalloc.checker.clocks import Stream
+from streamalloc.checker import uses
+from streamalloc.checker.capture import TrackedNode
+from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.rules.rule import Answer, Arguments, rules
-from streamalloc.checker.state import Array, State
+from streamalloc.checker.state import State, TrackedArray
 from streamalloc.checker.uses import Finish, Touch, nothing
 from streamalloc.driver.bindings import number_of
-from streamalloc.driver.reports import here
 
 # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read its source
 # during the call or later.
@@ -33,7 +33,7 @@ class _Work:
     """Reads and writes in stream order, as far as they are known."""
     sides: Callable[[Arguments], tuple[Any, ...]] = lambda args: ()
     """Target and source of a copy, or target of a fill; None for arrays. The host may wait for the work."""
-    then: Callable[[State, Stream, Arguments], object] = lambda state, stream, args: None
+    then: Callable[[State, TrackedStream, Arguments], object] = lambda state, stream, args: None
     """Called after the work is queued."""
     taken: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
     """Reads that end before the call returns, outside stream order."""
@@ -43,20 +43,20 @@ class _Work:
     def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
         """Queue the work after the call has succeeded."""
         for address, nbytes, write in self.taken(state, args):
-            state.use_on_host(number_of(address), nbytes, write, name)
-        stream = state.stream(self._stream(args))
+            uses.use_on_host(state, number_of(address), nbytes, write, name)
+        stream = state.streams.find(self._stream(args))
         if self.stream_at is None and self._is_staged(state, args):
             # The driver waits for earlier work, but the copied bytes may still be on their way when the call returns.
-            state.host_waited_for(stream)
+            uses.host_waited_for(state, stream)
         for node in self._nodes(state, name, args, stream):
-            state.queue_use(stream, node)
+            uses.queue_use(state, stream, node)
         self.then(state, stream, args)
-        if stream not in state.captures and self._host_waits(state, args):
-            state.host_waited_for(stream)
+        if stream not in state.streams.captures and self._host_waits(state, args):
+            uses.host_waited_for(state, stream)
 
-    def _nodes(self, state: State, name: str, args: Arguments, stream: Stream) -> list[Node]:
-        pieces = state.node_pieces if stream in state.captures else state.pieces
-        return [Node("use", name, here(), pieces(self.touched(state, args)))]
+    def _nodes(self, state: State, name: str, args: Arguments, stream: TrackedStream) -> list[TrackedNode]:
+        find = uses.node_pieces if stream in state.streams.captures else uses.pieces
+        return [TrackedNode("use", name, state.place(), find(state, self.touched(state, args)))]
 
     def _stream(self, args: Arguments) -> Any:
         """The handle of the stream, also from a launch configuration."""
@@ -72,9 +72,9 @@ class _Work:
             return len(sides) == 2 and sides[0] is not None and state.is_pageable(number_of(sides[0]))
         there = [number_of(one) for one in sides if one is not None]
         if len(sides) == 2:
-            on_host = any(state.is_pageable(one) or state.is_of_host(one) for one in there)
+            on_host = any(state.is_pageable(one) or state.ask.is_host_memory(one) for one in there)
             return on_host and not self._is_staged(state, args)
-        return any(state.is_of_host(one) or state.is_managed(one) for one in there)
+        return any(state.ask.is_host_memory(one) or state.ask.is_managed(one) for one in there)
 
     def _is_staged(self, state: State, args: Arguments) -> bool:
         """Whether a copy goes from pageable memory to a device, through memory of the driver."""
@@ -82,11 +82,11 @@ class _Work:
         if len(sides) < 2 or sides[1] is None or not state.is_pageable(number_of(sides[1])):
             return False
         target = None if sides[0] is None else number_of(sides[0])
-        return target is None or not (state.is_pageable(target) or state.is_of_host(target))
+        return target is None or not (state.is_pageable(target) or state.ask.is_host_memory(target))
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         """Before the call, check for freed memory."""
-        return state.stale(self._stream(args), name, (*self.touched(state, args), *self.named(state, args)))
+        return uses.stale(state, self._stream(args), name, (*self.touched(state, args), *self.named(state, args)))
 
 
 def _target(args: Arguments) -> tuple[Any]:
@@ -96,9 +96,9 @@ def _target(args: Arguments) -> tuple[Any]:
 def _fills(stream_at: int | None, width: int) -> _Work:
     """A fill. A small fill is also a write of values that streams may wait for."""
 
-    def then(state: State, stream: Stream, args: Arguments) -> None:
+    def then(state: State, stream: TrackedStream, args: Arguments) -> None:
         address, nbytes = number_of(args[0]), int(args[2]) * width
-        if 4 <= nbytes <= 64 and not state.captures:
+        if 4 <= nbytes <= 64 and not state.streams.captures:
             value = int.from_bytes(int(args[1]).to_bytes(width, "little") * (4 // width), "little")
             for at in range(address, address + nbytes - 3, 4):
                 state.values.write(stream, at, value)
@@ -117,8 +117,8 @@ def _copies(stream_at: int | None, size_at: int = 2, source_at: int = 1) -> _Wor
     def sides(args: Arguments) -> tuple[Any, ...]:
         return (args[0], args[source_at]) if int(args[size_at]) else ()
 
-    def then(state: State, stream: Stream, args: Arguments) -> None:
-        if int(args[size_at]) and stream not in state.captures and not state.foreign.may_write:
+    def then(state: State, stream: TrackedStream, args: Arguments) -> None:
+        if int(args[size_at]) and stream not in state.streams.captures and not state.streams.foreign.may_write:
             state.types.copied(args[0], args[source_at], int(args[size_at]), "a copy")
 
     return _Work(stream_at, touched, sides, then)
@@ -154,7 +154,7 @@ def plane(state: State, copy: Any) -> list[Touch]:
     return found
 
 
-def _array(state: State, handle: Any) -> Array | None:
+def _array(state: State, handle: Any) -> TrackedArray | None:
     """The array of a handle; None if it was not made through this driver."""
     found = state.arrays.get(number_of(handle))
     if found is None:
@@ -299,14 +299,18 @@ class _Launch(_Work):
     def _launch(self, args: Arguments) -> tuple[Any, ...]:
         return () if self.params_at is None else (args[self.function_at], *args[self.params_at :])
 
-    def _nodes(self, state: State, name: str, args: Arguments, stream: Stream) -> list[Node]:
-        runs = stream not in state.captures
-        return state.kernel_nodes(name, here(), f"on {stream.name}", runs, *self._launch(args))
+    def _nodes(self, state: State, name: str, args: Arguments, stream: TrackedStream) -> list[TrackedNode]:
+        runs = stream not in state.streams.captures
+        return uses.kernel_nodes(state, name, state.place(), f"on {stream.name}", runs, *self._launch(args))
 
     def before(self, state: State, name: str, args: Arguments) -> Finish:
         launch = self._launch(args)
-        touched = [one[:3] for one in state.kernel_uses(*launch) or ()]
-        return state.stale(self._stream(args), state.kernel(name, *launch), touched) if touched else nothing
+        touched = [one[:3] for one in uses.kernel_uses(state, *launch) or ()]
+        return (
+            uses.stale(state, self._stream(args), uses.kernel_name(state, name, *launch), touched)
+            if touched
+            else nothing
+        )
 
 
 _WORK = {

@@ -7,7 +7,7 @@ import re
 from streamalloc.checker.rules import graphs, memory, order, sharing, work
 from streamalloc.checker.rules.rule import Answer, Arguments, Before, Rule
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import Finish
+from streamalloc.checker.uses import Finish, stale
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.bindings import cuda
 
@@ -38,11 +38,11 @@ def _checked(before: Before | None, at: int) -> Before:
     """A rule that checks for freed memory first."""
 
     def rule(state: State, name: str, args: Arguments) -> Finish:
-        stale = state.stale(0, name, ((args[at], 1, False),), in_order=False)
+        gone = stale(state, 0, name, ((args[at], 1, False),), in_order=False)
         finish = None if before is None else before(state, name, args)
 
         def both(answer: Answer) -> None:
-            stale(answer)
+            gone(answer)
             if finish is not None:
                 finish(answer)
 

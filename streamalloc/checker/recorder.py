@@ -1,0 +1,413 @@
+"""The recorder: it applies the rule of each driver call to the state, and takes the facade's notifications.
+
+Three feeds can drive a recorder: the wrapper :class:`.wrapper.Checked`, which calls :meth:`Recorder.begin` and
+:meth:`Recorder.finish_call` around each call that it forwards; the facade, by the methods of ``Listener``; and
+:meth:`Recorder.feed`, for calls that somebody else has seen.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from time import monotonic, sleep
+from typing import Any, TypeVar
+
+from streamalloc.checker.report import Reports
+from streamalloc.checker.rules.table import RULES, UNKNOWN
+from streamalloc.checker.state import State
+from streamalloc.checker.streams import Caller
+from streamalloc.checker.uses import Finish, nothing, release_mapped, use_on_device, use_on_host
+from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
+from streamalloc.driver.bindings import cuda, number_of
+from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.locks import RLock
+from streamalloc.driver.parent import ParentTest
+from streamalloc.driver.protocol import Listener, On
+from streamalloc.driver.reports import Hazard, Stack, place_of
+from streamalloc.driver.wrappers import Call, Function
+
+T = TypeVar("T")
+_MOST_DESTROYED = 4096
+"""Most destroyed handles that are known. The driver refuses calls with older ones, too."""
+_PATIENCE = 1.0
+"""Seconds to wait for queued work before leaks are reported."""
+INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
+"""Errors of the bindings for wrong arguments, and of a simulated machine for what it does not model. A rule that
+converts such arguments raises them too.
+"""
+
+
+class Recorder:
+    """Records the calls of one driver, and finds hazards."""
+
+    def __init__(self, driver: Any, on: On, uninitialized: bool = False) -> None:
+        # Guards the state. Reentrant, because a finaliser may run while its own thread records.
+        self._lock = RLock()
+        self._recording = 0
+        """Identifier of the thread that changes the state."""
+        self._postponed: deque[Callable[[], None]] = deque()
+        """Records of finalisers' calls that ran while their own thread changed the state."""
+        self._destroyed: dict[int, Stack] = {}
+        """Places of the calls that destroyed handles."""
+        self._on = on
+        found: list[Hazard] = []
+        self._state = State(_WithoutLock(driver, self), found.append, uninitialized)
+        self._state.streams.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
+        self._reports = Reports(on, self._state.notes, found)
+        self.hazards: list[Hazard] = self._reports.all
+        """All hazards in order, one for each pair of places. The list may be cleared."""
+        self.finished: bool = False
+        """Whether all hazards were shown, or :meth:`finish` returned them to the program."""
+        self.process: int = os.getpid()
+        """The creating process. At exit, a forked child reports only hazards that it found itself."""
+
+    # -- one record at a time ----------------------------------------------------------------------------------
+
+    def _is_recording(self) -> bool:
+        """Whether this thread changes the state now: a finaliser has interrupted it and makes a call."""
+        return self._recording == threading.get_ident()
+
+    def _alone(self, step: Callable[..., T], *args: Any) -> T:
+        """Call a function under the lock. Also record the calls of finalisers that ran meanwhile.
+
+        A call of a finaliser that ran at the end of the previous record is recorded first, because it came before this
+        call.
+        """
+        with self._lock:
+            self._recording = threading.get_ident()
+            try:
+                self._record_postponed()
+                result = step(*args)
+                # No loop here: on Python 3.12 and 3.13 an interrupted loop can skip the finally clause.
+                self._record_postponed()
+                return result
+            finally:
+                if self._is_recording():  # False if a signal handler raised while `_unlocked` waited for the lock
+                    self._recording = 0
+
+    def _record_postponed(self) -> None:
+        while self._postponed:
+            self._postponed.popleft()()
+
+    def _unlocked(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """Call a driver function without the lock: the driver may wait for a thread whose finaliser waits for it."""
+        self._recording = 0
+        self._lock.release()
+        try:
+            return function(*args)
+        finally:
+            self._lock.acquire()
+            self._recording = threading.get_ident()
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    def begin(self, name: str, args: tuple[Any, ...]) -> Finish | None:
+        """Apply the part of a call's rule that precedes the call, and deliver its hazards.
+
+        Returns a function for the driver's answer, or None if the call must not be made.
+        """
+        rule = RULES.get(name)
+        if name not in ENDERS and (rule is None or rule.before is None):
+            return nothing
+        finish, fresh = self._alone(self._before, name, args)
+        self._reports.deliver(fresh, partial(self._alone, finish or nothing, INVALID))
+        return finish
+
+    def finish_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish) -> None:
+        """Apply the part of a call's rule that follows it, and deliver its hazards. ``finish`` is the result of
+        :meth:`begin`."""
+        self._reports.deliver(self._alone(self._after, name, args, answer, finish))
+
+    def feed(self, call: Call, context: int, place: Stack) -> None:
+        """Record a call that another feed than the wrapper has seen, with the caller's context and place.
+
+        Its hazards are delivered as those of the wrapper's calls, but no call is refused. Calls are fed in the order in
+        which they were made, from one thread at a time.
+        """
+
+        if call.name not in RULES and call.name not in COUNTED:
+            self._skipped(call.name, call.answer)
+            return
+
+        def record() -> list[Hazard]:
+            self._state.streams.caller = Caller(call.thread, context, place)
+            try:
+                finish, fresh = self._before(call.name, call.args)
+                return fresh + self._after(call.name, call.args, call.answer, finish or nothing)
+            finally:
+                self._state.streams.caller = None
+
+        self._reports.deliver(self._alone(record))
+
+    def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
+        """Note a call without a rule."""
+        if name in UNKNOWN and not answer[0]:
+            self._alone(self._state.notes.add, "calls", name)
+
+    def _before(self, name: str, args: tuple[Any, ...]) -> tuple[Finish | None, list[Hazard]]:
+        """Returns the new hazards, too, under the lock: no other thread may take them."""
+        state = self._state
+        state.look()
+        handle = _handle(args) if name in ENDERS else 0
+        if handle and not state.account.may_end(name, handle):
+            self._refuse(name, handle)
+            return None, self._reports.take()
+        return self._apply(name, args), self._reports.take()
+
+    def _apply(self, name: str, args: tuple[Any, ...]) -> Finish:
+        rule = RULES.get(name)
+        try:
+            return nothing if rule is None or rule.before is None else rule.before(self._state, name, args)
+        except REFUSED as error:
+            return Failed(error)
+
+    def _after(
+        self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish, take: bool = True
+    ) -> list[Hazard]:
+        state, succeeded = self._state, not answer[0]
+        state.look()
+        if succeeded:
+            self._count(name, args, answer)
+        elif self._destroyed:
+            self._find_destroyed(name, args)
+        finish(answer)
+        rule = RULES.get(name)
+        if succeeded and rule is not None and rule.after is not None:
+            rule.after(state, name, args, answer)
+        shared = state.interprocess
+        if shared.posted or shared.leaving or shared.uses:
+            shared.update_announcements()
+        return self._reports.take() if take else []
+
+    def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        """Record a finaliser's call after it was made."""
+        self._after(name, args, answer, self._apply(name, args), take=False)
+
+    # -- handles -----------------------------------------------------------------------------------------------
+
+    def _count(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        """Count the handle that a successful call makes or ends."""
+        state = self._state
+        if name in MAKERS:
+            self._destroyed.pop(int(answer[1]), None)
+        if name.endswith("Destroy"):
+            self._destroyed[_handle(args)] = state.place()
+            if len(self._destroyed) > _MOST_DESTROYED:
+                del self._destroyed[next(iter(self._destroyed))]
+        if name in COUNTED:
+            stream = args[-1] if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") else None
+            captures = state.streams.captures
+            captured = bool(captures) and stream is not None and state.streams.find(stream) in captures
+            state.account.note(name, args, answer, captured)
+
+    def _refuse(self, name: str, handle: int) -> None:
+        """Report a call that ends a handle which is not live."""
+        range_ = self._state.addresses.find(handle)
+        ended = self._destroyed.get(handle) if range_ is None or range_.ended is None else range_.ended.stack
+        places = [("this call", self._state.place())]
+        what = f"{name}({handle:#x}) is refused, because no live {' or '.join(ENDERS[name])} has this handle"
+        if ended is not None:
+            places.append(("freed", ended))
+            what += f": it was ended at {place_of(ended)}"
+        if range_ is not None and range_.ended is not None:
+            places.append(("allocated", range_.stack))
+        remedy, size = "end it once, and only where your program has made it.", 0 if range_ is None else range_.size
+        hazard = Hazard("double free", f"{what}.", remedy, handle, size, places=tuple(places))
+        if self._on == "raise":
+            raise DriverMisuseError(str(hazard), hazard)
+        self._state.on_hazard(hazard)
+
+    def _find_destroyed(self, name: str, args: tuple[Any, ...]) -> None:
+        """Report a refused call with a destroyed handle."""
+        for argument in args:
+            handle = _handle((getattr(argument, "hStream", argument),))
+            stack = self._destroyed.get(handle)
+            if stack is not None:
+                which = next((one.name for one in self._state.timeline.retired if one.handle == handle), f"{handle:#x}")
+                what = f"{name} is called with {which}, which was destroyed at {place_of(stack)}."
+                remedy = "destroy it after its last use."
+                if "Free" in name:
+                    remedy += " The memory that this call should have freed stays allocated."
+                places = (("this call", self._state.place()), ("destroyed", stack))
+                self._state.on_hazard(Hazard("use after destroy", what, remedy, places=places))
+                return
+
+    # -- notifications of the facade ---------------------------------------------------------------------------
+
+    @property
+    def listener(self) -> Listener:
+        """The interface that the facade notifies: this object."""
+        return self
+
+    def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
+        """Record that a kernel in ``stream``, a driver handle, uses ``nbytes`` bytes. None: the host uses them now."""
+        self._notified(True, self._use, address, nbytes, stream, write, atomic)
+
+    def lent(self, stream: Any, used: bool) -> None:
+        """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
+        self._notified(False, self._lend, stream, used)
+
+    def named(self, stream: Any, name: str) -> None:
+        """Record the name of a new stream, for reports."""
+        self._notified(False, self._state.streams.rename, stream, name)
+
+    def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
+        """Record elements of a type: written by queued work, or read if not ``write``."""
+        self._notified(False, self._type, address, nbytes, dtype, write)
+
+    def _type(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
+        if write:
+            self._state.types.wrote(address, nbytes, dtype, self._state.place())
+        elif not self._state.streams.foreign.may_write:
+            self._state.types.read(address, nbytes, dtype, "a copy of a view")
+
+    def released(self, address: int, nbytes: int, released: bool) -> None:
+        """Record that mapped memory was released and must not be written, or is usable again if not ``released``."""
+        self._notified(False, partial(release_mapped, self._state), address, nbytes, released)
+
+    def deferred(self, address: int) -> None:
+        """Record that the program has freed memory whose driver call comes later. It is not a leak."""
+        self._notified(False, self._defer, address)
+
+    def _defer(self, address: int) -> None:
+        found = self._state.addresses.find(address)
+        if found is not None:
+            found.deferred = True
+
+    def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
+        """Record that importers may use memory after the queued work of ``stream``. ``name``: see :meth:`opened`."""
+        self._notified(True, self._share, address, nbytes, stream, name)
+
+    def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
+        """Record that ``stream`` waits at the address ``word`` for the announcement of :meth:`shared`. None: the host
+        has waited.
+        """
+        self._notified(False, self._open, address, nbytes, stream, name, word)
+
+    def unseen(self, what: str) -> None:
+        """Record that code runs whose work and waits the checker does not see: all earlier work counts as done."""
+        self._notified(False, self._unseen, what)
+
+    def _unseen(self, what: str) -> None:
+        self._state.notes.add("waits", what)
+        self._state.timeline.host_observes(self._state.timeline.everything())
+
+    def _notified(self, delivers: bool, step: Callable[..., None], *args: Any) -> None:
+        if self._is_recording():
+            self._postponed.append(partial(step, *args))
+            return
+        self._alone(step, *args)
+        if delivers:
+            self._reports.deliver(self._alone(self._reports.take))
+
+    def _use(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool) -> None:
+        self._state.look()
+        if stream is None:
+            use_on_host(self._state, address, nbytes, write, seen=True)
+        else:
+            use_on_device(self._state, self._state.streams.find(stream), address, nbytes, write, atomic)
+            if self._state.interprocess.uses:
+                self._state.interprocess.update_announcements()
+
+    def _lend(self, handle: Any, used: bool) -> None:
+        foreign, stream = self._state.streams.foreign, self._state.streams.find(handle)
+        (foreign.uses if used else foreign.can_use)(stream)
+        foreign.is_lent(stream)
+
+    def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
+        self._state.sources.clear()
+        self._state.interprocess.share(self._state.streams.find(stream), address, nbytes, name, self._state.place())
+
+    def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
+        ordered = None if stream is None else self._state.streams.find(stream)
+        self._state.interprocess.opened(ordered, address, nbytes, name, word)
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Texts about everything that this run did not check: one for each reason, with a count and the first place."""
+        return self._state.notes.texts()
+
+    def outstanding(self) -> dict[str, list[int]]:
+        """Handles or addresses that were created by this driver and not released, by kind.
+
+        A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
+        """
+        return self._alone(self._state.account.outstanding)
+
+    def leaks(self) -> list[Hazard]:
+        """One hazard per place in the program that allocated memory which is not freed."""
+        return self._alone(self._state.leaks)
+
+    def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
+        """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""
+        left = {kind: handles for kind, handles in self.outstanding().items() if kind not in set(besides)}
+        if left:
+            shown = "; ".join(f"{len(handles)} {kind}" for kind, handles in left.items())
+            raise DriverMisuseError(f"not released: {shown} ({left})")
+
+    def finish(self) -> list[Hazard]:
+        """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
+
+        Without this call the end of the process does the same, and prints what was not shown.
+        """
+        self.settle()
+        self.finished = True
+        return self.hazards
+
+    def settle(self) -> None:
+        end = monotonic() + _PATIENCE
+        # Dropped objects are released after their queued work.
+        while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
+            sleep(0.002)
+        self._alone(self._state.close)
+        self._reports.found += self.leaks()
+        self._alone(self._reports.take)
+
+    def show_at_once(self, test: ParentTest | None) -> None:
+        """Show each hazard when it is found: on the standard error stream, or in the parent test."""
+        self._reports.show_at_once(test)
+
+
+class Failed:
+    """The end of a rule that raised an error before its call."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __call__(self, answer: tuple[Any, ...]) -> None:
+        # The driver refuses wrong arguments. If it accepts them, the rule is wrong.
+        if not answer[0]:
+            raise self._error
+
+
+class _WithoutLock:
+    """The driver for the checker's own questions, which it asks without the lock."""
+
+    def __init__(self, driver: Any, owner: Recorder) -> None:
+        # Weak: a cycle would keep the driver alive after its last user.
+        self._driver, self._owner = driver, weakref.ref(owner)
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._driver, name)
+
+        def ask(*args: Any) -> Any:
+            owner = self._owner()
+            assert owner is not None
+            return owner._unlocked(function, args) if owner._is_recording() else function(*args)
+
+        return ask
+
+
+def _handle(args: tuple[Any, ...]) -> int:
+    """The handle that a call ends; 0 for wrong arguments, which the driver refuses."""
+    try:
+        return number_of(args[0])
+    except REFUSED:
+        return 0

@@ -1,0 +1,175 @@
+"""Reports to the program: hazards, and notes on what was not checked.
+
+A hazard is shown once for each pair of places, because one wrong line in a loop is one fault; later ones are counted.
+Nothing else is suppressed in silence. Each rule that leaves something out (its order is unknown, a table is full, other
+code may have acted unseen) adds a note, and the end of the process prints the notes: a run without hazards and
+without notes was checked completely.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.parent import ParentTest
+from streamalloc.driver.protocol import On
+from streamalloc.driver.reports import Hazard, Stack, here, place_of
+
+LEFT_OUT = {
+    "kernels": "kernels that do not declare their uses; unwritten bytes and element types of memory that existed then",
+    "streams": "the order among streams that another library can use: the library may have ordered them unseen",
+    "memory": "memory that was not allocated through this driver",
+    "graphs": "graphs that were not built through this driver",
+    "nodes": "nodes of a graph that were changed, or that conditional nodes contain",
+    "frees": "synchronous frees while queued work used the memory: the driver waited, which CUDA does not promise",
+    "calls": "calls that the checker does not know",
+    "waits": "the order before a wait whose cause the checker did not see: all earlier work counts as done",
+    "sources": "host writes to memory that queued copies read: the copies may be over, or the writer may be a kernel",
+    "contents": "unwritten bytes and element types, since other code has the handle of a stream and may launch kernels",
+    "access": "access rights to memory of a context: another library may have enabled peer access",
+    "shared": "the order with other processes, where a process may have waited unseen",
+    "told": "work on shared memory that other processes are not told of",
+    "imports": "the order between two mappings of imported physical memory: whether it is the same memory is unknown",
+    "rows": "rows of a copy or fill after the first 32,768 of a plane",
+    "freed": "uses of memory that was freed long ago: many ranges were allocated since",
+    "luck": "whether a missing order is given by a choice of the driver: it counts as missing",
+    "poison": "contents of memory that could not be filled with poison",
+    "hazards": "hazards after the first 1,000 pairs of places",
+}
+"""Texts of the reasons. ``comparison.md`` explains each."""
+_MOST_SUBJECTS = 3
+_MOST_HAZARDS = 1000
+
+
+@dataclass(eq=False)
+class _Note:
+    place: str
+    """Place in the program where it happened first."""
+    count: int = 0
+    subjects: dict[str, None] = field(default_factory=dict)
+
+
+class Notes:
+    """Parts of a run that were not checked, by reason, with a count and the first place."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, _Note] = {}
+        self.place: Callable[[], Stack] = partial(here, 1)
+        """Returns the place of the present call."""
+
+    def add(self, reason: str, subject: str = "", stack: Stack | None = None) -> None:
+        """Note that something was left out. ``reason``: a key of :data:`LEFT_OUT`. ``subject``: a name for the text."""
+        found = self._found.get(reason)
+        if found is None:
+            found = self._found[reason] = _Note(place_of(self.place() if stack is None else stack))
+        found.count += 1
+        if subject and len(found.subjects) <= _MOST_SUBJECTS:
+            found.subjects[subject] = None
+
+    def texts(self) -> tuple[str, ...]:
+        """One text for each reason."""
+        return tuple(_text(reason, found) for reason, found in self._found.items())
+
+
+def _text(reason: str, found: _Note) -> str:
+    subjects = list(found.subjects)
+    named = ", ".join(subjects[:_MOST_SUBJECTS]) + (", and others" if len(subjects) > _MOST_SUBJECTS else "")
+    times = f"at {found.place}" if found.count == 1 else f"{found.count:,} times, first at {found.place}"
+    return f"{LEFT_OUT[reason]} ({f'{named}; ' if named else ''}{times})"
+
+
+class Reports:
+    """The hazards of a driver."""
+
+    def __init__(self, on: On, notes: Notes, found: list[Hazard]) -> None:
+        self.all: list[Hazard] = []
+        """All hazards in order, one for each pair of places. The program may clear the list."""
+        self.found: list[Hazard] = found
+        """Hazards of the present call."""
+        self.shown: set[Hazard] = set()
+        self._on = on
+        self._notes = notes
+        self._known: dict[tuple[Any, ...], Hazard] = {}
+        """Hazards by pair of places."""
+        self._raised: set[tuple[Any, ...]] = set()
+        """Pairs of places and addresses."""
+        self._at_once = False
+        self._test: ParentTest | None = None
+        """Test that gets the hazards; None: they are printed."""
+
+    def take(self) -> list[Hazard]:
+        """Move the hazards of the present call to the list of all. Returns those to deliver.
+
+        A pair of places is shown once. It is raised once for each address, because a raised free is not made.
+        """
+        fresh = []
+        while self.found:
+            hazard = self.found.pop(0)
+            pair = hazard.pair
+            known, key = self._known.get(pair), (*pair, hazard.address)
+            is_new = known is None or known not in self.all  # the program has cleared the list
+            if known is not None and not is_new:
+                if hazard.kind != "leak":
+                    known.found_again()
+            elif len(self.all) == _MOST_HAZARDS:
+                self._notes.add("hazards")
+            else:
+                self._known[pair] = hazard
+                self.all.append(hazard)
+            if key not in self._raised if self._on == "raise" else is_new:
+                fresh.append(hazard)
+                self._raised.add(key)
+        return fresh
+
+    def deliver(self, fresh: list[Hazard], undo: Callable[[], object] = int) -> None:
+        """Show, warn about or raise new hazards. ``undo`` is called before a raise, because the call is not made."""
+        for hazard in fresh:
+            if self._at_once:
+                self._show(hazard)
+            elif self._on != "report":
+                self.shown.add(hazard)
+            if self._on == "warn":
+                warnings.warn(str(hazard), RuntimeWarning, 5)
+        if self._on == "raise" and fresh:
+            undo()
+            raise DriverMisuseError(str(fresh[0]), fresh[0])
+
+    def show_at_once(self, test: ParentTest | None) -> None:
+        """Show each hazard when it is found: on the standard error stream, or in the parent test."""
+        self._at_once, self._test = True, test
+
+    def _show(self, hazard: Hazard) -> None:
+        self.shown.add(hazard)
+        if self._test is None:
+            print(hazard, file=sys.stderr)
+        else:
+            self._test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
+
+    def show_rest(self, summary: bool) -> None:
+        """Show the hazards that were not shown yet. ``summary``: then their number and what was not checked."""
+        often = [one for one in self.all if one.count > 1 and one in self.shown]
+        for hazard in self.all:
+            if hazard not in self.shown:
+                self._show(hazard)
+        if not summary:
+            return
+        if self._test is not None:
+            for note in self._notes.texts():
+                self._test.report("notes", note)
+            return
+        leaks = sum(hazard.kind == "leak" for hazard in self.all)
+        texts = [f"{one.kind} at {place_of(one.places[0][1])}: found {one.count:,} times" for one in often]
+        if self.all:
+            texts.append(f"{_counted(len(self.all) - leaks, 'hazard')}, {_counted(leaks, 'leak')}")
+        texts += [f"not checked: {one}" for one in self._notes.texts()]
+        # In one piece: processes of one program end at the same time.
+        sys.stderr.write("".join(f"streamalloc check: {text}\n" for text in texts))
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
