@@ -212,7 +212,7 @@ class GrowableBuffer(VirtualBuffer):
         if not spare:
             return
         wait_for_users(after, self._session, (entry.rights for entry in spare))
-        self._cut(spare[0].offset, size)
+        self._shrink_to(spare[0].offset, size)
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)

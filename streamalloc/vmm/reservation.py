@@ -71,11 +71,6 @@ class MappedBytes(Node):
         return raw is not None and int(raw) not in self.reservation.allocations.by_handle
 
     @property
-    def keeps_memory(self) -> bool:
-        """Whether a handle keeps the memory alive after its unmapping."""
-        return self._raw is not None or (self._memory is not None and not self._memory.closed)
-
-    @property
     def users(self) -> set[int]:
         """Ordinals of the devices with access."""
         return accessing((self.rights,))
@@ -102,13 +97,37 @@ class MappedBytes(Node):
         for watcher in allocations.watchers:
             watcher.mapped(address, self.memory)
 
+    def hold(self) -> None:
+        """Hold a handle, so that the memory outlives its unmapping, even if its object is closed
+        (``cuMemRetainAllocationHandle``).
+        """
+        if self._raw is None:
+            address = int(self.reservation.raw) + self.offset
+            self._raw = self.reservation.allocations.session.call("cuMemRetainAllocationHandle", address)
+
+    def map_again(self) -> None:
+        """Map the memory again after it was unmapped, without permissions. Does nothing if it is mapped."""
+        if self.gone:
+            self.reservation.add(self)
+            self.gone = False
+            try:
+                self.map(self._raw)
+            except BaseException:
+                self.gone = self.reservation.stale = True
+                raise
+            if self._memory is not None:
+                self.state.mappings[self] = None
+
     def release(self) -> None:
-        """Call ``cuMemUnmap``, then release the handle if the mapping holds it."""
+        """Unmap the memory, then release the handle if the mapping holds it."""
+        self.unmap()
+        self.release_handle()
+
+    def unmap(self) -> None:
+        """Call ``cuMemUnmap``. If a signal handler raised after an earlier call, the driver accepts this one, too."""
         reservation = self.reservation
-        # If a signal handler raised just after an earlier cuMemUnmap, the driver accepts this one, too.
         reservation.allocations.session.call("cuMemUnmap", int(reservation.raw) + self.offset, self.nbytes)
         self.unmapped()
-        self.release_handle()
 
     def unmapped(self) -> None:
         """Record that the memory is unmapped, and notify the watchers; idempotent."""
@@ -312,9 +331,10 @@ class Reservation(HandleNode):
         except CudaError:
             raise
         except BaseException:
-            # A signal handler raised: the driver may or may not have unmapped the run.
+            # A signal handler raised: the driver may or may not have unmapped the run. The handles stay open, so that
+            # the caller can map the memory again.
             for entry in run:
-                (entry.unmapped if entry.gone else entry.release)()
+                (entry.unmapped if entry.gone else entry.unmap)()
             raise
         finally:
             allocations = self.allocations

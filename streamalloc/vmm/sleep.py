@@ -10,118 +10,58 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from streamalloc.core.errors import CudaError, EvictedError, size_text, undo_all, undoing
+from streamalloc.core.errors import CudaError, EvictedError, size_text, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device
 from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import After, copying_stream, wait_for_users
+from streamalloc.vmm.backup import copying
 from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
+from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.resident import Residents
-from streamalloc.vmm.tiers.agreement import Hook, Ranks, Votes, run_hooks
+from streamalloc.vmm.tiers.agreement import Hook, Ranks, Votes
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
 from streamalloc.vmm.tiers.host import NearTier
 from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, Tier
-from streamalloc.vmm.virtual_buffer import RESTORE, VirtualBuffer, evict_all, restore_all
+from streamalloc.vmm.virtual_buffer import (
+    RESTORE,
+    Step,
+    VirtualBuffer,
+    leave_all,
+    mapping,
+    nothing,
+    release_all,
+    run,
+    unmapping,
+)
 
 T = TypeVar("T")
 
 
-class SleepGroup(Closes, Claimable):
-    """Virtual buffers whose physical memory is released and restored together, at the same addresses.
+class _Members(Closes, Claimable):
+    """The buffers of a group, with their tags, and the memory of the group's device by owner."""
 
-    :meth:`sleep` evicts all buffers of the group and :meth:`wake` restores them, as :meth:`VirtualBuffer.evict` and
-    :meth:`VirtualBuffer.restore` do for one buffer. Each call changes all its buffers or none: after an error every
-    buffer and its bytes are unchanged, and the call can be repeated. Captured graphs stay valid, because no address
-    changes. ::
+    __slots__ = ("__weakref__", "_handle_types", "_measured", "_members", "closed", "device")
 
-        with vmm.SleepGroup(device) as group:
-            weights = group.allocate(8 << 20, tag="weights")
-            cache = group.allocate(16 << 20, tag="cache")
-            group.sleep(keep=["weights"])    # frees 24 MiB, keeps the bytes of 8 MiB in host memory
-            group.wake()
-
-    Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with given tags. Buffers of one tag
-    that go to sleep together share one backup. It is freed once no buffer needs it, after the copies that read it. A
-    buffer that is closed or dropped leaves the group and the backup.
-
-    Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
-    each other. They also wait for calls that close, resize, evict or restore one of their buffers, and such calls and
-    :meth:`remove` wait for them. :meth:`allocate` and :meth:`add` do not wait. If a hook or a signal handler makes a
-    call that would have to wait, it raises :class:`InUseError`.
-
-    Parameters
-    ----------
-    device
-        Device of :meth:`allocate`; its default stream copies if no stream is given.
-    backup
-        Pool in host memory for the kept bytes, to which the device has access, or a :class:`DiskTier`. By default the
-        group makes a pool on the NUMA node of the device, or on any node if memory runs out there. The pool keeps its
-        memory for the next sleep, because pinning memory takes longer than a copy; ``group.backup.trim()`` releases it.
-    handle_types
-        Handle types for sharing the memory of :meth:`allocate` with other processes.
-
-    Raises
-    ------
-    TypeError
-        ``device`` is no device, or ``backup`` is neither a pool nor a tier.
-    """
-
-    __slots__ = (
-        "_after_wake", "_backup", "_before_sleep", "_handle_types", "_measured", "_members", "_near",
-        "closed", "device",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        device: Device,
-        *,
-        backup: MemoryPool | DiskTier | None = None,
-        handle_types: MemHandleType = MemHandleType.NONE,
-    ) -> None:
+    def __init__(self, device: Device, handle_types: MemHandleType) -> None:
         check_device("device", device)
         self.device: Device = device
         """Device of :meth:`allocate`."""
         self.closed: bool = False
         """True if :meth:`close` was called."""
-        if backup is not None:
-            tier_of(backup)
-        self._backup: MemoryPool | DiskTier | None = backup
-        self._near: NearTier | None = None
+        self._claim: Claim | None = None
         self._handle_types = handle_types
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
         self._measured: dict[str, int] = {}
         """Bytes that :meth:`measure` has found, by owner."""
-        self._before_sleep: list[tuple[Hook, Hook | None]] = []
-        self._after_wake: list[tuple[Hook, Hook | None]] = []
-        self._claim: Claim | None = None
 
     @property
     def location(self) -> MemLocation:
         """Location of the memory of :meth:`allocate`."""
         return self.device.location
-
-    @property
-    def backup(self) -> Any:
-        """Pool or :class:`DiskTier` for the kept bytes; the first use makes a pool."""
-        self._check_open()
-        return self._backup or self._near_tier().pool
-
-    def _near_tier(self) -> NearTier:
-        if self._near is not None:
-            return self._near
-        made = NearTier(self.device)
-        # Another thread may have made one.
-        self._near = near = self._near or made
-        if near is not made:
-            made.close()
-        return near
-
-    def _tier(self, backup: MemoryPool | DiskTier | None) -> Tier:
-        given = backup or self._backup
-        return self._near_tier() if given is None else tier_of(given)
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
         """Allocate a buffer that belongs to the group. It can be used at once on any stream.
@@ -147,10 +87,6 @@ class SleepGroup(Closes, Claimable):
         buffer = GrowableBuffer(self.device, max(size, 1), size, handle_types=self._handle_types, stream=stream)
         self._admit(buffer, tag)
         return buffer
-
-    def tagged(self, tag: str) -> Tagged:
-        """Return an allocator whose buffers get this tag, for ``streamalloc.interop.torch.use``."""
-        return Tagged(self, tag)
 
     def add(self, buffer: VirtualBuffer, tag: str = "") -> None:
         """Add a buffer to the group, or change its tag.
@@ -208,6 +144,144 @@ class SleepGroup(Closes, Claimable):
         """Physical memory of its buffers, in bytes."""
         return sum(buffer.mapped_bytes for buffer in self.buffers)
 
+    def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
+        buffers = self.buffers
+        self._check_tags(tags, buffers)
+        if not tags:
+            return buffers
+        return {buffer: tag for wanted in tags for buffer, tag in buffers.items() if tag == wanted}
+
+    @staticmethod
+    def _check_tags(tags: Collection[str], buffers: Mapping[VirtualBuffer, str]) -> None:
+        """Raise for tags that no buffer has: a misspelt tag would lose bytes."""
+        unknown = [tag for tag in tags if tag not in buffers.values()]
+        if unknown:
+            known = f"there are {sorted(set(buffers.values()))}" if buffers else "the group has no buffers"
+            remedy = f"allocate(nbytes, tag={unknown[0]!r}) or add(buffer, {unknown[0]!r}) gives a buffer this tag"
+            raise KeyError(f"no buffer has the tag {unknown[0]!r}: {known}; {remedy}")
+
+    def resident(self) -> Residents:
+        """Return the present memory of the device by owner, including memory that the group cannot release."""
+        self._check_open()
+        return Residents.of(self.device, self.buffers, self._measured)
+
+    @contextlib.contextmanager
+    def measure(self, owner: str) -> Iterator[None]:
+        """Attribute the device memory that a library allocates in a ``with`` block to ``owner``, for :meth:`resident`.
+
+        For libraries that call the driver directly: for example, create an NCCL communicator and run its first
+        collective in the block, or load kernels. The figure is the difference of two readings of ``cuMemGetInfo``,
+        minus the memory of known owners. It is wrong if another thread or process allocates during the block. It does
+        not change if the library releases memory later. Blocks of the same name add up. ::
+
+            with group.measure("NCCL"):
+                torch.distributed.all_reduce(tensor)
+
+        Parameters
+        ----------
+        owner
+            Name in the table.
+
+        Raises
+        ------
+        ClosedError
+            The group was closed.
+        """
+        before = self.resident().others
+
+        def count() -> None:
+            self._measured[owner] = self._measured.get(owner, 0) + self.resident().others - before
+
+        with undoing(count):
+            yield
+        count()
+
+    @property
+    def _session(self) -> Session:
+        return session_of(self.device)
+
+
+class SleepGroup(_Members):
+    """Virtual buffers whose physical memory is released and restored together, at the same addresses.
+
+    :meth:`sleep` evicts all buffers of the group and :meth:`wake` restores them, as :meth:`VirtualBuffer.evict` and
+    :meth:`VirtualBuffer.restore` do for one buffer. Each call changes all its buffers or none: after an error every
+    buffer and its bytes are unchanged, and the call can be repeated. Captured graphs stay valid, because no address
+    changes. ::
+
+        with vmm.SleepGroup(device) as group:
+            weights = group.allocate(8 << 20, tag="weights")
+            cache = group.allocate(16 << 20, tag="cache")
+            group.sleep(keep=["weights"])    # frees 24 MiB, keeps the bytes of 8 MiB in host memory
+            group.wake()
+
+    Each buffer has a tag. :meth:`sleep` and :meth:`wake` take all buffers, or those with given tags. Buffers of one tag
+    that go to sleep together share one backup. It is freed once no buffer needs it, after the copies that read it. A
+    buffer that is closed or dropped leaves the group and the backup.
+
+    Thread-safe: :meth:`sleep`, :meth:`wake`, :meth:`resume`, :meth:`read`, :meth:`write` and :meth:`close` wait for
+    each other. They also wait for calls that close, resize, evict or restore one of their buffers, and such calls and
+    :meth:`remove` wait for them. :meth:`allocate` and :meth:`add` do not wait. If a hook or a signal handler makes a
+    call that would have to wait, it raises :class:`InUseError`.
+
+    Parameters
+    ----------
+    device
+        Device of :meth:`allocate`; its default stream copies if no stream is given.
+    backup
+        Pool in host memory for the kept bytes, to which the device has access, or a :class:`DiskTier`. By default the
+        group makes a pool on the NUMA node of the device, or on any node if memory runs out there. The pool keeps its
+        memory for the next sleep, because pinning memory takes longer than a copy; ``group.backup.trim()`` releases it.
+    handle_types
+        Handle types for sharing the memory of :meth:`allocate` with other processes.
+
+    Raises
+    ------
+    TypeError
+        ``device`` is no device, or ``backup`` is neither a pool nor a tier.
+    """
+
+    __slots__ = ("_after_wake", "_backup", "_before_sleep", "_near")
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        backup: MemoryPool | DiskTier | None = None,
+        handle_types: MemHandleType = MemHandleType.NONE,
+    ) -> None:
+        super().__init__(device, handle_types)
+        if backup is not None:
+            tier_of(backup)
+        self._backup: MemoryPool | DiskTier | None = backup
+        self._near: NearTier | None = None
+        self._before_sleep: list[tuple[Hook, Hook | None]] = []
+        self._after_wake: list[tuple[Hook, Hook | None]] = []
+
+    @property
+    def backup(self) -> Any:
+        """Pool or :class:`DiskTier` for the kept bytes; the first use makes a pool."""
+        self._check_open()
+        return self._backup or self._near_tier().pool
+
+    def _near_tier(self) -> NearTier:
+        if self._near is not None:
+            return self._near
+        made = NearTier(self.device)
+        # Another thread may have made one.
+        self._near = near = self._near or made
+        if near is not made:
+            made.close()
+        return near
+
+    def _tier(self, backup: MemoryPool | DiskTier | None) -> Tier:
+        given = backup or self._backup
+        return self._near_tier() if given is None else tier_of(given)
+
+    def tagged(self, tag: str) -> Tagged:
+        """Return an allocator whose buffers get this tag, for ``streamalloc.interop.torch.use``."""
+        return Tagged(self, tag)
+
     def sleep(
         self,
         *tags: str,
@@ -260,7 +334,7 @@ class SleepGroup(Closes, Claimable):
             Another rank cannot sleep.
         CudaError
             The driver refused a call. In all these cases, and after an error of a hook or of the communicator, every
-            buffer is unchanged. If the driver also refuses the undo, some buffers are asleep, with their bytes kept:
+            buffer is unchanged. If the driver also refuses the undo, some buffers are asleep and keep their memory:
             :meth:`wake` them.
         """
 
@@ -291,36 +365,39 @@ class SleepGroup(Closes, Claimable):
         *,
         shared: bool = False,
         stored: bool = False,
-        agree: Callable[[], object] | None = None,
+        agree: Callable[[], object] = nothing,
     ) -> int:
-        """Call the hooks, then evict the chosen buffers; returns the released bytes.
+        """Do the steps of a sleep, then release the memory of the chosen buffers; returns the released bytes.
 
         ``hold`` returns a backup for each size of the buffers of a tag, or nothing if their bytes are not kept.
         """
+        entries: dict[VirtualBuffer, list[MappedBytes]] = {}
+        saved: dict[VirtualBuffer, SavedBytes] = {}
+        with copying(ordered) as copies:
 
-        def after_hooks() -> int:
-            claim.take(chosen)  # not earlier: hooks may use, close and evict the buffers
-            # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
-            left = self.buffers
-            going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
-            entries = {buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted}
-            wait_for_users(after, self._session, (entry.rights for several in entries.values() for entry in several))
-            saved: dict[VirtualBuffer, SavedBytes] = {}
-            with undoing(lambda: undo_all(one.leave for one in saved.values())):
-                for tag in dict.fromkeys(going.values()):
-                    buffers = [buffer for buffer in going if going[buffer] == tag and buffer.nbytes]
-                    kept = hold(tag, [buffer.nbytes for buffer in buffers]) if buffers else ()
-                    if kept:
-                        saved.update(zip(buffers, kept, strict=True))
-            # With ``stored``, buffers that sleep already get the stored bytes.
-            replaced = {buffer: saved.pop(buffer) for buffer in list(saved) if buffer not in entries}
-            with undoing(lambda: undo_all(one.leave for one in replaced.values())):
-                evict_all(entries, saved, ordered, stored=stored, confirm=agree)
-            for buffer, one in replaced.items():
+            def steps() -> Iterator[Step]:
+                yield from hook_steps(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
+                # Not claimed earlier: hooks may use, close and evict the buffers.
+                claim.take(chosen)
+                # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
+                left = self.buffers
+                going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
+                entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
+                wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
+                yield functools.partial(_hold_all, going, hold, saved), functools.partial(leave_all, saved)
+                # With ``stored``, buffers that sleep already get the stored bytes.
+                yield from unmapping(
+                    entries, {one: saved[one] for one in saved if one in entries}, copies, ordered, stored=stored
+                )
+                # The vote is the last step before memory is released: until then all ranks can undo.
+                yield agree, nothing
+
+            run(steps())
+        release_all(entries)
+        for buffer, one in saved.items():
+            if buffer not in entries:
                 _replace(buffer, one)
-            return sum(entry.nbytes for several in entries.values() for entry in several)
-
-        return run_hooks(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted], after_hooks)
+        return sum(entry.nbytes for several in entries.values() for entry in several)
 
     def resume(
         self, *tags: str, backup: DiskTier | None = None, stream: StreamLike | None = None, after: After = None
@@ -411,9 +488,17 @@ class SleepGroup(Closes, Claimable):
             claim.take(chosen)
             found = {buffer: buffer.eviction for buffer in chosen}
             evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
-            # The hooks, then the vote.
-            confirm = functools.partial(run_hooks, self._after_wake, list(evictions), votes.agree)
-            restore_all(evictions, self._copying_stream(stream), confirm)
+            ordered = self._copying_stream(stream)
+            with copying(ordered) as copies:
+
+                def steps() -> Iterator[Step]:
+                    yield from mapping(evictions, copies, ordered)
+                    yield from hook_steps(self._after_wake, list(evictions))
+                    # The vote is the last step before the backups are dropped: until then all ranks can undo.
+                    yield votes.agree, nothing
+
+                run(steps())
+                leave_all({buffer: eviction.saved for buffer, eviction in evictions.items()})
             return sum(eviction.nbytes for eviction in evictions.values())
 
         return votes.run(lambda: self._alone(act))
@@ -507,42 +592,6 @@ class SleepGroup(Closes, Claimable):
             raise ValueError(f"the bytes of {buffer!r} were not kept: replace all of them")
         return buffer.eviction.saved
 
-    def resident(self) -> Residents:
-        """Return the present memory of the device by owner, including memory that the group cannot release."""
-        self._check_open()
-        return Residents.of(self.device, self.buffers, self._measured)
-
-    @contextlib.contextmanager
-    def measure(self, owner: str) -> Iterator[None]:
-        """Attribute the device memory that a library allocates in a ``with`` block to ``owner``, for :meth:`resident`.
-
-        For libraries that call the driver directly: for example, create an NCCL communicator and run its first
-        collective in the block, or load kernels. The figure is the difference of two readings of ``cuMemGetInfo``,
-        minus the memory of known owners. It is wrong if another thread or process allocates during the block. It does
-        not change if the library releases memory later. Blocks of the same name add up. ::
-
-            with group.measure("NCCL"):
-                torch.distributed.all_reduce(tensor)
-
-        Parameters
-        ----------
-        owner
-            Name in the table.
-
-        Raises
-        ------
-        ClosedError
-            The group was closed.
-        """
-        before = self.resident().others
-
-        def count() -> None:
-            self._measured[owner] = self._measured.get(owner, 0) + self.resident().others - before
-
-        with undoing(count):
-            yield
-        count()
-
     def _alone(self, act: Callable[[Claim], T], *buffers: VirtualBuffer) -> T:
         """Call ``act`` while no other call sleeps, wakes, reads, writes or closes the group, or uses these buffers."""
 
@@ -555,22 +604,6 @@ class SleepGroup(Closes, Claimable):
             return act(claim)
 
         return claiming((self, *buffers), open_only)
-
-    def _chosen(self, tags: Sequence[str]) -> dict[VirtualBuffer, str]:
-        buffers = self.buffers
-        self._check_tags(tags, buffers)
-        if not tags:
-            return buffers
-        return {buffer: tag for wanted in tags for buffer, tag in buffers.items() if tag == wanted}
-
-    @staticmethod
-    def _check_tags(tags: Collection[str], buffers: Mapping[VirtualBuffer, str]) -> None:
-        """Raise for tags that no buffer has: a misspelt tag would lose bytes."""
-        unknown = [tag for tag in tags if tag not in buffers.values()]
-        if unknown:
-            known = f"there are {sorted(set(buffers.values()))}" if buffers else "the group has no buffers"
-            remedy = f"allocate(nbytes, tag={unknown[0]!r}) or add(buffer, {unknown[0]!r}) gives a buffer this tag"
-            raise KeyError(f"no buffer has the tag {unknown[0]!r}: {known}; {remedy}")
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.device.default_stream if stream is None else stream, self._session)
@@ -591,10 +624,6 @@ class SleepGroup(Closes, Claimable):
             self._near.close()
             self._near = None
 
-    @property
-    def _session(self) -> Session:
-        return session_of(self.device)
-
     def _text(self) -> str:
         if self.closed:
             return ", closed"
@@ -613,6 +642,35 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
     if start + found.nbytes > buffer.nbytes:
         raise ValueError(f"offset={start} and {size_text(found.nbytes)}: {buffer!r} ends before")
     return start, found
+
+
+def hook_steps(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]) -> Iterator[Step]:
+    """Steps that call hooks. A hook that raised is not undone."""
+    done: set[int] = set()
+
+    def call(number: int, hook: Hook) -> None:
+        hook(list(buffers))
+        done.add(number)
+
+    def call_undo(number: int, undo: Hook | None) -> None:
+        if undo is not None and number in done:
+            undo(list(buffers))
+
+    for number, (hook, undo) in enumerate(hooks if buffers else ()):
+        yield functools.partial(call, number, hook), functools.partial(call_undo, number, undo)
+
+
+def _hold_all(
+    tags: Mapping[VirtualBuffer, str],
+    hold: Callable[[str, Sequence[int]], Sequence[SavedBytes]],
+    saved: dict[VirtualBuffer, SavedBytes],
+) -> None:
+    """Reserve room for the bytes of the buffers, tag by tag."""
+    for tag in dict.fromkeys(tags.values()):
+        buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]
+        kept = hold(tag, [buffer.nbytes for buffer in buffers]) if buffers else ()
+        if kept:
+            saved.update(zip(buffers, kept, strict=True))
 
 
 def _replace(buffer: VirtualBuffer, saved: SavedBytes) -> None:

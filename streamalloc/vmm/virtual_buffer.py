@@ -6,9 +6,9 @@ import contextlib
 import functools
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from streamalloc.core.errors import CudaError, EvictedError, InUseError, size_text, undo_all, undoing
+from streamalloc.core.errors import CudaError, EvictedError, InUseError, attach, size_text, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
 from streamalloc.core.internal import CopySide, Device, Event, Memory, Stream, StreamLike, as_stream
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
@@ -52,7 +52,7 @@ class Eviction(NamedTuple):
     saved: SavedBytes | None
     """The bytes in a backup; None without a backup."""
     held: tuple[MappedBytes, ...] = ()
-    """Unmapped memory with the bytes, if an eviction and its undo failed."""
+    """Unmapped memory with the bytes, if an eviction and its undo failed. :meth:`VirtualBuffer.restore` maps it."""
 
     @property
     def backup(self) -> Memory | None:
@@ -216,7 +216,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         """
         self._check_open()
         rights = device_rights(who, self._session, access, location=self._location)
-        self._trim(self._mapped)
+        self._release_from(self._mapped)
         self.range._node.set_rights(self.range._node.table(), rights, after)
         kept = {where: allowed for where, allowed in {**self._rights, **rights}.items() if allowed}
         self._structs, self._rights = structs_of(kept), kept
@@ -265,14 +265,17 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         ordered = self._copying_stream(stream)
         wait_for_users(after, self._session, (entry.rights for entry in entries))
         saved = self._backup(backup, ordered)
-        evict_all({self: entries}, {} if saved is None else {self: saved}, ordered)
+        kept = {} if saved is None else {self: saved}
+        with undoing(lambda: leave_all(kept)), copying(ordered) as copies:
+            run(unmapping({self: entries}, kept, copies, ordered))
+        release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
         """Return the mappings; raise if their memory cannot be released."""
         self._check_open()
         if self._evicted:
             raise EvictedError(f"{self!r} is evicted already")
-        self._trim(self._mapped)
+        self._release_from(self._mapped)
         entries = list(self.range._node.table())
         allocations_of(self._session).work()
         for memory in (entry.memory for entry in entries if not entry.alone):
@@ -285,58 +288,30 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
                 raise InUseError(f"{memory!r} is bound to a multicast object, which would keep it: unbind it")
             if len(memory._state.handles) > 1:
                 raise InUseError(f"{memory!r} is held by another PhysicalMemory, too: close that")
+        for entry in entries:
+            entry.hold()
         return entries
 
-    def _give_back(
+    def _unmap(
         self, entries: Sequence[MappedBytes], saved: SavedBytes | None, held: Sequence[MappedBytes] = ()
     ) -> None:
-        """Unmap memory whose bytes are in a backup. The handles stay open for :meth:`_take_back`."""
+        """Unmap the buffer's memory, whose handles stay open: from now on the buffer is evicted."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
         self._evicted = Eviction(chunks, saved, tuple(held))
         self.range._node.unmap(entries)
 
-    def _take_back(self, entries: Sequence[MappedBytes], stream: Stream) -> None:
-        """Undo :meth:`_give_back`, even if it was not completed.
+    def _map_again(self, entries: Sequence[MappedBytes]) -> None:
+        """Undo :meth:`_unmap`, even if it was not completed.
 
-        After an error the buffer is evicted. Without a backup it keeps the unmapped memory (:attr:`Eviction.held`),
-        and :meth:`restore` maps that memory again.
+        If that fails, the buffer stays evicted and keeps its memory, which has the bytes. Nobody else can have got this
+        memory, so a later :meth:`restore` maps it again. A backup is dropped then.
         """
-        evicted, node = self._evicted, self.range._node
-        if evicted is None:
-            return
-        unmapped = self._unmapped(entries)
-        if not all(entry.keeps_memory for entry in unmapped):
-            # The driver has freed memory that no other handle kept: map new memory, with the bytes of the backup.
-            restore_all({self: evicted._replace(held=())}, stream)
-            stream.synchronize()
-            return
-        if evicted.saved is None:
-            self._evicted = evicted._replace(held=tuple(entries))
-        for entry in unmapped:
-            self._map_again(entry)
-        node.grant(node.touching(0, self._mapped), self._rights, self._structs)
-        self._evicted = None
-
-    def _unmapped(self, entries: Sequence[MappedBytes]) -> list[MappedBytes]:
-        """The entries that are unmapped and whose addresses have no other mapping."""
-        touching = self.range._node.touching
-        return [entry for entry in entries if entry.gone and not touching(entry.offset, entry.stop)]
-
-    def _map_again(self, entry: MappedBytes) -> None:
-        """Map the memory of an unmapped entry at its old offset."""
-        if entry._memory is not None:
-            self.range._map(entry._memory, entry.offset)
-            return
-        node = self.range._node
-        mapped = MappedBytes(node, entry.offset, entry.stop, {})
-        try:
-            node.add(mapped)
-            mapped._raw, entry._raw = entry._raw, None
-            mapped.map(mapped._raw)
-        except BaseException as first:
-            entry._raw, mapped._raw = mapped._raw, None
-            mapped.undo(first)
-            raise
+        if self._evicted is not None:
+            self._evicted = self._evicted._replace(saved=None, held=tuple(entries))
+            for entry in entries:
+                entry.map_again()
+            self.range._node.grant(entries, self._rights, self._structs)
+            self._evicted = None
 
     @claimed
     def restore(self, *, stream: StreamLike | None = None) -> None:
@@ -358,7 +333,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         evicted = self._evicted
         if evicted is None:
             raise EvictedError(f"{self!r} is not evicted")
-        restore_all({self: evicted}, self._copying_stream(stream))
+        ordered = self._copying_stream(stream)
+        with copying(ordered) as copies:
+            run(mapping({self: evicted}, copies, ordered))
+            leave_all({self: evicted.saved})
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._session)
@@ -386,7 +364,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         entries = list(self.range._node.table())
         if entries:
             wait_for_users(after, self._session, (entry.rights for entry in entries))
-            self._cut(0, 0)
+            self._shrink_to(0, 0)
         evicted = self._evicted
         self._evicted = None
         self._mapped = self._nbytes = 0
@@ -404,10 +382,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if not chunks:
             return []
         start = chunks[0].offset
-        self._trim(start)
+        self._release_from(start)
         for watcher in self.range._node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
-        with undoing(lambda: self._trim(start)):
+        with undoing(lambda: self._release_from(start)):
             made = [self._create_chunk(chunk) for chunk in chunks]
             self.range._node.grant(made, self._rights, self._structs)
         return made
@@ -435,40 +413,30 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self.range._node.grant(made, self._rights, self._structs)
         return made
 
-    # Methods that unmap: _discard() these entries, _trim() all behind an offset, _clear() all after the queued work,
-    # _cut() all behind a new end. They release the memory. _give_back() keeps the memory for _take_back().
+    def _release(self, entries: Sequence[MappedBytes]) -> None:
+        """Unmap memory, then release it. If the driver refuses a release, it is made later."""
+        self.range._node.unmap(entries)
+        for entry in entries:
+            entry.close()
 
-    def _trim(self, start: int) -> None:
+    def _release_from(self, start: int) -> None:
         """Unmap and release the memory behind an offset: a shrink cuts it off, or a failed call has left it mapped."""
         node = self.range._node
         table = node.table()
         if table and table[-1].stop > start:
-            self._discard(node.touching(start, node.nbytes))
+            self._release(node.touching(start, node.nbytes))
 
-    def _clear(self) -> None:
-        """Unmap memory that a failed restore left mapped, after the work that may use it."""
-        entries = list(self.range._node.table())
-        if entries:
-            wait_for_users(None, self._session, (entry.rights for entry in entries))
-            self._discard(entries)
-
-    def _cut(self, mapped: int, nbytes: int) -> None:
-        """Unmap everything behind ``mapped`` bytes, which must be the end of a chunk. After an error the buffer is
+    def _shrink_to(self, mapped: int, nbytes: int) -> None:
+        """Release everything behind ``mapped`` bytes, which must be the end of a chunk. After an error the buffer is
         unchanged.
         """
         before = self._mapped, self._nbytes
         self._mapped, self._nbytes = mapped, nbytes
         try:
-            self._trim(mapped)
+            self._release_from(mapped)
         except CudaError:
             self._mapped, self._nbytes = before
             raise
-
-    def _discard(self, entries: Sequence[MappedBytes]) -> None:
-        """Unmap and release memory. If the driver refuses a release, it is made later."""
-        self.range._node.unmap(entries)
-        for entry in entries:
-            entry.close()
 
     def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> SavedBytes | None:
         if backup is None:
@@ -520,69 +488,84 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
     return spec
 
 
-def evict_all(
+# Eviction and restore of several buffers: each is a list of steps, which :func:`run` does or undoes as a whole.
+
+Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
+"""An act and its undo. The undo is called for a step that failed, too: it looks at what was done."""
+
+
+def nothing() -> None:
+    """The undo of a step that changes nothing."""
+
+
+def run(steps: Iterable[Step]) -> None:
+    """Do steps in order. If one fails, undo that one and those before, the last first: then nothing has changed.
+
+    All undos are called, even if some fail. Their errors are attached to the first one.
+    """
+    undos: list[Callable[[], object]] = []
+    try:
+        for do, undo in steps:
+            undos.append(undo)
+            do()
+    except BaseException as first:
+        for undo in reversed(undos):
+            try:
+                undo()
+            except Exception as later:
+                attach(first, later)
+        raise
+
+
+def unmapping(
     entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]],
     saved: abc.Mapping[VirtualBuffer, SavedBytes],
+    copies: Copies,
     stream: Stream,
     *,
     stored: bool = False,
-    confirm: Callable[[], object] | None = None,
-) -> None:
-    """Copy the bytes of buffers to their backups, and release their memory: of all, or of none after an error.
+) -> Iterator[Step]:
+    """Steps that copy the bytes of buffers to their backups, and unmap their memory.
 
-    Memory is released only after all of it is unmapped, so that an error can be undone. If the undo of a buffer also
-    fails, the buffer is evicted, and keeps its backup or its memory.
+    The memory is not released: another thread or process could take it at once, and a step that fails later could not
+    be undone. :func:`release_all` releases it once all steps are done. Memory is unmapped after its own copy, while the
+    copies of later buffers run.
 
     Parameters
     ----------
     entries
         Mappings of each buffer.
     saved
-        Backups of the buffers whose bytes are kept. After an error they are dropped.
-    stream
-        Stream of the copies.
+        Backups of the buffers whose bytes are kept.
+    copies, stream
+        The copies, and their stream.
     stored
         Whether the backups have the bytes already, so that nothing is copied.
-    confirm
-        Called when all memory is unmapped and none is released. If it raises, everything is undone.
     """
-    with copying(stream) as copies:
 
-        def undo() -> None:
-            try:
-                undo_all(functools.partial(buffer._take_back, several, stream) for buffer, several in entries.items())
-            finally:
-                # Buffers that were taken back have their bytes, so their backups go.
-                undo_all(one.leave for buffer, one in saved.items() if buffer._evicted is None)
-                for buffer in saved:
-                    if buffer._evicted is not None:  # its bytes are in the backup
-                        undo_all(entry.close for entry in buffer._unmapped(entries[buffer]))
+    def unmap(buffer: VirtualBuffer) -> Step:
+        act = functools.partial(buffer._unmap, entries[buffer], saved.get(buffer))
+        return act, functools.partial(buffer._map_again, entries[buffer])
 
-        def give_back(buffers: Iterable[VirtualBuffer]) -> None:
-            for buffer in buffers:
-                buffer._give_back(entries[buffer], saved.get(buffer))
+    batches: list[tuple[list[VirtualBuffer], Event]] = []
+    batch: list[VirtualBuffer] = []
+    for buffer, one in {} if stored else saved.items():
+        one.save(CopySide.of(buffer), copies)
+        batch.append(buffer)
+        if sum(copied.nbytes for copied in batch) >= _BATCH:
+            batches.append((batch, stream.record()))
+            batch = []
+    copies.finish_transfers()
+    for batch, end in batches:
+        end.synchronize()
+        yield from map(unmap, batch)
+    copies.synchronize()
+    done = {buffer for batch, _ in batches for buffer in batch}
+    yield from (unmap(buffer) for buffer in entries if buffer not in done)
 
-        with undoing(undo):
-            copied = {} if stored else saved
-            # Unmap memory while the copies of later buffers run.
-            batches: list[tuple[list[VirtualBuffer], Event]] = []
-            batch: list[VirtualBuffer] = []
-            queued = 0
-            for buffer, one in copied.items():
-                one.save(CopySide.of(buffer), copies)
-                batch.append(buffer)
-                queued += one.nbytes
-                if queued >= _BATCH:
-                    batches.append((batch, stream.record()))
-                    batch, queued = [], 0
-            copies.finish_transfers()
-            for buffers, end in batches:
-                end.synchronize()
-                give_back(buffers)
-            copies.synchronize()
-            give_back((*batch, *(buffer for buffer in entries if buffer not in copied)))
-            if confirm is not None:
-                confirm()
+
+def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> None:
+    """Release the memory that :func:`unmapping` has unmapped."""
     for buffer, several in entries.items():
         for entry in several:
             entry.close()
@@ -590,55 +573,62 @@ def evict_all(
         buffer.range._node.forget_unmapped()
 
 
-def restore_all(
-    evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream, confirm: Callable[[], object] | None = None
-) -> None:
-    """Map new memory for evicted buffers, and queue the copies of their bytes: for all, or for none after an error.
+def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], copies: Copies, stream: Stream) -> Iterator[Step]:
+    """Steps that map memory for evicted buffers, and queue the copies of their bytes on ``stream``.
 
-    ``confirm`` is called when the buffers can be used. If it raises, they are evicted again, with their earlier bytes.
+    After an undo all buffers are evicted as before, with their backups. The copies may read a backup and write the new
+    memory, so they are stopped and awaited before memory is unmapped.
     """
-    made: dict[VirtualBuffer, list[MappedBytes]] = {}
-    with copying(stream) as copies:
+    made: dict[VirtualBuffer, Sequence[MappedBytes]] = {}
 
-        def undo() -> None:
-            awake = [buffer for buffer in made if buffer._evicted is None]
-            for one in awake:
-                one._evicted = evictions[one]
-            taken_back = {
-                buffer: buffer.range._node.touching(0, buffer._mapped)
-                for buffer, eviction in evictions.items()
-                if eviction.held and buffer._evicted is None
-            }
-            # Stop copies before memory is unmapped. The next attempt unmaps memory that stays mapped.
-            copies.abandon()
-            copies.synchronize()
-            used = [*taken_back.values(), *(made[buffer] for buffer in awake)]
-            wait_for_users(None, session_of(stream), [entry.rights for several in used for entry in several])
-            discards = [functools.partial(buffer._discard, several) for buffer, several in made.items()]
-            holds = [functools.partial(buffer._give_back, held, None, held) for buffer, held in taken_back.items()]
-            undo_all((*discards, *holds))
+    def create(buffer: VirtualBuffer, eviction: Eviction) -> None:
+        _release_awaited(buffer, buffer.range._node.table())  # a restore and its undo may have failed
+        made[buffer] = buffer._create_chunks(eviction.pieces)
+        if eviction.saved is not None:
+            buffer._load(eviction.saved, made[buffer], copies, stream)
 
-        with undoing(undo):
-            # The first copies run while further memory is created.
-            for buffer, eviction in evictions.items():
-                if eviction.held:
-                    continue
-                buffer._clear()
-                made[buffer] = buffer._create_chunks(eviction.pieces)
-                if eviction.saved is not None:
-                    buffer._load(eviction.saved, made[buffer], copies, stream)
-            copies.finish_transfers()
-            for buffer, eviction in evictions.items():
-                if eviction.held:
-                    buffer._take_back(eviction.held, stream)
-            for buffer in made:
-                buffer._evicted = None
-            if confirm is not None:
-                confirm()
-        for eviction in evictions.values():
-            if eviction.saved is not None:
-                with contextlib.suppress(CudaError):
-                    eviction.saved.leave()
+    def release(buffer: VirtualBuffer) -> None:
+        copies.abandon()
+        copies.synchronize()
+        _release_awaited(buffer, made.pop(buffer, ()))
+
+    def wake(asleep: abc.Mapping[VirtualBuffer, Eviction]) -> None:
+        for buffer in made:
+            buffer._evicted = asleep.get(buffer)
+
+    # The first copies run while further memory is created.
+    for buffer, eviction in evictions.items():
+        if not eviction.held:
+            yield functools.partial(create, buffer, eviction), functools.partial(release, buffer)
+    yield copies.finish_transfers, nothing
+    for buffer, eviction in evictions.items():
+        if eviction.held:
+            yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)
+    yield functools.partial(wake, {}), functools.partial(wake, evictions)
+
+
+def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> None:
+    """Release memory after the work that may use it, such as that of a hook of a wake that failed."""
+    several = list(entries)
+    if several:
+        wait_for_users(None, buffer._session, (entry.rights for entry in several))
+        buffer._release(several)
+
+
+def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
+    """Unmap the memory of :attr:`Eviction.held`, and keep it."""
+    mapped = [entry for entry in eviction.held if not entry.gone]
+    wait_for_users(None, buffer._session, (entry.rights for entry in mapped))
+    buffer._evicted = eviction
+    buffer.range._node.unmap(mapped)
+
+
+def leave_all(saved: abc.Mapping[VirtualBuffer, SavedBytes | None]) -> None:
+    """Drop backups, each after the copies that use it. A refused release is made later."""
+    for one in saved.values():
+        if one is not None:
+            with contextlib.suppress(CudaError):
+                one.leave()
 
 
 def device_rights(

@@ -16,7 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, Claimable, claiming
-from streamalloc.vmm.virtual_buffer import VirtualBuffer, evict_all, restore_all
+from streamalloc.vmm.virtual_buffer import VirtualBuffer, mapping, unmapping
 from tests.interleaving import interleaved
 from tests.interrupting import Interrupt, Interrupted
 from tests.processes import fork
@@ -84,10 +84,10 @@ ACTS: dict[str, Callable[[World], object]] = {
 }
 FUNCTIONS: dict[str, Callable[..., object]] = {
     "sleep": vmm.SleepGroup._put_to_sleep,
-    "sleep, copying": evict_all,
-    "wake": restore_all,
+    "sleep, copying": unmapping,
+    "wake": mapping,
     "evict": VirtualBuffer._evictable,
-    "restore": restore_all,
+    "restore": mapping,
     "grow": vmm.GrowableBuffer._grow_directly,
 }
 """Functions that the first call makes, at each line of which the second call begins."""
@@ -141,7 +141,7 @@ def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
         with contextlib.suppress(sa.EvictedError):
             world.groups[0].remove(world.buffers[1])
 
-    for world in interleaved(evict_all, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
+    for world in interleaved(unmapping, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
         assert world.buffers[1].evicted == (world.buffers[1] in world.groups[0].buffers)
         world.check()
 

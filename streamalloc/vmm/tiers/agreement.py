@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from streamalloc.core.errors import attach, undoing
+from streamalloc.core.errors import attach
 
 T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
@@ -45,16 +45,6 @@ class RankRefusedError(RuntimeError):
 
     def __str__(self) -> str:
         return f"rank {self.rank} has refused: {self.reason}"
-
-
-def run_hooks(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any], then: Callable[[], T]) -> T:
-    """Call hooks in order, then ``then``. After an error, undo the called hooks in reverse order."""
-    if not hooks or not buffers:
-        return then()
-    hook, undo = hooks[0]
-    hook(list(buffers))
-    with undoing(lambda: undo and undo(list(buffers))):
-        return run_hooks(tuple(hooks[1:]), buffers, then)
 
 
 class Votes:
