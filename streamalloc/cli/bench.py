@@ -1,4 +1,4 @@
-"""Measure the library beside raw driver calls, a loop in C, and the other libraries that are installed.
+"""Measure the library beside raw driver calls and the other libraries that are installed.
 
 The variants of a row take turns, in rounds of short blocks. Each figure is the median of the rounds, beside the 10th
 and 90th percentile. Each ratio is the median of the rounds' ratios to the first variant of the row.
@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from streamalloc.cli import bench_calls, bench_ipc, bench_programs, bench_store, bench_vmm, figures
-from streamalloc.cli.choice import Chosen, UsageError, add_json_argument
+from streamalloc.cli import bench_calls, bench_processes, bench_vmm
 from streamalloc.cli.info import versions
-from streamalloc.cli.measuring import Bench, Effort, Row, measured
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.machine import Chosen
+from streamalloc.cli.measuring import Bench, Row, measured
+from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument
 
-FULL = Effort(
-    rounds=25, block=0.01, live=(10, 1_000, 100_000, 1_000_000), imports=15, growths=24,
-    evictions=9, evicted=8 << 30, replays=9,
-)  # fmt: skip
-QUICK = Effort(
-    rounds=11, block=0.002, live=(10, 1_000, 100_000), imports=3, growths=6,
-    evictions=3, evicted=1 << 30, replays=3,
-)  # fmt: skip
+ROWS: tuple[Row, ...] = (*bench_calls.ROWS, *bench_vmm.ROWS, *bench_processes.ROWS)
 
-_AREAS = (bench_calls, bench_vmm, bench_ipc, bench_store, bench_programs)
-ROWS: tuple[Row, ...] = tuple(row for area in _AREAS for row in area.ROWS)
+_EXTRA = {
+    "gb_per_s": ("GB/s", ",.1f"),
+    "reserved_over_used": ("reserved / used", ".3f"),
+    "driver_calls": ("driver calls", ",d"),
+    "failures": ("failed", ",d"),
+}
+"""Column title and number format of each further figure."""
+_FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
+"""Titles of target figures other than times."""
+_UNITS = {"us": "microseconds", "ms": "milliseconds"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "measure only rows with WORD in key or title; may be repeated"
     parser.add_argument("-k", "--rows", action="append", metavar="WORD", help=about)
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if a target is missed")
-    parser.add_argument("--plot", metavar="FILE", help="draw the ratios (needs matplotlib)")
     add_json_argument(parser)
 
 
@@ -49,8 +49,6 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         raise UsageError(f"no row has {', '.join(options.rows)}; there are {keys}")
     if options.strict and chosen.is_simulated:
         raise UsageError("--strict judges targets, which are those of a GPU")
-    if options.plot and not importlib.util.find_spec("matplotlib"):
-        raise UsageError("--plot needs matplotlib: pip install 'streamalloc[plot]'")
     found = versions(chosen)
     terminal.line(terminal.bold(chosen.headline))
     software = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
@@ -61,17 +59,65 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     names = max(len(name) for row in rows for name in row.variants)
     reports: list[dict[str, Any]] = []
     with contextlib.ExitStack() as resources:
-        bench = Bench(chosen, QUICK if options.quick else FULL, resources)
+        bench = Bench(chosen, options.quick, resources)
         for row in rows:
             reports.append(measured(bench, row))
-            figures.show_row(terminal, reports[-1], names)
+            show_row(terminal, reports[-1], names)
         bench.device.synchronize()
-    figures.show_targets(terminal, reports)
+    _show_targets(terminal, reports)
     about = {"headline": chosen.headline, "simulated": chosen.is_simulated, "quick": options.quick, "versions": found}
     terminal.write_json({**about, "rows": reports})
-    if options.plot:
-        try:
-            figures.draw(reports, options.plot, chosen.headline)
-        except (OSError, ValueError) as error:  # its name has no known ending
-            raise UsageError(f"cannot write {options.plot}: {error}") from error
-    return int(options.strict and any(figures.missed(reports)))
+    return int(options.strict and any(_missed(reports)))
+
+
+def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
+    """Print a row's table and its targets; variant names take at least ``names`` columns."""
+    terminal.heading(report["title"])
+    if "unavailable" in report:
+        terminal.paragraph(f"not measured: {report['unavailable']}")
+        return
+    rows = [row for row in report["rows"] if "unavailable" not in row]
+    extra = [key for key in _EXTRA if any(key in row for row in rows)]
+    medians = [row["median"] for row in rows]
+    fine = {"us": max(medians) < 1000, "ms": min(medians) < 100}.get(report["unit"])
+    places = ",.2f" if fine else ",.0f"
+    header = [_UNITS[report["unit"]], "median", "p10", "p90", "ratio", *(_EXTRA[key][0] for key in extra)]
+    cells = []
+    for row in rows:
+        spread = [format(row[key], places) for key in ("median", "p10", "p90")]
+        ratio = format(row["ratio_to_raw"], ",.2f") if "ratio_to_raw" in row else ""
+        figures = [format(row[key], _EXTRA[key][1]) if key in row else "" for key in extra]
+        cells.append([row["name"].ljust(names), *spread, ratio, *figures])
+    terminal.table(cells, header=header, align="l" + "r" * (len(header) - 1))
+    for row in report["rows"]:
+        if "unavailable" in row:
+            terminal.paragraph(f"{row['name']}: not measured ({row['unavailable']})")
+    for target in (one for one in report["targets"] if one["found"] is not None):
+        mark = terminal.good("met") if target["met"] else terminal.warning("missed")
+        terminal.paragraph(f"{mark}: {target_text(target, report['unit'])}")
+
+
+def target_text(target: Mapping[str, Any], unit: str) -> str:
+    """Return a target and its figure as text."""
+    figure = _FIGURES.get(target["figure"], "")
+    unit = "" if figure else f" {unit}"
+    if target["to"]:
+        unit = f" times {'that of ' if figure else ''}{target['to']}"
+    found = f"{figure}{target['found']:.3g}{unit}"
+    return f"{target['of']}: {found} (target: <= {target['at_most']:.3g})"
+
+
+def _missed(reports: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return the missed targets, each with its row."""
+    return ((report, target) for report in reports for target in report["targets"] if target["met"] is False)
+
+
+def _show_targets(terminal: Terminal, reports: Sequence[Mapping[str, Any]]) -> None:
+    """Print the number of targets met, missed and not measured, and list the missed ones."""
+    found = [target["met"] for report in reports for target in report["targets"]]
+    if not found:
+        return
+    unknown = f", {found.count(None)} not measured" if None in found else ""
+    terminal.heading(f"Targets: {found.count(True)} met, {found.count(False)} missed{unknown}")
+    for report, target in _missed(reports):
+        terminal.paragraph(f"{report['key']} - {target_text(target, report['unit'])}")

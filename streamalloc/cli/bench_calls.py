@@ -1,9 +1,9 @@
-"""Benchmark rows about single calls: pools, streams, events, copies, views and exchange with other libraries."""
+"""Benchmark rows about single calls: pools, streams, events, copies and exchange with other libraries."""
 
 from __future__ import annotations
 
 import itertools
-import operator
+import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli.c_loop import c_loop
-from streamalloc.cli.libraries import CudaCore, CuPy, PyTorch, Rmm
-from streamalloc.cli.measuring import SIZE, Bench, Call, Row, Setup, Target, fastest
+from streamalloc.cli.measuring import SIZE, Bench, Call, CudaCore, CuPy, PyTorch, Row, Setup, Target
 from streamalloc.core.internal import raw_handle
 
 RAW = "raw calls"
 OURS = "streamalloc"
-CHECKED = "raw calls, results checked"
 CACHED = "streamalloc CachingAllocator"
-C_LOOP = "C loop"
 CUPY_CACHING = "CuPy MemoryPool (caching)"
 
 _QUEUED = 200
 """Calls per block that queue work: a stream's queue holds about 1,000."""
+MOST_ALIVE = 1_000_000
+"""Live allocations, at most; a tenth of it with ``--quick`` and on a simulated driver."""
 _LIVE_BYTES = 512
 """Bytes in a live allocation: the pool's alignment, so the smallest."""
 
@@ -42,22 +40,6 @@ def raw_pair(bench: Bench, pool: Any = None, nbytes: int = SIZE) -> Call:
     allocate, free, stream = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync, bench.raw_stream
     pool = pool or bench.raw_pool
     return lambda: free(allocate(nbytes, pool, stream)[1], stream)
-
-
-def raw_pair_checked(bench: Bench) -> Call:
-    """Allocate and free with the bindings' functions, results checked."""
-    allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
-    pool, stream = bench.raw_pool, bench.raw_stream
-
-    def pair() -> None:
-        error, pointer = allocate(SIZE, pool, stream)
-        if error:
-            raise RuntimeError(error)
-        (error,) = free(pointer, stream)
-        if error:
-            raise RuntimeError(error)
-
-    return pair
 
 
 def _allocator(bench: Bench, kind: str, pool: sa.MemoryPool) -> Any:
@@ -88,12 +70,6 @@ def cuda_core_pair(cuda: CudaCore, *, on_stream: bool) -> Call:
     return lambda: resource.allocate(SIZE, stream=stream).close()
 
 
-def rmm_pair(rmm: Rmm) -> Call:
-    """Allocate and free with RMM."""
-    resource, stream = rmm.resource, rmm.stream
-    return lambda: resource.deallocate(resource.allocate(SIZE, stream), SIZE, stream)
-
-
 def torch_pair(torch: PyTorch) -> Call:
     """Create and drop a tensor of PyTorch's caching allocator."""
     empty, kind, device = torch.torch.empty, torch.torch.uint8, torch.device
@@ -112,7 +88,7 @@ def raw_host_copy(bench: Bench, *, to_host: bool) -> Call:
     for copy, host in hosts:
         target, source = (host, buffer) if to_host else (buffer, host)
         calls.append(partial(copy, target, source, SIZE, bench.raw_stream))
-    return fastest(*calls)
+    return min(calls, key=lambda call: min(timeit.repeat(call, number=50, repeat=5)))
 
 
 def cupy_copy(cupy: CuPy) -> Call:
@@ -148,57 +124,21 @@ def order(record: Callable[[], Any], wait: Callable[[Any], object]) -> Call:
     return lambda: wait(record())
 
 
-# --- statistics and exchange with libraries -------------------------------------------------------------------------
-
-
-_STATISTICS = ("reserved_mem_current", "reserved_mem_high", "used_mem_current", "used_mem_high")
-
-
-def raw_statistics(bench: Bench) -> Call:
-    get, pool, kinds = bench.driver.cuMemPoolGetAttribute, bench.raw_pool, bench.driver.CUmemPool_attribute
-    a, b, c, d = (getattr(kinds, f"CU_MEMPOOL_ATTR_{name.upper()}") for name in _STATISTICS)
-    return lambda: (get(pool, a), get(pool, b), get(pool, c), get(pool, d))
-
-
-def interface_by_hand(bench: Bench) -> Call:
-    """Create the dictionary of version 3 of the interface from constants."""
-    data = (bench.buffer().address, False)
-    return lambda: {"shape": (SIZE,), "typestr": "|u1", "data": data, "strides": None, "version": 3, "stream": 1}
-
-
 def capsule_of(array: Any) -> Call:
     # A lambda, because functools.partial is slower with keyword arguments.
     return lambda: array.__dlpack__(stream=-1)
 
 
-def interface_of(array: Any) -> Call:
-    return lambda: array.__cuda_array_interface__
-
-
-def view_of(array: Any) -> Call:
-    return lambda: array[16:32]
-
-
-def _arrays(of: Callable[[Any], Call]) -> dict[str, Setup]:
-    """Return the variants that use an array of each library."""
-    return {
-        OURS: lambda bench: of(bench.buffer()),
-        "CuPy": with_(CuPy, lambda cupy: of(cupy.array())),
-        "PyTorch": with_(PyTorch, lambda torch: of(torch.tensor())),
-    }
-
-
 # --- many live allocations, many streams ----------------------------------------------------------------------------
 
 
-def _live(kind: str, at: int) -> Setup:
+def _live(kind: str, count: int) -> Setup:
     def setup(bench: Bench) -> Call:
-        counts = bench.effort.live[:-1] if bench.chosen.is_simulated else bench.effort.live
-        if at >= len(counts):
-            raise ImportError("this effort has fewer live allocations")
+        if count > MOST_ALIVE // (10 if bench.quick or bench.chosen.is_simulated else 1):
+            raise ImportError("so many allocations take too long")
         pool, raw_pool = bench.new_pool()
         allocator, stream = _allocator(bench, OURS if kind == RAW else kind, pool), bench.stream
-        buffers = [allocator.allocate(_LIVE_BYTES, stream) for _ in range(counts[at])]
+        buffers = [allocator.allocate(_LIVE_BYTES, stream) for _ in range(count)]
         bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
         if kind == RAW:
             return raw_pair(bench, raw_pool, _LIVE_BYTES)
@@ -240,7 +180,7 @@ def _scaled(key: str, title: str, scales: dict[str, int], setup: Callable[[str, 
     return Row(key, title, variants, tuple(targets), bases=bases)
 
 
-_LIVE = {"10 alive": 0, "1,000 alive": 1, "100,000 alive": 2, "1,000,000 alive": 3}
+_LIVE = {f"{count:,} alive": count for count in (10, 1_000, 100_000, 1_000_000)}
 _ON = {"1 stream": 1, "64 streams": 64}
 
 ROWS = (
@@ -249,18 +189,15 @@ ROWS = (
         "Allocate and free 4 KiB",
         {
             RAW: raw_pair,
-            CHECKED: raw_pair_checked,
             OURS: our_pair(OURS),
             CACHED: our_pair(CACHED),
-            C_LOOP: c_loop,
             "cuda.core .close()": with_(CudaCore, lambda cuda: cuda_core_pair(cuda, on_stream=False)),
             "cuda.core .close(stream)": with_(CudaCore, lambda cuda: cuda_core_pair(cuda, on_stream=True)),
             "CuPy MemoryAsyncPool": with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryAsyncPool().malloc, SIZE)),
             CUPY_CACHING: with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryPool().malloc, SIZE)),
-            "RMM CudaAsyncMemoryResource": with_(Rmm, rmm_pair),
             "PyTorch empty (caching)": with_(PyTorch, torch_pair),
         },
-        (Target(OURS, 1.25, RAW), Target(CACHED, 0.75, C_LOOP), Target(CACHED, 1.0, CUPY_CACHING)),
+        (Target(OURS, 1.25, RAW), Target(CACHED, 0.4, RAW), Target(CACHED, 1.0, CUPY_CACHING)),
     ),
     Row("drop", "Allocate 4 KiB and drop the buffer", {RAW: raw_pair, OURS: our_drop(OURS), CACHED: our_drop(CACHED)}),
     Row(
@@ -290,18 +227,6 @@ ROWS = (
         },
         (Target(OURS, 1.35, RAW),),
         most=_QUEUED,
-    ),
-    Row(
-        "statistics",
-        "Read four statistics of a pool",
-        {
-            RAW: raw_statistics,
-            OURS: lambda bench: bench.pool.statistics,
-            "cuda.core": with_(
-                CudaCore, lambda cuda: partial(operator.attrgetter(*_STATISTICS), cuda.resource.attributes)
-            ),
-        },
-        (Target(OURS, 1.35, RAW),),
     ),
     Row(
         "copy",
@@ -348,26 +273,16 @@ ROWS = (
         "DLPack capsule, without ordering",
         {
             "numpy array": lambda bench: bench.array.__dlpack__,
-            **_arrays(capsule_of),
+            OURS: lambda bench: capsule_of(bench.buffer()),
             "streamalloc, ordered after its stream": lambda bench: partial(
                 bench.buffer().__dlpack__, stream=bench.new_stream().handle
             ),
             "cuda.core": with_(CudaCore, lambda cuda: capsule_of(cuda.buffer())),
+            "CuPy": with_(CuPy, lambda cupy: capsule_of(cupy.array())),
+            "PyTorch": with_(PyTorch, lambda torch: capsule_of(torch.tensor())),
         },
         (Target(OURS, 0.6),),
         most=_QUEUED,
-    ),
-    Row(
-        "interface",
-        "CUDA array interface",
-        {"the same dictionary by hand": interface_by_hand, **_arrays(interface_of)},
-        (Target(OURS, 0.4),),
-    ),
-    Row(
-        "view",
-        "View of 16 bytes",
-        {"numpy array": lambda bench: view_of(bench.array), **_arrays(view_of)},
-        (Target(OURS, 0.6),),
     ),
     _scaled("live", "Allocate and free 512 bytes, with N allocations alive in the pool", _LIVE, _live),
     _scaled("streams", "Allocate and free 4 KiB, on the next stream each time", _ON, _on_streams),

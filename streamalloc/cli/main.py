@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import streamalloc
-from streamalloc.cli.choice import UsageError, choose
-from streamalloc.cli.terminal import OutputError, Terminal
+from streamalloc.cli.machine import choose
+from streamalloc.cli.terminal import OutputError, Terminal, UsageError
 from streamalloc.driver import DriverNotFoundError, use
 
 _COMMANDS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import random
 import statistics
 import timeit
@@ -19,14 +20,17 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli.choice import KEEP_ALL, Chosen
-from streamalloc.cli.needs import Unavailable
+from streamalloc.cli.machine import KEEP_ALL, Chosen, Unavailable
 from streamalloc.core.internal import raw_handle
 
 SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
+BLOCK = 0.01
+"""Seconds that one block of calls should take, and a fifth of it with ``--quick``."""
+UNITS = {"us": 1e6, "ms": 1e3}
+"""Units of rows, by the number in a second."""
 
-_LIBRARIES = ("C", "cuda.core", "CuPy", "PyTorch", "RMM")
+_LIBRARIES = ("cuda.core", "CuPy", "PyTorch")
 """First words of other libraries' variants, which need a GPU."""
 
 Call = Callable[[], object]
@@ -37,37 +41,31 @@ class Measured:
     """A variant that measures itself."""
 
     measure: Callable[[int], float]
-    """Runs it a number of times; returns the mean of one run in the row's unit."""
+    """Runs it a number of times; returns the seconds of one run."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further figures by name, of the last run."""
 
 
-def _timed(call: Call) -> Measured:
-    """Return a variant that is one function call, measured in microseconds."""
+def timed(call: Call) -> Measured:
+    """Return a variant that is one function call."""
     timer = timeit.Timer(call)
-    return Measured(lambda number: timer.timeit(number) / number * 1e6)
+    return Measured(lambda number: timer.timeit(number) / number)
 
 
-@dataclass(frozen=True)
-class Effort:
-    """Rounds and sizes of a measurement."""
+def undone(call: Call, undo: Call, nbytes: int = 0) -> Measured:
+    """Return a variant that is one function call; ``undo`` reverses it, untimed. ``nbytes``: bytes that it copies."""
+    extra: dict[str, float] = {}
 
-    rounds: int
-    """Rounds of most rows."""
-    block: float
-    """Seconds that one block of calls should take."""
-    live: tuple[int, ...]
-    """Counts of live allocations; the simulated driver skips the last."""
-    imports: int
-    """Rounds of importing the package."""
-    growths: int
-    """Rounds of growing a buffer."""
-    evictions: int
-    """Rounds of evicting and restoring a buffer."""
-    evicted: int
-    """Bytes in the evicted buffer."""
-    replays: int
-    """Rounds of replaying a trace."""
+    def measure(number: int) -> float:
+        total = 0.0
+        for _ in range(number):
+            total += timeit.timeit(call, number=1)
+            undo()
+        if nbytes:
+            extra["gb_per_s"] = nbytes * number / total / 1e9
+        return total / number
+
+    return Measured(measure, extra)
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ class Row:
     most: int = 20_000
     """Calls per block, at most: a full GPU queue blocks."""
     unit: str = "us"
-    rounds: str = "rounds"
-    """Field of :class:`Effort` with the number of rounds."""
+    rounds: tuple[int, int] = (25, 11)
+    """Rounds, and rounds with ``--quick``."""
     bases: Mapping[str, str] = field(default_factory=dict)
     """Variant of the divisor, for variants that are not compared to the first."""
     need: Callable[[Bench], object] = lambda bench: None
@@ -106,17 +104,17 @@ class Row:
 class Bench:
     """Device, stream and pool that the rows share, as library objects and as driver handles."""
 
-    def __init__(self, chosen: Chosen, effort: Effort, shared: contextlib.ExitStack) -> None:
+    def __init__(self, chosen: Chosen, quick: bool, shared: contextlib.ExitStack) -> None:
         self.chosen = chosen
-        self.effort = effort
+        self.quick = quick
         self.shared = shared
         """Resources that are closed at the end of the benchmark."""
         self.resources: contextlib.ExitStack = shared
         """Resources that are closed at the end of the current row."""
         self.libraries: dict[Any, Any] = {}
         """Objects of other libraries, by the class that creates them."""
-        self.sharing: Any = None
-        """Other process and shared pool of the row about sharing."""
+        self.common: Any = None
+        """Objects or sizes that the variants of the current row share; ``need`` of the row makes them."""
         # Any: raw variants also use the bindings' classes, which every driver provides.
         self.driver: Any = cast(Any, chosen.driver)
         self.device: sa.Device = sa.Device(0)
@@ -161,22 +159,71 @@ class Bench:
 Setup: TypeAlias = Callable[[Bench], "Call | Measured"]
 
 
+# --- other libraries ------------------------------------------------------------------------------------------------
+
+
+class CudaCore:
+    """cuda.core with its own device, stream and pool."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.core: Any = importlib.import_module("cuda.core")
+        if not hasattr(self.core, "DeviceMemoryResource"):  # older versions have it in cuda.core.experimental
+            self.core = importlib.import_module("cuda.core.experimental")
+        self.device: Any = self.core.Device(0)
+        self.device.set_current()
+        self.stream: Any = self.device.create_stream()
+        self.resource: Any = self.core.DeviceMemoryResource(self.device, self.core.DeviceMemoryResourceOptions())
+
+    def buffer(self) -> Any:
+        """Allocate 4 KiB."""
+        return self.resource.allocate(SIZE, stream=self.stream)
+
+
+class CuPy:
+    """CuPy; its own stream stays current until the end of the benchmark."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.cupy: Any = importlib.import_module("cupy")
+        self.stream: Any = bench.shared.enter_context(self.new_stream())
+
+    def new_stream(self) -> Any:
+        """Create a stream."""
+        return self.cupy.cuda.Stream(non_blocking=True)
+
+    def array(self) -> Any:
+        """Allocate 4 KiB."""
+        return self.cupy.zeros(SIZE, self.cupy.uint8)
+
+
+class PyTorch:
+    """PyTorch with CUDA; its own stream stays current until the end of the benchmark."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.torch: Any = importlib.import_module("torch")
+        if not self.torch.cuda.is_available():
+            raise ImportError("torch without CUDA")
+        self.device: Any = self.torch.device("cuda", 0)
+        self.stream: Any = self.new_stream()
+        bench.shared.enter_context(self.torch.cuda.stream(self.stream))
+
+    def new_stream(self) -> Any:
+        """Create a stream."""
+        return self.torch.cuda.Stream(self.device)
+
+    def tensor(self) -> Any:
+        """Allocate 4 KiB."""
+        return self.torch.zeros(SIZE, dtype=self.torch.uint8, device=self.device)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
 def value_of(answer: Any) -> Any:
     """Return the value of a raw driver call, or None if it has none; raise ``RuntimeError`` if the call failed."""
     error, *values = answer
     if error:
         raise RuntimeError(error)
     return values[0] if values else None
-
-
-def fastest(*calls: Call) -> Call:
-    """Return the fastest of several equivalent calls."""
-    return min(calls, key=lambda call: min(timeit.repeat(call, number=50, repeat=5)))
-
-
-def step_times(step: Call, count: int) -> list[float]:
-    """Call ``step`` ``count`` times without garbage collection; return the microseconds of each call."""
-    return [seconds * 1e6 for seconds in timeit.repeat(step, number=1, repeat=count)]
 
 
 def is_library(name: str) -> bool:
@@ -224,7 +271,7 @@ def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measured], list[dict[str,
             continue
         try:
             made = setup(bench)
-            variant = made if isinstance(made, Measured) else _timed(made)
+            variant = made if isinstance(made, Measured) else timed(made)
             variant.measure(1)
         except ImportError:
             continue
@@ -241,27 +288,27 @@ def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measured], list[dict[str,
 
 
 def _times(bench: Bench, row: Row, ready: dict[str, Measured]) -> dict[str, list[float]]:
-    """Return the time of each round, by variant."""
+    """Return the time of each round in the row's unit, by variant."""
     numbers = {name: _calls_per_block(bench, row, variant) for name, variant in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
     shuffled = random.Random(0)
-    for _ in range(getattr(bench.effort, row.rounds)):
+    for _ in range(row.rounds[bench.quick]):
         # In random order, so that no variant always follows the same other.
         for name in shuffled.sample(list(ready), len(ready)):
             bench.device.synchronize()
-            times[name].append(ready[name].measure(numbers[name]))
+            times[name].append(ready[name].measure(numbers[name]) * UNITS[row.unit])
     return times
 
 
 def _calls_per_block(bench: Bench, row: Row, variant: Measured) -> int:
-    """Return the calls that fill one block of :attr:`Effort.block` seconds."""
+    """Return the calls that fill one block of :data:`BLOCK` seconds."""
     if row.most == 1:
         return 1
     variant.measure(min(row.most, 50))
     bench.device.synchronize()
     once = timeit.timeit(lambda: variant.measure(20), number=1) / 20
     bench.device.synchronize()
-    return max(1, min(row.most, int(bench.effort.block / once)))
+    return max(1, min(row.most, int(BLOCK / (5 if bench.quick else 1) / once)))
 
 
 def _targets(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from streamalloc.cli.choice import Chosen, UsageError
-from streamalloc.cli.terminal import Terminal, write_file
+from streamalloc.cli.machine import Chosen
+from streamalloc.cli.terminal import Terminal, UsageError, write_file
 from streamalloc.simulator.internal import UnreadableMachineError, read_profile
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import streamalloc as sa
 from streamalloc import traces
-from streamalloc.cli.choice import Chosen, UsageError, add_json_argument, plural
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.machine import Chosen
+from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, plural
 from streamalloc.core.errors import size_text
 
 

@@ -10,8 +10,8 @@ import runpy
 import sys
 from typing import Any
 
-from streamalloc.cli.choice import Chosen, UsageError
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.machine import Chosen
+from streamalloc.cli.terminal import Terminal, UsageError
 from streamalloc.driver import use
 from streamalloc.driver.internal import RealFunctions, as_asked
 from streamalloc.testing import install

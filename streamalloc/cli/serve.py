@@ -9,8 +9,8 @@ import signal
 from fractions import Fraction
 from typing import Any
 
-from streamalloc.cli.choice import UsageError, choose
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.machine import choose
+from streamalloc.cli.terminal import Terminal, UsageError
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverNotFoundError
 from streamalloc.ipc import StoreBusyError, StoreServer

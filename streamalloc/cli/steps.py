@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import streamalloc as sa
-from streamalloc.cli.needs import Unavailable
+from streamalloc.cli.machine import Unavailable
 from streamalloc.cli.terminal import OutputError, Terminal
 from streamalloc.cli.worker import Worker
 from streamalloc.core.errors import size_text

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.cli.choice import UsageError, add_json_argument, plural
-from streamalloc.cli.terminal import Terminal
+from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, plural
 from streamalloc.core.errors import size_text
 from streamalloc.ipc import Store, StoreEntry, StoreError
 from streamalloc.ipc.internal import store_names

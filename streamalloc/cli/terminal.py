@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -13,16 +14,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamalloc.cli.choice import UsageError
-
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _GAP = "  "
 _NARROWEST = 24
 """Minimum columns of folded text."""
 
 
+class UsageError(Exception):
+    """A command cannot run with these arguments; ``main`` prints the message and returns exit code 2."""
+
+
 class OutputError(Exception):
     """The output of a command cannot be written; the cause is an ``OSError``."""
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--json [FILE]``."""
+    about = "write JSON to FILE; without FILE print it instead of the table"
+    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``"1 device"`` or ``"2 devices"``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def write_file(path: str, text: str) -> None:

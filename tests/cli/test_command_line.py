@@ -14,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.cli import choice, info, main
+from streamalloc.cli import info, main
 from streamalloc.cli.terminal import Terminal
 from tests.cli.conftest import Altered, Run
 
@@ -69,7 +69,7 @@ class TestChoiceOfDriver:
         def nothing_found() -> Any:
             raise sd.DriverNotFoundError("no CUDA driver: nothing there")
 
-        monkeypatch.setattr(choice, "default", nothing_found)
+        monkeypatch.setattr("streamalloc.cli.machine.default", nothing_found)
         monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
 
     @pytest.mark.parametrize("command", ["tour multicast", "info"])

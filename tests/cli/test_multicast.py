@@ -10,7 +10,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.cli import tour_multicast
+from streamalloc.cli import tour
 from streamalloc.cli.steps import Tour
 from streamalloc.cli.terminal import Terminal
 from streamalloc.multicast import MulticastObject
@@ -27,10 +27,10 @@ def show(capsys: pytest.CaptureFixture[str]) -> Show:
     """Show the parts about multicast alone; the tour, and what it printed."""
 
     def show(driver: Any) -> tuple[Tour, str]:
-        with sd.use(driver), Tour(Terminal()) as tour:
-            for part in tour_multicast.PARTS:
-                tour.run(part)
-        return tour, capsys.readouterr().out
+        with sd.use(driver), Tour(Terminal()) as shown:
+            for part in tour.TOURS["multicast"]:
+                shown.run(part)
+        return shown, capsys.readouterr().out
 
     return show
 

@@ -10,7 +10,8 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.cli import choice, main
+from streamalloc.cli import main
+from streamalloc.cli.machine import choose
 from tests.cli.conftest import Run
 
 
@@ -21,7 +22,7 @@ def test_file_makes_the_machine(machine: Any, run: Run, tmp_path: Path) -> None:
     assert code == 0
     chosen = text.splitlines()[-1].removeprefix("STREAMALLOC_DRIVER=")
     assert chosen == f"simulated:{f'devices={count},' if count > 1 else ''}profile={path}"
-    with sd.use(choice.choose(chosen).driver):
+    with sd.use(choose(chosen).driver):
         assert sa.Device.count() == count
         again = sa.Device(0)
     assert (again.name, again.total_memory) == (sa.Device(0).name, sa.Device(0).total_memory)
@@ -39,7 +40,7 @@ def test_no_profile_of_a_machine_that_is_not_there(
     def nothing_found() -> Any:
         raise sd.DriverNotFoundError("no CUDA driver: nothing there")
 
-    monkeypatch.setattr(choice, "default", nothing_found)
+    monkeypatch.setattr("streamalloc.cli.machine.default", nothing_found)
     monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
     assert main(["profile", "-o", str(tmp_path / "mine.json")]) == 2
     assert "no CUDA driver: nothing there" in capsys.readouterr().err

@@ -11,13 +11,13 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.cli import tour, tour_ipc, tour_multicast, tour_vmm
+from streamalloc.cli import tour
 from streamalloc.cli.worker import Worker
 from tests.cli.conftest import Altered, Complete, Run, complete, without
 from tests.support import MiB
 
 Only = Callable[[Sequence[Any]], None]
-POOL_PARTS = tour.POOL_PARTS
+POOL_PARTS, VMM_PARTS, IPC_PARTS, MULTICAST_PARTS = tour.TOURS.values()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_another_process_takes_part(whole: Complete) -> None:
 
 
 def test_wrong_bytes_in_the_other_process_are_found(machine: Any, run: Run, only: Only) -> None:
-    only(tour_ipc.PARTS)
+    only(IPC_PARTS)
 
     def fill_with_another(pointer: Any, value: int, count: int, stream: Any) -> Any:
         return machine.cuMemsetD8Async(pointer, value + (value == 0x44), count, stream)
@@ -61,7 +61,7 @@ def test_wrong_bytes_in_the_other_process_are_found(machine: Any, run: Run, only
 
 
 def test_free_that_does_not_wait_is_found(machine: Any, run: Run, only: Only, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(tour_ipc.PARTS)
+    only(IPC_PARTS)
 
     free = sa.Buffer.free
     monkeypatch.setattr(sa.Buffer, "free", lambda self, *_, **__: free(self))
@@ -73,7 +73,7 @@ def test_free_that_does_not_wait_is_found(machine: Any, run: Run, only: Only, mo
 def test_other_process_that_is_killed_fails_its_parts(
     machine: Any, run: Run, only: Only, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only(tour_ipc.PARTS)
+    only(IPC_PARTS)
     ask = Worker.ask
 
     def kill_and_ask(self: Worker, *arguments: Any, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def test_other_process_that_is_killed_fails_its_parts(
 
 
 def test_device_whose_pools_cannot_be_shared(machine: Any, run: Run, only: Only) -> None:
-    only(tour_ipc.PARTS)
+    only(IPC_PARTS)
     with sd.use(without(machine, "MEMPOOL_SUPPORTED_HANDLE_TYPES")):
         code, text = run("tour")
     assert code == 0
@@ -125,7 +125,7 @@ def test_two_gpus(whole: Complete) -> None:
 
 
 def test_one_gpu_says_why_two_are_not_shown(run: Run, only: Only) -> None:
-    only([*POOL_PARTS, *tour_vmm.PARTS, *tour_multicast.PARTS])
+    only([*POOL_PARTS, *VMM_PARTS, *MULTICAST_PARTS])
     with sd.use(sd.simulated(devices=1)):
         code, text = run("tour")
     assert code == 0
@@ -175,7 +175,7 @@ def test_an_error_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run, on
 
 
 def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run, only: Only) -> None:
-    only(tour_vmm.PARTS)
+    only(VMM_PARTS)
     flags = machine.CUmemAccess_flags
 
     def never_read_only(pointer: Any, size: int, descriptors: Any, count: int) -> Any:
@@ -198,12 +198,12 @@ def test_access_that_is_not_as_asked_for_is_found(machine: Any, run: Run, only: 
         ("cuMemAllocFromPoolAsync", POOL_PARTS),
         ("cuStreamWaitEvent", POOL_PARTS),
         ("cuGraphLaunch", POOL_PARTS),
-        ("cuMemAddressReserve", tour_vmm.PARTS),
-        ("cuMemCreate", tour_vmm.PARTS),
-        ("cuMemMap", tour_vmm.PARTS),
-        ("cuMemSetAccess", tour_vmm.PARTS),
-        ("cuMemPoolExportToShareableHandle", tour_ipc.PARTS),
-        ("cuMemPoolExportPointer", tour_ipc.PARTS),
+        ("cuMemAddressReserve", VMM_PARTS),
+        ("cuMemCreate", VMM_PARTS),
+        ("cuMemMap", VMM_PARTS),
+        ("cuMemSetAccess", VMM_PARTS),
+        ("cuMemPoolExportToShareableHandle", IPC_PARTS),
+        ("cuMemPoolExportPointer", IPC_PARTS),
     ],
 )
 def test_a_refused_call_is_found(machine: Any, run: Run, only: Only, name: str, parts: list[Any]) -> None:

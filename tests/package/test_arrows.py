@@ -226,8 +226,7 @@ def test_only_the_door_imports_the_bindings() -> None:
                 names = [node.module]
             elif isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                # The benchmark compares with a loop in C, which calls the driver past the bindings.
-                libraries = called in ("CDLL", "LoadLibrary") and module != "streamalloc.cli.c_loop"
+                libraries = called in ("CDLL", "LoadLibrary")
                 modules = called in ("import_module", "__import__") and "bindings" in ast.unparse(node)
                 names = ["cuda"] if libraries or modules else []
             wrong += [(module, name) for name in names if name and name.split(".")[0] == "cuda"]

@@ -1,24 +1,20 @@
-"""Choice of the driver that a command runs on."""
+"""The machine that a command runs on: the choice of its driver, and requirements of its devices."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import streamalloc as sa
 from streamalloc import driver as sd
-from streamalloc.core.internal import Device
+from streamalloc.cli.terminal import plural
 from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
 from streamalloc.driver.internal import read_choice
 
-
-class UsageError(Exception):
-    """A command cannot run with these arguments; ``main`` prints the message and returns exit code 2."""
-
-
 KEEP_ALL = 2**64 - 1
 """Release threshold in bytes at which a pool keeps all its memory."""
+POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 _DEVICES_WITHOUT_A_GPU = 2
 """Devices of the simulated machine by default: some parts need two."""
@@ -45,7 +41,7 @@ class Chosen:
     @property
     def headline(self) -> str:
         """First line of a command's output: the machine and its driver."""
-        devices = Device.all(self.driver)
+        devices = sa.Device.all(self.driver)
         names = ", ".join(sorted({device.name for device in devices}))
         if not self.is_simulated:
             several = f" ({len(devices)} GPUs)" if len(devices) > 1 else ""
@@ -113,18 +109,59 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--json [FILE]``."""
-    about = "write JSON to FILE; without FILE print it instead of the table"
-    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help=about)
-
-
 def cuda_version(driver: Driver) -> str:
     """Return the newest CUDA version that a driver supports (``cuDriverGetVersion``)."""
     _, number = driver.cuDriverGetVersion()
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def plural(count: int, noun: str) -> str:
-    """Return ``"1 device"`` or ``"2 devices"``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+# --- requirements of parts of the tour and rows of the benchmark ------------------------------------------------------
+
+
+class Unavailable(Exception):
+    """A part of the tour or a row of the benchmark cannot run on this machine; the message gives the reason."""
+
+
+def need(condition: object, why: str) -> None:
+    """Raise :class:`Unavailable` with the reason ``why`` unless the condition is true."""
+    if not condition:
+        raise Unavailable(why)
+
+
+def need_virtual_memory(device: sa.Device) -> None:
+    """Require virtual memory management."""
+    need(device.supports.virtual_memory_management, "this device does not support virtual memory management")
+
+
+def need_gates(device: sa.Device) -> None:
+    """Require ``cuStreamWaitValue32``, which holds streams."""
+    why = "this device's streams cannot wait for memory values, so no step can keep work pending"
+    need(device.supports.stream_memory_operations, why)
+
+
+def need_shared_pools(device: sa.Device) -> None:
+    """Require pools that another process on this machine can open."""
+    need_gates(device)
+    kinds = device.supports.pool_handle_types or sa.MemHandleType.NONE
+    need(POSIX in kinds, "this device's pools cannot be shared with other processes")
+
+
+def need_host_pool(device: sa.Device) -> sa.MemLocation:
+    """Return a location for a pool in host memory that the device can access."""
+    supports = device.supports
+    if supports.host_memory_pools:
+        return sa.MemLocation.host()
+    need(supports.host_numa_memory_pools, "this device, its driver or these bindings have no pools in host memory")
+    return sa.MemLocation.host_numa(max(supports.host_numa_id or 0, 0))
+
+
+def need_peers(driver: Driver) -> list[sa.Device]:
+    """Return GPUs, at least two, that all have access to each other's memory, GPU 0 first."""
+    devices = sa.Device.all(driver)
+    need(len(devices) > 1, "this machine has one GPU")
+    peers: list[sa.Device] = []
+    for device in devices:
+        if all(device.can_access(other) and other.can_access(device) for other in peers):
+            peers.append(device)
+    need(len(peers) > 1, "no other GPU of this machine has access to the memory of GPU 0 and the reverse")
+    return peers

@@ -1,0 +1,328 @@
+"""Benchmark rows about processes and whole programs: sharing, the import of the package, replays of traces.
+
+The other process is a new interpreter. In the row about sharing it opens each buffer, closes it, and sends a reply.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import statistics
+import subprocess
+import sys
+import tempfile
+import timeit
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import streamalloc as sa
+from streamalloc import ipc, traces
+from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools
+from streamalloc.cli.measuring import Bench, Call, CudaCore, Measured, Row, Setup, Target, value_of
+from streamalloc.cli.worker import Worker, WorkerBase, environment
+from streamalloc.driver.internal import cuda
+
+SIZE = 1 << 20
+"""Bytes in the buffer that is sent: 1 MiB."""
+HANDLE_BYTES = 64
+"""Bytes in the driver's opaque structures: ``CUipcEventHandle``, ``CUmemPoolPtrExportData``."""
+LEAST = 20
+"""Transfers per block, at least."""
+
+_POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+# --- sharing: the variants, each with the other process's half of a transfer ----------------------------------------
+
+
+class Stage(NamedTuple):
+    """Objects that a variant is set up with."""
+
+    bench: Bench
+    worker: Worker
+    pool: sa.MemoryPool
+    variant: str
+    """Name of the variant, for both processes."""
+
+    def connect(self, ends: tuple[Any, Any], *arguments: str, fds: Sequence[ipc.Fd | int] = ()) -> Any:
+        """Send one end of a pipe or channel to the other process and return the other end."""
+        ours, theirs = ends
+        self.bench.resources.enter_context(ours)
+        with theirs:
+            self.worker.ask("set_up", self.variant, *arguments, fds=[theirs.fileno(), *fds])
+        return ours
+
+    def served(self, once: Call) -> Measured:
+        """Return the median time of ``once``; meanwhile the other process runs its counterpart of the variant."""
+
+        def measure(number: int) -> float:
+            count = max(number, LEAST)
+            self.worker.begin("serve", self.variant, count)
+            times = timeit.repeat(once, number=1, repeat=count)
+            self.worker.result()
+            return statistics.median(times)
+
+        return Measured(measure)
+
+
+def _connection(worker: WorkerBase) -> Any:
+    """Return the other process's end of a pipe."""
+    return multiprocessing.connection.Connection(worker.handles[0].detach())
+
+
+def _event(driver: Any) -> tuple[Any, bytes]:
+    """Create an interprocess event; return it with its handle as bytes."""
+    flags = driver.CUevent_flags
+    event = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
+    handle = value_of(driver.cuIpcGetEventHandle(event))
+    return event, ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def _opened(driver: Any, shared: bytes) -> Any:
+    """Open an event of the other process."""
+    handle = driver.CUipcEventHandle()
+    ctypes.memmove(handle.getPtr(), shared, HANDLE_BYTES)
+    return value_of(driver.cuIpcOpenEventHandle(handle))
+
+
+def raw_share(stage: Stage) -> Measured:
+    """Share with the driver's functions, two events and a pipe."""
+    driver = stage.bench.driver
+    pool, stream = driver.CUmemoryPool(stage.pool.handle), stage.bench.raw_stream
+    ready, shared = _event(driver)
+    stage.bench.resources.callback(driver.cuEventDestroy, ready)
+    with ipc.Fd(value_of(driver.cuMemPoolExportToShareableHandle(pool, _POSIX, 0))) as fd:
+        ours = stage.connect(multiprocessing.Pipe(), shared.hex(), fds=[fd])
+    done = _opened(driver, ours.recv_bytes())
+    stage.bench.resources.callback(driver.cuEventDestroy, done)
+    allocate, export, record = driver.cuMemAllocFromPoolAsync, driver.cuMemPoolExportPointer, driver.cuEventRecord
+    wait, free = driver.cuStreamWaitEvent, driver.cuMemFreeAsync
+
+    def once() -> None:
+        allocated, pointer = allocate(SIZE, pool, stream)
+        exported, data = export(pointer)
+        (recorded,) = record(ready, stream)
+        if allocated or exported or recorded:
+            raise RuntimeError(allocated, exported, recorded)
+        ours.send_bytes(ctypes.string_at(data.getPtr(), HANDLE_BYTES))
+        ours.recv_bytes()
+        (waited,) = wait(stream, done, 0)
+        (freed,) = free(pointer, stream)
+        if waited or freed:
+            raise RuntimeError(waited, freed)
+
+    return stage.served(once)
+
+
+def _serve_raw(worker: WorkerBase, shared: str) -> Call:
+    driver = cast(Any, worker.device.driver)
+    worker.resources.enter_context(worker.device.current())
+    connection = _connection(worker)
+    pool = value_of(driver.cuMemPoolImportFromShareableHandle(worker.handles[1].fileno(), _POSIX, 0))
+    ready = _opened(driver, bytes.fromhex(shared))
+    done, shared_done = _event(driver)
+    connection.send_bytes(shared_done)
+    stream, new_data = driver.CUstream(worker.stream.handle), driver.CUmemPoolPtrExportData
+    import_, wait = driver.cuMemPoolImportPointer, driver.cuStreamWaitEvent
+    free, record = driver.cuMemFreeAsync, driver.cuEventRecord
+
+    def once() -> None:
+        data = new_data()
+        ctypes.memmove(data.getPtr(), connection.recv_bytes(), HANDLE_BYTES)
+        imported, pointer = import_(pool, data)
+        (waited,) = wait(stream, ready, 0)
+        (freed,) = free(pointer, stream)
+        (recorded,) = record(done, stream)
+        if imported or waited or freed or recorded:
+            raise RuntimeError(imported, waited, freed, recorded)
+        connection.send_bytes(b"k")
+
+    return once
+
+
+def our_share(stage: Stage) -> Measured:
+    """Share with the library: the importer waits for the contents, and the free waits for the importer."""
+    channel = stage.connect(ipc.Channel.pair())
+    pool, stream = stage.pool, stage.bench.stream
+
+    def once() -> None:
+        buffer = pool.allocate(SIZE, stream)
+        ipc.send(channel, buffer)
+        channel.receive()
+        buffer.free()
+
+    return stage.served(once)
+
+
+def _serve_ours(worker: WorkerBase) -> Call:
+    channel = ipc.Channel.from_fd(worker.handles[0])
+    stream, driver = worker.stream, worker.device.driver
+
+    def once() -> None:
+        ipc.receive(channel, stream=stream, driver=driver).close()
+        channel.send(b"k")
+
+    return once
+
+
+def cuda_core_buffer(stage: Stage) -> Measured:
+    """Share with cuda.core, its pool sent beforehand. It orders neither the contents nor the free."""
+    cuda = stage.bench.library(CudaCore)
+    resource = cuda.core.DeviceMemoryResource(cuda.device, cuda.core.DeviceMemoryResourceOptions(ipc_enabled=True))
+    stream = cuda.stream
+    stage.bench.resources.callback(resource.close)
+    ours = stage.connect(multiprocessing.Pipe(), fds=[int(resource.allocation_handle)])
+
+    def once() -> None:
+        buffer = resource.allocate(SIZE, stream=stream)
+        ours.send_bytes(pickle.dumps(buffer.ipc_descriptor))
+        ours.recv_bytes()
+        buffer.close(stream)
+
+    return stage.served(once)
+
+
+def _serve_cuda_core(worker: WorkerBase) -> Call:
+    connection = _connection(worker)
+    core = importlib.import_module("cuda.core")
+    device = core.Device(0)
+    device.set_current()
+    stream = device.create_stream()
+    resource = core.DeviceMemoryResource.from_allocation_handle(device, worker.handles[1].fileno())
+    open_ = core.Buffer.from_ipc_descriptor
+
+    def once() -> None:
+        open_(resource, pickle.loads(connection.recv_bytes()), stream=stream).close()
+        connection.send_bytes(b"k")
+
+    return once
+
+
+# --- the row about sharing ------------------------------------------------------------------------------------------
+
+RAW_SHARE = "raw calls and a pipe, results checked"
+OUR_SHARE = "streamalloc share and open"
+CUDA_CORE = "cuda.core, its pool sent beforehand"
+
+VARIANTS: dict[str, tuple[Callable[[Stage], Measured], Callable[..., Call]]] = {
+    RAW_SHARE: (raw_share, _serve_raw),
+    OUR_SHARE: (our_share, _serve_ours),
+    CUDA_CORE: (cuda_core_buffer, _serve_cuda_core),
+}
+"""Setup functions of this process and of the other one."""
+
+
+class WorkerActions(WorkerBase):
+    """Actions of the other process."""
+
+    def set_up(self, name: str, *arguments: Any) -> None:
+        """Set up this process's half of a variant."""
+        self.opened[name] = VARIANTS[name][1](self, *arguments)
+
+    def serve(self, name: str, count: int) -> None:
+        """Serve ``count`` transfers."""
+        once = self.opened[name]
+        for _ in range(count):
+            once()
+        self.stream.synchronize()
+
+
+def _need_sharing(bench: Bench) -> None:
+    """Start the other process and create the shared pool, for all variants."""
+    need_shared_pools(bench.device)
+    worker = bench.resources.enter_context(Worker(bench.chosen.driver, __name__))
+    pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
+    bench.common = worker, bench.resources.enter_context(pool)
+
+
+def _staged(name: str) -> Setup:
+    def setup(bench: Bench) -> Measured:
+        worker, pool = bench.common
+        return VARIANTS[name][0](Stage(bench, worker, pool, name))
+
+    return setup
+
+
+# --- the import of the package, and replays -------------------------------------------------------------------------
+
+_TIMED = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+BASE = "import cuda.bindings.driver, numpy"
+IMPORT = "import streamalloc; streamalloc.MemoryPool"
+"""Names a class, because the package loads modules on first use."""
+
+
+def _import(statement: str) -> Setup:
+    """Return the time of an import in a new process."""
+
+    def setup(bench: Bench) -> Measured:
+        # Byte code goes to a folder of its own, because the environment may forbid writing it elsewhere.
+        compiled = bench.resources.enter_context(tempfile.TemporaryDirectory(prefix="streamalloc-bench-"))
+        variables = {**environment(bench.chosen.driver), "PYTHONPYCACHEPREFIX": compiled}
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, "-c", _TIMED.format(statement.removeprefix("import "))]
+        run = functools.partial(subprocess.run, command, env=variables, capture_output=True, text=True, check=True)
+        # The first import compiles the modules and fills the page cache.
+        return Measured(lambda number: float(run().stdout))
+
+    return setup
+
+
+CACHED = traces.ALLOCATORS["cached"].title
+OTHERS = tuple(traces.ALLOCATORS[name].title for name in ("pytorch", "cupy"))
+_FIGURES = ("failures", "peak_used", "peak_reserved", "driver_calls", "reserved_over_used")
+
+
+def _replay(name: str, trace: str) -> Setup:
+    """Return the time of a replay."""
+
+    def setup(bench: Bench) -> Measured:
+        made = _made(trace)
+        # A replay of its own: its figures are taken after each allocation, which takes time.
+        once = traces.replay(made, name, bench.device, rounds=1)
+        found = {one: getattr(once, one) for one in _FIGURES}
+        replay = bench.resources.enter_context(traces.prepare(made, name, bench.device))
+        return Measured(lambda number: replay.run(), {one: value for one, value in found.items() if value is not None})
+
+    return setup
+
+
+@functools.cache
+def _made(name: str) -> traces.Trace:
+    return traces.WORKLOADS[name]()
+
+
+ROWS = (
+    Row(
+        "share",
+        "Send 1 MiB to another process, and wait for its reply",
+        {name: _staged(name) for name in VARIANTS},
+        (Target(OUR_SHARE, 1.3, RAW_SHARE), Target(OUR_SHARE, 1.1, CUDA_CORE)),
+        most=500,
+        need=_need_sharing,
+    ),
+    Row(
+        "import",
+        "Import, in a new process",
+        {one: _import(one) for one in (BASE, IMPORT)},
+        (Target(IMPORT, 1.2, BASE),),
+        most=1,
+        unit="ms",
+        rounds=(15, 3),
+    ),
+    *(
+        Row(
+            f"replay_{trace}",
+            f"Replay of a trace: {trace}",
+            {entry.title: _replay(name, trace) for name, entry in traces.ALLOCATORS.items()},
+            tuple(Target(CACHED, 1.0, other, figure) for other in OTHERS for figure in ("", "reserved_over_used")),
+            most=1,
+            unit="ms",
+            rounds=(9, 3),
+        )
+        for trace in traces.WORKLOADS
+    ),
+)
