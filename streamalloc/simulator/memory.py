@@ -443,55 +443,36 @@ E = TypeVar("E", bound=Extent)
 
 
 class AddressMap(Generic[E]):
-    """Finds the extent that contains an address. Most look-ups use the first byte of an extent. Only other look-ups
-    need the sorted list, which is then updated.
-    """
+    """Finds the extent that contains an address."""
 
     def __init__(self) -> None:
         self.at: dict[int, E] = {}
+        """By first byte, with which most look-ups are made."""
         self._sorted: list[int] = []
-        self._unsorted: set[int] = set()
 
     def add(self, extent: E) -> None:
         self.at[extent.base] = extent
-        self._unsorted.add(extent.base)
+        insort(self._sorted, extent.base)
 
     def remove(self, extent: E) -> None:
-        base = extent.base
-        del self.at[base]
-        if base in self._unsorted:
-            self._unsorted.remove(base)
-        else:
-            del self._sorted[bisect_left(self._sorted, base)]
+        del self.at[extent.base]
+        del self._sorted[bisect_left(self._sorted, extent.base)]
 
     def find(self, address: int) -> E | None:
         """The extent that contains an address."""
         found = self.at.get(address)
-        if found is not None:
-            return found
-        self._sort()
-        at = bisect_right(self._sorted, address) - 1
-        if at < 0:
-            return None
-        found = self.at[self._sorted[at]]
-        return found if address < found.end else None
+        if found is None:
+            at = bisect_right(self._sorted, address) - 1
+            if at >= 0 and address < self.at[self._sorted[at]].end:
+                found = self.at[self._sorted[at]]
+        return found
 
     def overlapping(self, start: int, end: int) -> list[E]:
         """The extents that overlap a range, in order."""
-        self._sort()
         first = bisect_right(self._sorted, start) - 1
         if first < 0 or self.at[self._sorted[first]].end <= start:
             first += 1
         return [self.at[base] for base in self._sorted[first : bisect_left(self._sorted, end)]]
-
-    def _sort(self) -> None:
-        if self._unsorted:
-            if len(self._unsorted) > 16:
-                self._sorted = sorted(self.at)
-            else:
-                for base in self._unsorted:
-                    insort(self._sorted, base)
-            self._unsorted.clear()
 
 
 def view_address(source: Any) -> int:

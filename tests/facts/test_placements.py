@@ -1,231 +1,115 @@
-"""Placements of a pool: reused memory, growth and release, one short program a rule.
-
-A program is a line of steps. ``a=s1:20`` allocates 20 MiB in stream s1 and names that a; ``a>s2`` frees a in s2;
-``sync s1`` synchronises; ``s1>e``, ``e>s2`` record an event and wait for it; ``keep 32`` sets the release threshold,
-``trim 0`` trims. Expected is where each allocation lands, or what is reserved after a step, in MiB: ``a@20``, ``=64``.
-"""
+"""Placements of a pool: reused memory, growth and release, one short program a rule (:mod:`.pool_programs`)."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
+from tests.facts.pool_programs import Program, run
 from tests.facts.support import BLOCKING, DEVICE, HOST, HOST_NUMA, UINT64_MAX, UNTIMED, MiB, Rig, said, value
 
-
-class Program:
-    """Streams are non-blocking, except ``b`` (blocking), ``L`` (the legacy stream) and ``T`` (the per-thread one)."""
-
-    def __init__(self, rig: Rig, **pool: Any) -> None:
-        self.rig, self.pool = rig, rig.pool(UINT64_MAX, **pool)
-        value(rig.raw.cuCtxSynchronize())  # what earlier pools leave to the next synchronisation is done
-        self.streams: dict[str, Any] = {"L": rig.raw.CUstream(1), "T": rig.raw.CUstream(2)}
-        self.events: dict[str, Any] = {}
-        self.live: dict[str, int] = {}
-        self.origin: int | None = None
-
-    def stream(self, name: str) -> Any:
-        if name not in self.streams:
-            self.streams[name] = self.rig.stream(BLOCKING) if name == "b" else self.rig.stream()
-        return self.streams[name]
-
-    def event(self, name: str) -> Any:
-        if name not in self.events:
-            self.events[name] = self.rig.event(UNTIMED | (4 if name == "shared" else 0))
-        return self.events[name]
-
-    def run(self, steps: str) -> None:
-        for step in steps.split(","):
-            action, at, place = step.strip().partition(" @")
-            action, equals, amount = action.partition(" =")
-            self.do(action)
-            for name, stream in self.streams.items():
-                if name not in "LT":
-                    assert self.rig.executed(stream)
-            if at:
-                got = (self.live[action.split("=")[0]] - (self.origin or 0)) / MiB
-                assert got == float(place), (step, got)
-            if equals:
-                got = self.rig.reserved(self.pool) / MiB
-                assert got == float(amount), (step, got)
-
-    def do(self, action: str) -> None:
-        raw = self.rig.raw
-        if found := re.fullmatch(r"(\w+)=(\w+):([\d.]+)", action):
-            self.live[found[1]] = self.rig.allocate(self.pool, int(float(found[3]) * MiB), self.stream(found[2]))
-            self.origin = self.live[found[1]] if self.origin is None else self.origin
-        elif found := re.fullmatch(r"(\w+):([\d.]+)!", action):
-            answer = self.rig.try_allocate(self.pool, int(float(found[2]) * MiB), self.stream(found[1]))
-            assert said(answer) == "OUT_OF_MEMORY"
-        elif found := re.fullmatch(r"(\w+)>(\w+)", action):
-            if found[1] in self.live:
-                self.rig.free(self.live.pop(found[1]), self.stream(found[2]))
-            elif found[1] in self.streams:
-                value(raw.cuEventRecord(self.event(found[2]), self.stream(found[1])))
-            else:
-                value(raw.cuStreamWaitEvent(self.stream(found[2]), self.event(found[1]), 0))
-        else:
-            word, _, operand = action.partition(" ")
-            if word == "sync":
-                value(raw.cuStreamSynchronize(self.stream(operand)))
-            elif word == "await":
-                value(raw.cuEventSynchronize(self.event(operand)))
-            elif word == "end":
-                value(raw.cuStreamDestroy(self.rig.disown(self.streams.pop(operand))))
-            elif word == "free":
-                value(raw.cuMemFree(self.live.pop(operand)))
-            elif word == "keep":
-                self.rig.set_threshold(self.pool, int(operand) * MiB)
-            else:
-                assert word == "trim"
-                value(raw.cuMemPoolTrimTo(self.pool, UINT64_MAX if operand == "all" else int(operand) * MiB))
-
-
-PLACES: dict[str, tuple[str, str]] = {
-    "own memory before what others left and before the end": (
-        "111", "a=s1:20, b=s1:1, a>s0, c=s0:4 @0",
-    ),
-    "own memory although the end fits better": (
-        "111", "a=s0:40, b=s0:40, c=s0:1, b>s0, d=s0:3 @40",
-    ),
-    "own memory that is next to the end stays apart from it": (
-        "000", "a=s0:22, b=s1:1, b>s1, c=s1:2 @23",
-    ),
-    "neighbours that one stream left are one": (
-        "000", "a=s0:8, b=s0:8, c=s0:1, a>s0, b>s0, d=s0:16 @0",
-    ),
-    "what was split off stays the other stream's": (
-        "010", "a=s0:96, a>s0, b=L:33 @0, b>L, c=s0:1 @33",
-    ),
-    "streams by their first use of the pool, then the best fit": (
-        "111", "a=s1:32, b=s0:4, a>s1, b>s0, c=s2:4 @0",
-    ),
+PLACES: dict[str, str] = {
+    "own memory before what others left and before the end": "111: a=s1:20, b=s1:1, a>s0, c=s0:4 @0",
+    "own memory although the end fits better": "111: a=s0:40, b=s0:40, c=s0:1, b>s0, d=s0:3 @40",
+    "own memory that is next to the end stays apart from it": "000: a=s0:22, b=s1:1, b>s1, c=s1:2 @23",
+    "neighbours that one stream left are one": "000: a=s0:8, b=s0:8, c=s0:1, a>s0, b>s0, d=s0:16 @0",
+    "what was split off stays the other stream's": "010: a=s0:96, a>s0, b=L:33 @0, b>L, c=s0:1 @33",
+    "streams by their first use of the pool, then the best fit": "111: a=s1:32, b=s0:4, a>s1, b>s0, c=s2:4 @0",
     "streams also by their first wait for an event of one that used a pool": (
-        "010", "x=s0:1, s0>e, e>s2, a=s1:4, b=s2:4, a>s1, b>s2, c=s0:4 @5",
+        "010: x=s0:1, s0>e, e>s2, a=s1:4, b=s2:4, a>s1, b>s2, c=s0:4 @5"
     ),
-    "not for an event recorded before that": (
-        "010", "s0>e, x=s0:1, e>s2, a=s1:4, b=s2:4, a>s1, b>s2, c=s0:4 @1",
-    ),
-    "what is done joins where it is too small": (
-        "111", "a=s1:1, a>s1, b=s0:16 @0",
-    ),
+    "not for an event recorded before that": "010: s0>e, x=s0:1, e>s2, a=s1:4, b=s2:4, a>s1, b>s2, c=s0:4 @1",
+    "what is done joins where it is too small": "111: a=s1:1, a>s1, b=s0:16 @0",
     "what has joined is free for everybody from then on": (
-        "111", "a=s0:22, b=s0:30, c=s0:1, a>s0, d=s0:100, b>s0, e=s0:30 @22, f=s0:1 @0",
+        "111: a=s0:22, b=s0:30, c=s0:1, a>s0, d=s0:100, b>s0, e=s0:30 @22, f=s0:1 @0"
     ),
     "what is free for everybody before what others left": (
-        "111", "a=s1:70, b=s0:64, c=s1:48, d=s1:10, b>s0, c>s1, sync s0, e=s2:32 @70",
+        "111: a=s1:70, b=s0:64, c=s1:48, d=s1:10, b>s0, c>s1, sync s0, e=s2:32 @70"
     ),
     "the best fit of what is free for everybody": (
-        "000", "a=s0:16, b=s0:1, c=s0:6, d=s0:1, a>s0, c>s0, sync s0, e=s1:4 @17",
+        "000: a=s0:16, b=s0:1, c=s0:6, d=s0:1, a>s0, c>s0, sync s0, e=s1:4 @17"
     ),
-    "the end of the line last, also where it fits better": (
-        "000", "a=s0:32, b=s1:8, a>s0, sync s0, c=s1:24 @0",
-    ),
+    "the end of the line last, also where it fits better": "000: a=s0:32, b=s1:8, a>s0, sync s0, c=s1:24 @0",
     "of equal ones that which has been free longest": (
-        "000", "a=s0:8, b=s0:1, c=s1:8, d=s0:1, c>s1, sync s1, a>s0, sync s0, e=s2:4 @9",
+        "000: a=s0:8, b=s0:1, c=s1:8, d=s0:1, c>s1, sync s1, a>s0, sync s0, e=s2:4 @9"
     ),
     "what becomes free for everybody at once: the latest first": (
-        "000", "a=s0:8, b=s0:1, c=s0:8, d=s0:1, a>s0, c>s0, sync s0, e=s1:8 @9",
+        "000: a=s0:8, b=s0:1, c=s0:8, d=s0:1, a>s0, c>s0, sync s0, e=s1:8 @9"
     ),
     "the latest free first, also where a part of it was used again": (
-        "000", "a=s0:24, b=s0:1, c=s0:8, d=s0:1, a>s0, c>s0, e=s0:16 @0, sync s0, f=s1:8 @25",
+        "000: a=s0:24, b=s0:1, c=s0:8, d=s0:1, a>s0, c>s0, e=s0:16 @0, sync s0, f=s1:8 @25"
     ),
     "an event lets other streams have it, after what is free for everybody": (
-        "100", "a=s1:8, b=s1:1, a>s1, s1>e, e>s0, c=s0:4 @0",
+        "100: a=s1:8, b=s1:1, a>s1, s1>e, e>s0, c=s0:4 @0"
     ),
-    "an event of several processes does not": (
-        "100", "a=s1:8, b=s1:1, a>s1, s1>shared, shared>s0, c=s0:4 @9",
-    ),
-    "the legacy stream's order does": (
-        "100", "a=L:8, b=L:1, a>L, c=b:4 @0",
-    ),
+    "an event of several processes does not": "100: a=s1:8, b=s1:1, a>s1, s1>shared, shared>s0, c=s0:4 @9",
+    "the legacy stream's order does": "100: a=L:8, b=L:1, a>L, c=b:4 @0",
     "addresses without memory come after what others left": (
-        "111", "keep 0, a=s1:70, b=s1:31, c=s2:20, a>s1, sync s1, c>s2, d=s1:1 @101",
+        "111: keep 0, a=s1:70, b=s1:31, c=s2:20, a>s1, sync s1, c>s2, d=s1:1 @101"
     ),
     "once what is done has joined, the best fit with memory or without": (
-        "010", "a=s0:32, b=s0:1, c=s1:20, d=s2:20, x=s0:1, keep 0, a>s0, sync s0, c>s1, d>s2, e=s3:30 @0",
+        "010: a=s0:32, b=s0:1, c=s1:20, d=s2:20, x=s0:1, keep 0, a>s0, sync s0, c>s1, d>s2, e=s3:30 @0"
     ),
     "memory goes first where it has been free longest": (
-        "111", "keep 96, a=s0:40, b=s1:1, c=s0:64, d=s1:2, a>s0, c>s0, sync s0, e=s2:8 @0",
+        "111: keep 96, a=s0:40, b=s1:1, c=s0:64, d=s1:2, a>s0, c>s0, sync s0, e=s2:8 @0"
     ),
     "memory goes first from the end of the line": (
-        "111", "keep 96, a=s0:64, b=s1:1, c=s0:63, a>s0, sync s0, c>s0, sync s0, d=s2:64 @0",
+        "111: keep 96, a=s0:64, b=s1:1, c=s0:63, a>s0, sync s0, c>s0, sync s0, d=s2:64 @0"
     ),
     "a trim takes memory first from the highest addresses": (
-        "000", "a=s0:32, b=s1:1, c=s0:64, d=s1:2, a>s0, sync s0, c>s0, sync s0, trim 96, e=s2:32 @0",
+        "000: a=s0:32, b=s1:1, c=s0:64, d=s1:2, a>s0, sync s0, c>s0, sync s0, trim 96, e=s2:32 @0"
     ),
-    "looking at what others left tells the legacy stream of the blocking ones": (
-        "100", "a=T:40, a>T, x=L:50, c=b:20 @0",
-    ),
-    "taking what is at hand does not": (
-        "100", "x=L:8, a=T:40, x>L, a>T, y=L:4 @0, c=b:20 @48",
-    ),
+    "looking at what others left tells the legacy stream of the blocking ones": "100: a=T:40, a>T, x=L:50, c=b:20 @0",
+    "taking what is at hand does not": "100: x=L:8, a=T:40, x>L, a>T, y=L:4 @0, c=b:20 @48",
     "addresses without memory before the end of the line": (
-        "000", "keep 32, a=s0:37, a>s0, b=s1:15, b>s1, sync s0, c=s0:1 @0",
+        "000: keep 32, a=s0:37, a>s0, b=s1:15, b>s1, sync s0, c=s0:1 @0"
     ),
-}  # fmt: skip
+}
 
-AMOUNTS: dict[str, tuple[str, str]] = {
+AMOUNTS: dict[str, str] = {
     "memory that lies free elsewhere is moved before the pool grows": (
-        "010", "a=s0:32, b=s0:32, c=s0:40 =128, b>s0, d=s0:48 =128",
+        "010: a=s0:32, b=s0:32, c=s0:40 =128, b>s0, d=s0:48 =128"
     ),
-    "also beyond the threshold": (
-        "011", "a=s0:32, b=s0:32 =64, keep 16, a>s0, c=s0:48 =96",
-    ),
-    "a failed growth gives back what is done": (
-        "111", "keep 1, a=s0:19, a>s0, s1:38! =0",
-    ),
+    "also beyond the threshold": "011: a=s0:32, b=s0:32 =64, keep 16, a>s0, c=s0:48 =96",
+    "a failed growth gives back what is done": "111/32: keep 1, a=s0:19, a>s0, s1:38! =0",
     "synchronising a stream does not show what the legacy stream did meanwhile": (
-        "000", "keep 0, a=b:20, a>L, sync b =32, sync L =0",
+        "000: keep 0, a=b:20, a>L, sync b =32, sync L =0"
     ),
-    "it does for what was there before its latest work": (
-        "000", "keep 0, a=b:20, c=b:1, a>L, c>b, sync b =0",
-    ),
+    "it does for what was there before its latest work": "000: keep 0, a=b:20, c=b:1, a>L, c>b, sync b =0",
     "a wait for an event of several processes tells the stream of the legacy one": (
-        "000", "keep 0, a=b:20, a>L, shared>b, sync b =0",
+        "000: keep 0, a=b:20, a>L, shared>b, sync b =0"
     ),
-    "so does a record of one": (
-        "000", "keep 0, a=b:20, a>L, b>shared, sync b =0",
-    ),
-    "an event of the legacy stream knows of the blocking ones": (
-        "010", "keep 0, a=b:20, a>b, L>e, await e =0",
-    ),
+    "so does a record of one": "000: keep 0, a=b:20, a>L, b>shared, sync b =0",
+    "an event of the legacy stream knows of the blocking ones": "010: keep 0, a=b:20, a>b, L>e, await e =0",
     "an event of several processes tells nothing": (
-        "000", "keep 0, a=s0:20, a>s0, s0>shared, await shared =32, sync s0 =0",
+        "000: keep 0, a=s0:20, a>s0, s0>shared, await shared =32, sync s0 =0"
     ),
     "a stream that is destroyed shows what came before it": (
-        "100", "keep 0, a=s0:7, a>s0, s1:1000!, s0>e, e>s1, end s1 =0",
+        "100/32: keep 0, a=s0:7, a>s0, s1:1000!, s0>e, e>s1, end s1 =0"
     ),
     "synchronising a stream that never used a pool releases nothing": (
-        "111", "a=s0:64, b=s1:1, a>s0, sync s0, keep 16, sync s2 =96, sync s1 =32",
+        "111: a=s0:64, b=s1:1, a>s0, sync s0, keep 16, sync s2 =96, sync s1 =32"
     ),
     "synchronising releases what it has not freed only after the threshold was lowered": (
-        "111", "keep 64, a=s0:24, b=s1:48, c=s0:48 =128, a>s0, c>s0, b>s1, d=s0:64, sync s1 =128, keep 32, sync s1 =64",
+        "111: keep 64, a=s0:24, b=s1:48, c=s0:48 =128, a>s0, c>s0, b>s1, d=s0:64, sync s1 =128, keep 32, sync s1 =64"
     ),
-    "cuMemFree releases": (
-        "111", "keep 0, a=s0:65, free a =0",
-    ),
-    "so many bytes to keep that they overflow are none": (
-        "111", "a=s0:20, a>s0, sync s0, trim all =0",
-    ),
+    "cuMemFree releases": "111: keep 0, a=s0:65, free a =0",
+    "so many bytes to keep that they overflow are none": "111: a=s0:20, a>s0, sync s0, trim all =0",
     "an allocation is no work where it takes what is at hand": (
-        "000", "keep 0, a=b:20, b=L:20, a>b, b>L, c=b:1, sync b =64",
+        "000: keep 0, a=b:20, b=L:20, a>b, b>L, c=b:1, sync b =64"
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_place(rig: Rig, name: str) -> None:
-    policies, steps = PLACES[name]
-    Program(rig, policies=policies).run(steps)
+    run(rig, PLACES[name])
 
 
 @pytest.mark.parametrize("name", AMOUNTS)
 def test_reserved(rig: Rig, name: str) -> None:
-    policies, steps = AMOUNTS[name]
-    Program(rig, policies=policies, max_size=32 * MiB if "!" in steps else 0).run(steps)
+    run(rig, AMOUNTS[name])
 
 
 class TestAddresses:

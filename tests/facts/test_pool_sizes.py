@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.facts.pool_programs import Program, run
 from tests.facts.support import POSIX_FD, UINT64_MAX, MiB, Rig, Stats, offsets, said, value
 
 
@@ -91,269 +92,103 @@ def test_reserved_and_used(rig: Rig, size: int, reserved: int) -> None:
     assert rig.stats(pool) == Stats(0, reserved, 0, size)
 
 
-class Line:
-    """A pool with every release held back, and places in it as offsets in MiB from its first allocation."""
-
-    def __init__(self, rig: Rig, threshold: int = UINT64_MAX, **settings: Any) -> None:
-        self.rig, self.stream = rig, rig.stream()
-        self.pool = rig.pool(threshold, **settings)
-        self.start: int | None = None
-
-    def put(self, mib: float, stream: Any = None) -> float:
-        """Offset of an allocation of so many MiB."""
-        size = int(mib * MiB)
-        pointer = int(self.rig.allocate(self.pool, size, self.stream if stream is None else stream))
-        if self.start is None:
-            self.start = pointer
-        return (pointer - self.start) / MiB
-
-    def free(self, at: float, stream: Any = None) -> None:
-        assert self.start is not None
-        self.rig.free(self.start + int(at * MiB), self.stream if stream is None else stream)
-
-    def synchronize(self) -> None:
-        value(self.rig.raw.cuStreamSynchronize(self.stream))
-
-    @property
-    def reserved(self) -> float:
-        return self.rig.reserved(self.pool) / MiB
-
-    @property
-    def used(self) -> float:
-        return self.rig.used(self.pool) / MiB
-
-
-class TestPlacement:
-    def test_growth_extends_the_free_end(self, rig: Rig) -> None:
-        line = Line(rig)
-        assert (line.put(20), line.put(40), line.reserved) == (0, 20, 64)
-        assert (line.put(10), line.reserved) == (60, 96)
-        assert (line.put(12), line.reserved) == (70, 96)
-        for place in (0, 20, 60, 70):
-            line.free(place)
-        line.synchronize()
-        assert (line.put(90), line.reserved, line.used) == (0, 96, 90)
-
-    def test_one_behind_the_other(self, rig: Rig) -> None:
-        pool, stream = rig.pool(UINT64_MAX), rig.stream()
-        sizes = (MiB, 2 * MiB, 3 * MiB, 4 * MiB, 512, 700, MiB)
-        pointers = [rig.allocate(pool, size, stream) for size in sizes]
-        places = [0, MiB, 3 * MiB, 6 * MiB, 10 * MiB, 10 * MiB + 512, 10 * MiB + 512 + 1024]
-        assert offsets(pointers) == places
-        assert rig.stats(pool)[::2] == (32 * MiB, sum(sizes))
-
-    def test_holes_are_filled_and_neighbours_joined(self, rig: Rig) -> None:
-        line = Line(rig)
-        assert [line.put(size) for size in (1, 2, 3, 4, 1)] == [0, 1, 3, 6, 10]
-        line.free(1)
-        assert line.put(1) == 1
-        assert line.put(0.5) == 2
-        line.free(3)
-        line.free(6)
-        assert line.put(7) == 2.5
-        assert line.put(2) == 11
-        assert line.reserved == 32
-
-    def test_smallest_hole_that_fits(self, rig: Rig) -> None:
-        line = Line(rig)
-        assert [line.put(size) for size in (5, 1, 3, 1, 8, 1)] == [0, 5, 6, 9, 10, 18]
-        for place in (0, 6, 10):
-            line.free(place)
-        line.synchronize()
-        assert [line.put(size) for size in (3, 2, 4)] == [6, 0, 10]
-        assert rig.stats(line.pool) == Stats(32 * MiB, 32 * MiB, 12 * MiB, 19 * MiB)
-
-    def test_lowest_hole_of_a_size(self, rig: Rig) -> None:
-        pool, stream = rig.pool(UINT64_MAX), rig.stream()
-        pointers = [rig.allocate(pool, 4096, stream) for _ in range(4)]
-        assert offsets(pointers) == [0, 4096, 8192, 12288]
-        rig.free(pointers[0], stream)
-        rig.free(pointers[2], stream)
-        again = [rig.allocate(pool, 4096, stream) for _ in range(3)]
-        assert offsets([pointers[0], *again]) == [0, 0, 8192, 16384]
-
-    def test_a_pending_hole_is_split_for_its_stream_only(self, rig: Rig) -> None:
-        line, gate, other = Line(rig, policies="000"), rig.gate(), rig.stream()
-        line.put(20)
-        gate.hold(line.stream)
-        line.free(0)
-        assert (line.put(8), line.put(8)) == (0, 8)
-        assert rig.stats(line.pool) == Stats(32 * MiB, 32 * MiB, 16 * MiB, 20 * MiB)
-        assert line.put(10, other) == 20
-        assert (line.reserved, line.used) == (32, 26)
-
-    def test_pending_holes_of_two_streams_are_not_joined(self, rig: Rig) -> None:
-        line, gate, other = Line(rig, policies="000"), rig.gate(), rig.stream()
-        assert (line.put(16), line.put(16, other)) == (0, 16)
-        gate.hold(line.stream)
-        gate.hold(other)
-        line.free(0)
-        line.free(16, other)
-        assert (line.put(32), line.reserved) == (32, 64)
-
-    def test_holes_of_two_streams_are_joined_once_synchronised(self, rig: Rig) -> None:
-        line, other = Line(rig, policies="000"), rig.stream()
-        assert (line.put(8), line.put(8, other)) == (0, 8)
-        line.free(0)
-        line.free(8, other)
-        line.synchronize()
-        value(rig.raw.cuStreamSynchronize(other))
-        assert line.put(16) == 0
-
-    def test_holes_of_two_streams_and_the_end_are_joined_opportunistically(self, rig: Rig) -> None:
-        line, other = Line(rig), rig.stream()
-        assert (line.put(8), line.put(8, other)) == (0, 8)
-        line.free(0)
-        line.free(8, other)
-        assert rig.executed(line.stream) and rig.executed(other)
-        assert (line.put(30), line.reserved) == (0, 32)
-
-    @pytest.mark.parametrize("policies", ["100", "110"])
-    def test_own_hole_before_a_smaller_one_of_another_stream(self, rig: Rig, policies: str) -> None:
-        line, other = Line(rig, policies=policies), rig.stream()
-        places = [line.put(8), line.put(1), line.put(5, other), line.put(1, other)]
-        assert places == [0, 8, 9, 14]
-        line.free(0)
-        line.free(9, other)
-        assert rig.executed(line.stream) and rig.executed(other)
-        assert line.put(4) == 0
-
-    def test_executed_hole_of_another_stream_before_the_end(self, rig: Rig) -> None:
-        line, other = Line(rig, policies="110"), rig.stream()
-        assert (line.put(8, other), line.put(1)) == (0, 8)
-        line.free(0, other)
-        assert rig.executed(other)
-        assert line.put(4) == 0
-
-    def test_synchronised_hole_before_the_end(self, rig: Rig) -> None:
-        line, other = Line(rig, policies="110"), rig.stream()
-        assert (line.put(8, other), line.put(1)) == (0, 8)
-        line.free(0, other)
-        rig.synchronize()
-        assert line.put(4) == 0
-        assert line.put(20) == 9
+LINES: dict[str, str] = {
+    "growth extends the free end": (
+        "111: a=s:20 @0, b=s:40 @20 =64, c=s:10 @60 =96, d=s:12 @70 =96, a>s, b>s, c>s, d>s, sync s, e=s:90 @0 =96/90"
+    ),
+    "holes are filled and neighbours joined": (
+        "111: a=s:1 @0, b=s:2 @1, c=s:3 @3, d=s:4 @6, e=s:1 @10, b>s, f=s:1 @1, g=s:0.5 @2, c>s, d>s, h=s:7 "
+        "@2.5,i=s:2 @11 =32"
+    ),
+    "the smallest hole that fits": (
+        "111: a=s:5 @0, b=s:1 @5, c=s:3 @6, d=s:1 @9, e=s:8 @10, f=s:1 @18, a>s, c>s, e>s, sync s, g=s:3 @6, h=s:2 "
+        "@0,i=s:4 @10 =32/12^32/19"
+    ),
+    "a pending hole is split for its stream only": (
+        "000: a=s:20, hold s, a>s, c=s:8 @0, d=s:8 @8 =32/16^32/20, e=t:10 @20 =32/26"
+    ),
+    "pending holes of two streams are not joined": (
+        "000: a=s:16 @0, c=t:16 @16, hold s, hold t, a>s, c>t, d=s:32 @32 =64"
+    ),
+    "holes of two streams are joined once synchronised": "000: a=s:8 @0, c=t:8 @8, a>s, c>t, sync s, sync t, d=s:16 @0",
+    "holes of two streams and the end are joined opportunistically": "111: a=s:8 @0, c=t:8 @8, a>s, c>t, d=s:30 @0 =32",
+    "own hole before a smaller one of another stream, by events": (
+        "100: a=s:8 @0, c=s:1 @8, d=t:5 @9, e=t:1 @14, a>s, d>t, f=s:4 @0"
+    ),
+    "own hole before a smaller one of another stream": (
+        "110: a=s:8 @0, c=s:1 @8, d=t:5 @9, e=t:1 @14, a>s, d>t, f=s:4 @0"
+    ),
+    "an executed hole of another stream before the end": "110: a=t:8 @0, c=s:1 @8, a>t, d=s:4 @0",
+    "a synchronised hole before the end": "110: a=t:8 @0, c=s:1 @8, a>t, sync_all, d=s:4 @0, e=s:20 @9",
+    "only steps that are wholly free are released": (
+        "111: keep 0, a=s:20 @0, c=s:20 @20, d=s:20 @40, c>s, sync s =64/40^64/60, d>s, sync s =32/20^64/60"
+    ),
+    "steps before a live allocation are released": (
+        "111: keep 0, a=s:100 @0, c=s:1 @100 =128, a>s, sync s =32/1^128/101"
+    ),
+    "live memory stays whatever the threshold": "111: a=s:20, c=s:20, keep 0, sync s =64/40^64/40",
+    "a released step is backed again": (
+        "111: keep 64, a=s:32, c=s:32, d=s:32, a>s, c>s, d>s, sync s, e=s:64 @0, f=s:32 @64 =96"
+    ),
+    "a trim keeps a step for less": "111: a=s:100, a>s, sync s, trim 10 =32/0^128/100",
+    "a trim around a live allocation": "111: a=s:100, a>s, sync s, c=s:1 @0, trim 0 =32/1^128/100, d=s:40 @1 =64/41",
+}
 
 
-class TestReleaseThreshold:
-    @pytest.mark.parametrize(("threshold", "kept"), [(16, 0), (32, 32), (40, 32), (64, 64), (70, 64), (96, 64)])
-    def test_whole_steps_are_released(self, rig: Rig, threshold: int, kept: int) -> None:
-        line = Line(rig, threshold * MiB)
-        places = [line.put(20) for _ in range(3)]
-        assert line.reserved == 64
-        for place in places:
-            line.free(place)
-        line.synchronize()
-        assert line.reserved == kept
-
-    def test_only_steps_that_are_wholly_free(self, rig: Rig) -> None:
-        line = Line(rig, 0)
-        assert [line.put(20) for _ in range(3)] == [0, 20, 40]
-        line.free(20)
-        line.synchronize()
-        assert rig.stats(line.pool) == Stats(64 * MiB, 64 * MiB, 40 * MiB, 60 * MiB)
-        line.free(40)
-        line.synchronize()
-        assert rig.stats(line.pool) == Stats(32 * MiB, 64 * MiB, 20 * MiB, 60 * MiB)
-
-    def test_steps_before_a_live_allocation(self, rig: Rig) -> None:
-        line = Line(rig, 0)
-        assert (line.put(100), line.put(1), line.reserved) == (0, 100, 128)
-        line.free(0)
-        line.synchronize()
-        assert rig.stats(line.pool) == Stats(32 * MiB, 128 * MiB, MiB, 101 * MiB)
-
-    def test_live_memory_stays_whatever_the_threshold(self, rig: Rig) -> None:
-        line = Line(rig)
-        line.put(20)
-        line.put(20)
-        rig.set_threshold(line.pool, 0)
-        line.synchronize()
-        assert rig.stats(line.pool) == Stats(64 * MiB, 64 * MiB, 40 * MiB, 40 * MiB)
-
-    def test_highest_steps_first(self, rig: Rig) -> None:
-        line = Line(rig, 64 * MiB)
-        places = [line.put(32) for _ in range(3)]
-        for place in places:
-            line.free(place)
-        line.synchronize()
-        assert rig.stats(line.pool) == Stats(64 * MiB, 96 * MiB, 0, 96 * MiB)
-        assert (line.put(32), line.reserved) == (0, 64)
-        assert (line.put(32), line.reserved) == (32, 64)
-        assert (line.put(32), line.reserved) == (64, 96)
-
-    def test_a_released_step_is_backed_again(self, rig: Rig) -> None:
-        line = Line(rig, 64 * MiB)
-        for place in [line.put(32) for _ in range(3)]:
-            line.free(place)
-        line.synchronize()
-        assert (line.put(64), line.put(32), line.reserved) == (0, 64, 96)
-
-    def test_pool_that_can_be_exported(self, rig: Rig) -> None:
-        line = Line(rig, 0, handle_types=POSIX_FD)
-        line.put(20)
-        line.free(0)
-        line.synchronize()
-        assert rig.stats(line.pool) == Stats(0, 32 * MiB, 0, 20 * MiB)
-        value(rig.raw.cuMemPoolTrimTo(line.pool, 0))
-        assert rig.stats(line.pool) == Stats(0, 32 * MiB, 0, 20 * MiB)
-        line.put(40)
-        assert rig.stats(line.pool) == Stats(64 * MiB, 64 * MiB, 40 * MiB, 40 * MiB)
+@pytest.mark.parametrize("name", LINES)
+def test_line(rig: Rig, name: str) -> None:
+    run(rig, LINES[name])
 
 
-class TestTrim:
-    @pytest.mark.parametrize(
-        ("keep", "kept"),
-        [
-            (0, 0),
-            (1, 32),
-            (32 * MiB, 32),
-            (33 * MiB, 64),
-            (64 * MiB, 64),
-            (65 * MiB, 64),
-            (1 << 40, 64),
-        ],
+def test_highest_steps_first(rig: Rig) -> None:
+    Program(rig).run(
+        "keep 64, a=s:32, c=s:32, d=s:32, a>s, c>s, d>s, sync s =64/0^96/96, e=s:32 @0 =64, f=s:32 @32 =64,"
+        "g=s:32 @64 =96"
     )
-    def test_keeps_whole_steps(self, rig: Rig, keep: int, kept: int) -> None:
-        line = Line(rig)
-        for place in [line.put(20) for _ in range(3)]:
-            line.free(place)
-        line.synchronize()
-        assert said(rig.raw.cuMemPoolTrimTo(line.pool, keep)) == "SUCCESS"
-        assert rig.stats(line.pool) == Stats(kept * MiB, 64 * MiB, 0, 60 * MiB)
 
-    def test_keeps_a_step_for_less(self, rig: Rig) -> None:
-        line = Line(rig)
-        line.put(100)
-        line.free(0)
-        line.synchronize()
-        value(rig.raw.cuMemPoolTrimTo(line.pool, 10 * MiB))
-        assert rig.stats(line.pool) == Stats(32 * MiB, 128 * MiB, 0, 100 * MiB)
 
-    def test_around_a_live_allocation(self, rig: Rig) -> None:
-        line = Line(rig)
-        line.put(100)
-        line.free(0)
-        line.synchronize()
-        assert line.put(1) == 0
-        value(rig.raw.cuMemPoolTrimTo(line.pool, 0))
-        assert rig.stats(line.pool) == Stats(32 * MiB, 128 * MiB, MiB, 100 * MiB)
-        assert (line.put(40), line.reserved, line.used) == (1, 64, 41)
+def test_leaves_what_the_host_has_not_seen_freed(rig: Rig) -> None:
+    Program(rig).run("keep 0, a=s:20, hold s, a>s, sync t =32/0, trim 0 =32, open, trim 0 =32, sync s =0")
 
-    def test_leaves_what_the_host_has_not_seen_freed(self, rig: Rig) -> None:
-        line, gate, other = Line(rig, 0), rig.gate(), rig.stream()
-        line.put(20)
-        gate.hold(line.stream)
-        line.free(0)
-        value(rig.raw.cuStreamSynchronize(other))
-        assert (line.reserved, line.used) == (32, 0)
-        assert said(rig.raw.cuMemPoolTrimTo(line.pool, 0)) == "SUCCESS"
-        assert line.reserved == 32
-        gate.open()
-        assert rig.executed(line.stream)
-        assert said(rig.raw.cuMemPoolTrimTo(line.pool, 0)) == "SUCCESS"
-        assert line.reserved == 32
-        line.synchronize()
-        assert line.reserved == 0
+
+def test_release_in_a_pool_that_can_be_exported(rig: Rig) -> None:
+    Program(rig, handle_types=POSIX_FD).run(
+        "keep 0, a=s:20, a>s, sync s =0/0^32/20, trim 0 =0/0^32/20, c=s:40 =64/40^64/40"
+    )
+
+
+@pytest.mark.parametrize(("threshold", "kept"), [(16, 0), (32, 32), (40, 32), (64, 64), (70, 64), (96, 64)])
+def test_whole_steps_are_released(rig: Rig, threshold: int, kept: int) -> None:
+    Program(rig).run(f"keep {threshold}, a=s:20, c=s:20, d=s:20 =64, a>s, c>s, d>s, sync s ={kept}")
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(0, 0), (1, 32), (32 * MiB, 32), (33 * MiB, 64), (64 * MiB, 64), (65 * MiB, 64), (1 << 40, 64)]
+)
+def test_a_trim_keeps_whole_steps(rig: Rig, keep: int, kept: int) -> None:
+    program = Program(rig)
+    program.run("a=s:20, c=s:20, d=s:20, a>s, c>s, d>s, sync s")
+    assert said(rig.raw.cuMemPoolTrimTo(program.pool, keep)) == "SUCCESS"
+    assert rig.stats(program.pool) == Stats(kept * MiB, 64 * MiB, 0, 60 * MiB)
+
+
+def test_one_behind_the_other(rig: Rig) -> None:
+    pool, stream = rig.pool(UINT64_MAX), rig.stream()
+    sizes = (MiB, 2 * MiB, 3 * MiB, 4 * MiB, 512, 700, MiB)
+    pointers = [rig.allocate(pool, size, stream) for size in sizes]
+    places = [0, MiB, 3 * MiB, 6 * MiB, 10 * MiB, 10 * MiB + 512, 10 * MiB + 512 + 1024]
+    assert offsets(pointers) == places
+    assert rig.stats(pool)[::2] == (32 * MiB, sum(sizes))
+
+
+def test_lowest_hole_of_a_size(rig: Rig) -> None:
+    pool, stream = rig.pool(UINT64_MAX), rig.stream()
+    pointers = [rig.allocate(pool, 4096, stream) for _ in range(4)]
+    assert offsets(pointers) == [0, 4096, 8192, 12288]
+    rig.free(pointers[0], stream)
+    rig.free(pointers[2], stream)
+    again = [rig.allocate(pool, 4096, stream) for _ in range(3)]
+    assert offsets([pointers[0], *again]) == [0, 0, 8192, 16384]
 
 
 @pytest.mark.parametrize(

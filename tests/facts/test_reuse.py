@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import BLOCKING, INTERPROCESS, LEGACY, UINT64_MAX, UNTIMED, MiB, Rig, Stats, said, value
+from tests.facts.pool_programs import run
+from tests.facts.support import INTERPROCESS, LEGACY, UINT64_MAX, UNTIMED, MiB, Rig, Stats, value
 
 SIZE = 20 * MiB
 
@@ -26,19 +27,10 @@ class Freed:
 
     def __post_init__(self) -> None:
         self.raw = self.rig.raw
-        self.gate = self.rig.gate()
         self.pointer = self.rig.allocate(self.pool, SIZE, self.first)
 
     def free(self) -> None:
         self.rig.free(self.pointer, self.first)
-
-    def free_pending(self) -> None:
-        self.gate.hold(self.first)
-        self.free()
-
-    def free_executed(self) -> None:
-        self.free()
-        assert self.rig.executed(self.first)
 
     def recorded(self, stream: Any) -> Any:
         """An event recorded on the stream now."""
@@ -54,126 +46,50 @@ class Freed:
         return int(self.rig.allocate(self.pool, SIZE, stream)) == int(self.pointer)
 
 
-def freed(rig: Rig, policies: str, first: int = 1, second: int = 1, **properties: int) -> Freed:
-    pool = rig.pool(UINT64_MAX, policies, **properties)
-    return Freed(rig, pool, rig.stream(first), rig.stream(second))
+REUSES: dict[str, str] = {
+    "same stream, free pending": "000: a=s:20, hold s, a>s, c=s:20 @0 =32",
+    "ordered by an event after the pending free, no policy": (
+        "000: a=s:20, hold s, a>s, s>e, e>t, c=t:20 @!0 =64, held t"
+    ),
+    "ordered by an event after the pending free, opportunistic": (
+        "010: a=s:20, hold s, a>s, s>e, e>t, c=t:20 @!0 =64, held t"
+    ),
+    "ordered by an event after the pending free, events": "100: a=s:20, hold s, a>s, s>e, e>t, c=t:20 @0 =32, held t",
+    "ordered by an event after the pending free, both": "110: a=s:20, hold s, a>s, s>e, e>t, c=t:20 @0 =32, held t",
+    "free executed, not synchronised, no policy": "000: a=s:20, a>s, c=t:20 @!0 =64",
+    "free executed, not synchronised, opportunistic": "010: a=s:20, a>s, c=t:20 @0 =32",
+    "free pending and no dependency, events": "100: a=s:20, hold s, a>s, c=t:20 @!0",
+    "free pending and no dependency, both": "110: a=s:20, hold s, a>s, c=t:20 @!0",
+    "free pending and the pool may not grow": "000/32: a=s:20, hold s, a>s, t:20!",
+    "internal dependency where the pool may not grow": "001/32: a=s:20, hold s, a>s, idle t, c=t:20 @0, held t, open",
+    "no internal dependency where the pool may grow": "001: a=s:20, hold s, a>s, c=t:20 @!0 =64, idle t",
+    "no internal dependency where the end of the pool is enough": (
+        "001/32: a=s:20, hold s, a>s, c=t:4 @20, idle t, d=t:20 @0, held t"
+    ),
+    "host synchronised": "000: a=s:20, a>s, sync s, c=t:20 @0",
+    "by events over a third stream": "100: a=s:20, hold s, a>s, s>e, e>t, t>f, f>u, c=u:20 @0, held u",
+    "by an event that was complete when waited for": "100: a=s:20, a>s, s>e, e>t, c=t:20 @0",
+    "freed on a blocking stream, allocated on the legacy one": "100: a=b:20, hold b, a>b, c=L:20 @0 =32",
+    "freed on the legacy stream, allocated on a blocking one": "100: a=L:20, hold b, a>L, c=b2:20 @0 =32",
+    "legacy work between two blocking streams": "100: a=b:20, hold b, a>b, fill L, c=b2:20 @0",
+    "a destroyed stream shows its frees": "000: a=s:20, a>s, end s, c=t:20 @0",
+    "a destroyed stream applies the release threshold": "111: keep 0, a=s:20, a>s =32, end s =0",
+    "a destroyed stream shows pending frees once they have run": (
+        "000: a=s:20, hold s, a>s, s>e, end s, c=t:20 @!0, open, reached e, d=t:20 @0"
+    ),
+    "an event recorded before the free releases nothing": (
+        "111: keep 0, a=s:20, s>e, a>s, await e =32, sync t =32, sync s =0"
+    ),
+}
 
 
-class TestPolicies:
-    """Policies as digits: follow event dependencies, allow opportunistic, allow internal dependencies."""
-
-    def test_same_stream_free_pending(self, rig: Rig) -> None:
-        case = freed(rig, "000")
-        case.free_pending()
-        assert case.reused(case.first)
-        assert rig.reserved(case.pool) == 32 * MiB
-
-    @pytest.mark.parametrize(("policies", "reused"), [("000", False), ("010", False), ("100", True), ("110", True)])
-    def test_ordered_by_an_event_after_the_free_pending(self, rig: Rig, policies: str, reused: bool) -> None:
-        case = freed(rig, policies)
-        case.free_pending()
-        case.order(case.second, after=case.first)
-        assert case.reused(case.second) == reused
-        assert rig.reserved(case.pool) == (32 if reused else 64) * MiB
-        assert rig.held(case.second)
-
-    @pytest.mark.parametrize(("policies", "reused"), [("000", False), ("010", True)])
-    def test_free_executed_not_synchronised(self, rig: Rig, policies: str, reused: bool) -> None:
-        case = freed(rig, policies)
-        case.free_executed()
-        assert case.reused(case.second) == reused
-        assert rig.reserved(case.pool) == (32 if reused else 64) * MiB
-
-    @pytest.mark.parametrize("policies", ["100", "110"])
-    def test_free_pending_and_no_dependency(self, rig: Rig, policies: str) -> None:
-        case = freed(rig, policies)
-        case.free_pending()
-        assert not case.reused(case.second)
-
-    def test_free_pending_and_the_pool_may_not_grow(self, rig: Rig) -> None:
-        case = freed(rig, "000", max_size=32 * MiB)
-        case.free_pending()
-        assert said(rig.try_allocate(case.pool, SIZE, case.second)) == "OUT_OF_MEMORY"
-
-    def test_internal_dependency_where_the_pool_may_not_grow(self, rig: Rig) -> None:
-        case = freed(rig, "001", max_size=32 * MiB)
-        case.free_pending()
-        assert rig.query(case.second) == "SUCCESS"
-        assert case.reused(case.second)
-        assert rig.held(case.second)
-        case.gate.open()
-        assert rig.executed(case.second)
-
-    def test_no_internal_dependency_where_the_pool_may_grow(self, rig: Rig) -> None:
-        case = freed(rig, "001")
-        case.free_pending()
-        assert not case.reused(case.second)
-        assert rig.reserved(case.pool) == 64 * MiB
-        assert rig.query(case.second) == "SUCCESS"
-
-    def test_no_internal_dependency_where_the_end_of_the_pool_is_enough(self, rig: Rig) -> None:
-        case = freed(rig, "001", max_size=32 * MiB)
-        case.free_pending()
-        small = rig.allocate(case.pool, 4 * MiB, case.second)
-        assert int(small) - int(case.pointer) == 20 * MiB
-        assert rig.query(case.second) == "SUCCESS"
-        assert case.reused(case.second)
-        assert rig.held(case.second)
-
-    def test_host_synchronised(self, rig: Rig) -> None:
-        case = freed(rig, "000")
-        case.free()
-        value(rig.raw.cuStreamSynchronize(case.first))
-        assert case.reused(case.second)
+@pytest.mark.parametrize("name", REUSES)
+def test_reuse(rig: Rig, name: str) -> None:
+    run(rig, REUSES[name])
 
 
-class TestEventDependencies:
-    """With FOLLOW_EVENT_DEPENDENCIES alone."""
-
-    def test_over_a_third_stream(self, rig: Rig) -> None:
-        case, third = freed(rig, "100"), rig.stream()
-        case.free_pending()
-        case.order(case.second, after=case.first)
-        case.order(third, after=case.second)
-        assert case.reused(third)
-        assert rig.held(third)
-
-    def test_event_recorded_before_the_free(self, rig: Rig) -> None:
-        case = freed(rig, "100")
-        case.gate.hold(case.first)
-        event = case.recorded(case.first)
-        case.free()
-        value(rig.raw.cuStreamWaitEvent(case.second, event, 0))
-        assert not case.reused(case.second)
-
-    def test_event_complete_when_waited_for(self, rig: Rig) -> None:
-        case = freed(rig, "100")
-        case.free()
-        event = case.recorded(case.first)
-        assert rig.executed(case.first)
-        value(rig.raw.cuStreamWaitEvent(case.second, event, 0))
-        assert case.reused(case.second)
-
-    def test_freed_on_a_blocking_stream_allocated_on_the_legacy_one(self, rig: Rig) -> None:
-        case = freed(rig, "100", first=BLOCKING)
-        case.free_pending()
-        assert case.reused(LEGACY)
-        assert rig.reserved(case.pool) == 32 * MiB
-
-    def test_freed_on_the_legacy_stream_allocated_on_a_blocking_one(self, rig: Rig) -> None:
-        first, second = rig.stream(BLOCKING), rig.stream(BLOCKING)
-        case = Freed(rig, rig.pool(UINT64_MAX, "100"), LEGACY, second)
-        case.gate.hold(first)
-        case.free()
-        assert case.reused(second)
-        assert rig.reserved(case.pool) == 32 * MiB
-
-    def test_legacy_work_between_two_blocking_streams(self, rig: Rig) -> None:
-        case = freed(rig, "100", first=BLOCKING, second=BLOCKING)
-        pointer = rig.plain(64)
-        case.free_pending()
-        value(rig.raw.cuMemsetD8Async(pointer, 1, 64, LEGACY))
-        assert case.reused(case.second)
+def test_event_recorded_before_the_free(rig: Rig) -> None:
+    run(rig, "100: a=s:20, hold s, s>e, a>s, e>t, c=t:20 @!0")
 
 
 def host_copy(case: Freed, stream: Any) -> None:
@@ -229,7 +145,7 @@ ONLY_FOR_RELEASE: dict[str, tuple[bool, Callable[[Freed, Any], object]]] = {
 @pytest.mark.parametrize("name", CALLS | ONLY_FOR_REUSE)
 def test_another_stream_reuses_after(rig: Rig, name: str) -> None:
     visible, call = (CALLS | ONLY_FOR_REUSE)[name]
-    case = freed(rig, "000")
+    case = Freed(rig, rig.pool(UINT64_MAX, "000"), rig.stream(), rig.stream())
     case.free()
     event = case.recorded(case.first)
     assert rig.executed(case.first)
@@ -248,52 +164,6 @@ def test_pool_releases_after(rig: Rig, name: str) -> None:
     assert rig.executed(case.first)
     call(case, event)
     assert rig.stats(case.pool) == Stats(0 if visible else 32 * MiB, 32 * MiB, 0, SIZE)
-
-
-def test_pool_releases_not_for_an_event_recorded_before_the_free(rig: Rig) -> None:
-    case = Freed(rig, rig.pool(0), rig.stream(), rig.stream())
-    event = case.recorded(case.first)
-    case.free_executed()
-    value(rig.raw.cuEventSynchronize(event))
-    assert rig.reserved(case.pool) == 32 * MiB
-    value(rig.raw.cuStreamSynchronize(case.second))
-    assert rig.reserved(case.pool) == 32 * MiB
-    value(rig.raw.cuStreamSynchronize(case.first))
-    assert rig.reserved(case.pool) == 0
-
-
-class TestDestroyedStreams:
-    def test_show_their_frees(self, rig: Rig) -> None:
-        stream, other, pool = rig.disown(rig.stream()), rig.stream(), rig.pool(UINT64_MAX, "000")
-        first = rig.allocate(pool, 20 * MiB, stream)
-        rig.free(first, stream)
-        assert rig.executed(stream)
-        value(rig.raw.cuStreamDestroy(stream))
-        assert int(rig.allocate(pool, 20 * MiB, other)) == int(first)
-
-    def test_apply_the_release_threshold(self, rig: Rig) -> None:
-        stream, pool = rig.disown(rig.stream()), rig.pool(0)
-        rig.free(rig.allocate(pool, 20 * MiB, stream), stream)
-        assert rig.executed(stream) and rig.reserved(pool) == 32 * MiB
-        value(rig.raw.cuStreamDestroy(stream))
-        assert rig.reserved(pool) == 0
-
-    def test_show_pending_frees_once_they_have_run(self, rig: Rig) -> None:
-        stream, other, gate = rig.disown(rig.stream()), rig.stream(), rig.gate()
-        pool = rig.pool(UINT64_MAX, "000")
-        first = rig.allocate(pool, 20 * MiB, stream)
-        gate.hold(stream)
-        rig.free(first, stream)
-        done = rig.event()
-        value(rig.raw.cuEventRecord(done, stream))
-        value(rig.raw.cuStreamDestroy(stream))
-        assert int(rig.allocate(pool, 20 * MiB, other)) != int(first)
-        gate.open()
-        end = time.monotonic() + 5
-        while said(rig.raw.cuEventQuery(done)) == "NOT_READY" and time.monotonic() < end:
-            time.sleep(0.001)
-        time.sleep(0.05)
-        assert int(rig.allocate(pool, 20 * MiB, other)) == int(first)
 
 
 def test_synchronising_with_a_context_s_event_shows_no_frees(rig: Rig) -> None:

@@ -35,21 +35,9 @@ from streamalloc.simulator.scheduler import Operation, Queue
 
 _ATTRIBUTE = cuda.CUfunction_attribute
 _PREFIX = "CU_FUNC_ATTRIBUTE_"
-_DYNAMIC = int(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
-_SETTABLE = {
-    name: int(getattr(_ATTRIBUTE, _PREFIX + name))
-    for name in (
-        "MAX_DYNAMIC_SHARED_SIZE_BYTES",
-        "PREFERRED_SHARED_MEMORY_CARVEOUT",
-        "REQUIRED_CLUSTER_WIDTH",
-        "REQUIRED_CLUSTER_HEIGHT",
-        "REQUIRED_CLUSTER_DEPTH",
-        "NON_PORTABLE_CLUSTER_SIZE_ALLOWED",
-        "CLUSTER_SCHEDULING_POLICY_PREFERENCE",
-    )
-}
-_LAST = _SETTABLE["CLUSTER_SCHEDULING_POLICY_PREFERENCE"]
-"""The last attribute of the observed driver; newer bindings have more."""
+# The numbers of attributes that can be set; the last is that of clusters' scheduling.
+_DYNAMIC, _CARVEOUT, _LAST = 8, 9, 15
+_SETTABLE = (_DYNAMIC, _CARVEOUT, *range(11, _LAST + 1))
 _COOPERATIVE = "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"
 _CLUSTER = "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION"
 _REGISTERS_PER_WARP = 256
@@ -226,11 +214,11 @@ class KernelCalls(Calls):
 
     def _set_attribute(self, function: Function, attribute: Any, value: int) -> None:
         number = arguments.member("attrib", attribute, _ATTRIBUTE)
-        check(number in _SETTABLE.values())
+        check(number in _SETTABLE)
         if number == _DYNAMIC:
             most = self._bound("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", self._machine.devices[0])
             check(0 <= value <= most - int(function.registered.get("SHARED_SIZE_BYTES", 0)))
-        elif number == _SETTABLE["PREFERRED_SHARED_MEMORY_CARVEOUT"]:
+        elif number == _CARVEOUT:
             check(-1 <= value <= 100)
         function.attributes[number] = value
 
