@@ -33,7 +33,6 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.ipc.wire.descriptor import Mechanism
-from streamalloc.simulator import SimulatedDriver
 from streamalloc.testing import Gate
 from tests.facts.support import Rig, said
 from tests.support import filled, holds, shows
@@ -56,8 +55,6 @@ _forkserver.set_forkserver_preload(
         "streamalloc.multicast",
     ]
 )
-for _name in dir(SimulatedDriver):
-    getattr(SimulatedDriver, _name)  # compiles a driver call, here for all of them
 
 
 def start_quickly(function: Callable[..., None], *args: Any) -> Any:

@@ -20,7 +20,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.simulator import BrokenMachineError, call_lock
-from tests.facts.support import MiB
+from tests.facts.support import MiB, Rig
 from tests.facts.support import value as ok
 from tests.interrupting import since_3_11
 from tests.processes import eventually
@@ -102,9 +102,8 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
     assert not failed, failed
 
 
-def test_a_signal_during_a_collection_is_not_lost(alarm: Alarm) -> None:
+def test_a_signal_during_a_collection_is_not_lost(alarm: Alarm, rig: Rig) -> None:
     """A function of Python in ``gc.callbacks``, as hypothesis has one, gets what the handler raises, and drops it."""
-    rig = new_rig()
     ours = [one for one in gc.callbacks if one.__module__.startswith("streamalloc")]
     others, gc.callbacks[:] = [one for one in gc.callbacks if one not in ours], ours
     kept = [[number] for number in range(300_000)]
@@ -169,9 +168,8 @@ def test_no_collection_starts_in_a_call(starts: list[bool], threshold: int) -> N
     assert gc.get_threshold()[0]
 
 
-def test_collections_that_others_force(starts: list[bool]) -> None:
+def test_collections_that_others_force(starts: list[bool], rig: Rig) -> None:
     """Whoever turns collections on meanwhile gets some in the middle of calls: no finaliser runs there."""
-    rig = new_rig()
     d, inside, finalised = rig.raw, list[bool](), list[int]()
     context = ok(d.cuCtxGetCurrent())
     end = time.monotonic() + 0.3
@@ -204,8 +202,7 @@ def test_collections_that_others_force(starts: list[bool]) -> None:
     assert not d._machine.streams
 
 
-def test_automatic_collections_go_on_while_a_call_waits() -> None:
-    rig = new_rig()
+def test_automatic_collections_go_on_while_a_call_waits(rig: Rig) -> None:
     stream, word = rig.stream(), rig.word()
     rig.hold(stream, word)
     context = ok(rig.raw.cuCtxGetCurrent())
@@ -255,9 +252,8 @@ def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
     assert sum(block.size for block in blocks) == found.line.capacity
 
 
-def test_handlers_are_in_place_between_calls(alarm: Alarm) -> None:
+def test_handlers_are_in_place_between_calls(alarm: Alarm, rig: Rig) -> None:
     """During a call another one is there; a signal that comes runs the handler once, at the end of the call."""
-    rig = new_rig()
     seen: list[bool] = []
 
     class Size:
@@ -335,8 +331,7 @@ def test_a_call_that_was_cut_short_breaks_the_machine(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
-    rig = new_rig()
+def test_waiting_can_be_interrupted(alarm: Alarm, rig: Rig) -> None:
     d, stream, word = rig.raw, rig.stream(), rig.word()
     rig.hold(stream, word)
     for call in (lambda: d.cuStreamSynchronize(stream), d.cuCtxSynchronize):
@@ -348,9 +343,8 @@ def test_waiting_can_be_interrupted(alarm: Alarm) -> None:
     ok(d.cuStreamSynchronize(stream))
 
 
-def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm) -> None:
+def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm, rig: Rig) -> None:
     """In calls that wait and calls that do not: the machine, its lock and the handlers are whole afterwards."""
-    rig = new_rig()
     d, stream, held = rig.raw, rig.stream(), rig.word()
     context, address = ok(d.cuCtxGetCurrent()), ok(d.cuMemAlloc(64))
     came = 0
@@ -396,9 +390,8 @@ def test_a_storm_of_signals_whose_handler_raises(alarm: Alarm) -> None:
     assert not in_a_call() and eventually(lambda: gc.get_threshold()[0])  # the device's thread may be at work
 
 
-def test_a_handler_that_makes_calls(alarm: Alarm) -> None:
+def test_a_handler_that_makes_calls(alarm: Alarm, rig: Rig) -> None:
     """In the middle of a wait they are made at once, else after the call."""
-    rig = new_rig()
     d, stream, word = rig.raw, rig.stream(), rig.word()
     rig.hold(stream, word)
     seen: list[int] = []
@@ -463,9 +456,8 @@ def test_the_calling_thread_s_context_and_capture_mode() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_fork_in_the_middle_of_other_threads_calls() -> None:
+def test_a_fork_in_the_middle_of_other_threads_calls(rig: Rig) -> None:
     """The child has its collector back, and can make a machine of its own."""
-    rig = new_rig()
     stop = threading.Event()
 
     def work() -> None:

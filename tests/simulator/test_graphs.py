@@ -132,8 +132,7 @@ class TestLaunches:
         assert graph.right
 
 
-def test_many_graphs_that_come_and_go_use_no_addresses_up() -> None:
-    rig = new_rig()
+def test_many_graphs_that_come_and_go_use_no_addresses_up(rig: Rig) -> None:
     d, stream = rig.raw, rig.stream()
     for _ in range(50):
         graph = Written(rig, 1)
@@ -195,9 +194,8 @@ def test_no_launch_sees_the_memory_of_another(seed: int) -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_launch_waits_for_the_latest_recording_when_it_is_submitted(captured: bool) -> None:
+def test_a_launch_waits_for_the_latest_recording_when_it_is_submitted(captured: bool, rig: Rig) -> None:
     """A later recording may wait for the launch itself."""
-    rig = new_rig()
     d, stream, other, event, gate = rig.raw, rig.stream(), rig.stream(), rig.event(), rig.gate()
     if captured:
         begin(rig, stream)

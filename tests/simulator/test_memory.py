@@ -12,7 +12,7 @@ import streamalloc as sa
 from streamalloc.driver import simulated
 from streamalloc.simulator.banks import Bank, Banks, Space
 from streamalloc.simulator.memory import FREED, AddressMap, AddressRange, Extent, Intervals
-from tests.facts.support import MiB
+from tests.facts.support import MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import new_rig
 from tests.support import KEEP
@@ -63,8 +63,7 @@ def test_a_pool_s_memory_is_zero_after_its_release() -> None:
     assert bank.used == 0
 
 
-def test_growing_to_the_whole_card_touches_nothing() -> None:
-    rig = new_rig()
+def test_growing_to_the_whole_card_touches_nothing(rig: Rig) -> None:
     d, stream, pool = rig.raw, rig.stream(), rig.pool(KEEP)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     address = rig.allocate(pool, 138 << 30, stream)
@@ -89,8 +88,7 @@ def test_memory_limits_devices_one_by_one() -> None:
     assert ok(d.cuMemGetInfo())[0] == 96 * MiB
 
 
-def test_a_growth_that_fails_gives_back_what_the_threshold_does_not_cover() -> None:
-    rig = new_rig()
+def test_a_growth_that_fails_gives_back_what_the_threshold_does_not_cover(rig: Rig) -> None:
     d, stream, pool = rig.raw, rig.stream(), rig.pool(32 * MiB, max_size=128 * MiB)
     live = rig.allocate(pool, 40 * MiB, stream)
     no_memory = d.CUresult.CUDA_ERROR_OUT_OF_MEMORY
@@ -104,8 +102,7 @@ def test_a_growth_that_fails_gives_back_what_the_threshold_does_not_cover() -> N
     assert rig.reserved(pool) == 32 * MiB
 
 
-def test_a_growth_that_fails_gives_back_memory_although_waiting_helps() -> None:
-    rig = new_rig()
+def test_a_growth_that_fails_gives_back_memory_although_waiting_helps(rig: Rig) -> None:
     d, one, two, word, pool = rig.raw, rig.stream(), rig.stream(), rig.word(), rig.pool(0, max_size=96 * MiB)
     freed = rig.allocate(pool, 64 * MiB, one)
     rig.hold(one, word)
@@ -117,8 +114,7 @@ def test_a_growth_that_fails_gives_back_memory_although_waiting_helps() -> None:
     ok(d.cuStreamSynchronize(two))
 
 
-def test_memory_that_vanished_breaks_the_context_not_the_process() -> None:
-    rig = new_rig()
+def test_memory_that_vanished_breaks_the_context_not_the_process(rig: Rig) -> None:
     d, stream, pool, word = rig.raw, rig.stream(), rig.pool(KEEP), rig.word()
     address = rig.allocate(pool, MiB, stream)
     rig.hold(stream, word)

@@ -48,19 +48,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "enumerate", lambda: [here])
 
 
-@pytest.fixture
-def another() -> Iterator[Callable[..., Peer]]:
-    made: list[Peer] = []
-
-    def make(**machine: Any) -> Peer:
-        made.append(Peer(False, **{"devices": 2, **machine}))
-        return made[-1]
-
-    yield make
-    for process in made:
-        process.close()
-
-
 def export(team: Team) -> int:
     kind = team.raw.CUmemAllocationHandleType(POSIX_FD)
     return int(value(team.raw.cuMemExportToShareableHandle(team.object, kind, 0)))
@@ -173,7 +160,7 @@ class TestWaiting:
         rig.close()
 
     def test_for_a_device_that_another_process_adds(self, another: Callable[..., Peer]) -> None:
-        rig, process = new_rig(patience=30), another()
+        rig, process = new_rig(patience=30), another(devices=2)
         team = Team(rig, handle_types=POSIX_FD)
         team.add(0)
         join(process, team, add=False)
@@ -185,7 +172,7 @@ class TestWaiting:
 
     @pytest.mark.usefixtures("alone")
     def test_for_a_process_that_dies(self, another: Callable[..., Peer]) -> None:
-        rig, process = new_rig(patience=30), another()
+        rig, process = new_rig(patience=30), another(devices=2)
         team = Team(rig, handle_types=POSIX_FD)
         team.add(0)
         join(process, team, add=False)
@@ -521,14 +508,14 @@ class TestMultimem:
 
 class TestBetweenProcesses:
     def test_device_added_there(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        process = another()
+        process = another(devices=2)
         team = Team(rig, handle_types=POSIX_FD)
         join(process, team)
         assert [team.add(1), team.add(0)] == ["INVALID_VALUE", "SUCCESS"]
         assert process.said("cuMulticastAddDevice", Kept("object"), 0) == "INVALID_VALUE"
 
     def test_what_is_bound_there(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        process = another()
+        process = another(devices=2)
         team = Team(rig, handle_types=POSIX_FD)
         team.add(0)
         join(process, team)
@@ -538,7 +525,7 @@ class TestBetweenProcesses:
             team.unbind(1)
 
     def test_a_process_that_is_killed(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        process = another()
+        process = another(devices=2)
         team = Team(rig, handle_types=POSIX_FD)
         team.add(0)
         join(process, team)
@@ -559,7 +546,7 @@ class TestBetweenProcesses:
         assert rig.read(view, 1) + rig.read(team.view(other), 1) == [3, 3]
 
     def test_a_process_that_is_killed_with_work_queued_here(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        process = another()
+        process = another(devices=2)
         team = Team(rig, handle_types=POSIX_FD)
         team.add(0)
         join(process, team)
@@ -590,7 +577,7 @@ class TestBetweenProcesses:
         assert team.add(1) == "SUCCESS"
 
     def test_the_object_goes_on_when_its_maker_has_ended(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        heir = another()
+        heir = another(devices=2)
         team = Team(rig, handle_types=POSIX_FD)
         team.add(0)
         join(heir, team)
@@ -615,7 +602,7 @@ class TestBetweenProcesses:
         assert team.read() == [[2000 % 256, 2000 // 256, 0, 0]] * 2
 
     def test_fabric_handles(self, another: Callable[..., Peer]) -> None:
-        rig, process = new_rig(fabric=True), another(fabric=True)
+        rig, process = new_rig(fabric=True), another(devices=2, fabric=True)
         team = Team(rig, handle_types=FABRIC)
         team.add(0)
         kind = rig.raw.CUmemAllocationHandleType(FABRIC)

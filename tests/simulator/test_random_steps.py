@@ -13,10 +13,8 @@ import pytest
 from streamalloc.driver import real, simulated
 from streamalloc.simulator.reading import read_profile
 from tests.facts.support import Rig, value
-from tests.processes import Peer
 from tests.simulator.random_steps.devices import DevicesMaker, DevicesProgram, on_two_devices
 from tests.simulator.random_steps.make import Maker
-from tests.simulator.random_steps.processes import Pair, ProcessesMaker
 from tests.simulator.random_steps.run import Program
 from tests.simulator.support import new_rig
 from tests.support import in_a_thread
@@ -74,7 +72,7 @@ def test_two_drivers_agree(raw: Any, own_profile: Path, seed: int, steps: int) -
             program.finish()
 
 
-def same(programs: Sequence[Program | Pair], steps: list[str]) -> None:
+def same(programs: Sequence[Program], steps: list[str]) -> None:
     """The programs answer alike, up to the first step that the simulated driver does not model."""
     for number, step in enumerate(steps):
         try:
@@ -94,15 +92,3 @@ def test_two_drivers_agree_on_two_devices(raw: Any, own_profile: Path, seed: int
     finally:
         for program in reversed(programs):
             program.finish()
-
-
-@pytest.mark.parametrize(("seed", "steps"), [*((seed, 60) for seed in range(4)), (4, 200)])
-def test_two_drivers_agree_in_two_processes(raw: Any, on_cuda: bool, own_profile: Path, seed: int, steps: int) -> None:
-    machine = {"devices": value(raw.cuDeviceGetCount()), "profile": str(own_profile)}
-    rigs = [(Rig(raw), lambda: Peer(on_cuda)), (rig_on(simulated(**machine)), lambda: Peer(False, **machine))]
-    pairs = [Pair(*one, patience=0.03) for one in rigs]
-    try:
-        same(pairs, ProcessesMaker(seed).make(steps))
-    finally:
-        for pair in reversed(pairs):
-            pair.finish()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from streamalloc.simulator import call_lock
-from tests.facts.support import BLOCKING, MiB
+from tests.facts.support import BLOCKING, MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import new_rig
 from tests.support import KEEP, bytecodes, in_a_thread
@@ -20,8 +20,7 @@ from tests.support import KEEP, bytecodes, in_a_thread
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
 
-def test_an_event_of_a_context_comes_after_all_its_streams_and_holds_none_of_them() -> None:
-    rig = new_rig()
+def test_an_event_of_a_context_comes_after_all_its_streams_and_holds_none_of_them(rig: Rig) -> None:
     d, word, event = rig.raw, rig.word(), rig.event()
     held, destroyed, free, waiting = rig.stream(), rig.stream(), rig.stream(BLOCKING), rig.stream()
     second = rig.word()
@@ -52,8 +51,7 @@ def test_a_synchronised_context_has_seen_its_events(seed: int) -> None:
     ok(d.cuEventQuery(event))
 
 
-def test_an_event_of_a_context_is_not_captured() -> None:
-    rig = new_rig()
+def test_an_event_of_a_context_is_not_captured(rig: Rig) -> None:
     d, event, stream = rig.raw, rig.event(), rig.stream()
     ok(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode(2)))
     assert d.cuCtxRecordEvent(rig.context, event)[0] == d.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
@@ -68,8 +66,7 @@ def test_an_event_is_recorded_in_its_own_context() -> None:
     assert d.cuCtxRecordEvent(other, event)[0] == d.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 
-def test_a_slow_host_function_stops_no_other_stream() -> None:
-    rig = new_rig()
+def test_a_slow_host_function_stops_no_other_stream(rig: Rig) -> None:
     d, slow, quick = rig.raw, rig.stream(), rig.stream()
     let_go = threading.Event()
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: let_go.wait(10) and None)
@@ -83,8 +80,7 @@ def test_a_slow_host_function_stops_no_other_stream() -> None:
     ok(d.cuStreamSynchronize(slow))
 
 
-def test_a_long_copy_does_not_stall_the_gates_of_others() -> None:
-    rig = new_rig()
+def test_a_long_copy_does_not_stall_the_gates_of_others(rig: Rig) -> None:
     d, long, gated, word, flag = rig.raw, rig.stream(), rig.stream(), rig.word(), rig.word()
     memory = ok(d.cuMemAlloc(128 * MiB))
     rig.hold(gated, word)
@@ -98,8 +94,7 @@ def test_a_long_copy_does_not_stall_the_gates_of_others() -> None:
     ok(d.cuMemFree(memory))
 
 
-def test_every_thread_has_its_own_per_thread_stream_and_context() -> None:
-    rig = new_rig()
+def test_every_thread_has_its_own_per_thread_stream_and_context(rig: Rig) -> None:
     d = rig.raw
     mine = ok(d.cuStreamGetId(d.CUstream(2)))
     seen: list[object] = []
@@ -116,8 +111,7 @@ def test_every_thread_has_its_own_per_thread_stream_and_context() -> None:
     assert seen[1] != mine
 
 
-def test_many_threads_share_a_pool() -> None:
-    rig = new_rig()
+def test_many_threads_share_a_pool(rig: Rig) -> None:
     d, pool = rig.raw, rig.pool(KEEP)
     failures: list[object] = []
 
@@ -225,9 +219,8 @@ def test_memory_is_never_reused_too_early(policies: str, seed: int) -> None:
 
 @pytest.mark.parametrize("flags", [0, 1], ids=["blocking", "non-blocking"])
 @pytest.mark.parametrize("busy", [False, True])
-def test_nothing_is_kept_of_streams_that_are_gone(flags: int, busy: bool) -> None:
+def test_nothing_is_kept_of_streams_that_are_gone(flags: int, busy: bool, rig: Rig) -> None:
     """Whatever they waited for, and whoever waited for them."""
-    rig = new_rig()
     d, keeper, other, pool = rig.raw, rig.stream(), rig.stream(), rig.pool()
     machine = d._machine
 

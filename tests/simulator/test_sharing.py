@@ -36,13 +36,6 @@ SHARED_EVENT = 6
 CHUNK = 32 * MiB
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = new_rig()
-    yield rig
-    rig.close()
-
-
 @pytest.fixture(scope="module")
 def process() -> Iterator[Peer]:
     with Peer(False) as process:
@@ -55,20 +48,6 @@ def peer(process: Peer, rig: Rig) -> Iterator[Peer]:
     process.rig("open_gates")
     rig.settle()
     process.reset()
-
-
-@pytest.fixture
-def another() -> Iterator[Callable[..., Peer]]:
-    """Makes processes that a test ends or kills."""
-    made: list[Peer] = []
-
-    def make(**machine: Any) -> Peer:
-        made.append(Peer(False, **machine))
-        return made[-1]
-
-    yield make
-    for process in made:
-        process.close()
 
 
 def descriptors(process: int | str = "self") -> list[str]:

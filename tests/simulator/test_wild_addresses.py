@@ -14,7 +14,6 @@ import pytest
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import memory
 from tests.facts.support import HOST, Rig, said, value
-from tests.simulator.support import new_rig
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
@@ -288,13 +287,6 @@ class TestAccess:
 
 def protect(address: int, rights: int) -> None:
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), rights) == 0
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = new_rig()
-    yield rig
-    rig.close()
 
 
 class TestRegistrations:

@@ -55,8 +55,8 @@ class ArrayCalls(CopyCalls):
         storage = self._storage(self._array_context(), self._layout(descriptor))
         return cuda.CUarray(self._machine.arrays.arrays.add(arrays.Array(storage)).handle)
 
-    cuArrayCreate: Any = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
-    cuArray3DCreate: Any = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
+    cuArrayCreate = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
+    cuArray3DCreate = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
 
     def _storage(self, context: Context, layout: Layout) -> Storage:
         made = Storage(context, layout)
@@ -325,11 +325,11 @@ class ArrayCalls(CopyCalls):
                 not_modelled(not array.storage.layout.line, "a copy by offset of an array of several dimensions")
         self._copy_box(SimpleNamespace(**values), next(given, None))
 
-    cuMemcpyAtoD: Any = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
-    cuMemcpyDtoA: Any = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
+    cuMemcpyAtoD = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
+    cuMemcpyDtoA = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
     cuMemcpyAtoH, cuMemcpyAtoHAsync = with_async("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
     cuMemcpyHtoA, cuMemcpyHtoAAsync = with_async("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
-    cuMemcpyAtoA: Any = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
+    cuMemcpyAtoA = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
 
     cuMemcpy2D, cuMemcpy2DAsync = with_async("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
     cuMemcpy2DUnaligned = cuMemcpy2D

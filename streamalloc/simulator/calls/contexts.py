@@ -189,9 +189,7 @@ class ContextCalls(Calls):
         return cuda.CUcontext(context.handle)
 
     # cuCtxCreate(flags, dev) became cuCtxCreate(params, flags, dev) in the bindings for CUDA 13.
-    cuCtxCreate: Any = (
-        call("flags dev:Device", cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
-    )
+    cuCtxCreate = call("flags dev:Device", cuCtxCreate_v4, None) if hasattr(cuda, "cuCtxCreate_v4") else cuCtxCreate_v4
 
     def cuCtxDestroy(self, ctx: Context) -> None:
         check(not ctx.primary, Result.CUDA_ERROR_INVALID_CONTEXT)
@@ -241,8 +239,8 @@ class ContextCalls(Calls):
                 del context.retired[number]
         context.check()
 
-    cuCtxSynchronize: Any = call("", _synchronize)
-    cuCtxSynchronize_v2: Any = call("ctx:ContextOrCurrent", _synchronize)
+    cuCtxSynchronize = call("", _synchronize)
+    cuCtxSynchronize_v2 = call("ctx:ContextOrCurrent", _synchronize)
 
     def _no_stream_captures(self, context: Context) -> None:
         """Refuse a call on all streams of a context while one is captured, and invalidate these captures."""
@@ -344,7 +342,7 @@ class ContextCalls(Calls):
         self._machine.current()
 
     cuCtxResetPersistingL2Cache = cuProfilerStart = cuProfilerStop = call("", _nothing)
-    cuFlushGPUDirectRDMAWrites: Any = call("target scope", _nothing)
+    cuFlushGPUDirectRDMAWrites = call("target scope", _nothing)
 
     # -- events of all streams -------------------------------------------------------------------------------
 

@@ -186,8 +186,8 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
             check(one in two.after)
             two.after = [other for other in two.after if other is not one]
 
-    cuGraphAddDependencies_v2: Any = call("hGraph:NodeGraph from_ to edgeData numDependencies", _connect)
-    cuGraphRemoveDependencies_v2: Any = call("hGraph:NodeGraph from_ to edgeData numDependencies", _disconnect)
+    cuGraphAddDependencies_v2 = call("hGraph:NodeGraph from_ to edgeData numDependencies", _connect)
+    cuGraphRemoveDependencies_v2 = call("hGraph:NodeGraph from_ to edgeData numDependencies", _disconnect)
 
     # -- captures that add to a graph ------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         _, nodes = self._behind(capture.graph.handle, dependencies, count)
         capture.put_behind(stream, nodes, how == _SET)
 
-    cuStreamUpdateCaptureDependencies_v2: Any = call(
+    cuStreamUpdateCaptureDependencies_v2 = call(
         "hStream:Queue dependencies dependencyData numDependencies flags", _put_behind
     )
 
@@ -239,25 +239,25 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
             node = graph.add(kind, after, **self._work(kind, graph, *params))
         return cuda.CUgraphNode(node.handle)
 
-    cuGraphAddMemAllocNode: Any = call(f"{_BEHIND} nodeParams:cuda.CUDA_MEM_ALLOC_NODE_PARAMS", _add_node, "MEM_ALLOC")
-    cuGraphAddMemFreeNode: Any = call(f"{_BEHIND} dptr", _add_node, "MEM_FREE")
-    cuGraphAddMemsetNode: Any = call(f"{_BEHIND} memsetParams{_MEMSET} ctx", _add_node, "MEMSET")
-    cuGraphAddMemcpyNode: Any = call(f"{_BEHIND} copyParams{_COPY} ctx", _add_node, "MEMCPY")
-    cuGraphAddEmptyNode: Any = call(_BEHIND, _add_node, "EMPTY")
-    cuGraphAddHostNode: Any = call(f"{_BEHIND} nodeParams{_HOST}", _add_node, "HOST")
-    cuGraphAddBatchMemOpNode: Any = call(
+    cuGraphAddMemAllocNode = call(f"{_BEHIND} nodeParams:cuda.CUDA_MEM_ALLOC_NODE_PARAMS", _add_node, "MEM_ALLOC")
+    cuGraphAddMemFreeNode = call(f"{_BEHIND} dptr", _add_node, "MEM_FREE")
+    cuGraphAddMemsetNode = call(f"{_BEHIND} memsetParams{_MEMSET} ctx", _add_node, "MEMSET")
+    cuGraphAddMemcpyNode = call(f"{_BEHIND} copyParams{_COPY} ctx", _add_node, "MEMCPY")
+    cuGraphAddEmptyNode = call(_BEHIND, _add_node, "EMPTY")
+    cuGraphAddHostNode = call(f"{_BEHIND} nodeParams{_HOST}", _add_node, "HOST")
+    cuGraphAddBatchMemOpNode = call(
         f"{_BEHIND} nodeParams:cuda.CUDA_BATCH_MEM_OP_NODE_PARAMS", _add_node, "BATCH_MEM_OP"
     )
-    cuGraphAddEventRecordNode: Any = call(f"{_BEHIND} event", _add_node, "EVENT_RECORD")
-    cuGraphAddEventWaitNode: Any = call(f"{_BEHIND} event", _add_node, "WAIT_EVENT")
-    cuGraphAddKernelNode: Any = call(f"{_BEHIND} nodeParams{_KERNEL}", _add_node, "KERNEL")
-    cuGraphAddChildGraphNode: Any = call(f"{_BEHIND} childGraph", _add_node, "GRAPH")
+    cuGraphAddEventRecordNode = call(f"{_BEHIND} event", _add_node, "EVENT_RECORD")
+    cuGraphAddEventWaitNode = call(f"{_BEHIND} event", _add_node, "WAIT_EVENT")
+    cuGraphAddKernelNode = call(f"{_BEHIND} nodeParams{_KERNEL}", _add_node, "KERNEL")
+    cuGraphAddChildGraphNode = call(f"{_BEHIND} childGraph", _add_node, "GRAPH")
 
     def _add_any_node(self, hGraph: Any, dependencies: Any, *more: Any) -> Any:
         kind, params = _read_params(more[-1])
         return self._add_node(kind, hGraph, dependencies, more[-2], *params)
 
-    cuGraphAddNode_v2: Any = call(
+    cuGraphAddNode_v2 = call(
         "hGraph dependencies dependencyData numDependencies nodeParams:cuda.CUgraphNodeParams", _add_any_node
     )
 
@@ -372,10 +372,10 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
             setattr(made, name, cuda.CUmemorytype(value) if name.endswith("MemoryType") else value)
         return made
 
-    cuGraphMemsetNodeGetParams: Any = call("hNode", _params_of_node, "MEMSET", "CUDA_MEMSET_NODE_PARAMS")
-    cuGraphMemcpyNodeGetParams: Any = call("hNode", _params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
-    cuGraphKernelNodeGetParams: Any = call("hNode", _params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
-    cuGraphHostNodeGetParams: Any = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
+    cuGraphMemsetNodeGetParams = call("hNode", _params_of_node, "MEMSET", "CUDA_MEMSET_NODE_PARAMS")
+    cuGraphMemcpyNodeGetParams = call("hNode", _params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
+    cuGraphKernelNodeGetParams = call("hNode", _params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
+    cuGraphHostNodeGetParams = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
 
     # Attributes of kernel nodes are stored, without effect.
 
@@ -399,8 +399,8 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         values: Values = need(node.values, "the event of a node that was captured")
         return cuda.CUevent(values["event"].handle)
 
-    cuGraphEventRecordNodeGetEvent: Any = call("hNode", _event_of_node, "EVENT_RECORD")
-    cuGraphEventWaitNodeGetEvent: Any = call("hNode", _event_of_node, "WAIT_EVENT")
+    cuGraphEventRecordNodeGetEvent = call("hNode", _event_of_node, "EVENT_RECORD")
+    cuGraphEventWaitNodeGetEvent = call("hNode", _event_of_node, "WAIT_EVENT")
 
     def cuGraphChildGraphNodeGetGraph(self, hNode: Node) -> Any:
         return cuda.CUgraph(need(hNode.child).handle)
@@ -410,12 +410,12 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         for name, value in self._work(kind, node.graph, *params).items():
             setattr(node, name, value)
 
-    cuGraphMemsetNodeSetParams: Any = call(f"hNode nodeParams{_MEMSET}", _set, "MEMSET")
-    cuGraphMemcpyNodeSetParams: Any = call(f"hNode nodeParams{_COPY}", _set, "MEMCPY")
-    cuGraphKernelNodeSetParams: Any = call(f"hNode nodeParams{_KERNEL}", _set, "KERNEL")
-    cuGraphHostNodeSetParams: Any = call(f"hNode nodeParams{_HOST}", _set, "HOST")
-    cuGraphEventRecordNodeSetEvent: Any = call("hNode event", _set, "EVENT_RECORD")
-    cuGraphEventWaitNodeSetEvent: Any = call("hNode event", _set, "WAIT_EVENT")
+    cuGraphMemsetNodeSetParams = call(f"hNode nodeParams{_MEMSET}", _set, "MEMSET")
+    cuGraphMemcpyNodeSetParams = call(f"hNode nodeParams{_COPY}", _set, "MEMCPY")
+    cuGraphKernelNodeSetParams = call(f"hNode nodeParams{_KERNEL}", _set, "KERNEL")
+    cuGraphHostNodeSetParams = call(f"hNode nodeParams{_HOST}", _set, "HOST")
+    cuGraphEventRecordNodeSetEvent = call("hNode event", _set, "EVENT_RECORD")
+    cuGraphEventWaitNodeSetEvent = call("hNode event", _set, "WAIT_EVENT")
 
     @staticmethod
     def _params_for(node: Node, given: Any) -> tuple[Any, ...]:
@@ -461,12 +461,12 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         check(_may_replace(instance.nodes[number], changed))
         instance.nodes[number] = changed
 
-    cuGraphExecMemsetNodeSetParams: Any = call(f"hGraphExec hNode memsetParams{_MEMSET} ctx", _change, "MEMSET")
-    cuGraphExecMemcpyNodeSetParams: Any = call(f"hGraphExec hNode copyParams{_COPY} ctx", _change, "MEMCPY")
-    cuGraphExecHostNodeSetParams: Any = call(f"hGraphExec hNode nodeParams{_HOST}", _change, "HOST")
-    cuGraphExecKernelNodeSetParams: Any = call(f"hGraphExec hNode nodeParams{_KERNEL}", _change, "KERNEL")
-    cuGraphExecEventRecordNodeSetEvent: Any = call("hGraphExec hNode event", _change, "EVENT_RECORD")
-    cuGraphExecEventWaitNodeSetEvent: Any = call("hGraphExec hNode event", _change, "WAIT_EVENT")
+    cuGraphExecMemsetNodeSetParams = call(f"hGraphExec hNode memsetParams{_MEMSET} ctx", _change, "MEMSET")
+    cuGraphExecMemcpyNodeSetParams = call(f"hGraphExec hNode copyParams{_COPY} ctx", _change, "MEMCPY")
+    cuGraphExecHostNodeSetParams = call(f"hGraphExec hNode nodeParams{_HOST}", _change, "HOST")
+    cuGraphExecKernelNodeSetParams = call(f"hGraphExec hNode nodeParams{_KERNEL}", _change, "KERNEL")
+    cuGraphExecEventRecordNodeSetEvent = call("hGraphExec hNode event", _change, "EVENT_RECORD")
+    cuGraphExecEventWaitNodeSetEvent = call("hGraphExec hNode event", _change, "WAIT_EVENT")
 
     def cuGraphExecNodeSetParams(self, hGraphExec: GraphExec, hNode: Node, nodeParams: cuda.CUgraphNodeParams) -> None:
         self._change(hNode.kind, hGraphExec, hNode, *self._params_for(hNode, nodeParams))
@@ -573,7 +573,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         self._check_launch(stream, "cuGraphUpload")
         instance.upload(stream)
 
-    cuGraphUpload: Any = call("hGraphExec hStream:Queue", _upload)
+    cuGraphUpload = call("hGraphExec hStream:Queue", _upload)
 
     def cuGraphExecGetFlags(self, hGraphExec: GraphExec) -> Any:
         return cuda.cuuint64_t(hGraphExec.flags & ~_USE_NODE_PRIORITY)

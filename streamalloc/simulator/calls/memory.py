@@ -164,8 +164,8 @@ class MemoryCalls(Calls):
         self._machine.allocations.add(HostMemory(address, size, None, context, block, flags))
         return address
 
-    cuMemAllocHost: Any = call("bytesize:Size", _allocate_host)
-    cuMemHostAlloc: Any = call("bytesize:Size Flags", _allocate_host)
+    cuMemAllocHost = call("bytesize:Size", _allocate_host)
+    cuMemHostAlloc = call("bytesize:Size Flags", _allocate_host)
 
     def cuMemFreeHost(self, p: HostPointer) -> None:
         self._unsafe_during_capture()
@@ -341,9 +341,9 @@ class MemoryCalls(Calls):
 
     _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"
     _TO_PLACES = f"{_RANGES} prefetchLocs prefetchLocIdxs numPrefetchLocs:Size {_LAST}"
-    cuMemPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemPrefetchBatchAsync")
-    cuMemDiscardBatchAsync: Any = call(f"{_RANGES} {_LAST}", _managed_batch, "cuMemDiscardBatchAsync")
-    cuMemDiscardAndPrefetchBatchAsync: Any = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
+    cuMemPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemPrefetchBatchAsync")
+    cuMemDiscardBatchAsync = call(f"{_RANGES} {_LAST}", _managed_batch, "cuMemDiscardBatchAsync")
+    cuMemDiscardAndPrefetchBatchAsync = call(_TO_PLACES, _managed_batch, "cuMemDiscardAndPrefetchBatchAsync")
 
     def _places_of_batch(self, count: int, locations: Any, indices: Any, number: int) -> list[Place]:
         given = arguments.structs("prefetchLocs", locations, cuda.CUmemLocation, number)

@@ -179,10 +179,10 @@ class MulticastCalls(CopyCalls):
     def _on_device(self, bind: Method, found: MulticastObject, device: Device, *rest: Any) -> None:
         bind(self, found, *rest, device)
 
-    cuMulticastBindMem: Any = call(f"{_OBJECT} {_MEMORY}", _bind_memory)
-    cuMulticastBindMem_v2: Any = call(f"{_OBJECT} dev:Device {_MEMORY}", _on_device, _bind_memory)
-    cuMulticastBindAddr: Any = call(f"{_OBJECT} {_ADDRESS}", _bind_address)
-    cuMulticastBindAddr_v2: Any = call(f"{_OBJECT} dev:Device {_ADDRESS}", _on_device, _bind_address)
+    cuMulticastBindMem = call(f"{_OBJECT} {_MEMORY}", _bind_memory)
+    cuMulticastBindMem_v2 = call(f"{_OBJECT} dev:Device {_MEMORY}", _on_device, _bind_memory)
+    cuMulticastBindAddr = call(f"{_OBJECT} {_ADDRESS}", _bind_address)
+    cuMulticastBindAddr_v2 = call(f"{_OBJECT} dev:Device {_ADDRESS}", _on_device, _bind_address)
 
     def _check_part(self, found: MulticastObject, offset: int, size: int, flags: int = 0) -> None:
         check(flags == 0)
@@ -209,4 +209,4 @@ class MulticastCalls(CopyCalls):
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
         kernel(Launch(self, stream))
 
-    multimem_launch: Any = driver_call("multimem_launch", call("hStream:Queue kernel:Any", _launch))
+    multimem_launch = driver_call("multimem_launch", call("hStream:Queue kernel:Any", _launch))

@@ -104,7 +104,7 @@ class StreamCalls(Calls):
         check(flags in (0, _NON_BLOCKING))
         return cuda.CUstream(self._machine.current().create_stream(flags != _NON_BLOCKING, priority).handle)
 
-    cuStreamCreate: Any = call("Flags", _create_stream)
+    cuStreamCreate = call("Flags", _create_stream)
 
     def cuStreamDestroy(self, hStream: Queue) -> None:
         check(hStream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
@@ -140,10 +140,10 @@ class StreamCalls(Calls):
             self._spoil([stream.capture])
         return describe(stream)
 
-    cuStreamGetFlags: Any = call("hStream:Queue", _shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True)
-    cuStreamGetPriority: Any = call("hStream:Queue", _shown, lambda stream: stream.priority, False)
-    cuStreamGetDevice: Any = call("hStream:Queue", _shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True)
-    cuStreamGetId: Any = call("hStream:Queue", _shown, lambda stream: stream.id, True)
+    cuStreamGetFlags = call("hStream:Queue", _shown, lambda it: 0 if it.blocking else _NON_BLOCKING, True)
+    cuStreamGetPriority = call("hStream:Queue", _shown, lambda stream: stream.priority, False)
+    cuStreamGetDevice = call("hStream:Queue", _shown, lambda it: cuda.CUdevice(it.context.device.ordinal), True)
+    cuStreamGetId = call("hStream:Queue", _shown, lambda stream: stream.id, True)
 
     def cuStreamGetCtx(self, hStream: Queue) -> Any:
         self._not_behind_captures(hStream)
@@ -217,7 +217,7 @@ class StreamCalls(Calls):
         else:
             event.record_in(stream)
 
-    cuEventRecord: Any = call("hEvent:QueueEvent hStream:Queue", _record)
+    cuEventRecord = call("hEvent:QueueEvent hStream:Queue", _record)
 
     def _check_captured(self, event: QueueEvent) -> None:
         """Refuse queries of an event whose last recording was in a capture, even after that has ended or is invalid."""
@@ -301,10 +301,10 @@ class StreamCalls(Calls):
         operation = self._word_operation(stream.context, kind, address, value, flags, self._captured(stream))
         self._submit(stream, operation, "BATCH_MEM_OP")
 
-    cuStreamWaitValue32: Any = call("stream addr value:Word32 flags", _one, _WAIT_32)
-    cuStreamWaitValue64: Any = call("stream addr value:Word64 flags", _one, _WAIT_64)
-    cuStreamWriteValue32: Any = call("stream addr value:Word32 flags", _one, _WRITE_32)
-    cuStreamWriteValue64: Any = call("stream addr value:Word64 flags", _one, _WRITE_64)
+    cuStreamWaitValue32 = call("stream addr value:Word32 flags", _one, _WAIT_32)
+    cuStreamWaitValue64 = call("stream addr value:Word64 flags", _one, _WAIT_64)
+    cuStreamWriteValue32 = call("stream addr value:Word32 flags", _one, _WRITE_32)
+    cuStreamWriteValue64 = call("stream addr value:Word64 flags", _one, _WRITE_64)
 
     def cuStreamBatchMemOp(self, stream: Queue, count: UnsignedInt, paramArray: Any, flags: UnsignedInt) -> None:
         captured = self._captured(stream)

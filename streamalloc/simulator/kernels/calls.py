@@ -75,10 +75,10 @@ class KernelCalls(Calls):
         self._machine.current()
         return self._load(_path(name))
 
-    cuModuleLoad: Any = call("fname", _load_file)
-    cuModuleLoadData: Any = call("image", _load)
-    cuModuleLoadDataEx: Any = call("image numOptions options optionValues", _load)
-    cuModuleLoadFatBinary: Any = call("fatCubin", _load)
+    cuModuleLoad = call("fname", _load_file)
+    cuModuleLoadData = call("image", _load)
+    cuModuleLoadDataEx = call("image numOptions options optionValues", _load)
+    cuModuleLoadFatBinary = call("fatCubin", _load)
 
     def cuModuleUnload(self, hmod: Module) -> None:
         self._unsafe_during_capture()
@@ -88,7 +88,7 @@ class KernelCalls(Calls):
     def _find_function(self, cls: Any, module: Module, name: Any) -> Any:
         return cls(self._machine.modules.find(module, _text(name)).handle)
 
-    cuModuleGetFunction: Any = call("hmod name", _find_function, cuda.CUfunction)
+    cuModuleGetFunction = call("hmod name", _find_function, cuda.CUfunction)
 
     def _variable(self, module: Module, name: Any) -> tuple[Any, int]:
         """A variable of a module, or of a library for the current context."""
@@ -97,7 +97,7 @@ class KernelCalls(Calls):
         found = self._machine.modules.variable(module, _text(name), context, self._machine.allocations)
         return cuda.CUdeviceptr(found.base), found.size
 
-    cuModuleGetGlobal: Any = call("hmod name", _variable)
+    cuModuleGetGlobal = call("hmod name", _variable)
 
     def _function_count(self, module: Module) -> int:
         return len(self._names(module))
@@ -105,8 +105,8 @@ class KernelCalls(Calls):
     def _functions(self, cls: Any, count: int, module: Module) -> list[Any]:
         return [cls(self._machine.modules.find(module, name).handle) for name in self._names(module)[:count]]
 
-    cuModuleGetFunctionCount: Any = call("mod", _function_count)
-    cuModuleEnumerateFunctions: Any = call("numFunctions:UnsignedInt mod", _functions, cuda.CUfunction)
+    cuModuleGetFunctionCount = call("mod", _function_count)
+    cuModuleEnumerateFunctions = call("numFunctions:UnsignedInt mod", _functions, cuda.CUfunction)
 
     @staticmethod
     def _names(module: Module) -> list[str]:
@@ -121,18 +121,18 @@ class KernelCalls(Calls):
         return cuda.CUlibrary(self._machine.modules.modules.add(modules.Module(modules.load(code), None)).handle)
 
     _OPTIONS = "jitOptions jitOptionsValues numJitOptions libraryOptions libraryOptionValues numLibraryOptions"
-    cuLibraryLoadData: Any = call(f"code {_OPTIONS}", _load_library)
+    cuLibraryLoadData = call(f"code {_OPTIONS}", _load_library)
 
     def _load_library_file(self, name: Any, *options: Any) -> Any:
         return self._load_library(_path(name))
 
-    cuLibraryLoadFromFile: Any = call(f"fileName {_OPTIONS}", _load_library_file)
+    cuLibraryLoadFromFile = call(f"fileName {_OPTIONS}", _load_library_file)
 
-    cuLibraryUnload: Any = call("library", cuModuleUnload)
-    cuLibraryGetKernel: Any = call("library name", _find_function, cuda.CUkernel)
-    cuLibraryGetGlobal: Any = call("library name", _variable)
-    cuLibraryGetKernelCount: Any = call("lib", _function_count)
-    cuLibraryEnumerateKernels: Any = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
+    cuLibraryUnload = call("library", cuModuleUnload)
+    cuLibraryGetKernel = call("library name", _find_function, cuda.CUkernel)
+    cuLibraryGetGlobal = call("library name", _variable)
+    cuLibraryGetKernelCount = call("lib", _function_count)
+    cuLibraryEnumerateKernels = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
 
     def cuLibraryGetModule(self, library: Library) -> Any:
         return cuda.CUmodule(self._machine.modules.in_context(library, self._machine.current()).handle)
@@ -154,7 +154,7 @@ class KernelCalls(Calls):
     def cuFuncGetName(self, hfunc: NamedFunction) -> bytes:
         return hfunc.name.encode()
 
-    cuKernelGetName: Any = call("hfunc:NamedKernel", cuFuncGetName)
+    cuKernelGetName = call("hfunc:NamedKernel", cuFuncGetName)
 
     def cuFuncIsLoaded(self, function: Function) -> Any:
         return cuda.CUfunctionLoadingState.CU_FUNCTION_LOADING_STATE_LOADED
@@ -162,24 +162,24 @@ class KernelCalls(Calls):
     def _ignored(self, *unused: Any) -> None:
         """A call without effect here: caches and lazy loading are not simulated."""
 
-    cuFuncLoad: Any = call("function", _ignored)
-    cuFuncSetCacheConfig: Any = call("hfunc config", _ignored)
-    cuFuncSetSharedMemConfig: Any = call("hfunc config", _ignored)
-    cuKernelSetCacheConfig: Any = call("kernel config dev:Device", _ignored)
+    cuFuncLoad = call("function", _ignored)
+    cuFuncSetCacheConfig = call("hfunc config", _ignored)
+    cuFuncSetSharedMemConfig = call("hfunc config", _ignored)
+    cuKernelSetCacheConfig = call("kernel config dev:Device", _ignored)
 
     def _parameter(self, function: Function, index: int) -> tuple[int, int]:
         types = self._types(function)
         check(index < len(types))
         return offsets(types)[index], ctypes.sizeof(types[index])
 
-    cuFuncGetParamInfo: Any = call("func:NamedFunction paramIndex:Size", _parameter)
-    cuKernelGetParamInfo: Any = call("kernel:NamedKernel paramIndex:Size", _parameter)
+    cuFuncGetParamInfo = call("func:NamedFunction paramIndex:Size", _parameter)
+    cuKernelGetParamInfo = call("kernel:NamedKernel paramIndex:Size", _parameter)
 
     def _parameter_count(self, function: Function) -> int:
         return len(self._types(function))
 
-    cuFuncGetParamCount: Any = call("func", _parameter_count)
-    cuKernelGetParamCount: Any = call("kernel", _parameter_count)
+    cuFuncGetParamCount = call("func", _parameter_count)
+    cuKernelGetParamCount = call("kernel", _parameter_count)
 
     @staticmethod
     def _types(function: Function) -> tuple[Any, ...]:
@@ -222,13 +222,13 @@ class KernelCalls(Calls):
             check(-1 <= value <= 100)
         function.attributes[number] = value
 
-    cuFuncSetAttribute: Any = call("hfunc attrib value:Int", _set_attribute)
+    cuFuncSetAttribute = call("hfunc attrib value:Int", _set_attribute)
 
     def cuKernelSetAttribute(self, attrib: Any, val: Int, kernel: Kernel, dev: Device) -> None:
         self._set_attribute(kernel, attrib, val)
 
-    cuFuncGetAttribute: Any = call("attrib hfunc", _attribute)
-    cuKernelGetAttribute: Any = call("attrib kernel dev:Device", _attribute)
+    cuFuncGetAttribute = call("attrib hfunc", _attribute)
+    cuKernelGetAttribute = call("attrib kernel dev:Device", _attribute)
 
     # -- occupancy -------------------------------------------------------------------------------------------
 
@@ -253,8 +253,8 @@ class KernelCalls(Calls):
         return min(bounds)
 
     _BLOCK = "func blockSize:Int dynamicSMemSize:Size"
-    cuOccupancyMaxActiveBlocksPerMultiprocessor: Any = call(_BLOCK, _blocks)
-    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags: Any = call(f"{_BLOCK} flags", _blocks)
+    cuOccupancyMaxActiveBlocksPerMultiprocessor = call(_BLOCK, _blocks)
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags = call(f"{_BLOCK} flags", _blocks)
 
     def _best_block(self, function: Function, shared_of: Any, dynamic: int, most: int, *flags: int) -> tuple[int, int]:
         """The smallest grid that fills the device, and the block size with the most concurrent threads."""
@@ -267,8 +267,8 @@ class KernelCalls(Calls):
         return counts[best] * self._bound("MULTIPROCESSOR_COUNT"), best
 
     _BLOCK_SIZE = "func blockSizeToDynamicSMemSize dynamicSMemSize:Size blockSizeLimit:Int"
-    cuOccupancyMaxPotentialBlockSize: Any = call(_BLOCK_SIZE, _best_block)
-    cuOccupancyMaxPotentialBlockSizeWithFlags: Any = call(f"{_BLOCK_SIZE} flags", _best_block)
+    cuOccupancyMaxPotentialBlockSize = call(_BLOCK_SIZE, _best_block)
+    cuOccupancyMaxPotentialBlockSizeWithFlags = call(f"{_BLOCK_SIZE} flags", _best_block)
 
     def cuOccupancyAvailableDynamicSMemPerBlock(self, func: Function, numBlocks: Int, blockSize: Int) -> int:
         check(numBlocks > 0 and blockSize > 0)
@@ -319,8 +319,8 @@ class KernelCalls(Calls):
 
     _EXTENTS = " ".join(f"{part}Dim{axis}:UnsignedInt" for part in ("grid", "block") for axis in "XYZ")
     _LAUNCH = f"f {_EXTENTS} sharedMemBytes:UnsignedInt hStream:Queue kernelParams"
-    cuLaunchKernel: Any = call(f"{_LAUNCH} extra", _launch_kernel, False)
-    cuLaunchCooperativeKernel: Any = call(_LAUNCH, _launch_kernel, True)
+    cuLaunchKernel = call(f"{_LAUNCH} extra", _launch_kernel, False)
+    cuLaunchCooperativeKernel = call(_LAUNCH, _launch_kernel, True)
 
     def _launch_in(
         self, stream: Queue, function: Function, sizes: tuple[int, ...], params: Any, extra: Any, cooperative: bool
@@ -372,8 +372,8 @@ class KernelCalls(Calls):
         link.texts.append(_path(path))
 
     _LINK_OPTIONS = "numOptions:UnsignedInt options optionValues"
-    cuLinkAddData: Any = call(f"state:Link typename data size:Size name {_LINK_OPTIONS}", _add_text)
-    cuLinkAddFile: Any = call(f"state:Link typename path {_LINK_OPTIONS}", _add_file)
+    cuLinkAddData = call(f"state:Link typename data size:Size name {_LINK_OPTIONS}", _add_text)
+    cuLinkAddFile = call(f"state:Link typename path {_LINK_OPTIONS}", _add_file)
 
     def cuLinkComplete(self, state: Link) -> tuple[int, int]:
         parts = b"\n".join(state.texts)
