@@ -42,8 +42,7 @@ from streamalloc.core.internal import BufferView, Device, Event, Fd, PoolBuffer,
 from streamalloc.core.resource import Unique, not_copied
 from streamalloc.core.session import session_of
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.exporter.exports import exports_of
-from streamalloc.ipc.exporter.leases import hung_up
+from streamalloc.ipc.exporter.exports import exports_of, hung_up
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.importer.open import Imported
 from streamalloc.ipc.importer.open import open as open_shared

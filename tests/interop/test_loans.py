@@ -447,7 +447,6 @@ class TestBorrowed:
 
         assert interop.borrow(_array(buffer, (2, 1, 12), (48, 999, 4)), stream).nbytes == 96
 
-
     @pytest.mark.parametrize("kind", PLACES)
     @pytest.mark.gpus(2)
     def test_memory_of_another_device(self, device: sa.Device, peer: sa.Device, stream: sa.Stream, kind: str) -> None:

@@ -19,11 +19,9 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.core.session import session_of
-from streamalloc.driver.bindings import cuda
 from streamalloc.ipc import relay
 from streamalloc.ipc.exporter import exports
-from streamalloc.ipc.exporter.exports import Exports, exports_of
-from streamalloc.ipc.exporter.leases import Hold, Lease, Leases, leases_of
+from streamalloc.ipc.exporter.exports import Exports, Hold, Lease, exports_of
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.relay import ExporterRelay, ImporterRelay, Relay
@@ -47,12 +45,11 @@ class Owner(NamedTuple):
     stream: sa.Stream
     pool: sa.MemoryPool
     exports: Exports
-    leases: Leases
 
     def lease(self) -> tuple[Lease, sa.Buffer]:
         """A new buffer and its lease."""
         buffer = self.pool.allocate(64, self.stream)
-        return self.exports.lease(buffer, cuda.CUdeviceptr(buffer.address)), buffer
+        return self.exports.lease(buffer), buffer
 
 
 @pytest.fixture
@@ -60,7 +57,7 @@ def owner() -> Iterator[Owner]:
     device = sa.Device(0, driver=sd.simulated())
     session = session_of(device)
     with device.create_stream() as stream, shared_pool(device) as pool:
-        yield Owner(device, stream, pool, exports_of(session), leases_of(session))
+        yield Owner(device, stream, pool, exports_of(session))
 
 
 @pytest.fixture
@@ -70,20 +67,14 @@ def importer() -> Importer:
 
 
 class TestExporter:
-    @pytest.mark.parametrize("function", [Exports.lease, Leases.add])
-    def test_a_buffer_gets_one_lease(self, owner: Owner, function: Any) -> None:
-        found: list[Lease | None] = []
-        known = owner.exports.pool(owner.pool)
+    def test_a_buffer_gets_one_lease(self, owner: Owner) -> None:
+        found: list[Lease] = []
 
         def share(buffer: sa.Buffer) -> None:
-            pointer = cuda.CUdeviceptr(buffer.address)
-            if function is Leases.add:
-                found.append(owner.leases.add(buffer, pointer, known))
-            else:
-                found.append(owner.exports.lease(buffer, pointer))
+            found.append(owner.exports.lease(buffer))
 
-        for buffer in interleaved(function, lambda: owner.pool.allocate(64, owner.stream), share, share):
-            assert {*found} - {None} == {shared_state(buffer)} and (None in found) == (function is Leases.add)
+        for buffer in interleaved(Exports.lease, lambda: owner.pool.allocate(64, owner.stream), share, share):
+            assert {*found} == {shared_state(buffer)}
             found.clear()
             buffer.free()
 
@@ -131,28 +122,28 @@ class TestExporter:
 
         def make() -> tuple[Lease, sa.Buffer]:
             lease, buffer = owner.lease()
-            lease.hold(Hold(), kept=False)  # dropped at once
+            lease.add_hold(Hold(), kept=False)  # dropped at once
             return lease, buffer
 
         for lease, _ in interleaved(
-            Lease._in_transit, make, lambda it: it[0].end(owner.stream), lambda it: it[0].hold(hold)
+            Lease._in_transit, make, lambda it: it[0].end(owner.stream), lambda it: it[0].add_hold(hold)
         ):
             assert lease._in_transit()
             lease._holds.clear()
 
     def test_the_last_slot_goes_to_one(self, owner: Owner) -> None:
         found: list[Lease | None] = []
-        slot = (owner.leases.block(), 0)
+        slot = (owner.exports.block(), 0)
 
         def make() -> None:
             found.clear()
-            owner.leases.leaving.clear()
-            owner.leases._free[:] = [slot]
+            owner.exports.leaving.clear()
+            owner.exports._free[:] = [slot]
 
         def take(_: None) -> None:
-            found.append(owner.leases._next_free())
+            found.append(owner.exports._next_free())
 
-        for _ in interleaved(Leases._next_free, make, take, take):
+        for _ in interleaved(Exports._next_free, make, take, take):
             assert found.count(None) == 1
 
     def test_an_allocation_of_another_library_gets_one_lease(self, owner: Owner) -> None:
@@ -174,7 +165,7 @@ class TestExporter:
             return SimpleNamespace(ended=False, hurry=lambda: None, handle=next(made))
 
         monkeypatch.setattr(exports, "ExporterRelay", make)
-        block = owner.leases.block()
+        block = owner.exports.block()
 
         def share(_: None) -> None:
             found.append(owner.exports.relay(block, owner.device))
@@ -208,7 +199,7 @@ class Imported(NamedTuple):
 
 class TestImporter:
     def test_a_control_block_is_attached_once(self, owner: Owner, importer: Importer) -> None:
-        block = owner.leases.block()
+        block = owner.exports.block()
         found: list[object] = []
 
         def attach(_: None) -> None:

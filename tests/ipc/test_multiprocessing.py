@@ -18,7 +18,7 @@ import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
 from streamalloc.ipc import multiprocess
-from streamalloc.ipc.exporter.leases import leases_of
+from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.testing import Gate
 from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
 from tests.processes import SECONDS, eventually
@@ -683,7 +683,7 @@ class TestChannels:
 
     def test_handles_go_once(self, run: Callable[..., Any], pool: sa.MemoryPool, stream: sa.Stream) -> None:
         mine, theirs = ipc.Channel.pair()
-        blocks = leases_of(session_of(pool)).blocks
+        blocks = exports_of(session_of(pool)).blocks
         with mine, theirs:
             counts = []
             for _ in range(3 + len(blocks)):

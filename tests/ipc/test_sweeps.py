@@ -17,7 +17,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
-from streamalloc.ipc.exporter.leases import leases_of
+from streamalloc.ipc.exporter.exports import exports_of
 from tests.ipc.support import PAGE, POSIX, again, shared_pool
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.processes import eventually
@@ -36,10 +36,10 @@ KEPT = {"registered memory", "registered host memory", "imported pool", "pinned 
 
 def check_slots(device: sa.Device) -> None:
     """No slot of a control block is given to two leases, once all that was shared has ended."""
-    leases = leases_of(device._session)
+    leases = exports_of(device._session)
     for _ in range(len(leases.leaving)):
         leases._next_free()  # what has left is free, or leaves again
-    places = [*leases._free, *((one.block, one.slot) for one in (*leases.leaving, *leases._prepared))]
+    places = [*leases._free, *((one.block, one.slot) for one in leases.leaving)]
     assert len(places) == len(set(places))
 
 

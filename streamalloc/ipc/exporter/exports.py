@@ -1,35 +1,66 @@
-"""Handles that this process has exported: of pools, of physical memory, and of relays.
+"""The exporting process: leases of shared allocations, and the handles that were exported.
 
-A :class:`ExportedPool` has the common part of the descriptors of one pool's allocations.
+A lease has two processes. The exporter frees the memory, and only it calls the driver for that; importers only count
+their opens and closes in the control block (:mod:`streamalloc.ipc.wire.control_block`). So the free has to wait: the
+driver would return the memory to the pool while an importer's kernels still read it, and the next allocation would
+overwrite what they read. A free first makes all descriptors stale, then looks for importers (:meth:`Lease.end`): an
+importer that opens at the same time does both in the opposite order, so one of the two sees the other. If an importer
+still uses the memory, the free becomes an item of the deferred queue.
+
+A death leaves the words as they were. The importer's are ended by a thread of the exporter that waits for the lock of
+the dead process, and the deferred free is made at the next point of work. If the exporter dies, the driver keeps the
+memory for the importers that have it mapped.
+
+A share is announced first and sent then: the stream's write of ``ready`` is queued before anybody can have the
+descriptor, so a refused write leaves nothing that an importer could wait for.
+
+Finalisers take none of the locks here: a dropped lease only releases its slot.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import select
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, cast
 
+from streamalloc.core.errors import ClosedError, CudaError, StillImportedError, error_from
 from streamalloc.core.internal import (
     Buffer,
+    Deferred,
     DeferredQueue,
     Device,
     Fd,
+    SharedState,
+    StillImported,
+    Stream,
     deferred_queue,
+    direct_handle,
+    free_shared,
+    notify_freed,
+    ordered_after,
     past_caches,
     pool_of,
+    raw_handle,
+    refuse_capture,
+    set_shared,
     shared_state,
+    take_pointer,
     work,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import Lock, cuda
-from streamalloc.ipc.exporter.leases import NOT_EXPORTABLE, Hold, Lease, Leases, leases_of
+from streamalloc.driver.internal import Lock, RLock, cuda, opaque_bytes
 from streamalloc.ipc.relay import ExporterRelay
 from streamalloc.ipc.transport import handle_server
-from streamalloc.ipc.wire.control_block import ControlBlock, Mark
+from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, PAYLOAD_BYTES, Chunk, Descriptor, Flags, Mechanism, PoolHeader
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import raw_pool
@@ -38,6 +69,13 @@ from streamalloc.vmm import PhysicalMemory, VirtualBuffer
 POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 NO_FABRIC_POOLS = "fabric handles of pools are not supported: a refused export as one damages the process's heap"
+_NOT_EXPORTABLE = (
+    "only allocations of pools made with handle_types=POSIX_FILE_DESCRIPTOR can be shared, "
+    "by the process that made them"
+)
+_IN_A_CAPTURE = "a shared buffer cannot be freed in a capture"
+# Seconds between two checks by a blocking free.
+_PAUSE = 0.0005
 
 # Handles by id. The handle server sends them to processes that received only a descriptor's bytes.
 _published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
@@ -46,6 +84,315 @@ publish: Callable[[dict[bytes, Fd]], None] = _published.update
 # Endpoint of the handle server by process id, because a forked child has none.
 _endpoints: dict[int, bytes] = {}
 _serving = Lock()
+
+
+class Hold:
+    """Keeps an allocation while one of its descriptors is in transit.
+
+    It belongs to the carrier of the descriptor: a :class:`Shared`, a message or a connection. ``lost`` returns True if
+    the carrier can no longer deliver the descriptor; setting it moves the hold to another carrier. Finalisers may call
+    :meth:`end`.
+    """
+
+    __slots__ = ("__weakref__", "_mark", "_over", "lost")
+
+    def __init__(self, lost: Callable[[], bool] | None = None) -> None:
+        self.lost: Callable[[], bool] | None = lost
+        self._mark: Mark | None = None
+        self._over = False
+
+    def mark(self, block: ControlBlock) -> int:
+        """Return the number of the mark that the importer sets to 0 when it opens the descriptor."""
+        if self._mark is None:
+            self._mark = block.new_mark("hold")
+        return self._mark.number
+
+    def over(self) -> bool:
+        """Whether the hold has ended."""
+        if not self._over and ((self._mark is not None and self._mark.over()) or (self.lost and self.lost())):
+            self.end()
+        return self._over
+
+    def end(self) -> None:
+        """End the hold; idempotent."""
+        self._over = True
+        self.lost = self._mark = None
+
+
+def hung_up(end: Fd | Channel | int) -> bool:
+    """Whether no process has the other end of a pipe or a connection open; ``end`` may be a number."""
+    poll = select.poll()
+    poll.register(end, 0)
+    return bool(poll.poll(0))
+
+
+class Lease(SharedState):
+    """A slot of a control block: the words of one allocation, or of one announcement.
+
+    A lease frees its buffer (:class:`SharedState`). :meth:`end` returns whether importers let it do so. If they do
+    not, or if the buffer was dropped (:meth:`drop`), a :class:`_DeferredFree` calls it again at points of work. The
+    end of the lease object releases the slot (:meth:`release`), which is used again once it is :meth:`quiet`.
+    """
+
+    __slots__ = (
+        "__weakref__", "_announcer", "_exports", "_holds", "_owned", "block", "generation", "lock", "payload", "pool",
+        "slot", "words",
+    )  # fmt: skip
+
+    def __init__(self, exports: Exports, block: ControlBlock, slot: int) -> None:
+        self._owned = True
+        """Whether the slot belongs to this object."""
+        self._exports = exports
+        self.block: ControlBlock = block
+        self.slot: int = slot
+        self.words: SlotWords = block.slots.get(slot) or block.slot_words(slot)
+        self.generation: int = self.words.generation.value
+        self.payload: bytes = b""
+        """The driver's export data of the allocation."""
+        self.pool: object = None
+        """The exported pool; its mark stays while descriptors are valid."""
+        self._announcer: Stream | None = None
+        self.lock: AbstractContextManager[bool] = RLock()
+        """Held to announce, and to decide whether the memory can be freed."""
+        self._holds: list[Callable[[], Hold | None]] = []
+
+    # -- announcements ---------------------------------------------------------------------------------------
+
+    def announce(self, stream: Stream) -> int:
+        """Make ``stream`` write to ``ready`` once the contents are there. Returns the value that importers wait for.
+
+        Raises
+        ------
+        CudaError
+            The driver refuses the write. The lease is as before.
+        """
+        words = self.words
+        with self.lock:
+            last = words.last_announced
+            if self._announcer is not stream:
+                self._begin(stream, last)
+            # Advance the value before it is queued, so that no value is used twice. An importer refuses to wait for a
+            # value that was not announced, because nobody would write it.
+            words.last_announced = words.announced.value = value = (last + 1) % WORD
+            try:
+                self.block.write(stream, words.ready, value)
+            except (CudaError, ClosedError):
+                words.last_announced = words.announced.value = last
+                raise
+            except BaseException:
+                # A signal handler raised: the write may not be queued, and a later one would wait for it. A second
+                # write changes nothing.
+                self.block.write(stream, words.ready, value)
+                raise
+            return value
+
+    def _begin(self, stream: Stream, last: int) -> None:
+        """Make ``stream`` the announcer. Its writes are ordered after those of the previous announcer."""
+        words, announcer = self.words, self._announcer
+        # Without an announcer the slot was quiet: all values are written.
+        if announcer is not None and not reached(words.ready.value, last):
+            if direct_handle(announcer, self._exports.session) is not None:
+                # Wait for an event, not for ``ready``, because importers can write to ``ready``.
+                stream.wait(announcer)
+            else:
+                self.block.wait(stream, words.ready, last)
+        self._announcer = stream
+
+    def add_hold(self, hold: Hold, *, kept: bool = True) -> bool:
+        """Add a hold for a descriptor in transit. Returns whether the lease is still valid.
+
+        Without ``kept``, the hold also ends when its owner drops it.
+        """
+        with self.lock:
+            self._holds.append((lambda: hold) if kept else weakref.ref(hold))
+            return bool(self.words.generation.value == self.generation)
+
+    def _in_transit(self) -> bool:
+        """Whether a hold has not ended."""
+        if self._holds:
+            self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
+        return bool(self._holds)
+
+    # -- importers -------------------------------------------------------------------------------------------
+
+    def _using(self) -> list[int]:
+        """Return the importers that still use the memory, and watch for their death."""
+        if self.block.all_closed(self.words):
+            return []
+        opened, closed = self.block.opened[self.slot], self.block.closed[self.slot]
+        importers: list[int] = (opened != closed).nonzero()[0].tolist()
+        for importer in importers:
+            self.block.watch_importer(importer)
+        return importers
+
+    def quiet(self) -> bool:
+        """Whether all queued work on the slot's words has run, so that another lease can use the slot."""
+        ready, last = self.words.ready.value, self.words.last_announced
+        if ready != last and not reached(ready, last):
+            return False
+        return self.block.all_closed(self.words) or not self._using()
+
+    def end(self, stream: Stream | None, *, for_good: bool = False) -> bool:
+        """If all importers have closed, make descriptors stale and ``stream`` wait for the importers' work. Returns
+        whether it did.
+
+        Otherwise nothing changes; but with ``for_good``, descriptors become stale unless one is in transit. Without a
+        stream, nothing is queued.
+        """
+        with self.lock:
+            if self._holds and self._in_transit():
+                return False
+            words = self.words
+            words.generation.value = (self.generation + 1) % WORD
+            fence()
+            return self.block.all_closed(words) or self._ends_after(stream, for_good)
+
+    def _ends_after(self, stream: Stream | None, for_good: bool) -> bool:
+        """The part of :meth:`end` for importers that still use the memory."""
+        ended = False
+        try:
+            using = self._using()
+            opened, closing = self.block.opened[self.slot], self.block.closing[self.slot]
+            if all(opened[importer] == closing[importer] for importer in using):
+                for importer in using if stream is not None else ():
+                    theirs = self.block.importer_words(self.slot, importer)
+                    # Not ``opened``, which rises briefly while an importer refuses a stale descriptor.
+                    self.block.wait_closed(stream, theirs, theirs.closing.value)  # type: ignore[arg-type]
+                ended = True
+        finally:
+            if not (ended or for_good):
+                self.words.generation.value = self.generation
+        return ended
+
+    def unused(self) -> bool:
+        """Whether no descriptor is in transit and no importer or its work uses the memory. If so, descriptors become
+        stale.
+        """
+        return self.end(None) and self.block.all_closed(self.words)
+
+    # -- the buffer ------------------------------------------------------------------------------------------
+
+    def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        """Free the memory on ``stream``, after the work of importers that have closed it."""
+        handle = direct_handle(stream, self._exports.session)
+        if handle is None:
+            refuse_capture(stream, "cuMemFreeAsync", _IN_A_CAPTURE)
+        if still_imported != "defer":
+            self._await(buffer, stream, still_imported, timeout)
+        elif not self.end(stream, for_good=True):
+            self._defer(buffer, stream)
+            return
+        try:
+            if handle is not None:
+                free_shared(buffer, stream, handle)
+            else:
+                with stream.device.current():
+                    free_shared(buffer, stream, raw_handle(stream))
+        except BaseException:
+            if not buffer.freed:
+                self.words.generation.value = self.generation
+            raise
+        self._exports.with_memory.discard(self)
+        if self._exports.deferred.has_work():
+            self._exports.deferred.work()
+
+    def _await(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
+        """Wait until the memory can be freed, or raise, according to ``still_imported``."""
+        if still_imported == "ignore":
+            with self.lock:
+                self.words.generation.value = (self.generation + 1) % WORD  # makes descriptors stale
+                fence()
+            return
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self.end(stream):
+            if still_imported == "raise" or (end is not None and time.monotonic() >= end):
+                raise StillImportedError(f"{buffer!r} is open in another process, or in transit to one")
+            time.sleep(_PAUSE)
+
+    @property
+    def readers(self) -> int:
+        """Number of other processes that have the memory open."""
+        return len(self._using())
+
+    def drop(self, buffer: Buffer) -> None:
+        """Free the memory of a dropped buffer later."""
+        self._defer(buffer, buffer.stream)
+
+    def _defer(self, buffer: Buffer, stream: Stream) -> None:
+        pointer, listener = take_pointer(buffer), self._exports.session.listener
+        if listener is not None and pointer is not None:
+            listener.deferred(int(pointer))
+        self._exports.deferred.submit(_DeferredFree(self, stream, pointer))
+
+    def release(self) -> None:
+        """Make descriptors stale and release the slot, which is reused once it is quiet. Idempotent."""
+        if self._owned:
+            self._owned = False
+            self.words.generation.value = (self.generation + 1) % WORD
+            self._announcer = self.pool = None
+            self._exports.leaving.append(self)
+
+    def __del__(self) -> None:
+        # A forked child has a copy of this object but shares the words.
+        if getattr(self, "words", None) is not None and not self._exports.session.forked:
+            self.release()
+
+
+class _DeferredFree(Deferred):
+    """A free that waits for importers."""
+
+    __slots__ = ("_lease", "_raw", "_session", "_stream")
+
+    def __init__(self, lease: Lease, stream: Stream, raw: Any) -> None:
+        self._session = lease._exports.session
+        self._lease: Lease | None = lease
+        self._stream = stream
+        self._raw = raw
+
+    def attempt(self) -> bool:
+        lease = self._lease
+        if lease is not None and self._raw is not None:
+            if not lease.end(None, for_good=True):
+                return False
+            if not ordered_after(self._stream, lambda ordered: self._free(lease, ordered)):
+                return False
+        self.forget()
+        return True
+
+    def _free(self, lease: Lease, ordered: Stream) -> bool:
+        refuse_capture(ordered, "cuMemFreeAsync", _IN_A_CAPTURE)
+        if not lease.end(ordered, for_good=True):
+            return False
+        raw = raw_handle(ordered)
+        with ordered.device.current(), notify_freed(self._session, int(self._raw), raw):
+            self._session.release(self, "cuMemFreeAsync", raw)
+        return True
+
+    def forget(self) -> None:
+        lease, self._raw, self._lease = self._lease, None, None
+        if lease is not None:
+            lease._exports.with_memory.discard(lease)
+
+
+class KeptReferences(Deferred):
+    """Keeps references to shared objects that are no buffers until their lease is unused: the holds have ended and, if
+    importers count their uses, so have the uses.
+    """
+
+    __slots__ = ("_lease", "_ordinal", "_things")
+
+    def __init__(self, lease: Lease, ordinal: int, things: object) -> None:
+        self._lease = lease
+        self._ordinal = ordinal
+        self._things = things
+
+    def attempt(self) -> bool:
+        if not self._lease.unused():
+            return False
+        # Other libraries may free on the default stream of the current device.
+        with self._lease.block.session.current(self._ordinal):
+            self._things = None
+        return True
 
 
 class ExportedPool:
@@ -59,7 +406,7 @@ class ExportedPool:
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
         name = "cuMemPoolExportToShareableHandle"
         self.exports: Exports = exports
-        self.fd: Fd = Fd.made_by(exports.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=NOT_EXPORTABLE)
+        self.fd: Fd = Fd.made_by(exports.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
         self.origin: bytes = secrets.token_bytes(16)
         self.device: Device = device
         self.headers: dict[tuple[ControlBlock, bytes], tuple[PoolHeader, dict[bytes, Fd]]] = {}
@@ -91,17 +438,24 @@ class ExportedPool:
         return found
 
 
-exported_pools: dict[weakref.ref[Any], weakref.ref[ExportedPool]] = {}
-"""Exported pools by pool, for fast paths. :class:`Exports` keeps them alive."""
-
-
 class Exports:
     """The handles that one process has exported through one driver."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.leases: Leases = leases_of(session)
         self.deferred: DeferredQueue = deferred_queue(session)
+        self.blocks: list[ControlBlock] = []
+        self.leaving: deque[Lease] = deque()
+        """Released leases whose slots may have queued work."""
+        self.lock: AbstractContextManager[bool] = RLock()
+        """Held while a buffer gets its lease, or a pool its handle."""
+        self.with_memory: set[Lease] = set()
+        """Leases with memory that is not freed, kept alive here. If the collector finds a buffer and its lease in one
+        cycle, only the buffer is finalised: its deferred free needs the lease, its holds and its slot.
+        """
+        self._free: list[tuple[ControlBlock, int]] = []
+        self._slots = RLock()
+        """Held while a slot is taken: callers of :meth:`take` may hold :attr:`lock`, or may not."""
         self.endpoint: bytes = NOWHERE
         """16 bytes, address of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
@@ -130,25 +484,75 @@ class Exports:
             uuid = self._uuids[device.ordinal] = device.uuid.bytes
         return uuid
 
-    def lease(self, buffer: Buffer, pointer: Any) -> Lease:
-        """Return the lease of a buffer. From now on the lease frees the buffer."""
+    # -- slots and leases ------------------------------------------------------------------------------------
+
+    def take(self) -> Lease:
+        """Take a free slot."""
+        while (lease := self._next_free()) is None:
+            self._add_block()
+        return lease
+
+    def _next_free(self) -> Lease | None:
+        """Take a free slot; None without one."""
+        with self._slots:
+            # The oldest slots become quiet first. Two checks per taken slot keep up with releases, and few slots in use
+            # stay in the processor's cache.
+            checks = min(2, len(self.leaving))
+            if checks:
+                fence()
+            for _ in range(checks):
+                lease = self.leaving.popleft()
+                if lease.quiet():
+                    self._free.append((lease.block, lease.slot))
+                else:
+                    self.leaving.append(lease)
+            return Lease(self, *self._free.pop()) if self._free else None
+
+    def block(self) -> ControlBlock:
+        """Return any control block of this process."""
+        if not self.blocks:
+            self._add_block()
+        return self.blocks[0]
+
+    def _add_block(self) -> None:
+        block = ControlBlock.create(self.session)
+        self.blocks.append(block)
+        self._free.extend([(block, slot) for slot in reversed(range(SLOTS))])
+
+    def lease(self, buffer: Buffer) -> Lease:
+        """Return the lease of a buffer, which frees the buffer from now on (``cuMemPoolExportPointer``)."""
         buffer = past_caches(buffer)
-        with self.leases.lock:
-            pool = cast("MemoryPool", pool_of(buffer))
-            return cast("Lease", shared_state(buffer) or self.leases.add(buffer, pointer, self.pool(pool)))
+        with self.lock:
+            lease = cast("Lease | None", shared_state(buffer))
+            if lease is None:
+                pool = self.pool(cast("MemoryPool", pool_of(buffer)))
+                lease = self.take()
+                lease.pool, lease.payload = pool, self.export_pointer(buffer.address)
+                self.with_memory.add(lease)
+                set_shared(buffer, lease)
+        return lease
+
+    def export_pointer(self, pointer: Any) -> bytes:
+        """Return the driver's export data for an allocation (``cuMemPoolExportPointer``)."""
+        result, data = self.session.cuMemPoolExportPointer(pointer)
+        if result:
+            raise error_from(result, "cuMemPoolExportPointer", _NOT_EXPORTABLE)
+        return opaque_bytes(data)
 
     def lease_at(self, address: int, hold: Hold) -> Lease:
         """Return the lease of another library's allocation, and add a hold that keeps the lease valid."""
-        with self.leases.lock:
+        with self.lock:
             lease = self._by_address.get(address)
-            if lease is None or not lease.hold(hold, kept=False):
-                lease = self._by_address[address] = self.leases.take()
-                lease.hold(hold, kept=False)
+            if lease is None or not lease.add_hold(hold, kept=False):
+                lease = self._by_address[address] = self.take()
+                lease.add_hold(hold, kept=False)
             return lease
+
+    # -- handles ---------------------------------------------------------------------------------------------
 
     def pool(self, pool: MemoryPool) -> ExportedPool:
         """Return an exported pool; export it first if necessary."""
-        with self.leases.lock:
+        with self.lock:
             found = self._pools.get(pool)
             if found is None:
                 if pool.properties is not None and not pool.properties.handle_types & POSIX:
@@ -159,8 +563,6 @@ class Exports:
                 on_device = pool.location.type is MemLocationType.DEVICE
                 device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
                 found = self._pools[pool] = ExportedPool(pool, self, device)
-                forget = exported_pools.pop
-                exported_pools[weakref.ref(pool, lambda gone: forget(gone, None))] = weakref.ref(found)
                 for closed in [*filter(attrgetter("closed"), list(self._pools))]:
                     self._pools.pop(closed, None)
             return found
@@ -176,7 +578,7 @@ class Exports:
 
     def relay(self, block: ControlBlock, device: Device) -> bytes:
         """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""
-        with self.leases.lock:
+        with self.lock:
             relay = self._relays.get(block)
             if relay is None or relay.ended:
                 with self.session.relaxed():

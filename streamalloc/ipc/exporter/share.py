@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from streamalloc.core.errors import size_text
 from streamalloc.core.html import Row, Shown, mib
@@ -20,17 +19,14 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     GraphBuffer,
-    PoolBuffer,
     Stream,
     StreamLike,
     TypedView,
     as_stream,
     check_usable,
-    deferred_queue,
-    direct_view,
+    direct_handle,
     raw_handle,
     refuse_capture,
-    unshared_parts,
     viewed,
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
@@ -39,15 +35,17 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
-from streamalloc.ipc.exporter import leases
 from streamalloc.ipc.exporter.exports import (
     NO_FABRIC_POOLS,
     POSIX,
     ExportedPool,
     Exports,
-    exported_pools,
+    Hold,
+    KeptReferences,
+    Lease,
     exports_for,
     exports_of,
+    hung_up,
     publish,
 )
 from streamalloc.ipc.transport.channel import Channel
@@ -91,8 +89,8 @@ class Shared(Unique, Shown):
         self,
         data: bytes,
         handles: dict[bytes, Fd],
-        lease: leases.Lease | None = None,
-        hold: leases.Hold | None = None,
+        lease: Lease | None = None,
+        hold: Hold | None = None,
         exports: Exports | None = None,
     ) -> None:
         self._data = data
@@ -149,9 +147,9 @@ class Shared(Unique, Shown):
                 self._data = described._replace(endpoint=exports.endpoint).to_bytes()
         if self._lease is None or not (self.held or described.flags & Flags.LEASED):
             return self._data
-        hold = self._hold if self._hold is not None and self.held else leases.Hold()
+        hold = self._hold if self._hold is not None and self.held else Hold()
         hold.lost = lost
-        self._lease.hold(hold)
+        self._lease.add_hold(hold)
         self._hold = None
         return wire.with_hold(self._data, hold.mark(self._lease.block))
 
@@ -249,8 +247,6 @@ def share(
     CaptureError
         The stream is being captured.
     """
-    if isinstance(thing, PoolBuffer) and handle_type is None and not expose_block:
-        return _share_buffer(thing, stream, hold)
     if handle_type is not None:
         _check_handle_type(thing, handle_type)
     options = _Options(thing, stream, hold, handle_type, expose_block)
@@ -260,10 +256,11 @@ def share(
                 raise ValueError(f"expose_block=True is for memory of cuMemAlloc, which {thing!r} is not: leave it out")
             if stream is not None and isinstance(thing, (MemoryPool, Event)):
                 raise ValueError(f"stream={stream!r}: {thing!r} has no contents that a stream writes, leave it out")
-            with deferred_queue(session_of(thing)).beside_captures():  # type: ignore[arg-type]
-                return function(thing, options)
+            exports = exports_for(session_of(thing))  # type: ignore[arg-type]
+            with exports.deferred.beside_captures():
+                return function(thing, options, exports)
     if hasattr(thing, "__cuda_array_interface__"):
-        return _share_foreign(thing, options)
+        return _share_array_of_others(thing, options, exports_for(Session.of(default_driver())))
     raise TypeError(
         f"{thing!r} cannot be shared: allowed are pools, memory, events, and CUDA arrays of other libraries"
     )
@@ -301,40 +298,33 @@ def send(
         As for :func:`share`. Or ``thing`` is a result of :func:`share`, and ``stream`` was given, or ``hold`` although
         ``thing`` is not held.
     CudaError
-        The driver refuses a call. If the message was sent before, the importer finds the memory
-        :attr:`~ImportedBuffer.lost`.
+        The driver refuses a call. Nothing was sent.
     TimeoutError, PeerGoneError, ClosedError
         As for ``channel.send``. The memory stays shared.
     """
-    names = channel._carried
-    if isinstance(thing, PoolBuffer) and not hold and (timeout is None or timeout >= 0):
-        leased = _first_lease(thing, stream) or _any_lease(thing, stream)
-        shared, sent = _share_leased(leased, channel=channel)
-        if sent:
-            shared._exports.leases.prepare()  # type: ignore[union-attr]
-            return
-    else:
-        if isinstance(thing, Shared) and (stream is not None or hold > thing.held):
+    if isinstance(thing, Shared):
+        if stream is not None or hold > thing.held:
             raise ValueError("stream and hold are arguments of share: what it has returned is sent without them")
-        shared = thing if isinstance(thing, Shared) else share(thing, stream, hold=hold)
-    exports, handles = shared._exports, shared.fds
-    if exports is not None and shared.descriptor.mechanism is not Mechanism.PHYSICAL:
+        shared = thing
+    else:
+        shared = share(thing, stream, hold=hold)
+    exports, handles, carried = shared._exports, shared.fds, channel._carried
+    if exports is not None and wire.mechanism_of(shared._data) is not Mechanism.PHYSICAL:
         # Importers keep these handles, so they need to travel only once.
         exports.serve()
-        if names.issuperset(shared.handles) and exports.endpoint in shared._data:
+        if carried.issuperset(shared.handles) and exports.endpoint in shared._data:
             handles = ()
-    lease = shared._lease
-    if lease is None or not shared.held:
+    if shared._lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
     else:
         # The message carries one end of a pipe. The importer closes it once it has opened the descriptor. The kernel
         # closes it with a message that is never received. Either ends the hold.
         ours, theirs = map(Fd, os.pipe())
         with theirs:
-            lease.hold(leases.Hold(functools.partial(leases.hung_up, ours)))
+            shared._lease.add_hold(Hold(functools.partial(hung_up, ours)))
             channel.send(wire.with_hold(shared._data, 0), (*handles, theirs), timeout=timeout)
         shared.cancel()
-    names.update(shared.handles)
+    carried.update(shared.handles)
 
 
 def serve(driver: Driver | None = None) -> None:
@@ -354,124 +344,68 @@ def serve(driver: Driver | None = None) -> None:
 # -- allocations of pools ------------------------------------------------------------------------------------
 
 
-class _Leased(NamedTuple):
-    """An allocation with a lease."""
-
-    lease: leases.Lease
-    address: int
-    nbytes: int
-    stream: Stream
-    """The stream that announces the contents."""
-    view: tuple[Any, bool] | None
-    """The stream's :func:`direct_view`. None if the allocation may have been shared before."""
-
-
-_make = tuple.__new__  # a third of the cost of the constructor
-
-
-def _first_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased | None:
-    """Give an allocation of a known pool its lease. None for other buffers, or if another thread has done it."""
-    parts = unshared_parts(buffer) if type(buffer) is PoolBuffer else None
-    if parts is None:
-        return None
-    allocator, pointer, nbytes, ordered, view = parts
-    index = exported_pools.get(weakref.ref(allocator))
-    pool = index and index()
-    if not pool or not nbytes or pool.exports.session.forked:
-        return None
-    if stream is not None:
-        view = direct_view(stream, pool.exports.session)
-        ordered = stream  # type: ignore[assignment]
-    if view[0] is None:
-        return None
-    lease = pool.exports.leases.add(buffer, pointer, pool)
-    return None if lease is None else _make(_Leased, (lease, int(pointer), nbytes, ordered, view))
-
-
-def _any_lease(buffer: Buffer, stream: StreamLike | None) -> _Leased:
-    """Return the lease of any pool allocation, and make it if needed. Raises if the buffer cannot be shared."""
-    session = session_of(buffer)
-    exports = exports_for(session)
+def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tuple[int, int] | None = None) -> Shared:
+    """Share an allocation; ``part``: offset and size in bytes."""
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
     nbytes, address = buffer.nbytes, buffer.address
     if not address or not nbytes:
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
-    ordered: Any = buffer.stream if stream is None else stream
-    if direct_view(ordered, session)[0] is None:
-        ordered = _ordered(ordered, session)
-    with deferred_queue(session).beside_captures():
-        return _Leased(exports.lease(buffer, address), address, nbytes, ordered, None)
-
-
-def _share_buffer(
-    buffer: Buffer, stream: StreamLike | None = None, hold: bool = False, part: tuple[int, int] | None = None
-) -> Shared:
-    """Share an allocation; ``part``: offset and size in bytes."""
-    return _share_leased(_first_lease(buffer, stream) or _any_lease(buffer, stream), hold, part)[0]
-
-
-def _share_leased(
-    leased: _Leased, hold: bool = False, part: tuple[int, int] | None = None, channel: Channel | None = None
-) -> tuple[Shared, bool]:
-    """Share an allocation; ``part``: offset and size in bytes. Returns also whether the descriptor was sent.
-
-    It is sent to ``channel`` before the stream announces the contents, so that the importer can begin. This needs an
-    allocation without an earlier announcement, and an importer that has the handles.
-    """
-    lease, address, nbytes, ordered, view = leased
-    holding = leases.Hold() if hold else None
-    pool: Any = lease.pool
-    exports, block = pool.exports, lease.block
-    header, handles = pool.headers.get((block, exports.endpoint)) or pool.header(block)
+    ordered = _ordered(buffer.stream if options.stream is None else options.stream, exports.session)
+    lease = exports.lease(buffer)
+    hold = Hold() if options.hold else None
+    if hold is not None:
+        lease.add_hold(hold, kept=False)
     offset, size = part or (0, nbytes)
-    if holding is not None:
-        lease.hold(holding, kept=False)
-    shared = Shared(b"", handles, lease, holding, exports)
-    sent = False
+    ready = _announced(lease, ordered, (address + offset, size))
+    # Only these fields differ between the allocations of a pool, so the rest is packed once.
+    header, handles = cast("ExportedPool", lease.pool).header(lease.block)
+    fields = pack_allocation(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
+    data = header.data + fields + zlib.crc32(fields, header.checksum).to_bytes(4, "little")
+    return Shared(data, handles, lease, hold, exports)
 
-    def describe(ready: int) -> bool:
-        nonlocal sent
-        fields = pack_allocation(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
-        shared._data = data = header.data + fields + zlib.crc32(fields, header.checksum).to_bytes(4, "little")
-        if exports.session.listener is not None:
-            _notify_listener(lease, ready, address + offset, size, ordered)
-        if channel is not None and view is not None and channel._carried.issuperset(handles):
-            sent = channel._offer(data)
-        return sent
 
-    lease.announce(ordered, describe, view)
-    if exports.deferred.has_work():
-        exports.deferred.work()
-    return shared, sent
+def _announced(lease: Lease, stream: Stream, memory: tuple[int, int] | None) -> int:
+    """Announce contents after the queued work of a stream; ``memory``: address and size, if it is mapped here. Returns
+    the value that importers wait for.
+    """
+    ready = lease.announce(stream)
+    listener = lease.block.session.listener
+    if listener is not None and memory is not None:
+        name = lease.block.announcement(lease.slot, lease.generation, ready)
+        with stream.device.current():
+            listener.shared(*memory, raw_handle(stream), name)
+    return ready
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
     """Return the caller's stream; it must not be captured."""
+    if direct_handle(stream, session) is not None:
+        return cast("Stream", stream)
     ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
 
 
-def _share_view(view: BufferView, options: _Options) -> Shared:
+def _share_view(view: BufferView, options: _Options, exports: Exports) -> Shared:
     check_usable(view)
     if not view.nbytes:
         raise ValueError(f"{view!r} is empty: there is nothing to share")
     parent, offset = viewed(view)
     if isinstance(parent, Foreign):
-        return _refuse_foreign(view, options)
+        return _refuse_imported(view)
     if isinstance(parent, Buffer):
-        return _share_buffer(parent, options.stream, options.hold, (offset, view.nbytes))
+        return _share_buffer(parent, options, exports, (offset, view.nbytes))
     if isinstance(parent, (VirtualBuffer, RangeView)):
-        return _share_range(parent, options, offset, view.nbytes)
+        return _share_range(parent, options, exports, offset, view.nbytes)
     raise ValueError(f"{view!r} cannot be shared: share the memory itself in the process that owns it")
 
 
-def _share_array(view: TypedView[Any], options: _Options) -> Shared:
+def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> Shared:
     # dtype.str of a structure would describe it as bytes. str(dtype) is refused by check_array.
     dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
     wire.check_array(dtype, view.shape)
-    shared = _share_view(view, options)
+    shared = _share_view(view, options, exports)
     shared._data = wire.with_array(shared._data, dtype, view.shape)
     return shared
 
@@ -497,19 +431,19 @@ class _Draft:
         self.handles: dict[bytes, Fd] = {}
         self.kept: object = None
         """References to keep, with the thing, while hold or lease lasts."""
-        self.hold = leases.Hold() if options.hold else None
-        self.lease: leases.Lease | None = None
+        self.hold = Hold() if options.hold else None
+        self.lease: Lease | None = None
         if self.hold is not None and allocation:
             self.lease = exports.lease_at(allocation, self.hold)
             self.fields["flags"] = Flags.LEASED
         elif self.hold is not None or stream is not None:
-            self.lease = exports.leases.take()
+            self.lease = exports.take()
             if self.hold is not None:
-                self.lease.hold(self.hold, kept=False)
+                self.lease.add_hold(self.hold, kept=False)
 
     def use_pool(self, pool: ExportedPool) -> None:
         """Add to the descriptor the pool that owns the memory, and the mark that is set when the pool ends."""
-        block = self.exports.leases.block() if self.lease is None else self.lease.block
+        block = self.exports.block() if self.lease is None else self.lease.block
         self.handles = {pool.origin: pool.fd, block.id: block.fd}
         self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(block)}
         self.fields["control_block"] = block.id
@@ -524,9 +458,7 @@ class _Draft:
             fields["control_block"] = lease.block.id
             self.handles[lease.block.id] = lease.block.fd
             if self.stream is not None:
-                fields["ready"] = lease.announce(self.stream)
-                if memory is not None and exports.session.listener is not None:
-                    _notify_listener(lease, fields["ready"], *memory, self.stream)
+                fields["ready"] = _announced(lease, self.stream, memory)
         publish(self.handles)
         uuid = exports.uuid(self.device)
         described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
@@ -534,26 +466,18 @@ class _Draft:
         shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
         if self.hold is not None and lease is not None:
             kept = self.options.thing, self.handles, self.kept
-            exports.deferred.submit(leases.KeptReferences(lease, self.device.ordinal, kept))
+            exports.deferred.submit(KeptReferences(lease, self.device.ordinal, kept))
         return shared
 
 
-def _notify_listener(lease: leases.Lease, ready: int, address: int, nbytes: int, stream: Stream) -> None:
-    """Notify the listener that importers may use memory after the queued work of a stream."""
-    name = lease.block.announcement(lease.slot, lease.generation, ready)
-    with stream.device.current():
-        lease.block.session.listener.shared(address, nbytes, raw_handle(stream), name)  # type: ignore[union-attr]
-
-
-def _share_pool(pool: MemoryPool, options: _Options) -> Shared:
-    found = exports_for(session_of(pool)).pool(pool)
-    draft = _Draft(options, found.exports, found.device, None)
+def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
+    found = exports.pool(pool)
+    draft = _Draft(options, exports, found.device, None)
     draft.use_pool(found)
     return draft.shared(Mechanism.POOL)
 
 
-def _share_event(event: Event, options: _Options) -> Shared:
-    exports = exports_for(session_of(event))
+def _share_event(event: Event, options: _Options, exports: Exports) -> Shared:
     if not event.interprocess:
         raise ValueError(f"{event!r} cannot be shared: make it with interprocess=True, in the process that shares it")
     with event.device.current():
@@ -561,18 +485,17 @@ def _share_event(event: Event, options: _Options) -> Shared:
     return _Draft(options, exports, event.device, None).shared(Mechanism.EVENT, payload=opaque_bytes(raw))
 
 
-def _refuse_foreign(thing: object, options: _Options) -> Shared:
+def _refuse_imported(thing: object, *_: object) -> Shared:
     raise ValueError(f"{thing!r} was opened here: only the process that owns memory can share it")
 
 
-def _share_physical(memory: PhysicalMemory, options: _Options) -> Shared:
-    exports = exports_for(session_of(memory))
+def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> Shared:
     ordered = None if options.stream is None else as_stream(options.stream, exports.session)
     return _share_chunks(memory, exports, [memory], ordered, options, size=memory.nbytes, origin=NOWHERE)
 
 
 def _share_range(
-    thing: VirtualBuffer | RangeView, options: _Options, begin: int = 0, size: int | None = None
+    thing: VirtualBuffer | RangeView, options: _Options, exports: Exports, begin: int = 0, size: int | None = None
 ) -> Shared:
     """Share the chunks that contain a part of an address range."""
     fields: dict[str, Any] = {}
@@ -580,7 +503,6 @@ def _share_range(
         begin += thing.offset
     else:
         check_usable(thing)
-    exports = exports_for(session_of(thing))
     if size is None:
         size = thing.nbytes
         if isinstance(thing, GrowableBuffer):
@@ -614,7 +536,7 @@ def _share_chunks(
         if not isinstance(memory, PhysicalMemory):
             raise ValueError(f"{memory!r} is shared by its own handle: export() it, and share the memory bound to it")
         if is_imported(memory):
-            _refuse_foreign(thing, options)
+            _refuse_imported(thing)
     kind = _handle_type(memories, options)
     chunks = [exports.memory(memory, kind) for memory in memories]
     fields = {"base_size": sum(chunk.nbytes for chunk, _ in chunks), "origin": secrets.token_bytes(16), **fields}
@@ -660,11 +582,9 @@ def _check_handle_type(thing: object, handle_type: object) -> None:
 # -- memory of other libraries -------------------------------------------------------------------------------
 
 
-def _share_foreign(thing: Any, options: _Options) -> Shared:
+def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> Shared:
     """Share an array of another library by the mechanism of its memory."""
-    driver = default_driver()
-    session = Session.of(driver)
-    exports = exports_for(session)
+    session, driver = exports.session, exports.session.driver
     span = CopySide.readable(thing, session)
     if not span.nbytes:
         raise ValueError(f"{thing!r} is empty: there is nothing to share")
@@ -687,7 +607,7 @@ def _share_foreign(thing: Any, options: _Options) -> Shared:
         if known.pool is not None:
             _check_pool_array(thing, options, known.handle_types)
             pool = exports.pool(known.pool)
-            fields["payload"] = exports.leases.export_pointer(base)
+            fields["payload"] = exports.export_pointer(base)
             draft = _Draft(options, exports, device, ordered, base)
             draft.use_pool(pool)
             return draft.shared(Mechanism.POOL_POINTER, **fields)
@@ -738,10 +658,10 @@ def _check_mapped_array(thing: object, options: _Options, memory: PhysicalMemory
 
 
 # The first matching class determines the function.
-_KINDS: dict[type, Callable[[Any, _Options], Shared]] = {
-    Buffer: lambda buffer, options: _share_buffer(buffer, options.stream, options.hold),
+_KINDS: dict[type, Callable[[Any, _Options, Exports], Shared]] = {
+    Buffer: _share_buffer,
     MemoryPool: _share_pool,
-    Foreign: _refuse_foreign,
+    Foreign: _refuse_imported,
     TypedView: _share_array,
     BufferView: _share_view,
     PhysicalMemory: _share_physical,

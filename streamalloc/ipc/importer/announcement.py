@@ -36,7 +36,7 @@ class Announcement(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether the value was written by another process, because the exporter died or its driver refused."""
+        """Whether the value was written by another process, because the exporter died."""
         return self.words.was_lost(self.ready)
 
     def precede(self, stream: Stream) -> None:

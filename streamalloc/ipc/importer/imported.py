@@ -581,7 +581,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
 
     @property
     def lost(self) -> bool:
-        """Whether the awaited contents never came, because the owner died or its driver failed."""
+        """Whether the awaited contents never came, because the owner died."""
         self._checked_import()
         return self._words is not None and self._words.slot_words.was_lost(self._ready)
 
@@ -706,7 +706,7 @@ class ImportedRange(RemappableBuffer, Foreign):
 
     @property
     def lost(self) -> bool:
-        """Whether the awaited contents never came, because the owner died or its driver failed."""
+        """Whether the awaited contents never came, because the owner died."""
         self._check_open()
         return self._announced is not None and self._announced.lost
 

@@ -27,7 +27,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocationType, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import Lock
-from streamalloc.ipc.exporter.leases import Lease, hung_up, leases_of
+from streamalloc.ipc.exporter.exports import Lease, exports_of, hung_up
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.ring.protocol import (
     END,
@@ -437,7 +437,7 @@ class RingProducer(RingEnd):
         self._deliveries = state = Deliveries(self._session, buffer, self.stream, slot_bytes, stride)
         with undoing(state.attempt):
             shared = share(buffer)
-            state.slots += [Slot(index, leases_of(self._session).take()) for index in range(slots)]
+            state.slots += [Slot(index, exports_of(self._session).take()) for index in range(slots)]
             self._blocks = list(dict.fromkeys(slot.lease.block for slot in state.slots))
             self._hello, self._handles = self._introduction(shared)
             state.free.extend(state.slots)

@@ -33,7 +33,7 @@ from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
 from streamalloc.core.resource import Leaves, Unique, close_all
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import ForkedProcessError
-from streamalloc.ipc.exporter.leases import Lease, leases_of
+from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
 from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection, Kind
@@ -259,7 +259,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         stream = self.device.create_stream()
         for event in events:
             stream.wait(event)
-        lease = leases_of(session_of(self.device)).take()
+        lease = exports_of(session_of(self.device)).take()
         return lease, lease.announce(stream), stream.record()
 
     def _commit_group(self) -> None:

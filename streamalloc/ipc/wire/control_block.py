@@ -16,9 +16,9 @@ Word            Written by                                         Read by
 ``ready``       the exporter's stream, after the contents          importers' streams, which wait for the value in the
                                                                    descriptor; the exporter's next announcing stream;
                                                                    all hosts
-``lost``        whoever writes ``ready`` in place of that stream,  importers: values of ``ready`` above
-                before it: the number of such values; 0 once a     ``ready - lost`` announce no contents
-                stream begins to announce
+``lost``        the importer that writes ``ready`` in place of a   importers: values of ``ready`` above
+                dead exporter's stream, before that: the number    ``ready - lost`` announce no contents
+                of such values
 ``opened``      the importer's host: counted up at the open;       the exporter's host, after it has counted up
                 ended at once if the open is refused               ``generation``
 ``closed``      the importer's stream, after its work: the value   the exporter's host: if it is ``opened``, no work is
@@ -49,8 +49,8 @@ waits for the lock waits for the death. It starts before a stream waits for a wo
                                 go on. A deferred free is made at the next point of work, not before.
     exporter dies               The importer's thread counts up lost, and sets ready to the values that its streams
                                 wait for.
-    driver refuses to write     The exporter's host sets lost and ready, if the descriptor may have been sent. Else it
-    ready                       sets announced back.
+    driver refuses to write     The exporter's host sets announced back. Nobody has the descriptor yet, because a share
+    ready                       is announced before it is sent.
 
 A hostile importer could write the words of others, so the exporter keeps private copies of the values that it announced
 and waits for. The file is sealed against truncation.
@@ -152,7 +152,7 @@ class SlotWords:
         """The exporter's own copy of ``announced``, which importers cannot write."""
 
     def was_lost(self, wanted: int) -> bool:
-        """Whether ``ready`` reached ``wanted`` only because the exporter died or its driver refused."""
+        """Whether ``ready`` reached ``wanted`` only because the exporter died."""
         return bool(self.lost.value) and not reached(self.ready.value - self.lost.value, wanted)
 
 
@@ -614,7 +614,7 @@ class ReadyWord:
 
     @property
     def lost(self) -> bool:
-        """Whether it was written on behalf of an exporter that died or whose driver refused."""
+        """Whether it was written on behalf of an exporter that died."""
         ready, lost = self._read("ready"), self._read("lost")
         return bool(lost) and not reached(ready - lost, self._value)
 

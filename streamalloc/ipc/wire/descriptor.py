@@ -54,6 +54,7 @@ HEADER_BYTES = _HEADER.size
 _NUMBERS = struct.Struct("<IIIQQQQ")
 _BODY = _HEADER.size + _NUMBERS.size
 _HOLD = struct.Struct("<Q")
+_MECHANISM_AT = struct.calcsize("<5sH")
 _FLAGS_AT = _HEADER.size - struct.calcsize("<IIIHH")
 _HOLD_AT = _BODY - _HOLD.size
 _CHUNK = struct.Struct("<16sQ")
@@ -166,6 +167,11 @@ class PoolHeader:
         if _crc(data[HEADER_BYTES:-4], self.checksum) != checksum or not offset + size <= base_size <= _MOST_BYTES:
             return None
         return _make(AllocationFields, fields[:8])
+
+
+def mechanism_of(data: bytes) -> Mechanism:
+    """Return the mechanism of a descriptor that this process has made."""
+    return _MECHANISMS[data[_MECHANISM_AT]]
 
 
 def with_hold(data: bytes, hold: int) -> bytes:

@@ -14,10 +14,10 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.resource import close_all
-from streamalloc.ipc.exporter.leases import leases_of
+from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.ipc.importer import imported
 from streamalloc.ipc.wire.descriptor import Descriptor
-from streamalloc.testing import Faults, Gate
+from streamalloc.testing import Gate
 from tests.ipc.support import (
     POSIX,
     at_once,
@@ -521,7 +521,7 @@ class TestSlotsAreUsedAgain:
         here, there = ipc.Channel.pair()
         with here, there:
             # Slots that earlier tests have released are used first, each once.
-            earlier = len(leases_of(stream._session).leaving)
+            earlier = len(exports_of(stream._session).leaving)
             for number in range(earlier + 20):
                 buffer = pool.allocate(512, stream)
                 ipc.send(here, buffer)
@@ -767,33 +767,6 @@ def test_a_descriptor_of_memory_that_was_freed_in_any_case(
             filled(other, 9)
             with pytest.raises(sa.StaleDescriptorError):
                 partner.open(shared)
-
-
-@pytest.mark.simulated_only("refuses calls that a driver would make")
-def test_contents_of_two_refused_announcements_are_lost(machine: Any) -> None:
-    refusing: Any = Faults(machine)
-    device = sa.Device(0, driver=refusing)
-    values: list[int] = []
-
-    def send(value: int) -> bool:
-        values.append(value)
-        return True
-
-    with (
-        device.create_stream() as stream,
-        sa.MemoryPool(device, handle_types=POSIX) as pool,
-        Gate(device) as gate,
-        pool.allocate(SIZE, stream) as buffer,
-    ):
-        ipc.share(buffer)
-        lease: Any = buffer._shared[0]  # type: ignore[index]
-        gate.hold(stream)
-        for _ in range(2):
-            refusing.fail("cuStreamWriteValue32")
-            with pytest.raises(sa.CudaError):
-                lease.announce(stream, before=send)
-        assert [lease.words.was_lost(value) for value in values] == [True, True]
-        gate.open()
 
 
 @pytest.mark.simulated_only("a machine of four devices")

@@ -12,7 +12,7 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.core.copies import copy_bytes
 from streamalloc.ipc import Ring, RingProducer
-from streamalloc.ipc.exporter.leases import leases_of
+from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.ipc.ring import producer
 from streamalloc.testing import Gate
 from tests.ipc.ring.support import (
@@ -189,7 +189,7 @@ class TestClose:
         self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, device: sa.Device, gate: Gate
     ) -> None:
         """Descriptors, mappings, threads, memory and words, on both sides."""
-        leases = leases_of(device._session)
+        leases = exports_of(device._session)
 
         def round() -> None:
             with Ring.producer(pool, SIZE, 4, stream=stream) as ring:
