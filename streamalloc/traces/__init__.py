@@ -5,9 +5,8 @@ A :class:`Trace` comes from a file of this library, RMM or PyTorch (:func:`load`
 :func:`loading`, :func:`mixed`). :func:`replay` runs it on a pool or on another library's allocator.
 """
 
-from streamalloc.traces.replaying import Replay, Replayed, prepare, replay
+from streamalloc.traces.replaying import ALLOCATORS, Replay, Replayed, prepare, replay
 from streamalloc.traces.sources import from_calls, load
-from streamalloc.traces.subjects import ALLOCATORS
 from streamalloc.traces.trace import Event, Trace, TraceFormatError
 from streamalloc.traces.workloads import WORKLOADS, loading, mixed, serving, training
 

@@ -73,19 +73,7 @@ def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
     for iteration in range(iterations):
         tokens = (4 + iteration) * (33 + 2 * script.below(24)) + script.below(7)
         inputs = script.allocate(tokens * 8)
-        kept: list[list[int]] = []
-        for _ in range(layers):
-            normed = script.allocate(tokens * hidden * 2)
-            projected = script.allocate(tokens * hidden * 6)
-            workspace = script.allocate(script.between(512, 8 * _MiB))
-            attended = script.allocate(tokens * hidden * 2)
-            script.free(workspace)
-            mask = script.allocate(tokens * 12)
-            expanded = script.allocate(tokens * hidden * 8)
-            scratch = script.allocate(tokens * hidden * 8)
-            out = script.allocate(tokens * hidden * 2)
-            script.free(scratch)
-            kept.append([normed, projected, attended, mask, expanded, out])
+        kept = [_forward(script, tokens, hidden) for _ in range(layers)]
         logits = script.allocate(tokens * 32_003 * 2)
         loss = script.allocate(4)
         upstream = script.allocate(tokens * 32_003 * 2)
@@ -110,6 +98,21 @@ def training(seed: int = 0, *, iterations: int = 6, layers: int = 24) -> Trace:
             script.free(update)
             script.free(gradient)
     return script.trace("made up: training")
+
+
+def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
+    """Allocate the activations of one layer; return those that stay for the gradients."""
+    normed = script.allocate(tokens * hidden * 2)
+    projected = script.allocate(tokens * hidden * 6)
+    workspace = script.allocate(script.between(512, 8 * _MiB))
+    attended = script.allocate(tokens * hidden * 2)
+    script.free(workspace)
+    mask = script.allocate(tokens * 12)
+    expanded = script.allocate(tokens * hidden * 8)
+    scratch = script.allocate(tokens * hidden * 8)
+    out = script.allocate(tokens * hidden * 2)
+    script.free(scratch)
+    return [normed, projected, attended, mask, expanded, out]
 
 
 def serving(seed: int = 0, *, requests: int = 280) -> Trace:
@@ -163,10 +166,10 @@ def serving(seed: int = 0, *, requests: int = 280) -> Trace:
     return script.trace("made up: serving")
 
 
-def loading(seed: int = 0, *, batches: int = 200, ahead: int = 4) -> Trace:
+def loading(seed: int = 0, *, batches: int = 200) -> Trace:
     """A trace like a data loader: 2 streams, some 4,400 events, batches of 14 to 38 MB.
 
-    One stream allocates batches ``ahead`` steps in advance, with varying numbers of samples. The other stream computes
+    One stream allocates batches four steps in advance, with varying numbers of samples. The other stream computes
     with the batches and frees them.
 
     Examples
@@ -181,7 +184,7 @@ def loading(seed: int = 0, *, batches: int = 200, ahead: int = 4) -> Trace:
         samples = 24 + script.below(40)
         sizes = (samples * 3 * 224 * 224 * 4, samples * 8, samples * (16 + script.below(64)) * 8)
         waiting.append([script.allocate(nbytes, stream=1) for nbytes in sizes])
-        if len(waiting) > ahead:
+        if len(waiting) > 4:
             for number in waiting.pop(0):
                 script.free(number, stream=0)
         activations = [script.allocate(samples * (4 << 14 - layer // 2)) for layer in range(8)]

@@ -14,8 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
 from streamalloc.traces import ALLOCATORS, Event, Trace
-from streamalloc.traces.replaying import Replay
-from streamalloc.traces.subjects import Subject
+from streamalloc.traces.replaying import Replay, Subject
 from tests.support import MiB
 
 
@@ -85,7 +84,7 @@ def test_figures_by_hand() -> None:
     fake = Fake()
     prepared = Replay(FOUR, fake.subject())
     # 100, 150, 50, 80, 30 bytes are used; the memory is never used again, so that 100, 150, 180 are reserved.
-    assert prepared.figures() == (0, 150, 180, 5)
+    assert tuple(prepared.measure().values()) == (0, 150, 180, 5)
     assert fake.log == [*LOG, ("free", 30, None)]
     assert FOUR.peak == 150
 
@@ -98,7 +97,7 @@ def test_without_memory() -> None:
     assert prepared.failures == 2
     assert fake.log == [*LOG[:4]]
     fake.had = 0
-    assert prepared.figures() == (2, 100, 100, 4)
+    assert tuple(prepared.measure().values()) == (2, 100, 100, 4)
 
 
 def test_other_errors_are_errors_and_what_was_allocated_is_freed() -> None:
@@ -109,13 +108,6 @@ def test_other_errors_are_errors_and_what_was_allocated_is_freed() -> None:
     with pytest.raises(MemoryError):
         Replay(FOUR, subject).run()
     assert fake.log == [*LOG[:2], ("free", 100, None)]
-
-
-def test_several_timed_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces.replaying, "_CHUNK", 2)
-    fake = Fake()
-    Replay(FOUR, fake.subject()).run()
-    assert fake.log == [*LOG, ("free", 30, None)]
 
 
 def test_frees_by_the_last_reference() -> None:
@@ -312,12 +304,14 @@ def fake_torch(peer: Peer) -> dict[str, Any]:
         device=lambda ordinal: contextlib.nullcontext(),
         empty_cache=lambda: None,
         Stream=lambda ordinal: FakeStream(peer, next(names)),
-        caching_allocator_alloc=lambda nbytes, ordinal, stream: peer.take(nbytes, stream),
-        caching_allocator_delete=lambda address: peer.log.append(("free", address)),
         OutOfMemoryError=MemoryError,
         memory_reserved=lambda ordinal: peer.had,
     )
-    return {"torch": space(cuda=cuda), "torch._C": space()}
+    compiled = space(
+        _cuda_cudaCachingAllocator_raw_alloc=peer.take,
+        _cuda_cudaCachingAllocator_raw_delete=lambda address: peer.log.append(("free", address)),
+    )
+    return {"torch": space(cuda=cuda), "torch._C": compiled}
 
 
 def fake_rmm(peer: Peer) -> dict[str, Any]:
