@@ -21,7 +21,7 @@ import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import BINDINGS_VERSION
 from streamalloc.ipc import relay
-from streamalloc.testing import Gate, machines
+from streamalloc.testing import Faults, Gate, machines
 from tests import leftovers, processes
 from tests.leftovers import pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.neighbours import FreeMemory, pytest_runtest_protocol  # noqa: F401 (a hook)
@@ -208,13 +208,20 @@ def machine(streamalloc_machine: Any, request: pytest.FixtureRequest, on_cuda: b
         yield streamalloc_machine
         return
     streamalloc_machine.cuInit(0)
-    contexts = leftovers.current_contexts(streamalloc_machine)
+    # What the test before has left in cycles ends now: some of it waits for the device, and would wait for ever for a
+    # stream that this test holds.
+    gc.collect()
     yield streamalloc_machine
+    if isinstance(streamalloc_machine, Faults):
+        streamalloc_machine.stop()
     # A test in which the calls that restore this thread's state fail, or are interrupted, leaves it changed. Libraries
     # leave their context current.
     modes = streamalloc_machine.CUstreamCaptureMode
     streamalloc_machine.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
-    leftovers.set_current_contexts(streamalloc_machine, contexts)
+    leftovers.unbind_contexts(streamalloc_machine)
+    lost = leftovers.lost_context(streamalloc_machine)
+    if lost:
+        pytest.exit(f"{request.node.nodeid} lost the context of {lost}; every later test would fail", returncode=1)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ from tests.processes import eventually
 MARK = "left behind by "
 SECONDS = 1.0
 """Time in which threads and work that a module has started may end."""
+_DEEPEST = 100
+"""More contexts than a thread's stack has."""
 _LIBRARIES = ("cuda", "cupy", "jax", "numba", "numpy", "rmm", "streamalloc", "torch")
 _set_aside: list[Deferred] = []
 """Items that no point of work could end: kept alive, as their finalisers must not run."""
@@ -104,9 +106,7 @@ def settings_of(driver: Any) -> list[Setting]:
     """Settings of a driver's devices and of this thread in it, whose primary contexts are active."""
     found = [
         Setting("capture mode", lambda: _mode(driver), lambda mode: driver.cuThreadExchangeStreamCaptureMode(mode)),
-        Setting(
-            "current contexts", lambda: current_contexts(driver), lambda before: set_current_contexts(driver, before)
-        ),
+        Setting("current context", lambda: int(driver.cuCtxGetCurrent()[1] or 0), lambda _: unbind_contexts(driver)),
     ]
     for ordinal in range(driver.cuDeviceGetCount()[1]):
         found += _settings_of_device(driver, ordinal)
@@ -132,24 +132,34 @@ def _mode(driver: Any) -> Any:
     return mode
 
 
-def current_contexts(driver: Any) -> tuple[int, ...]:
-    """This thread's stack of contexts, the current one first."""
-    stack = []
-    while int(driver.cuCtxGetCurrent()[1]):
-        failed, *popped = driver.cuCtxPopCurrent()
-        if failed:  # as a test wants it
-            break
-        stack += popped
-    for context in reversed(stack):
-        driver.cuCtxPushCurrent(context)
-    return tuple(map(int, stack))
+def unbind_contexts(driver: Any) -> None:
+    """Leave this thread without a current context, as it was before the first test.
+
+    Nothing is bound again: a context that was current may be gone by now.
+    """
+    for _ in range(_DEEPEST):
+        if not int(driver.cuCtxGetCurrent()[1] or 0):
+            return
+        if driver.cuCtxPopCurrent()[0]:  # of a context that another thread has destroyed
+            driver.cuCtxSetCurrent(driver.CUcontext(0))
 
 
-def set_current_contexts(driver: Any, before: tuple[int, ...]) -> None:
-    for _ in current_contexts(driver):
-        driver.cuCtxPopCurrent()
-    for context in reversed(before):
-        driver.cuCtxPushCurrent(driver.CUcontext(context))
+def lost_context(driver: Any) -> str:
+    """The error with which a device's primary context answers; empty if all of them work.
+
+    After an illegal access, or a reset, every later call of the process fails.
+    """
+    for ordinal in range(driver.cuDeviceGetCount()[1]):
+        failed, context = driver.cuDevicePrimaryCtxRetain(ordinal)
+        if not failed:
+            driver.cuDevicePrimaryCtxRelease(ordinal)
+            (failed,) = driver.cuCtxPushCurrent(context)
+        if not failed:
+            (failed,) = driver.cuCtxSynchronize()
+            driver.cuCtxPopCurrent()
+        if failed and "CAPTURE" not in failed.name:  # a stream that still captures is no loss
+            return f"device {ordinal}: {failed.name}"
+    return ""
 
 
 def _settings_of_device(driver: Any, ordinal: int) -> Iterator[Setting]:

@@ -1,4 +1,4 @@
-"""The helpers of the tests: the guard of multicast objects on shared GPUs, and signals that stop with their block."""
+"""The helpers of the tests: the guard of multicast objects on shared GPUs, the ends of signals and of contexts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
+from tests import leftovers
 from tests.interrupting import interrupts, since_3_11
 from tests.support import makes_no_multicast_object
 
@@ -46,3 +48,21 @@ def test_no_signal_raises_after_its_block() -> None:
             for number in range(300):
                 str(number)
         str(end)
+
+
+class TestContexts:
+    """Contexts of this thread after a test that has changed them."""
+
+    def test_none_is_current(self, raw: Any) -> None:
+        raw.cuCtxPushCurrent(raw.cuDevicePrimaryCtxRetain(0)[1])
+        leftovers.unbind_contexts(raw)
+        assert int(raw.cuCtxGetCurrent()[1]) == 0
+        raw.cuDevicePrimaryCtxRelease(0)
+
+    @pytest.mark.parametrize("call", ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuCtxSynchronize"])
+    def test_a_lost_one_is_named(self, raw: Any, call: str) -> None:
+        _, current = raw.cuCtxGetCurrent()
+        assert leftovers.lost_context(raw) == ""
+        lost = sd.faulty(raw, call, result="CUDA_ERROR_ILLEGAL_ADDRESS")
+        assert leftovers.lost_context(lost) == "device 0: CUDA_ERROR_ILLEGAL_ADDRESS"
+        assert int(raw.cuCtxGetCurrent()[1]) == int(current)
