@@ -6,37 +6,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from tests.facts import arrays as facts
+from tests.facts.arrays import CUBEMAP, FLOAT, GATHER, LAYERED, SURFACE, UINT32, Bytes
 from tests.facts.support import Rig, said, value
 
 HOST, DEVICE, ARRAY = 1, 2, 3  # CUmemorytype
-LAYERED, SURFACE, CUBEMAP, GATHER = 1, 2, 4, 8  # CUDA_ARRAY3D_*
-UINT8, UINT32, FLOAT = 0x01, 0x03, 0x20  # CUarray_format
 WIDTH, HEIGHT, DEPTH = 20, 6, 5
 
-Bytes = npt.NDArray[np.uint8]
 
-
-class Arrays:
+class Arrays(facts.Arrays):
     """Short names for arrays of a driver."""
 
-    def __init__(self, rig: Rig) -> None:
-        self.rig, self.raw = rig, rig.raw
-        self.stream = rig.stream()
-
-    def descriptor(self, *extent: int, flags: int = 0, format: int = UINT8, channels: int = 4) -> Any:
-        made = self.raw.CUDA_ARRAY3D_DESCRIPTOR()
-        made.Width, made.Height, made.Depth = (*extent, 0, 0)[:3]
-        made.Format, made.NumChannels, made.Flags = self.raw.CUarray_format(format), channels, flags
-        return made
-
-    def create(self, *extent: int, **wanted: int) -> Any:
-        return self.raw.cuArray3DCreate(self.descriptor(*extent, **wanted))
-
-    def make(self, *extent: int, **wanted: int) -> Any:
-        return self.rig.own(value(self.create(*extent, **wanted)), self.raw.cuArrayDestroy)
+    def descriptor(self, *extent: int, flags: int = 0, **more: int) -> Any:
+        width, height, depth = (*extent, 0, 0)[:3]
+        return super().descriptor(width, height, depth, flags=flags, **more)
 
     def side(self, copy: Any, side: str, what: Any, at: tuple[int, int, int], pitch: int, height: int) -> None:
         """An array, the address of device memory, or bytes of the host."""
@@ -68,15 +53,11 @@ class Arrays:
 
 
 @pytest.fixture
-def arrays(rig: Rig) -> Arrays:
-    return Arrays(rig)
-
-
-@pytest.fixture
-def rig(raw: Any) -> Iterator[Rig]:
-    rig = Rig(raw)
-    yield rig
-    rig.close()
+def arrays(raw: Any) -> Iterator[Arrays]:
+    arrays = Arrays(Rig(raw))
+    yield arrays
+    arrays.close()
+    arrays.rig.close()
 
 
 def numbers(*shape: int) -> Bytes:
@@ -102,19 +83,19 @@ def whole_of(extent: tuple[int, ...]) -> tuple[int, ...]:
     ],
 )
 def test_bytes_come_back(arrays: Arrays, extent: tuple[int, ...], flags: int) -> None:
-    array, whole = arrays.make(*extent, flags=flags), whole_of(extent)
+    array, whole = arrays.array(*extent, flags=flags), whole_of(extent)
     data, back = numbers(*whole), np.zeros(whole, np.uint8)
     memory = int(arrays.rig.plain(data.nbytes))
     assert arrays.copy(array, data, whole) == arrays.copy(memory, array, whole) == "SUCCESS"
     value(arrays.raw.cuMemcpyDtoH(back, memory, back.nbytes))
     assert np.array_equal(back, data)
-    again = arrays.make(*extent, flags=flags)
+    again = arrays.array(*extent, flags=flags)
     assert arrays.copy(again, memory, whole) == arrays.copy(back, again, whole) == "SUCCESS"
     assert np.array_equal(back, data)
 
 
 def test_parts(arrays: Arrays) -> None:
-    array, model = arrays.make(WIDTH, HEIGHT, DEPTH), numbers(DEPTH, HEIGHT, 4 * WIDTH)
+    array, model = arrays.array(WIDTH, HEIGHT, DEPTH), numbers(DEPTH, HEIGHT, 4 * WIDTH)
     assert arrays.copy(array, model, model.shape) == "SUCCESS"
     part = numbers(2, 3, 16)[::-1].copy()
     assert arrays.copy(array, part, part.shape, to=(8, 2, 1)) == "SUCCESS"
@@ -125,7 +106,7 @@ def test_parts(arrays: Arrays) -> None:
 
 
 def test_planes(arrays: Arrays) -> None:
-    array, model = arrays.make(WIDTH, HEIGHT), numbers(HEIGHT, 4 * WIDTH)
+    array, model = arrays.array(WIDTH, HEIGHT), numbers(HEIGHT, 4 * WIDTH)
     assert arrays.copy(array, model, model.shape) == "SUCCESS"
     back = np.zeros((2, 12), np.uint8)
     assert arrays.copy(back, array, back.shape, of=(4, 3, 0)) == "SUCCESS"
@@ -133,7 +114,7 @@ def test_planes(arrays: Arrays) -> None:
 
 
 def test_between_arrays(arrays: Arrays) -> None:
-    first, second = arrays.make(WIDTH, HEIGHT, DEPTH), arrays.make(2 * WIDTH, HEIGHT, DEPTH, flags=LAYERED)
+    first, second = arrays.array(WIDTH, HEIGHT, DEPTH), arrays.array(2 * WIDTH, HEIGHT, DEPTH, flags=LAYERED)
     data, zeros = numbers(DEPTH, HEIGHT, 4 * WIDTH), np.zeros((DEPTH, HEIGHT, 8 * WIDTH), np.uint8)
     assert arrays.copy(first, data, data.shape) == arrays.copy(second, zeros, zeros.shape) == "SUCCESS"
     assert arrays.copy(second, first, (2, 3, 8), to=(12, 1, 3), of=(4, 2, 0)) == "SUCCESS"
@@ -144,7 +125,7 @@ def test_between_arrays(arrays: Arrays) -> None:
 
 
 def test_lines(arrays: Arrays) -> None:
-    raw, (one, other) = arrays.raw, (arrays.make(64, channels=1) for _ in range(2))
+    raw, (one, other) = arrays.raw, (arrays.array(64, channels=1) for _ in range(2))
     data, back, memory = numbers(64), np.zeros(64, np.uint8), arrays.rig.plain(64)
     value(raw.cuMemcpyHtoA(one, 0, data, 64))
     value(raw.cuMemcpyAtoA(other, 8, one, 4, 32))
@@ -161,7 +142,7 @@ def test_lines(arrays: Arrays) -> None:
 
 
 def test_copies_go_behind_the_work_of_their_stream(arrays: Arrays) -> None:
-    rig, array = arrays.rig, arrays.make(64, channels=1)
+    rig, array = arrays.rig, arrays.array(64, channels=1)
     memory, gate = int(rig.plain(64)), rig.gate()
     value(arrays.raw.cuMemsetD8(memory, 1, 64))
     gate.hold(arrays.stream)
@@ -208,7 +189,7 @@ class TestDescriptors:
         ("extent", "flags"), [((WIDTH, 0, 0), 0), ((WIDTH, HEIGHT, DEPTH), 0), ((WIDTH, HEIGHT, DEPTH), LAYERED)]
     )
     def test_of_three_dimensions(self, arrays: Arrays, extent: tuple[int, int, int], flags: int) -> None:
-        found = value(arrays.raw.cuArray3DGetDescriptor(arrays.make(*extent, flags=flags, format=UINT32, channels=1)))
+        found = value(arrays.raw.cuArray3DGetDescriptor(arrays.array(*extent, flags=flags, format=UINT32, channels=1)))
         assert (found.Width, found.Height, found.Depth) == extent
         assert (int(found.Format), found.NumChannels, found.Flags) == (UINT32, 1, flags)
 
@@ -223,7 +204,7 @@ class TestRefused:
         assert said(arrays.create(WIDTH, HEIGHT, 0, flags=LAYERED)) == "INVALID_VALUE"
 
     def test_parts_outside(self, arrays: Arrays) -> None:
-        array, data = arrays.make(WIDTH, HEIGHT), numbers(1, HEIGHT, 4 * WIDTH)
+        array, data = arrays.array(WIDTH, HEIGHT), numbers(1, HEIGHT, 4 * WIDTH)
         for shape, to in (((1, HEIGHT, 4 * WIDTH), (4, 0, 0)), ((1, 2, 4), (0, HEIGHT - 1, 0)), ((2, 1, 4), (0, 0, 0))):
             assert arrays.copy(array, np.zeros(shape, np.uint8), shape, to=to) == "INVALID_VALUE"
         assert arrays.copy(array, data, data.shape) == "SUCCESS"
@@ -231,7 +212,7 @@ class TestRefused:
     @pytest.mark.simulated_only("on hardware its use ends the process")
     def test_destroyed(self, arrays: Arrays) -> None:
         array = value(arrays.create(WIDTH, HEIGHT))
-        value(arrays.raw.cuArrayDestroy(array))
+        assert arrays.destroy(array) == "SUCCESS"
         with pytest.raises(NotImplementedError, match="does not exist"):
             arrays.raw.cuArrayGetDescriptor(array)
 
@@ -242,9 +223,9 @@ class TestMemory:
         before = arrays.rig.device_free()
         array = value(arrays.create(1024, 1024))
         assert before - arrays.rig.device_free() == 4 << 20
-        value(arrays.raw.cuArrayDestroy(array))
+        assert arrays.destroy(array) == "SUCCESS"
         assert arrays.rig.device_free() == before
-        value(arrays.create(1024, 1024))
+        value(arrays.raw.cuArray3DCreate(arrays.descriptor(1024, 1024)))
         value(arrays.raw.cuDevicePrimaryCtxReset(0))
         value(arrays.raw.cuCtxSetCurrent(value(arrays.raw.cuDevicePrimaryCtxRetain(0))))
         assert arrays.rig.device_free() >= before

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from tests.facts.arrays import LAYERED, MAP, SPARSE, TILE, UNMAP, Arrays, Bytes
 from tests.facts.support import PAGE, MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import mapped, new_rig
@@ -18,27 +18,23 @@ from tests.support import bytecodes, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
-TILE = 64 << 10
-LAYERED, SPARSE = 0x01, 0x40
 # CUarray_format and channels by bytes of an element, and tiles by those: in two dimensions and in three.
 FORMATS = {1: (0x01, 1), 2: (0x02, 1), 4: (0x01, 4), 8: (0x20, 2), 16: (0x20, 4)}
 TILES = {1: (256, 256), 2: (256, 128), 4: (128, 128), 8: (128, 64), 16: (64, 64)}
 SOLID_TILES = {1: (64, 32, 32), 2: (32, 32, 32), 4: (32, 32, 16), 8: (32, 16, 16), 16: (16, 16, 16)}
 
-Bytes = npt.NDArray[np.uint8]
 Extent = tuple[int, int, int]
 
 
 class ArrayRig(Rig):
     """A machine, and short names for arrays. Extents are in elements: x, y, z."""
 
+    def __init__(self, raw: Any) -> None:
+        super().__init__(raw)
+        self.arrays = Arrays(self)
+
     def descriptor(self, extent: Extent, element: int = 4, flags: int = SPARSE) -> Any:
-        d = self.raw
-        descriptor = d.CUDA_ARRAY3D_DESCRIPTOR()
-        descriptor.Width, descriptor.Height, descriptor.Depth = extent
-        number, descriptor.NumChannels = FORMATS[element]
-        descriptor.Format, descriptor.Flags = d.CUarray_format(number), flags
-        return descriptor
+        return self.arrays.descriptor(*extent, *FORMATS[element], flags)
 
     def array(self, extent: Extent = (512, 512, 0), element: int = 4, flags: int = SPARSE) -> Any:
         return ok(self.raw.cuArray3DCreate(self.descriptor(extent, element, flags)))
@@ -57,21 +53,8 @@ class ArrayRig(Rig):
         device: int = 0,
     ) -> Any:
         """An entry for cuMemMapArrayAsync that maps ``memory``, or unmaps without."""
-        d = self.raw
-        entry = d.CUarrayMapInfo()
-        entry.resourceType = d.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
-        entry.resource.array = array
-        entry.subresourceType = d.CUarraySparseSubresourceType(0)
-        level = entry.subresource.sparseLevel
-        level.layer = layer
-        level.offsetX, level.offsetY, level.offsetZ = start
-        level.extentWidth, level.extentHeight, level.extentDepth = extent
-        entry.memOperationType = d.CUmemOperationType(2 if memory is None else 1)
-        entry.memHandleType = d.CUmemHandleType(0)
-        if memory is not None:
-            entry.memHandle.memHandle = memory
-        entry.offset, entry.deviceBitMask = offset, 1 << device
-        return entry
+        operation = UNMAP if memory is None else MAP
+        return self.arrays.region(array, extent, start, memory, offset, operation, layer=layer, mask=1 << device)
 
     def remap(self, stream: Any, *regions: Any) -> None:
         ok(self.raw.cuMemMapArrayAsync(list(regions), len(regions), stream))

@@ -1,8 +1,8 @@
 """The functions of ``cuda.bindings.runtime``, implemented with the calls of any driver.
 
-:mod:`.tables` names the driver call behind each function. :mod:`.functions` implements functions that are not a single
-call, and combines all. :mod:`.translation` reads parameters and results of functions from the bindings' documentation,
-and converts them.
+:mod:`.translation` names the driver call behind each function, reads parameters and results of functions from the
+bindings' documentation, and converts them. :mod:`.functions` implements functions that are not a single call, and
+combines all.
 """
 
 from __future__ import annotations

@@ -10,15 +10,8 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, runtime
 from streamalloc.driver.locks import Lock
 from streamalloc.simulator.errors import NotModelled
-from streamalloc.simulator.runtime.tables import (
-    OTHER_LAYOUT,
-    PURE,
-    WITHOUT_CONTEXT,
-    driver_call,
-    function_attributes,
-    properties,
-)
-from streamalloc.simulator.runtime.translation import Argument, address, copied, result, signature
+from streamalloc.simulator.runtime import translation
+from streamalloc.simulator.runtime.translation import Argument, address, copied, driver_call, result, signature
 
 _NOT_READY = 600
 """Errors that the runtime keeps returning."""
@@ -101,10 +94,10 @@ class Functions:
         more = "".join(one.name for one in ours[len(theirs.parameters) :])
         if call is None or len(pairs) < len(theirs.parameters) or more not in ("", "Flags", "ctx"):
             return functools.partial(_refuse, name)
-        if {*OTHER_LAYOUT, *(f"[]{one}" for one in OTHER_LAYOUT)} & {*theirs.results}:
+        if {*translation.OTHER_LAYOUT, *(f"[]{one}" for one in translation.OTHER_LAYOUT)} & {*theirs.results}:
             return functools.partial(_refuse, name)
         makers = (self._node, self._box, self._peer_box)
-        make = dict(zip(OTHER_LAYOUT, makers, strict=True))
+        make = dict(zip(translation.OTHER_LAYOUT, makers, strict=True))
         convert = [Argument(one.name, one.type, other.type, make.get(one.type)) for one, other in pairs]
         results = [result(kind) for kind in theirs.results]
 
@@ -181,7 +174,7 @@ class Functions:
         made.name = self.call("cuDeviceGetName", 256, _number(device)).ljust(256, b"\0")[:256]
         made.totalGlobalMem = int(self.call("cuDeviceTotalMem", _number(device)))
         made.uuid = copied(self.call("cuDeviceGetUuid", _number(device)), runtime().cudaUUID_t, cuda, runtime())
-        for field, attributes in properties().items():
+        for field, attributes in translation.properties().items():
             numbers = [self._attribute(one, device) for one in attributes]
             setattr(made, field, numbers if len(numbers) > 1 else numbers[0])
         return made
@@ -321,7 +314,7 @@ class Functions:
 
     def cudaFuncGetAttributes(self, func: Any) -> Any:
         made, function = runtime().cudaFuncAttributes(), cuda.CUfunction(int(func))
-        for field, attribute in function_attributes().items():
+        for field, attribute in translation.function_attributes().items():
             setattr(made, field, self.call("cuFuncGetAttribute", attribute, function))
         return made
 
@@ -441,7 +434,7 @@ class Runtime:
         if name.startswith("_"):
             raise AttributeError(name)
         found = getattr(runtime(), name)
-        if name in PURE or not name.startswith("cuda") or isinstance(found, type) or not callable(found):
+        if name in translation.PURE or not name.startswith("cuda") or isinstance(found, type) or not callable(found):
             return found
         own = OWN.get(name.removesuffix("Async") if name.startswith(("cudaMemcpy", "cudaMemset")) else name)
         body = self._functions.translated(name) if own is None else functools.partial(own, self._functions)
@@ -454,7 +447,7 @@ def _function(functions: Functions, name: str, body: Callable[..., Any]) -> Call
     """A function of the runtime, from a body that raises :class:`Failed`."""
     taken = signature(runtime(), name)
     count, success = len(taken.results), runtime().cudaError_t.cudaSuccess
-    prepare = functions.initialise if name in WITHOUT_CONTEXT else functions.make_current
+    prepare = functions.initialise if name in translation.WITHOUT_CONTEXT else functions.make_current
 
     def function(*args: Any, **named: Any) -> tuple[Any, ...]:
         if named or len(args) != len(taken.parameters):
