@@ -180,22 +180,13 @@ class TestLegacyOrder:
     @pytest.mark.parametrize(
         ("location", "policies", "size", "held"),
         [
-            (DEVICE, "111", 2 * MiB, False),
-            (DEVICE, "111", 4 * MiB, True),
-            (DEVICE, "111", 40 * MiB, True),
-            (DEVICE, "011", 4 * MiB, False),
-            (DEVICE, "011", 40 * MiB, False),
-            (HOST_NUMA, "111", 2 * MiB, False),
-            (HOST_NUMA, "111", 4 * MiB, True),
-        ],
-        ids=[
-            "known",
-            "from the end",
-            "growing",
-            "from the end, not looking",
-            "growing, not looking",
-            "known to the host",
-            "from the end for the host",
+            pytest.param(DEVICE, "111", 2 * MiB, False, id="known"),
+            pytest.param(DEVICE, "111", 4 * MiB, True, id="from the end"),
+            pytest.param(DEVICE, "111", 40 * MiB, True, id="growing"),
+            pytest.param(DEVICE, "011", 4 * MiB, False, id="from the end, not looking"),
+            pytest.param(DEVICE, "011", 40 * MiB, False, id="growing, not looking"),
+            pytest.param(HOST_NUMA, "111", 2 * MiB, False, id="known to the host"),
+            pytest.param(HOST_NUMA, "111", 4 * MiB, True, id="from the end for the host"),
         ],
     )
     def test_an_allocation_is_work_where_it_looks_at_other_streams(

@@ -90,24 +90,14 @@ class TestTiles:
     @pytest.mark.parametrize(
         ("extent", "wanted"),
         [
-            ((4096, 0), {}),
-            ((256, 256, 6), {"flags": SPARSE | CUBEMAP}),
-            ((256, 256, 12), {"flags": SPARSE | CUBEMAP | LAYERED}),
-            ((256, 256), {"flags": SPARSE | DEPTH}),
-            ((256, 256), {"flags": SPARSE | DEFERRED}),
-            ((1024, 1024), {"flags": SPARSE | SURFACE}),
-            ((256, 256), {"channels": 3}),
-            ((131073, 65536), {}),
-        ],
-        ids=[
-            "one dimension",
-            "cube map",
-            "layered cube map",
-            "depth texture",
-            "deferred mapping",
-            "surface",
-            "three channels",
-            "too large",
+            pytest.param((4096, 0), {}, id="one dimension"),
+            pytest.param((256, 256, 6), {"flags": SPARSE | CUBEMAP}, id="cube map"),
+            pytest.param((256, 256, 12), {"flags": SPARSE | CUBEMAP | LAYERED}, id="layered cube map"),
+            pytest.param((256, 256), {"flags": SPARSE | DEPTH}, id="depth texture"),
+            pytest.param((256, 256), {"flags": SPARSE | DEFERRED}, id="deferred mapping"),
+            pytest.param((1024, 1024), {"flags": SPARSE | SURFACE}, id="surface"),
+            pytest.param((256, 256), {"channels": 3}, id="three channels"),
+            pytest.param((131073, 65536), {}, id="too large"),
         ],
     )
     def test_array_that_is_refused(self, arrays: Arrays, extent: tuple[int, ...], wanted: dict[str, int]) -> None:
