@@ -17,7 +17,8 @@ import re
 import time
 from typing import Any
 
-from tests.facts.support import BLOCKING, UINT64_MAX, UNTIMED, MiB, Rig, said, value
+from tests.facts.enums import BLOCKING, UNTIMED
+from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
 
 _STEP = re.compile(r"(.*?)(?: @(!?)([\d.]+))?(?: =([\d.]+)(?:/([\d.]+))?(?:\^([\d.]+)/([\d.]+))?)?")
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, check_readable
+from tests.facts.enums import DEVICE, FABRIC, LEGACY, NO_HANDLE, NON_BLOCKING, PINNED, UNTIMED
 
 MiB = 1 << 20
 # What physical memory, address ranges and mappings are multiples of: the granularity, which is the same for all.
@@ -27,20 +28,6 @@ PAGE = 2 * MiB
 # An address of which nothing is reserved.
 UNRESERVED = 0x123400000000
 UINT64_MAX = (1 << 64) - 1
-
-# Members of CUmemLocationType by value: the name of the first differs between versions of the bindings.
-NOWHERE, DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT = range(5)
-# Members of CUmemAllocationType; the bindings know managed since 13.0.
-PINNED, MANAGED = 1, 2
-# Members of CUmemAllocationHandleType, and a combination of two that its enum cannot name.
-NO_HANDLE, POSIX_FD, WIN32, WIN32_KMT, FABRIC = 0, 1, 2, 4, 8
-# Members of CUmemAccess_flags.
-NO_ACCESS, READ, READWRITE = 0, 1, 3
-# Flags of cuStreamCreate and cuEventCreate.
-BLOCKING, NON_BLOCKING = 0, 1
-TIMED, UNTIMED, INTERPROCESS = 0, 2, 4
-# The null stream, which is the legacy one, as the calls take it.
-LEGACY = 0
 
 Answer = tuple[Any, ...]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.facts.support import DEVICE, NO_HANDLE, PAGE, READWRITE, Answer, Rig, said, value
+from tests.facts.enums import DEVICE, NO_HANDLE, READWRITE
+from tests.facts.support import PAGE, Answer, Rig, said, value
 
 
 def properties(raw: Any, devices: int, size: int = PAGE, handle_types: int = NO_HANDLE, flags: int = 0) -> Any:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.facts.support import HOST, HOST_NUMA, PAGE, UINT64_MAX, UNRESERVED, MiB, Rig, said, value
+from tests.facts.enums import HOST, HOST_NUMA
+from tests.facts.support import PAGE, UINT64_MAX, UNRESERVED, MiB, Rig, said, value
 
 
 def in_hex(given: int | str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import DEVICE, PINNED, POSIX_FD, UINT64_MAX, Rig, said, value
+from tests.facts.enums import DEVICE, PINNED, POSIX_FD
+from tests.facts.support import UINT64_MAX, Rig, said, value
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import DEVICE, HOST, LEGACY, PAGE, READ, MiB, Rig, in_new_thread, said, value
+from tests.facts.enums import DEVICE, HOST, LEGACY, READ
+from tests.facts.support import PAGE, MiB, Rig, in_new_thread, said, value
 
 IN_STREAM, AT_CALL, ANY = 1, 2, 3  # CUmemcpySrcAccessOrder
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import BLOCKING, HOST, LEGACY, UINT64_MAX, Answer, MiB, Rig, said, value
+from tests.facts.enums import BLOCKING, HOST, LEGACY
+from tests.facts.support import UINT64_MAX, Answer, MiB, Rig, said, value
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 

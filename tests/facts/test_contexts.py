@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.facts.support import LEGACY, Rig, in_new_thread, said, value
+from tests.facts.enums import LEGACY
+from tests.facts.support import Rig, in_new_thread, said, value
 
 
 def test_no_context_is_current_in_a_new_thread(raw: Any) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.facts.support import BLOCKING, DEVICE, HOST, HOST_NUMA, READWRITE, UINT64_MAX, Answer, MiB, Rig, said, value
+from tests.facts.enums import BLOCKING, DEVICE, HOST, HOST_NUMA, READWRITE
+from tests.facts.support import UINT64_MAX, Answer, MiB, Rig, said, value
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import (
-    DEVICE,
-    HOST,
-    HOST_NUMA,
-    HOST_NUMA_CURRENT,
-    MANAGED,
-    NOWHERE,
-    PINNED,
-    Rig,
-    said,
-    value,
-)
+from tests.facts.enums import DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT, MANAGED, NOWHERE, PINNED
+from tests.facts.support import Rig, said, value
 
 PLACES: dict[str, tuple[int, int, int, str]] = {
     "device, pinned": (DEVICE, 0, PINNED, "SUCCESS"),

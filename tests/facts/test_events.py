@@ -6,21 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import (
-    BLOCKING,
-    DEVICE,
-    HOST_NUMA,
-    LEGACY,
-    NON_BLOCKING,
-    TIMED,
-    UINT64_MAX,
-    UNTIMED,
-    Gate,
-    MiB,
-    Rig,
-    said,
-    value,
-)
+from tests.facts.enums import BLOCKING, DEVICE, HOST_NUMA, LEGACY, NON_BLOCKING, TIMED, UNTIMED
+from tests.facts.support import UINT64_MAX, Gate, MiB, Rig, said, value
 
 
 @pytest.mark.parametrize("flags", [0, 1, 2, 3, 6, 7])

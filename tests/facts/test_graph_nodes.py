@@ -8,26 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import (
-    DEVICE,
-    FABRIC,
-    HOST,
-    HOST_NUMA,
-    LEGACY,
-    NOWHERE,
-    PAGE,
-    POSIX_FD,
-    READ,
-    READWRITE,
-    UNRESERVED,
-    WIN32,
-    Answer,
-    MiB,
-    Rig,
-    in_new_thread,
-    said,
-    value,
-)
+from tests.facts.enums import DEVICE, FABRIC, HOST, HOST_NUMA, LEGACY, NOWHERE, POSIX_FD, READ, READWRITE, WIN32
+from tests.facts.support import PAGE, UNRESERVED, Answer, MiB, Rig, in_new_thread, said, value
 
 pytestmark = pytest.mark.usefixtures("nothing_reserved")
 

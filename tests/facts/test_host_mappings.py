@@ -8,20 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.facts.support import (
-    DEVICE,
-    HOST,
-    HOST_NUMA,
-    HOST_NUMA_CURRENT,
-    NO_ACCESS,
-    PAGE,
-    READ,
-    READWRITE,
-    MiB,
-    Rig,
-    said,
-    value,
-)
+from tests.facts.enums import DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT, NO_ACCESS, READ, READWRITE
+from tests.facts.support import PAGE, MiB, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 locations = pytest.mark.parametrize("location", [HOST, HOST_NUMA], ids=["host", "host-numa"])

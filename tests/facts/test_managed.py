@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT, MANAGED, NOWHERE, MiB, Rig, said, value
+from tests.facts.enums import DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT, MANAGED, NOWHERE
+from tests.facts.support import MiB, Rig, said, value
 
 pytestmark = [pytest.mark.managed, pytest.mark.bindings("13.0"), pytest.mark.supports("concurrent_managed_access")]
 

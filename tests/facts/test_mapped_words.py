@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import DEVICE, LEGACY, NO_ACCESS, PAGE, READ, READWRITE, Rig, said, value
+from tests.facts.enums import DEVICE, LEGACY, NO_ACCESS, READ, READWRITE
+from tests.facts.support import PAGE, Rig, said, value
 
 OWN, SECOND = (DEVICE, 0, READWRITE), (DEVICE, 1, READWRITE)
 AT_LEAST, EQUAL, AND, NOR, FLUSH = 0, 1, 2, 3, 1 << 30

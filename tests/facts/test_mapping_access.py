@@ -6,22 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.facts.support import (
-    DEVICE,
-    HOST,
-    HOST_NUMA,
-    HOST_NUMA_CURRENT,
-    LEGACY,
-    NO_ACCESS,
-    NOWHERE,
-    PAGE,
-    READ,
-    READWRITE,
-    UNRESERVED,
-    Rig,
-    said,
-    value,
-)
+from tests.facts.enums import DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT, LEGACY, NO_ACCESS, NOWHERE, READ, READWRITE
+from tests.facts.support import PAGE, UNRESERVED, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 

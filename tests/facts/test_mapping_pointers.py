@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import DEVICE, PAGE, POSIX_FD, READWRITE, Answer, Rig, said, value
+from tests.facts.enums import DEVICE, POSIX_FD, READWRITE
+from tests.facts.support import PAGE, Answer, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 RANGE = 8 * PAGE

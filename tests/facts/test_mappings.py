@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import DEVICE, NO_ACCESS, PAGE, READWRITE, UNRESERVED, Answer, Rig, said, value
+from tests.facts.enums import DEVICE, NO_ACCESS, READWRITE
+from tests.facts.support import PAGE, UNRESERVED, Answer, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 

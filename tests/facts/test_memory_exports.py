@@ -10,21 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import (
-    DEVICE,
-    FABRIC,
-    NO_HANDLE,
-    PAGE,
-    POSIX_FD,
-    READWRITE,
-    UINT64_MAX,
-    WIN32,
-    Answer,
-    MiB,
-    Rig,
-    said,
-    value,
-)
+from tests.facts.enums import DEVICE, FABRIC, NO_HANDLE, POSIX_FD, READWRITE, WIN32
+from tests.facts.support import PAGE, UINT64_MAX, Answer, MiB, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 

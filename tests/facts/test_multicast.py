@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import DEVICE, HOST_NUMA, NO_HANDLE, PAGE, POSIX_FD, READWRITE, WIN32, Rig, said, value
+from tests.facts.enums import DEVICE, HOST_NUMA, NO_HANDLE, POSIX_FD, READWRITE, WIN32
+from tests.facts.support import PAGE, Rig, said, value
 from tests.facts.teams import Team, properties, whole
 from tests.processes import Descriptor, Kept, Member, Peer
 

@@ -8,25 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import (
+from tests.facts.enums import (
     DEVICE,
     FABRIC,
     HOST,
     HOST_NUMA,
     HOST_NUMA_CURRENT,
     NOWHERE,
-    PAGE,
     POSIX_FD,
     READWRITE,
-    UINT64_MAX,
     WIN32,
     WIN32_KMT,
-    MiB,
-    Rig,
-    in_new_thread,
-    said,
-    value,
 )
+from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, in_new_thread, said, value
 
 Props = dict[str, int]
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.facts.enums import BLOCKING, DEVICE, HOST, HOST_NUMA, UNTIMED
 from tests.facts.pool_programs import Program, run
-from tests.facts.support import BLOCKING, DEVICE, HOST, HOST_NUMA, UINT64_MAX, UNTIMED, MiB, Rig, said, value
+from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
 
 PLACES: dict[str, str] = {
     "own memory before what others left and before the end": "111: a=s1:20, b=s1:1, a>s0, c=s0:4 @0",

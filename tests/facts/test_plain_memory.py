@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import BLOCKING, HOST, HOST_NUMA, NON_BLOCKING, MiB, Rig, in_new_thread, said, value
+from tests.facts.enums import BLOCKING, HOST, HOST_NUMA, NON_BLOCKING
+from tests.facts.support import MiB, Rig, in_new_thread, said, value
 
 
 def _free_after(rig: Rig, steps: tuple[tuple[int, ...], ...]) -> list[int]:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.facts.support import BLOCKING, DEVICE, HOST_NUMA, PAGE, READ, READWRITE, UNRESERVED, MiB, Rig, said, value
+from tests.facts.enums import BLOCKING, DEVICE, HOST_NUMA, READ, READWRITE
+from tests.facts.support import PAGE, UNRESERVED, MiB, Rig, said, value
 
 HOST_KIND, DEVICE_KIND, UNIFIED = 1, 2, 4  # CUmemorytype
 KINDS = {"H": HOST_KIND, "D": DEVICE_KIND, "U": UNIFIED}

@@ -7,20 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import (
-    DEVICE,
-    FABRIC,
-    HOST,
-    HOST_NUMA,
-    NO_HANDLE,
-    POSIX_FD,
-    READWRITE,
-    MiB,
-    Rig,
-    said,
-    unreadable,
-    value,
-)
+from tests.facts.enums import DEVICE, FABRIC, HOST, HOST_NUMA, NO_HANDLE, POSIX_FD, READWRITE
+from tests.facts.support import MiB, Rig, said, unreadable, value
 
 # What every kind below has in common.
 COMMON = {

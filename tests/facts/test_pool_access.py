@@ -7,21 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import (
-    DEVICE,
-    HOST,
-    HOST_NUMA,
-    HOST_NUMA_CURRENT,
-    NO_ACCESS,
-    NOWHERE,
-    READ,
-    READWRITE,
-    MiB,
-    Rig,
-    Stats,
-    said,
-    value,
-)
+from tests.facts.enums import DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT, NO_ACCESS, NOWHERE, READ, READWRITE
+from tests.facts.support import MiB, Rig, Stats, said, value
 
 HOST_POOLS = pytest.mark.parametrize("location", [HOST, HOST_NUMA], ids=["host", "host-numa"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.facts.support import (
+from tests.facts.enums import (
     DEVICE,
     FABRIC,
     HOST,
@@ -15,11 +15,8 @@ from tests.facts.support import (
     POSIX_FD,
     WIN32,
     WIN32_KMT,
-    MiB,
-    Rig,
-    said,
-    value,
 )
+from tests.facts.support import MiB, Rig, said, value
 
 PROPERTIES: dict[str, tuple[str, dict[str, int]]] = {
     "device": ("SUCCESS", {}),

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.facts.enums import POSIX_FD
 from tests.facts.pool_programs import Program, run
-from tests.facts.support import POSIX_FD, UINT64_MAX, MiB, Rig, Stats, offsets, said, value
+from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, offsets, said, value
 
 
 class TestAllocation:

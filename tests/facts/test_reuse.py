@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.facts.enums import INTERPROCESS, LEGACY, UNTIMED
 from tests.facts.pool_programs import run
-from tests.facts.support import INTERPROCESS, LEGACY, UINT64_MAX, UNTIMED, MiB, Rig, Stats, value
+from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, value
 
 SIZE = 20 * MiB
 

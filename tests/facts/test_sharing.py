@@ -12,22 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import (
-    COUNTERS,
-    DEVICE,
-    FABRIC,
-    HOST_NUMA,
-    PAGE,
-    POSIX_FD,
-    READWRITE,
-    REUSE_POLICIES,
-    UINT64_MAX,
-    UNTIMED,
-    MiB,
-    Rig,
-    said,
-    value,
-)
+from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, POSIX_FD, READWRITE, UNTIMED
+from tests.facts.support import COUNTERS, PAGE, REUSE_POLICIES, UINT64_MAX, MiB, Rig, said, value
 from tests.processes import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, eventually, opaque
 
 INTERPROCESS = 4

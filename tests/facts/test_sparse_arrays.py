@@ -27,7 +27,8 @@ from tests.facts.arrays import (
     Tiling,
     pattern,
 )
-from tests.facts.support import LEGACY, PAGE, Rig, said, value
+from tests.facts.enums import LEGACY
+from tests.facts.support import PAGE, Rig, said, value
 
 # An array of four bytes an element has four by four such tiles.
 SIDE, WIDTH = 512, 128

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import LEGACY, UNRESERVED, Rig, in_new_thread, said, value
+from tests.facts.enums import LEGACY
+from tests.facts.support import UNRESERVED, Rig, in_new_thread, said, value
 
 WINDOW, POLICY, PRIORITY, DOMAIN_MAP, DOMAIN = 1, 3, 8, 9, 10  # CUstreamAttrID
 FORMATS = {WINDOW: "=QQfii", POLICY: "=i", PRIORITY: "=i", DOMAIN_MAP: "=BB", DOMAIN: "=i"}

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import BLOCKING, LEGACY, NON_BLOCKING, Rig, in_new_thread, said, value
+from tests.facts.enums import BLOCKING, LEGACY, NON_BLOCKING
+from tests.facts.support import Rig, in_new_thread, said, value
 
 
 class TestCreation:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import DEVICE, LEGACY, PAGE, READWRITE, UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.enums import DEVICE, LEGACY, READWRITE
+from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, Stats, said, value
 
 
 class Watched:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import DEVICE, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig, said, value
+from tests.facts.enums import DEVICE, NO_ACCESS, READ, READWRITE
+from tests.facts.support import PAGE, MiB, Rig, said, value
 
 pytestmark = pytest.mark.gpus(2)
 

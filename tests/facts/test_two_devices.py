@@ -8,21 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.facts.support import (
-    BLOCKING,
-    DEVICE,
-    HOST,
-    LEGACY,
-    NO_ACCESS,
-    READ,
-    READWRITE,
-    UINT64_MAX,
-    MiB,
-    Rig,
-    Stats,
-    said,
-    value,
-)
+from tests.facts.enums import BLOCKING, DEVICE, HOST, LEGACY, NO_ACCESS, READ, READWRITE
+from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, said, value
 
 pytestmark = pytest.mark.gpus(2)
 

@@ -13,7 +13,8 @@ from streamalloc import testing
 from streamalloc.core.fd import Fd
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import opaque_bytes
-from tests.facts.support import DEVICE, NO_ACCESS, PAGE, POSIX_FD, READWRITE, MiB, Rig
+from tests.facts.enums import DEVICE, NO_ACCESS, POSIX_FD, READWRITE
+from tests.facts.support import PAGE, MiB, Rig
 from tests.facts.support import value as ok
 from tests.processes import Descriptor, Kept, Member, Opaque, Peer, bytes_of, finished, python
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.facts.support import BLOCKING, MiB, Rig
+from tests.facts.enums import BLOCKING
+from tests.facts.support import MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import new_rig
 

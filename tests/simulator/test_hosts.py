@@ -12,7 +12,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from tests.facts.support import FABRIC, PAGE, POSIX_FD, UINT64_MAX, MiB, Rig, said, value
+from tests.facts.enums import FABRIC, POSIX_FD
+from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
 from tests.processes import Peer, opaque
 from tests.simulator.support import grant, new_rig
 

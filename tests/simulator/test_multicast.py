@@ -19,7 +19,8 @@ import streamalloc.driver as sd
 from streamalloc import testing
 from streamalloc.simulator import DeadlockError
 from streamalloc.testing.multimem import SUPPORTED
-from tests.facts.support import DEVICE, FABRIC, PAGE, POSIX_FD, READ, READWRITE, MiB, Rig, said, value
+from tests.facts.enums import DEVICE, FABRIC, POSIX_FD, READ, READWRITE
+from tests.facts.support import PAGE, MiB, Rig, said, value
 from tests.facts.teams import Team, properties, whole
 from tests.processes import Descriptor, Kept, Member, Peer, bytes_of, python, started
 from tests.simulator.support import new_rig as any_rig
@@ -665,7 +666,8 @@ ADDING = """
 import sys, numpy as np, streamalloc as sa
 from streamalloc import testing
 from tests.simulator.support import new_rig
-from tests.facts.support import DEVICE, PAGE, READWRITE, value
+from tests.facts.enums import DEVICE, READWRITE
+from tests.facts.support import PAGE, value
 rig = new_rig(devices=2)
 raw = rig.raw
 theirs = value(raw.cuMemImportFromShareableHandle(int(sys.argv[1]), raw.CUmemAllocationHandleType(1)))

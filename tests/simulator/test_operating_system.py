@@ -18,7 +18,8 @@ import pytest
 
 from streamalloc.driver import processes, simulated
 from streamalloc.simulator import files, memory, visibility
-from tests.facts.support import PAGE, POSIX_FD, Rig, said
+from tests.facts.enums import POSIX_FD
+from tests.facts.support import PAGE, Rig, said
 from tests.processes import bytes_of, opaque
 from tests.simulator.support import new_rig
 from tests.support import MiB

@@ -13,7 +13,8 @@ import pytest
 from streamalloc.driver import simulated
 from streamalloc.simulator.profiles import BUILT_IN, ProfileError, built_in, load
 from streamalloc.simulator.reading import UnreadableMachineError, read_profile
-from tests.facts.support import DEVICE, FABRIC, HOST_NUMA, MANAGED, PINNED, POSIX_FD, READWRITE, MiB, Rig, said, value
+from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, MANAGED, PINNED, POSIX_FD, READWRITE
+from tests.facts.support import MiB, Rig, said, value
 from tests.simulator.support import new_rig
 
 simulated_only = pytest.mark.simulated_only("profiles of simulated machines")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.facts.support import DEVICE, READWRITE, UNRESERVED, Rig, value
+from tests.facts.enums import DEVICE, READWRITE
+from tests.facts.support import UNRESERVED, Rig, value
 from tests.simulator.support import new_rig
 
 

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from streamalloc.simulator import call_lock
-from tests.facts.support import BLOCKING, MiB, Rig
+from tests.facts.enums import BLOCKING
+from tests.facts.support import MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import new_rig
 from tests.support import KEEP, bytecodes, in_a_thread

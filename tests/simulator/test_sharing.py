@@ -12,19 +12,8 @@ from typing import Any
 import pytest
 
 from streamalloc.simulator.events import TABLE_EVENTS
-from tests.facts.support import (
-    DEVICE,
-    FABRIC,
-    HOST_NUMA,
-    PAGE,
-    POSIX_FD,
-    READWRITE,
-    UINT64_MAX,
-    MiB,
-    Rig,
-    said,
-    value,
-)
+from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, POSIX_FD, READWRITE
+from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
 from tests.processes import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
 from tests.simulator.support import new_rig
 from tests.support import bytecodes, in_a_thread

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from streamalloc.simulator.memory import AddressMap, AddressRange
-from tests.facts.support import DEVICE, HOST, NO_ACCESS, PAGE, READ, READWRITE, MiB, Rig
+from tests.facts.enums import DEVICE, HOST, NO_ACCESS, READ, READWRITE
+from tests.facts.support import PAGE, MiB, Rig
 from tests.facts.support import value as ok
 from tests.simulator.support import grant, mapped, new_rig
 from tests.support import KEEP, end_simulated_machines, open_descriptors

@@ -12,7 +12,8 @@ import pytest
 import streamalloc
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
-from tests.facts.support import DEVICE, PAGE, POSIX_FD, READWRITE, Rig, said, value
+from tests.facts.enums import DEVICE, POSIX_FD, READWRITE
+from tests.facts.support import PAGE, Rig, said, value
 
 PROFILE = Path(streamalloc.__file__).parent / "simulator" / "h200.json"
 

@@ -13,7 +13,8 @@ import pytest
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import memory
-from tests.facts.support import HOST, Rig, said, value
+from tests.facts.enums import HOST
+from tests.facts.support import Rig, said, value
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.facts.support import DEVICE, NO_ACCESS, READ, READWRITE, Rig, said, value
+from tests.facts.enums import DEVICE, NO_ACCESS, READ, READWRITE
+from tests.facts.support import Rig, said, value
 from tests.simulator.random_steps.make import Maker, MiB
 from tests.simulator.random_steps.run import Program
 
