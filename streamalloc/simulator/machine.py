@@ -10,16 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from streamalloc.simulator import call_lock, visibility
-from streamalloc.simulator.allocations import (
-    Allocation,
-    Allocations,
-    DeviceMemory,
-    HostMemory,
-    Managed,
-    ManagedMemory,
-    OpenedMemory,
-)
+from streamalloc.simulator import allocations, call_lock, visibility
+from streamalloc.simulator.allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory
 from streamalloc.simulator.arrays import Arrays
 from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
@@ -187,7 +179,7 @@ class Machine:
         for allocation in [one for one in self.allocations.at.values() if one.context is context]:
             if isinstance(allocation, (DeviceMemory, HostMemory, ManagedMemory)):
                 self.discard(allocation)
-            elif isinstance(allocation, OpenedMemory):
+            elif isinstance(allocation, allocations.OpenedMemory):
                 self.sharing.forget_memory(allocation)
         self._release_freed(lambda stream, seq: stream.context is context)
         if context.graph_block is not None:

@@ -7,21 +7,11 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamalloc.simulator import constants
 from streamalloc.simulator.allocator import Line
 from streamalloc.simulator.banks import Banks, Space
 from streamalloc.simulator.blocks import HEAP, Block, round_up
-from streamalloc.simulator.constants import (
-    ALIGNMENT,
-    CHUNK,
-    HIDDEN,
-    PINNED,
-    READ_WRITE,
-    Handle,
-    Handles,
-    Location,
-    Place,
-    new_handle,
-)
+from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handles, Location, Place, new_handle
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
 from streamalloc.simulator.memory import Physical, Reservation
@@ -53,7 +43,7 @@ class Accessible:
         """Whether work of ``device`` may use this memory. Any device may use memory of a device that is not visible to
         the process (observed on H200: test_visible_devices).
         """
-        return self.accessible(device) or self.device == HIDDEN
+        return self.accessible(device) or self.device == constants.HIDDEN
 
 
 @dataclass(eq=False)
@@ -264,7 +254,7 @@ class ImportedPool(Accessible):
 
     managed = False
     granted = True  # it is device memory
-    handle_types = Handle.NONE  # an imported pool cannot be exported again (observed on H200: test_sharing)
+    handle_types = constants.Handle.NONE  # an imported pool cannot be exported again (observed on H200: test_sharing)
 
     def __init__(self, banks: Banks, label: Label, fd: int) -> None:
         self._arenas = banks.arenas

@@ -8,16 +8,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments
-from streamalloc.simulator.arguments import (
-    Context,
-    ContextHandle,
-    ContextOrCurrent,
-    Device,
-    Int,
-    QueueEvent,
-    Size,
-    UnsignedInt,
-)
+from streamalloc.simulator.arguments import Context, ContextOrCurrent, Device, Int, QueueEvent, Size, UnsignedInt
 from streamalloc.simulator.blocks import round_up
 from streamalloc.simulator.calls.base import Calls, call
 from streamalloc.simulator.constants import BLOCK
@@ -209,7 +200,7 @@ class ContextCalls(Calls):
         context = self._machine.current_or_none()
         return cuda.CUcontext(0 if context is None else context.handle)
 
-    def cuCtxSetCurrent(self, ctx: ContextHandle) -> None:
+    def cuCtxSetCurrent(self, ctx: arguments.ContextHandle) -> None:
         stack = self._machine.scheduler.caller.contexts
         pushed = [self._find(Context, ctx)] if ctx else []
         stack[-1:] = pushed

@@ -10,16 +10,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
 from streamalloc.simulator import arguments, copy_operations, graphs
-from streamalloc.simulator.arguments import (
-    Device,
-    Function,
-    GraphExec,
-    Node,
-    NodeGraph,
-    Queue,
-    UnsignedInt,
-    UnsignedLongLong,
-)
+from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, call
 from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
 from streamalloc.simulator.calls.streams import StreamCalls
@@ -523,7 +514,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
 
     # -- running them ----------------------------------------------------------------------------------------
 
-    def cuGraphInstantiate(self, hGraph: NodeGraph, flags: UnsignedLongLong) -> Any:
+    def cuGraphInstantiate(self, hGraph: NodeGraph, flags: arguments.UnsignedLongLong) -> Any:
         return cuda.CUgraphExec(self._instantiate(hGraph, flags).handle)
 
     def cuGraphInstantiateWithParams(

@@ -11,15 +11,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 from streamalloc.simulator import arguments, events
 from streamalloc.simulator.allocations import DeviceMemory, PoolMemory
-from streamalloc.simulator.arguments import (
-    DevicePointer,
-    HostPointer,
-    MemoryHandle,
-    PoolHandle,
-    QueueEvent,
-    UnsignedInt,
-    UnsignedLongLong,
-)
+from streamalloc.simulator.arguments import DevicePointer, HostPointer, MemoryHandle, PoolHandle, UnsignedLongLong
 from streamalloc.simulator.calls.base import Calls
 from streamalloc.simulator.constants import HANDLE_BYTES, EventFlag, Handle, device_place
 from streamalloc.simulator.errors import NotModelled, Result, check, need_a, not_modelled
@@ -161,7 +153,7 @@ class SharingCalls(Calls):
         plain = need_a(DeviceMemory, allocation)
         return opaque_struct("CUipcMemHandle", self._machine.sharing.memory_handle(plain))
 
-    def cuIpcOpenMemHandle(self, handle: Any, Flags: UnsignedInt) -> Any:
+    def cuIpcOpenMemHandle(self, handle: Any, Flags: arguments.UnsignedInt) -> Any:
         data = opaque_bytes(arguments.struct("handle", handle, cuda.CUipcMemHandle, optional=False))
         context = self._machine.current()
         self._not_during_capture()
@@ -179,7 +171,7 @@ class SharingCalls(Calls):
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def cuIpcGetEventHandle(self, event: QueueEvent) -> Any:
+    def cuIpcGetEventHandle(self, event: arguments.QueueEvent) -> Any:
         self._machine.current()
         check(event.flags & EventFlag.INTERPROCESS and not event.opened, Result.CUDA_ERROR_INVALID_HANDLE)
         return opaque_struct("CUipcEventHandle", self._machine.sharing.event_handle(event))

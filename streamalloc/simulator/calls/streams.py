@@ -8,26 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import WAIT_COMPARISONS, cuda, opaque_bytes, opaque_struct
-from streamalloc.simulator import arguments, events
+from streamalloc.simulator import arguments, constants, events
 from streamalloc.simulator.allocations import GraphAllocation, PoolMemory, is_gone
-from streamalloc.simulator.arguments import (
-    HostFunctionHandle,
-    HostPointer,
-    Int,
-    Queue,
-    QueueEvent,
-    StreamCallback,
-    UnsignedInt,
-)
+from streamalloc.simulator.arguments import HostPointer, Int, Queue, QueueEvent, StreamCallback, UnsignedInt
 from streamalloc.simulator.calls.base import GONE, Calls, call
-from streamalloc.simulator.constants import (
-    HANDLE_BYTES,
-    LEGACY_STREAM,
-    PER_THREAD_STREAM,
-    READ_WRITE,
-    EventFlag,
-    device_place,
-)
+from streamalloc.simulator.constants import HANDLE_BYTES, LEGACY_STREAM, READ_WRITE, EventFlag, device_place
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import DeadlockError, Fault, Result, check, need, not_modelled
 from streamalloc.simulator.scheduler import Call, HostFunction, Operation, Until
@@ -107,7 +92,7 @@ class StreamCalls(Calls):
     cuStreamCreate = call("Flags", _create_stream)
 
     def cuStreamDestroy(self, hStream: Queue) -> None:
-        check(hStream.handle not in (LEGACY_STREAM, PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
+        check(hStream.handle not in (LEGACY_STREAM, constants.PER_THREAD_STREAM), Result.CUDA_ERROR_INVALID_VALUE)
         if hStream.capture is not None:
             hStream.capture.valid = False
             hStream.capture.leave(hStream)
@@ -176,7 +161,7 @@ class StreamCalls(Calls):
             return
         hEvent.hold(hStream)
 
-    def cuLaunchHostFunc(self, hStream: Queue, fn: HostFunctionHandle, userData: HostPointer) -> None:
+    def cuLaunchHostFunc(self, hStream: Queue, fn: arguments.HostFunctionHandle, userData: HostPointer) -> None:
         operation = self._host_function(fn, userData)
         self._submit(hStream, operation, "HOST", lambda: {"fn": cuda.CUhostFn(fn), "userData": userData})
 

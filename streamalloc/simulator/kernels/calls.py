@@ -12,17 +12,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments
-from streamalloc.simulator.arguments import (
-    Device,
-    Function,
-    Int,
-    Kernel,
-    Library,
-    Link,
-    Module,
-    NamedFunction,
-    UnsignedInt,
-)
+from streamalloc.simulator.arguments import Device, Function, Int, Kernel, Link, Module, NamedFunction, UnsignedInt
 from streamalloc.simulator.calls.base import Calls, call
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
@@ -134,7 +124,7 @@ class KernelCalls(Calls):
     cuLibraryGetKernelCount = call("lib", _function_count)
     cuLibraryEnumerateKernels = call("numKernels:UnsignedInt lib", _functions, cuda.CUkernel)
 
-    def cuLibraryGetModule(self, library: Library) -> Any:
+    def cuLibraryGetModule(self, library: arguments.Library) -> Any:
         return cuda.CUmodule(self._machine.modules.in_context(library, self._machine.current()).handle)
 
     # -- functions -------------------------------------------------------------------------------------------
