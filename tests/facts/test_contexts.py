@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any
@@ -11,65 +12,89 @@ import numpy.typing as npt
 import pytest
 
 from tests.facts.enums import LEGACY
-from tests.facts.support import Rig, in_new_thread, said, value
+from tests.facts.support import Answer, Rig, in_new_thread, said, value
 
 
-def test_no_context_is_current_in_a_new_thread(raw: Any) -> None:
-    def call() -> None:
-        assert int(value(raw.cuCtxGetCurrent())) == 0
+@dataclasses.dataclass
+class Scene:
+    """Things that were made under a context."""
 
-    in_new_thread(call)
+    rig: Rig
+    raw: Any
+    stream: Any
+    event: Any
+    pool: Any
+    pointer: int
+    graph: Any
+    spare: Any
+    """A stream."""
+    empty: Any
+    """A pool."""
+
+    def attribute(self, name: str) -> Answer:
+        attribute = getattr(self.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+        answer: Answer = self.raw.cuPointerGetAttribute(attribute, self.pointer)
+        return answer
+
+    def capture(self) -> Answer:
+        self.rig.begin_capture(self.stream, mode=2)
+        return self.rig.end_capture(self.stream)
 
 
-NEEDS_A_CONTEXT = {
-    "cuCtxGetDevice": (),
-    "cuCtxSynchronize": (),
-    "cuMemAlloc": (1,),
-    "cuStreamCreate": (1,),
-    "cuEventCreate": (0,),
-    "cuMemGetInfo": (),
-    "cuMemHostAlloc": (64, 0),
-    "cuCtxPopCurrent": (),
+@pytest.fixture
+def scene(rig: Rig) -> Scene:
+    stream, pool = rig.stream(), rig.pool()
+    rig.begin_capture(stream)
+    graph = value(rig.end_capture(stream))
+    return Scene(
+        rig, rig.raw, stream, rig.event(), pool, rig.allocate(pool, 64, stream), graph, rig.stream(), rig.pool()
+    )
+
+
+# What calls answer in a thread without a context; work on a stream takes the stream's.
+WITHOUT_A_CONTEXT: dict[str, dict[str, Callable[[Scene], Answer]]] = {
+    "INVALID_CONTEXT": {
+        "its device": lambda s: s.raw.cuCtxGetDevice(),
+        "synchronize": lambda s: s.raw.cuCtxSynchronize(),
+        "allocate plain memory": lambda s: s.raw.cuMemAlloc(1),
+        "create a stream": lambda s: s.raw.cuStreamCreate(1),
+        "create an event": lambda s: s.raw.cuEventCreate(0),
+        "memory info": lambda s: s.raw.cuMemGetInfo(),
+        "allocate pinned memory": lambda s: s.raw.cuMemHostAlloc(64, 0),
+        "pop": lambda s: s.raw.cuCtxPopCurrent(),
+        "allocate on the legacy stream": lambda s: s.raw.cuMemAllocAsync(64, s.raw.CUstream(0)),
+        "allocate on the per-thread stream": lambda s: s.raw.cuMemAllocAsync(64, s.raw.CUstream(2)),
+        "free nothing on the legacy stream": lambda s: s.raw.cuMemFreeAsync(0, LEGACY),
+        "record on the legacy stream": lambda s: s.raw.cuEventRecord(s.event, LEGACY),
+        "the device pointer of an address": lambda s: s.attribute("DEVICE_POINTER"),
+        "instantiate a graph": lambda s: s.raw.cuGraphInstantiate(s.graph, 0),
+    },
+    "SUCCESS": {
+        "create a pool": lambda s: s.rig.create_pool(),
+        "the default pool": lambda s: s.raw.cuDeviceGetDefaultMemPool(0),
+        "allocate on a stream": lambda s: s.rig.try_allocate(s.pool, 64, s.stream),
+        "allocate from the current pool": lambda s: s.rig.keep(s.raw.cuMemAllocAsync(64, s.stream)),
+        "free on a stream": lambda s: s.raw.cuMemFreeAsync(s.pointer, s.stream),
+        "record": lambda s: s.raw.cuEventRecord(s.event, s.stream),
+        "wait for an event": lambda s: s.raw.cuStreamWaitEvent(s.stream, s.event, 0),
+        "synchronize an event": lambda s: s.raw.cuEventSynchronize(s.event),
+        "query an event": lambda s: s.raw.cuEventQuery(s.event),
+        "capture": lambda s: s.capture(),
+        "destroy an event": lambda s: s.raw.cuEventDestroy(s.rig.disown(s.event)),
+        "destroy a stream": lambda s: s.raw.cuStreamDestroy(s.rig.disown(s.spare)),
+        "destroy a pool": lambda s: s.raw.cuMemPoolDestroy(s.rig.disown(s.empty)),
+        "the size of an address": lambda s: s.attribute("RANGE_SIZE"),
+    },
 }
 
 
-@pytest.mark.parametrize("name", NEEDS_A_CONTEXT)
-def test_call_that_needs_a_context(raw: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("expected", "name"), [(expected, name) for expected in WITHOUT_A_CONTEXT for name in WITHOUT_A_CONTEXT[expected]]
+)
+def test_without_a_context(scene: Scene, expected: str, name: str) -> None:
     def call() -> None:
-        assert said(getattr(raw, name)(*NEEDS_A_CONTEXT[name])) == "INVALID_CONTEXT"
-
-    in_new_thread(call)
-
-
-@pytest.mark.parametrize("stream", [0, 2], ids=["legacy", "per-thread"])
-def test_allocation_on_a_default_stream_needs_a_context(raw: Any, stream: int) -> None:
-    def call() -> None:
-        assert said(raw.cuMemAllocAsync(64, raw.CUstream(stream))) == "INVALID_CONTEXT"
-
-    in_new_thread(call)
-
-
-def test_free_of_nothing_on_the_legacy_stream_needs_a_context(raw: Any) -> None:
-    def call() -> None:
-        assert said(raw.cuMemFreeAsync(0, LEGACY)) == "INVALID_CONTEXT"
-
-    in_new_thread(call)
-
-
-def test_record_on_the_legacy_stream_needs_a_context(rig: Rig) -> None:
-    event = rig.event()
-
-    def call() -> None:
-        assert said(rig.raw.cuEventRecord(event, LEGACY)) == "INVALID_CONTEXT"
-
-    in_new_thread(call)
-
-
-def test_pools_need_no_context(rig: Rig) -> None:
-    def call() -> None:
-        pool = value(rig.raw.cuMemPoolCreate(rig.pool_props()))
-        assert said(rig.raw.cuMemPoolDestroy(pool)) == "SUCCESS"
-        assert int(value(rig.raw.cuDeviceGetDefaultMemPool(0))) != 0
+        assert int(value(scene.raw.cuCtxGetCurrent())) == 0
+        assert said(WITHOUT_A_CONTEXT[expected][name](scene)) == expected
 
     in_new_thread(call)
 
@@ -77,17 +102,6 @@ def test_pools_need_no_context(rig: Rig) -> None:
 def test_pools_of_a_device_that_is_not_there(raw: Any) -> None:
     assert said(raw.cuDeviceGetDefaultMemPool(99)) == "INVALID_DEVICE"
     assert said(raw.cuDeviceGetMemPool(99)) == "INVALID_VALUE"
-
-
-def test_allocation_on_a_stream_takes_the_stream_s_context(rig: Rig) -> None:
-    stream, pool = rig.stream(), rig.pool()
-
-    def call() -> None:
-        rig.allocate(pool, 64, stream)
-        pointer = value(rig.keep(rig.raw.cuMemAllocAsync(64, stream)))
-        assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
-
-    in_new_thread(call)
 
 
 def test_work_on_a_stream_takes_the_stream_s_context(rig: Rig) -> None:
@@ -107,40 +121,6 @@ def test_work_on_a_stream_takes_the_stream_s_context(rig: Rig) -> None:
 
     in_new_thread(call)
     assert host.tolist() == [1] * 64
-
-
-def test_events_on_a_stream_take_the_stream_s_context(rig: Rig) -> None:
-    raw, stream, event = rig.raw, rig.stream(), rig.event()
-
-    def call() -> None:
-        assert said(raw.cuEventRecord(event, stream)) == "SUCCESS"
-        assert said(raw.cuStreamWaitEvent(stream, event, 0)) == "SUCCESS"
-        assert said(raw.cuEventSynchronize(event)) == "SUCCESS"
-        assert said(raw.cuEventQuery(event)) == "SUCCESS"
-
-    in_new_thread(call)
-
-
-def test_capture_takes_the_stream_s_context(rig: Rig) -> None:
-    stream = rig.stream()
-
-    def call() -> None:
-        rig.begin_capture(stream, mode=2)
-        assert said(rig.end_capture(stream)) == "SUCCESS"
-
-    in_new_thread(call)
-
-
-def test_streams_events_and_pools_are_destroyed_without_a_context(rig: Rig) -> None:
-    raw = rig.raw
-    stream, event, pool = rig.disown(rig.stream()), rig.disown(rig.event()), rig.disown(rig.pool())
-
-    def call() -> None:
-        assert said(raw.cuEventDestroy(event)) == "SUCCESS"
-        assert said(raw.cuStreamDestroy(stream)) == "SUCCESS"
-        assert said(raw.cuMemPoolDestroy(pool)) == "SUCCESS"
-
-    in_new_thread(call)
 
 
 def test_push_and_pop(rig: Rig) -> None:
@@ -190,27 +170,3 @@ def test_the_primary_context_s_count(name: str, python: Callable[..., CompletedP
     begin = "from streamalloc.driver import default; d = default(); assert d.cuInit(0)[0] == 0\n"
     ended = python(begin + COUNTING[name])
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_the_device_pointer_of_an_address_is_asked_under_a_context(rig: Rig) -> None:
-    stream = rig.stream()
-    pointer = int(rig.allocate(rig.pool(), 64, stream))
-    asked = rig.raw.CUpointer_attribute
-
-    def call() -> None:
-        answer = rig.raw.cuPointerGetAttribute(asked.CU_POINTER_ATTRIBUTE_DEVICE_POINTER, pointer)
-        assert said(answer) == "INVALID_CONTEXT"
-        assert int(value(rig.raw.cuPointerGetAttribute(asked.CU_POINTER_ATTRIBUTE_RANGE_SIZE, pointer))) == 64
-
-    in_new_thread(call)
-
-
-def test_a_graph_is_instantiated_under_a_context(rig: Rig) -> None:
-    stream = rig.stream()
-    rig.begin_capture(stream)
-    graph = value(rig.end_capture(stream))
-
-    def call() -> None:
-        assert said(rig.raw.cuGraphInstantiate(graph, 0)) == "INVALID_CONTEXT"
-
-    in_new_thread(call)

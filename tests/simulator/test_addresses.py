@@ -10,7 +10,8 @@ import pytest
 PROGRAM = """
 import sys
 from tests.simulator.support import new_rig
-from tests.facts.support import HOST, value
+from tests.facts.enums import HOST
+from tests.facts.support import value
 
 rig = new_rig(devices=1)
 stream, pools = rig.stream(), {}
