@@ -24,7 +24,7 @@ from streamalloc.core.stream_resolution import as_stream
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.bridge import FreeAfterAll, free_after_all
 from streamalloc.interop.loans import Lent
-from streamalloc.ipc.importer.background import OnceIdle
+from streamalloc.ipc.importer.imported import OnceIdle
 from streamalloc.pool.internal import collect_dropped
 from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, holds, names
@@ -455,7 +455,7 @@ def _shared(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], objec
         def use() -> None:
             for thing in (buffer, growable, buffer):
                 shared = ipc.share(thing)
-                handles = [ipc.Fd(os.dup(fd.fileno())) for fd in shared.fds]  # the call closes them
+                handles = [ipc.Fd(os.dup(fd.fileno())) for fd in shared.fds]
                 ipc.open(shared.to_bytes(), handles=handles, stream=stream).close()
             buffer.free()
 

@@ -92,7 +92,7 @@ class TestExporter:
     def test_one_handle_server_is_started(self, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
         started: list[bytes] = []
 
-        def serve(_: object) -> bytes:
+        def serve() -> bytes:
             started.append(b"endpoint")
             return started[-1]
 

@@ -77,10 +77,6 @@ _IN_A_CAPTURE = "a shared buffer cannot be freed in a capture"
 # Seconds between two checks by a blocking free.
 _PAUSE = 0.0005
 
-# Handles by id. The handle server sends them to processes that received only a descriptor's bytes.
-_published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
-publish: Callable[[dict[bytes, Fd]], None] = _published.update
-"""Publish handles by id, for the handle server."""
 # Endpoint of the handle server by process id, because a forked child has none.
 _endpoints: dict[int, bytes] = {}
 _serving = Lock()
@@ -433,7 +429,7 @@ class ExportedPool:
             )  # fmt: skip
             header = PoolHeader(described.to_bytes())
             handles = {self.origin: self.fd, block.id: block.fd}
-            publish(handles)
+            handle_server.published.update(handles)
             found = self.headers[block, endpoint] = (header, handles)
         return found
 
@@ -474,7 +470,7 @@ class Exports:
             with _serving:
                 process = os.getpid()
                 if process not in _endpoints:
-                    _endpoints[process] = handle_server.serve(_published.get)
+                    _endpoints[process] = handle_server.serve()
                 self.endpoint = _endpoints[process]
 
     def uuid(self, device: Device) -> bytes:

@@ -46,9 +46,9 @@ from streamalloc.ipc.exporter.exports import (
     exports_for,
     exports_of,
     hung_up,
-    publish,
 )
 from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.handle_server import published
 from streamalloc.ipc.wire import descriptor as wire
 from streamalloc.ipc.wire.descriptor import (
     MOST_CHUNKS,
@@ -459,7 +459,7 @@ class _Draft:
             self.handles[lease.block.id] = lease.block.fd
             if self.stream is not None:
                 fields["ready"] = _announced(lease, self.stream, memory)
-        publish(self.handles)
+        published.update(self.handles)
         uuid = exports.uuid(self.device)
         described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
         shared = Shared(described.to_bytes(), self.handles, lease, self.hold, exports)

@@ -7,17 +7,20 @@ allocations. A stream waits for the contents of opened memory; if no stream can,
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamalloc.core.errors import (
     LOST,
+    CaptureError,
     ClosedError,
     CudaError,
     StaleDescriptorError,
@@ -46,14 +49,13 @@ from streamalloc.core.internal import (
     refuse_capture,
     sees_all_work,
     thread_number,
+    work,
 )
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import OpaqueStruct, RLock, cuda, opaque_struct
-from streamalloc.ipc.importer.announcement import Announcement
-from streamalloc.ipc.importer.background import OnceIdle, release_dropped
-from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
+from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, SlotWords, fence, reached
 from streamalloc.ipc.wire.descriptor import AllocationFields, Flags, Foreign, PoolHeader
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
@@ -62,6 +64,89 @@ _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _BAD_POINTER = "the owner's process has freed it, or ended"
 _STALE = "this memory was freed by its owner before it was opened here"
 _BAD_LEASE = "the descriptor has a lease or a hold, but names no control block"
+# Seconds between two checks of an announcement by the host.
+_PAUSE = 0.0002
+# Most attempts of a call that the driver refuses; seconds between two attempts while a device is busy; seconds before
+# each query of the devices' work.
+_TRIES = 5
+_IDLE_PAUSE = 0.02
+_QUERIES = (0.0, 0.00005, 0.0002)
+
+
+class Announcement(NamedTuple):
+    """A value of the word ``ready`` in a slot of the exporter's control block. When it is reached, the contents are
+    there.
+    """
+
+    block: ControlBlock
+    slot: int
+    generation: int
+    ready: int
+
+    @property
+    def words(self) -> SlotWords:
+        """The exporter's words of the slot."""
+        return self.block.slot_words(self.slot)
+
+    @property
+    def written(self) -> bool:
+        """Whether the exporter has written the value: the contents are there."""
+        return reached(self.words.ready.value, self.ready)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the value was written by another process, because the exporter died."""
+        return self.words.was_lost(self.ready)
+
+    def precede(self, stream: Stream) -> None:
+        """Make later work of a stream wait for the announcement, unless it is already written."""
+        if self.written:
+            return
+        if not reached(self.words.announced.value, self.ready):
+            raise ValueError("the descriptor waits for contents that its exporter has not announced")
+        self.block.expect(self.slot, self.ready)
+        self.block.wait(stream, self.words.ready, self.ready)
+
+    def wait(self, stream: Stream | None) -> None:
+        """Make a stream wait for the announcement. Without a stream, or in a capture, the host waits."""
+        if stream is not None:
+            with contextlib.suppress(CaptureError):
+                self.precede(stream)
+                return
+        if not self.written:
+            self.block.expect(self.slot, self.ready)  # so that the exporter's death ends the wait
+            while not self.written:
+                time.sleep(_PAUSE)
+
+    # -- memory that was opened without a stream -------------------------------------------------------------
+    # After an open without a stream, the device's default stream waits for the contents. Every other stream waits
+    # before it first uses the memory. The host waits before it returns an address, because uses by address are not
+    # seen, and before a capture, because graphs cannot wait for other processes.
+
+    def await_on(self, memory: Memory, stream: Stream | None) -> None:
+        """Make a stream, or the host if None, wait for the contents of ``memory``. Notifies the listener."""
+        if stream is None:
+            self.wait(None)
+        self.notify_listener(memory, stream)
+        if stream is not None:
+            self.wait(stream)
+
+    def seen(self, memory: Memory) -> bool:
+        """Whether the contents of ``memory`` are there now, as seen by the host. If so, notifies the listener."""
+        written = self.written
+        if written:
+            self.notify_listener(memory, None)
+        return written
+
+    def notify_listener(self, memory: Memory, stream: Stream | None) -> None:
+        """Notify a listener that ``stream``, or the host if None, waits for the contents."""
+        listener = self.block.session.listener
+        if listener is None:
+            return
+        name = self.block.announcement(self.slot, self.generation, self.ready)
+        with contextlib.nullcontext() if stream is None else stream.device.current():
+            raw = None if stream is None else raw_handle(stream)
+            listener.opened(memory._at, memory.nbytes, raw, name, int(self.words.ready.pointer))
 
 
 class Imports:
@@ -84,7 +169,7 @@ class Imports:
         """Start the thread, before the first import that may be dropped. Idempotent."""
         if self._thread is None:
             args = (self._dropped, weakref.ref(self.session))
-            thread = threading.Thread(target=release_dropped, args=args, name="streamalloc drops", daemon=True)
+            thread = threading.Thread(target=_release_dropped, args=args, name="streamalloc drops", daemon=True)
             thread.start()
             self._thread = thread
             weakref.finalize(self, self._dropped.put, False).atexit = False
@@ -93,6 +178,62 @@ class Imports:
         """Submit the release of a dropped object, and wake the thread. For finalisers."""
         self.deferred.submit(item)
         self._dropped.put(True)
+
+
+def _release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
+    """Thread body: do deferred work after each True in the queue, until a False.
+
+    Without this thread, the process might reach no point of work while a dropped import's owner waits for the release.
+    """
+    while dropped.get():
+        session = reference()
+        if session is None or not session.usable:
+            return
+        work(session)
+        del session
+
+
+class OnceIdle(Deferred):
+    """A driver call that waits for the devices, made on its own thread once they are idle.
+
+    While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
+    of this process, the call would never return. ``call`` may run twice.
+    """
+
+    __slots__ = ("_call", "_not_before", "_session")
+
+    def __init__(self, session: Session, call: Callable[[], object]) -> None:
+        self._session = session
+        self._call = call
+        self._not_before = 0.0
+
+    def attempt(self) -> bool:
+        """Start the thread. It submits this item again if a device is busy."""
+        if time.monotonic() < self._not_before:
+            return False
+        self._not_before = time.monotonic() + _IDLE_PAUSE
+        _thread.start_new_thread(self._run, ())
+        return True
+
+    def _run(self) -> None:
+        for _ in range(_TRIES):
+            # After an error of a lost context there is no work to wait for.
+            with contextlib.suppress(CudaError), self._session.relaxed():
+                if not self._idle():
+                    deferred_queue(self._session).submit(self)
+                    return
+            with contextlib.suppress(CudaError):
+                self._call()
+                return
+
+    def _idle(self) -> bool:
+        """Whether all present work of the devices has completed, within a few short queries."""
+        queued = QueuedWork(self._session)
+        for pause in _QUERIES:
+            time.sleep(pause)
+            if queued.done():
+                return True
+        return False
 
 
 class HostLease(Deferred):
@@ -156,6 +297,12 @@ class PoolHandle(Deferred):
         self.marks: set[tuple[ControlBlock, int]] = set()
         """Marks of the exporter, which show whether its pool still exists."""
         self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
+
+    def watch(self, block: ControlBlock | None, mark: int) -> None:
+        """Record the mark that shows the end of the pool; ``ValueError`` if the control block has no such mark."""
+        if block is not None:
+            block.marked("pool", mark)
+            self.marks.add((block, mark))
 
     def ended(self) -> bool:
         """Whether the marks show that the owner has closed the pool or has died.
@@ -466,7 +613,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
         block = source.block
         mine: Any = None
         if block is not None:
-            mine = block.importers.get((slot, block.importer)) or block.importer_words(slot, block.importer)
+            mine = block.importer_words(slot, block.importer)
             if source.holds:
                 block.mark("hold", hold)  # raises if there is no such mark
         self._import: ImportedAllocation | None = None
@@ -484,32 +631,13 @@ class ImportedBuffer(Memory, Closes, Foreign):
         self._contents: Announcement | None = None
         """Set if it was opened without a stream."""
         try:
-            with source.lock:
-                imported = source.allocations.get(key)
-                if imported is None or imported._raw is None:
-                    imported = ImportedAllocation(source, key)
-                    # Set before the acquisition, so that the handler below can release it.
-                    source.allocations[key] = self._import = imported
-                    if source.leased:
-                        source.count_open(imported, mine, generation)
-                    source.acquire(imported)
-                    imported.address = int(imported._raw)
-                else:
-                    imported.count += 1
-                    self._import = imported
-                    if source.leased:
-                        _join(imported, source, mine, generation)
-            result, found = source.session.cuPointerGetAttribute(_RANGE_SIZE, imported.address)
-            if result:
-                raise error_from(result, "cuPointerGetAttribute")
-            if found != base_size:
-                found = size_text(int(found))
-                raise ValueError(f"the descriptor says {size_text(base_size)}, and the driver has {found}")
+            self._acquire(key, generation, base_size)
             if block is not None and (mine.slot_words.ready.value != ready or source.session.listener is not None):
                 announced = Announcement(block, slot, generation, ready)
                 announced.notify_listener(self, stream)
                 announced.precede(stream)
         except BaseException as first:
+            # A signal handler that raises here may not keep the owner's free waiting for good.
             try:
                 _release(self, stream, used=False)
             except CudaError as later:
@@ -518,6 +646,30 @@ class ImportedBuffer(Memory, Closes, Foreign):
         finally:
             if block is not None and source.holds:
                 block.end_hold(hold)
+
+    def _acquire(self, key: bytes, generation: int, nbytes: int) -> None:
+        """Import the allocation, or join the import that this process has. ``nbytes``: the size in the descriptor."""
+        source, session = self._source, self._source.session
+        with source.lock:
+            imported = source.allocations.get(key)
+            if imported is None or imported._raw is None:
+                imported = ImportedAllocation(source, key)
+                # Set before the acquisition, so that an error releases it.
+                source.allocations[key] = self._import = imported
+                if source.leased:
+                    source.count_open(imported, self._words, generation)  # type: ignore[arg-type]
+                source.acquire(imported)
+                imported.address = int(imported._raw)
+            else:
+                imported.count += 1
+                self._import = imported
+                if source.leased:
+                    _join(imported, source, self._words, generation)  # type: ignore[arg-type]
+        result, found = session.cuPointerGetAttribute(_RANGE_SIZE, imported.address)
+        if result:
+            raise error_from(result, "cuPointerGetAttribute")
+        if found != nbytes:
+            raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
 
     @property
     def address(self) -> int:

@@ -7,6 +7,7 @@ those of ended processes and closed pools.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -33,9 +34,8 @@ from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_struct
-from streamalloc.ipc.importer.announcement import Announcement
-from streamalloc.ipc.importer.background import OnceIdle
 from streamalloc.ipc.importer.imported import (
+    Announcement,
     HostLease,
     ImportedArray,
     ImportedBuffer,
@@ -43,12 +43,13 @@ from streamalloc.ipc.importer.imported import (
     ImportedRange,
     Imports,
     LegacySource,
+    OnceIdle,
     PoolHandle,
     PoolSource,
 )
 from streamalloc.ipc.relay import ImporterRelay
 from streamalloc.ipc.transport.channel import Channel
-from streamalloc.ipc.transport.handle_server import fetch
+from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.wire.descriptor import (
     FABRIC,
@@ -84,7 +85,9 @@ class Handles:
     """16 bytes, address of the handle server; zeros without one."""
 
     def __init__(self, handles: Sequence[Fd]) -> None:
-        self._given = handles
+        # Those that this process has shared stay its own: without them it could not share the memory again.
+        ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
+        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles]
         self._by_id: dict[bytes, Fd] = {}
 
     def identify(self, described: Descriptor) -> None:
@@ -176,17 +179,13 @@ class Importer(Imports):
                 DriverVersionWarning,
             )
 
-    def block_of(self, described: Descriptor, handles: Handles) -> ControlBlock | None:
-        """Return the exporter's control block; None without one."""
-        if described.control_block == NOWHERE:
-            return None
-        return self.control_block(described.control_block, handles.take)
-
-    def fabric_block(self, described: Descriptor, handles: Handles, device: Device) -> ControlBlock | None:
+    def block_of(self, described: Descriptor, handles: Handles, device: Device) -> ControlBlock | None:
         """Return the exporter's control block, or a replica if it is on another machine; None without one."""
         name = described.control_block
         if name == NOWHERE:
             return None
+        if described.handle_type != FABRIC:
+            return self.control_block(name, handles.take)
         known = self.blocks.get(name)
         relay = None if known is None else known.relay
         if relay is not None and relay.ended and relay.handle != described.payload:
@@ -201,7 +200,6 @@ class Importer(Imports):
             block = self.blocks.setdefault(name, relay.block)
             if block is not relay.block:
                 relay.close()
-        block.sync(device)
         return block
 
     def control_block(self, name: bytes, take: Callable[[bytes], Fd | None]) -> ControlBlock | None:
@@ -228,31 +226,18 @@ class Importer(Imports):
     def pool(self, described: Descriptor, handles: Handles) -> PoolHandle:
         """Return an imported pool. It stays in :attr:`pools`, because later descriptors may come without the handle."""
         pool = self.pools.get(described.origin)
-        if pool is not None:
-            return pool
-        self._release_ended()
-        fd = handles.take(described.origin)
-        try:
-            # Under the lock: otherwise a concurrent destruction of the same pool would make the driver's handle
-            # invalid.
-            with self.lock:
+        if pool is None:
+            self._release_ended()
+            with handles.take(described.origin) as fd, self.lock:
+                # Under the lock: otherwise a concurrent destruction of the same pool would make the driver's handle
+                # invalid.
                 pool = self.pools.get(described.origin)
                 if pool is None:
                     new = PoolHandle(self)
                     name = "cuMemPoolImportFromShareableHandle"
                     self.session.create(new, "_raw", name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
                     pool = self.pools[described.origin] = self.handles.setdefault(int(new._raw), new)
-                return pool
-        finally:
-            fd.close()
-
-    def watch(self, described: Descriptor, handles: Handles, pool: PoolHandle) -> ControlBlock | None:
-        """Record the mark that shows the end of a pool, and return the owner's control block."""
-        block = self.block_of(described, handles)
-        if block is not None:
-            block.marked("pool", described.pool_mark)  # raises if there is no such mark
-            pool.marks.add((block, described.pool_mark))
-        return block
+        return pool
 
     def _release_ended(self) -> None:
         """Release the control blocks and pools of exporters that have ended, and closed pools."""
@@ -319,9 +304,10 @@ def open(
     data
         The descriptor's bytes.
     handles
-        The handles that came with the descriptor, in the order of :attr:`Shared.fds`; this call closes them. They are
-        needed once for each pool, control block and chunk of physical memory. Fabric handles are in the descriptor.
-        Without the control block, this process waits for the exporter's answer through the relay, see :func:`share`.
+        The handles that came with the descriptor, in the order of :attr:`Shared.fds`. This call closes them, except
+        those that this process has shared. They are needed once for each pool, control block and chunk of physical
+        memory. Fabric handles are in the descriptor. Without the control block, this process waits for the exporter's
+        answer through the relay, see :func:`share`.
     stream
         The stream that waits for the exporter's work, and of operations that name no other. Other streams need a
         dependency on it. Default: the device's default stream; then every other stream also waits before it uses the
@@ -404,26 +390,34 @@ class _Request(NamedTuple):
     device: Device
     stream: StreamLike | None
     """The caller's stream; None: every using stream waits."""
-    fabric_block: ControlBlock | None = None
-    """With fabric handles, the exporter's control block or a replica."""
 
-    @property
     def ordered(self) -> Stream:
-        """The caller's stream, else the device's default stream."""
+        """Return the caller's stream, else the device's default stream."""
         return self.device.default_stream if self.stream is None else _ordered(self.stream, self.importer.session)
 
-    @property
-    def block(self) -> ControlBlock | None:
-        """The exporter's control block; None without one."""
-        if self.described.handle_type == FABRIC:
-            return self.fabric_block
-        return self.importer.block_of(self.described, self.handles)
+    def control_block(self) -> ControlBlock | None:
+        """Map the exporter's control block, or make a replica of it; None without one."""
+        return self.importer.block_of(self.described, self.handles, self.device)
 
-    @property
-    def announced(self) -> Announcement | None:
-        """The announcement of the contents; None without a control block."""
-        described, block = self.described, self.block
+    def announcement(self) -> Announcement | None:
+        """Return the announcement of the contents; None without a control block."""
+        described, block = self.described, self.control_block()
         return None if block is None else Announcement(block, described.slot, described.generation, described.ready)
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """A ``with`` block that opens what was shared, after which the hold ends. :class:`ImportedBuffer` ends its hold
+        itself, because later descriptors of its pool make no request.
+        """
+        hold = self.described.hold
+        block = self.control_block() if hold else None
+        if block is not None:
+            block.mark("hold", hold)  # raises if there is no such mark
+        try:
+            yield
+        finally:
+            if block is not None:
+                block.end_hold(hold)
 
 
 def _open_first(
@@ -451,31 +445,17 @@ def _open_first(
     if stream is not None:
         stream = _ordered(stream, session)
     request = _Request(importer, described, bytes(data), handles, device, stream)
-    if described.handle_type == FABRIC:
-        request = request._replace(fabric_block=importer.fabric_block(described, handles, device))
-    with importer.deferred.beside_captures(), _arriving(request):
+    with importer.deferred.beside_captures():
+        block = request.control_block() if described.handle_type == FABRIC else None
+        if block is not None:
+            # Once for the call: the exporter may be on another machine, and has to answer.
+            block.sync(device)
         opened = opener(request)
     if not is_array:
         return opened
     if not isinstance(opened, (ImportedBuffer, ImportedRange)):
         raise ValueError(f"the descriptor says that {opened!r} is an array")
     return ImportedArray(opened, np.dtype(described.dtype), described.shape)
-
-
-@contextlib.contextmanager
-def _arriving(request: _Request) -> Iterator[None]:
-    """A ``with`` block that opens a descriptor and then releases its hold. For buffers,
-    :class:`ImportedBuffer` does that.
-    """
-    hold = 0 if request.described.mechanism in _WITH_LEASES else request.described.hold
-    block = request.block if hold else None
-    if block is not None:
-        block.mark("hold", hold)  # raises if there is no such mark
-    try:
-        yield
-    finally:
-        if block is not None:
-            block.end_hold(hold)
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
@@ -514,7 +494,8 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
     known = described.origin in importer.pools
     try:
         pool = importer.pool(described, request.handles)
-        block = importer.watch(described, request.handles, pool)
+        block = request.control_block()
+        pool.watch(block, described.pool_mark)
         source = PoolSource(PoolHeader(request.data), pool, request.device, block)
         importer.start_thread()
         opened = _open_allocation(source, AllocationFields.of(described), request.stream)
@@ -531,7 +512,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
 
 
 def _open_legacy(request: _Request) -> ImportedBuffer:
-    source = LegacySource(request.importer, request.device, request.block, request.described.flags)
+    source = LegacySource(request.importer, request.device, request.control_block(), request.described.flags)
     request.importer.start_thread()
     return _open_allocation(source, AllocationFields.of(request.described), request.stream)
 
@@ -539,11 +520,17 @@ def _open_legacy(request: _Request) -> ImportedBuffer:
 def _open_pool(request: _Request) -> ImportedPool:
     pool = request.importer.pool(request.described, request.handles)
     opened = ImportedPool(pool, request.device)
-    request.importer.watch(request.described, request.handles, pool)
+    with request.arriving():
+        pool.watch(request.control_block(), request.described.pool_mark)
     return opened
 
 
 def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
+    with request.arriving():
+        return _open_chunks(request)
+
+
+def _open_chunks(request: _Request) -> PhysicalMemory | ImportedRange:
     described, chunks = request.described, request.described.chunks
     total = sum(chunk.nbytes for chunk in chunks)
     growable = bool(described.flags & Flags.GROWABLE)
@@ -552,15 +539,18 @@ def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
             f"the descriptor's {described.size} bytes at {described.offset} do not fit its {len(chunks)} chunks, "
             f"which have {total} bytes"
         )
-    if described.origin != NOWHERE:
-        return _open_range(request, total, growable)
+    return _open_range(request, total, growable) if described.origin != NOWHERE else _open_chunk(request)
+
+
+def _open_chunk(request: _Request) -> PhysicalMemory:
+    chunks = request.described.chunks
     if len(chunks) != 1:
         raise ValueError(f"the descriptor is of one chunk of physical memory, and names {len(chunks)}")
-    ordered = request.ordered
+    ordered = request.ordered()
     memory = request.importer.memory(chunks[0], request.handles)
     with undoing(memory.close):
         check_mappable(memory)
-        announced = request.announced
+        announced = request.announcement()
         if announced is not None:
             announced.precede(ordered)
     if request.stream is None and announced is not None:
@@ -570,11 +560,12 @@ def _open_physical(request: _Request) -> PhysicalMemory | ImportedRange:
 
 
 def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
-    importer, described, device, block = request.importer, request.described, request.device, request.fabric_block
-    streams = [request.ordered]
+    importer, described, device = request.importer, request.described, request.device
+    streams = [request.ordered()]
     with contextlib.ExitStack() as undo:
         lease: HostLease | None = None
         if described.flags & Flags.LEASED:
+            block = request.control_block()
             if block is None:
                 raise ValueError("the descriptor is of physical memory, and has a lease without a control block")
             importer.start_thread()
@@ -592,7 +583,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
         # Compare without handles: the same chunk may be shared by different handles.
         ids = [chunk[:2] for chunk in described.chunks]
         opened.set_chunks(ids, lambda index: importer.memory(described.chunks[index], request.handles), described.size)
-        announced = request.announced
+        announced = request.announcement()
         if announced is not None:
             for ordered in streams:
                 announced.notify_listener(opened, ordered)
@@ -610,7 +601,8 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
 
 
 def _open_event(request: _Request) -> Event:
-    return opened_event(request.device, opaque_struct("CUipcEventHandle", request.described.payload))
+    with request.arriving():
+        return opened_event(request.device, opaque_struct("CUipcEventHandle", request.described.payload))
 
 
 # Function and result class by mechanism. A single chunk of physical memory gives the memory itself.
@@ -621,4 +613,3 @@ _MECHANISMS: dict[Mechanism, tuple[Callable[[_Request], Imported], type[Imported
     Mechanism.PHYSICAL: (_open_physical, ImportedRange),
     Mechanism.EVENT: (_open_event, Event),
 }
-_WITH_LEASES = (Mechanism.POOL_POINTER, Mechanism.LEGACY)

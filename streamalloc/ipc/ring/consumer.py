@@ -13,8 +13,7 @@ from streamalloc.core.properties import checked_type
 from streamalloc.core.session import Session, refuse_after_fork, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.ipc.importer.announcement import Announcement
-from streamalloc.ipc.importer.imported import ImportedBuffer
+from streamalloc.ipc.importer.imported import Announcement, ImportedBuffer
 from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingEnd, RingEnding, SlotMemory, answer

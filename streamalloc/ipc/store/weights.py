@@ -15,7 +15,7 @@ from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView,
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session, session_of
-from streamalloc.ipc.importer.announcement import Announcement
+from streamalloc.ipc.importer.imported import Announcement
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
 from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, read_file

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
-from collections.abc import Callable
+import weakref
 
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import close_all
-from streamalloc.driver.internal import Lock
-from streamalloc.ipc.transport.channel import Channel, Listener
+from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError
 
 # Seconds until a silent client is dropped, or a request fails.
 _SECONDS = 10.0
@@ -29,53 +29,56 @@ def address_of(endpoint: bytes) -> str:
     return f"@streamalloc-{os.getuid()}-{endpoint.hex()}"
 
 
-def serve(find: Callable[[bytes], Fd | None]) -> bytes:
-    """Start the server thread. Returns its endpoint, the 16 bytes that :func:`fetch` takes.
+published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary()
+"""The handles that this process has shared, by their ids in descriptors."""
 
-    ``find`` returns the handle of a name, or None. Threads call it.
-    """
+
+def serve() -> bytes:
+    """Start the thread that serves :data:`published`. Returns its endpoint, the 16 bytes that :func:`fetch` takes."""
     endpoint = os.urandom(_ID_BYTES)
-    arguments = Channel.listen(address_of(endpoint)), find
-    threading.Thread(target=_serve, args=arguments, name="streamalloc handles", daemon=True).start()
+    listener = Channel.listen(address_of(endpoint))
+    threading.Thread(target=_serve, args=(listener,), name="streamalloc handles", daemon=True).start()
     return endpoint
 
 
-def _serve(listener: Listener, find: Callable[[bytes], Fd | None]) -> None:
-    """Answer each client on a thread of its own, and drop the oldest if there are too many."""
-    clients: list[Channel] = []
-    closing = Lock()  # a descriptor that is shut down is not closed meanwhile, and its number reused
+def _serve(listener: Listener) -> None:
+    """Answer one request of each client. A client that is silent delays nobody: it is dropped after a while."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    clients: dict[int, tuple[Channel, float]] = {}
+    """Clients by descriptor, the oldest first, and when they are dropped."""
     while True:
-        full = False
-        try:
-            client = listener.accept()
-            clients = [one for one in (*clients, client) if not one.closed]
-            full = len(clients) > _MOST_CLIENTS
-            arguments = client, find, closing
-            threading.Thread(target=_answer, args=arguments, name="streamalloc handle", daemon=True).start()
-        except PermissionError:
-            pass  # a client of another user
-        except Exception:
-            # For example no descriptor is left: a client that waits in the queue is accepted later.
-            full = bool(clients)
-            time.sleep(0.01)
-        if full:
-            with closing:
-                clients.pop(0).shutdown()
+        ready = dict(poll.poll(_SECONDS * 1000 if clients else None))
+        if ready.pop(listener.fileno(), None):
+            try:
+                client = listener.accept(timeout=0)
+                clients[client.fileno()] = client, time.monotonic() + _SECONDS
+                poll.register(client, select.POLLIN)
+            except PermissionError:
+                pass  # a client of another user
+            except OSError:
+                time.sleep(0.01)  # For example no descriptor is left: the client waits in the queue.
+        now = time.monotonic()
+        late = [number for number, (_, end) in clients.items() if end <= now]
+        full = list(clients)[: max(0, len(clients) - _MOST_CLIENTS)]
+        for number in {*ready, *late, *full}:
+            client, _ = clients.pop(number)
+            poll.unregister(number)
+            with client:
+                if number in ready:
+                    _answer(client)
 
 
-def _answer(client: Channel, find: Callable[[bytes], Fd | None], closing: threading.Lock) -> None:
-    """Answer a client's request, and close the connection."""
-    with contextlib.suppress(Exception):
-        name, given = client.receive(timeout=_SECONDS)
+def _answer(client: Channel) -> None:
+    with contextlib.suppress(OSError, ProtocolError):
+        name, given = client.receive(timeout=0)
         close_all(given)
-        found = find(name)
+        found = published.get(name)
         try:
             client.send(b"" if found is None else name, () if found is None else (found,), timeout=0)
         except ClosedError:
-            # Closed since find(), by its owner or by a user of it.
+            # Closed meanwhile, by its owner or by a user of it.
             client.send(b"", timeout=0)
-    with closing:
-        client.close()
 
 
 def fetch(endpoint: bytes, name: bytes) -> Fd:

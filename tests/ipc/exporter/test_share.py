@@ -794,6 +794,13 @@ class TestShared:
             assert all(a is b for a, b in zip(first.fds, second.fds, strict=True))
             assert not any(fd.closed for fd in first.fds)
 
+    def test_opening_it_here_leaves_its_handles(self, pool: sa.MemoryPool, machine: Any) -> None:
+        """As another driver of this process does, and a test that plays both parts."""
+        shared = ipc.share(pool)
+        for driver in (sd.simulated(), sd.simulated()):
+            ipc.open(bytes(shared), shared.fds, driver=driver, kind=ipc.ImportedPool)
+        assert not any(fd.closed for fd in shared.fds)
+
     def test_by_a_thread_without_a_context(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         with pool.allocate(MiB, stream) as buffer:
             filled(buffer, 1)

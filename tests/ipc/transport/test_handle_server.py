@@ -19,13 +19,14 @@ from streamalloc.ipc.transport.handle_server import address_of, fetch, serve
 @pytest.fixture
 def handles() -> Iterator[dict[bytes, Fd]]:
     found = {name: Fd(os.open("/dev/null", os.O_RDONLY)) for name in (b"a", b"b", b"c")}
+    handle_server.published.update(found)
     yield found
     for fd in found.values():
         fd.close()
 
 
 def test_hands_out_duplicates(handles: dict[bytes, Fd]) -> None:
-    endpoint = serve(handles.get)
+    endpoint = serve()
     for name in handles:
         with fetch(endpoint, name) as fd:
             assert os.path.sameopenfile(fd.fileno(), handles[name].fileno())
@@ -35,7 +36,7 @@ def test_hands_out_duplicates(handles: dict[bytes, Fd]) -> None:
 
 def test_a_handle_that_was_closed(handles: dict[bytes, Fd]) -> None:
     """It is answered for, and the others are handed out as before."""
-    endpoint = serve(handles.get)
+    endpoint = serve()
     handles[b"a"].close()
     for _ in range(3):
         with pytest.raises(ValueError, match="has closed it"):
@@ -43,20 +44,8 @@ def test_a_handle_that_was_closed(handles: dict[bytes, Fd]) -> None:
         fetch(endpoint, b"b").close()
 
 
-def test_a_lookup_that_fails(handles: dict[bytes, Fd]) -> None:
-    def find(name: bytes) -> Fd | None:
-        if name == b"wrong":
-            raise RuntimeError(name)
-        return handles.get(name)
-
-    endpoint = serve(find)
-    with pytest.raises(ConnectionError):
-        fetch(endpoint, b"wrong")
-    fetch(endpoint, b"a").close()
-
-
 def test_many_clients_who_are_silent_or_malicious(handles: dict[bytes, Fd]) -> None:
-    endpoint = serve(handles.get)
+    endpoint = serve()
     address = address_of(endpoint)
     with contextlib.ExitStack() as ending:
         for kind in range(3 * handle_server._MOST_CLIENTS):
@@ -76,7 +65,7 @@ def test_many_clients_who_are_silent_or_malicious(handles: dict[bytes, Fd]) -> N
 
 
 def test_clients_at_once_that_come_and_go(handles: dict[bytes, Fd]) -> None:
-    endpoint = serve(handles.get)
+    endpoint = serve()
     fetched: list[int] = []
 
     def ask() -> None:
@@ -96,6 +85,6 @@ def test_clients_at_once_that_come_and_go(handles: dict[bytes, Fd]) -> None:
 
 def test_silent_clients_are_dropped_after_a_while(handles: dict[bytes, Fd], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle_server, "_SECONDS", 0.1)
-    endpoint = serve(handles.get)
+    endpoint = serve()
     with Channel.connect(address_of(endpoint)) as client, pytest.raises(ConnectionError):
         client.receive(timeout=5)
