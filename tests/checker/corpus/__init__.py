@@ -9,11 +9,12 @@ from tests.checker.corpus import (
     nodes,
     order,
     pools,
+    programs,
     sharing,
 )
 from tests.checker.corpus.bench import CASES, PAGE, SIZE, Bench, Case
 
-AREAS = (pools, order, copies, contexts, graphs, nodes, mappings, freed, sharing)
+AREAS = (pools, order, copies, contexts, graphs, nodes, mappings, freed, sharing, programs)
 
 __all__ = ["AREAS", "CASES", "KINDS", "PAGE", "SIZE", "Bench", "Case"]
 KINDS = {
