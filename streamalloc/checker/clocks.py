@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
 
 from streamalloc.checker.report import Notes
 
@@ -61,18 +62,17 @@ class Clock:
         return self.known.get(number, 0) >= time
 
 
+@dataclass(eq=False, slots=True)
 class Actor:
     """A host thread or a stream, whose operations are ordered."""
 
-    __slots__ = ("name", "number", "time", "within")
-    is_host: bool = True
-
-    def __init__(self, number: int, name: str) -> None:
-        self.number: int = number
-        self.name: str = name
-        self.time: int = 0
-        self.within: TrackedStream | None = None
-        """Stream whose host function is running on this thread."""
+    number: int
+    name: str
+    time: int = field(default=0, init=False)
+    """Number of its operations so far."""
+    within: TrackedStream | None = field(default=None, init=False)
+    """Stream whose host function is running on this thread."""
+    is_host: ClassVar[bool] = True
 
     @property
     def short(self) -> str:
@@ -80,51 +80,41 @@ class Actor:
         return self.name.partition(" (created")[0]
 
 
+@dataclass(eq=False, slots=True)
 class Obstacle:
-    """An event that streams wait for and that has not happened, as far as is known.
+    """An event that streams wait for and that has not happened, as far as is known."""
 
-    ``source``: the stream in which it will happen; None if the host causes it.
-    """
-
-    __slots__ = ("clock", "source", "waiters")
-
-    def __init__(self, source: TrackedStream | None = None) -> None:
-        self.source: TrackedStream | None = source
-        self.clock: Clock | None = None
-        """Clock of its happening; None until then."""
-        self.waiters: list[TrackedStream] = []
+    source: TrackedStream | None = None
+    """Stream in which it will happen; None if the host causes it."""
+    clock: Clock | None = None
+    """Clock of its happening; None until then."""
+    waiters: list[TrackedStream] = field(default_factory=list)
 
 
-Action = Callable[["TrackedStream"], None]
+Action: TypeAlias = "Callable[[TrackedStream], None]"
 
 
+@dataclass(eq=False, slots=True)
 class TrackedStream(Actor):
     """A stream, with the clock of its latest operation."""
 
-    is_host = False
-
-    __slots__ = (
-        "clock", "context", "handle", "legacy", "obstacle", "peers", "queue", "seen_host", "seen_legacy", "waits",
-    )  # fmt: skip
-
-    def __init__(self, number: int, name: str, context: object, handle: int) -> None:
-        super().__init__(number, name)
-        self.context: object = context
-        self.handle: int = handle
-        """The driver's handle; 1 and 2 for default streams, 0 for auxiliary streams."""
-        self.clock: Clock = Clock()
-        self.seen_host: int = -1
-        """Version of the host clock that it has merged."""
-        self.legacy: TrackedStream | None = None
-        """Legacy stream of its context, if the two synchronise."""
-        self.seen_legacy: int = 0
-        self.peers: dict[TrackedStream, int] | None = None
-        """For a legacy stream: its blocking streams, with the last merged times."""
-        self.obstacle: Obstacle | None = None
-        self.queue: deque[tuple[Clock | None, Action]] = deque()
-        """Operations behind the obstacle, with host clocks of their calls."""
-        self.waits: deque[Any] = deque(maxlen=MOST_WAITS)
-        """The latest waits for events, see :class:`streamalloc.checker.judge.Wait`."""
+    context: object
+    handle: int
+    """The driver's handle; 1 and 2 for default streams, 0 for auxiliary streams."""
+    legacy: TrackedStream | None = None
+    """Legacy stream of its context, if the two synchronise."""
+    clock: Clock = field(default_factory=Clock)
+    seen_host: int = -1
+    """Version of the host clock that it has merged."""
+    seen_legacy: int = 0
+    peers: dict[TrackedStream, int] | None = None
+    """For a legacy stream: its blocking streams, with the last merged times."""
+    obstacle: Obstacle | None = None
+    queue: deque[tuple[Clock | None, Action]] = field(default_factory=deque)
+    """Operations behind the obstacle, with host clocks of their calls."""
+    waits: deque[Any] = field(default_factory=lambda: deque(maxlen=MOST_WAITS))
+    """The latest waits for events, see :class:`streamalloc.checker.judge.Wait`."""
+    is_host: ClassVar[bool] = False
 
 
 class Timeline:
@@ -175,9 +165,8 @@ class Timeline:
         self, name: str, context: object = None, legacy: TrackedStream | None = None, handle: int = 0
     ) -> TrackedStream:
         """Add a stream. ``legacy``: its legacy stream, if the two synchronise."""
-        made = TrackedStream(self._number(), name, context, handle)
+        made = TrackedStream(self._number(), name, context, handle, legacy)
         self._streams[made] = None
-        made.legacy = legacy
         if legacy is not None:
             if legacy.peers is None:
                 legacy.peers = {}

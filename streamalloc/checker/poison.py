@@ -51,7 +51,7 @@ class Poison:
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
         # The fill is ordered by the stream of the allocation or free.
-        found = self._state.streams.find(stream)
+        found = self._state.stream(stream)
         if found not in self._state.streams.captures:
             self._under(found.context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
 
@@ -60,7 +60,7 @@ class Poison:
         target too early sees the fill.
         """
         target, nbytes = number_of(args[0]), int(args[2])
-        stream, pieces = self._state.streams.find(args[3]), self._state.addresses.pieces(target, nbytes)
+        stream, pieces = self._state.stream(args[3]), self._state.addresses.pieces(target, nbytes)
         if not self._delays or nbytes <= FLAG or stream in self._state.streams.captures:
             return
         if pieces and all(may_poll(one) for one, _, _ in pieces) and abs(number_of(args[1]) - target) >= nbytes:

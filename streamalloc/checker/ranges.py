@@ -67,22 +67,18 @@ class Access(Moment):
         """True if it does not race with other atomic operations."""
 
 
+@dataclass(eq=False, slots=True)
 class _Segment:
     """An interval of bytes with equal uses: the last write, and later reads by actor number."""
 
-    __slots__ = ("end", "reads", "start", "write")
-
-    def __init__(self, start: int, end: int, write: Access | None = None) -> None:
-        self.start = start
-        self.end = end
-        self.write = write
-        self.reads: dict[int, Access] = {}
+    start: int
+    end: int
+    write: Access | None = None
+    reads: dict[int, Access] = field(default_factory=dict)
 
     def cut(self, at: int) -> tuple[_Segment, _Segment]:
         """The two segments before and after an offset."""
-        first, second = _Segment(self.start, at, self.write), _Segment(at, self.end, self.write)
-        first.reads, second.reads = self.reads, self.reads.copy()
-        return first, second
+        return _Segment(self.start, at, self.write, self.reads), _Segment(at, self.end, self.write, self.reads.copy())
 
 
 _start = attrgetter("start")
@@ -90,25 +86,20 @@ Order = Callable[[Clock, int, int], int]
 Forget = Callable[[dict[int, Access]], object]
 
 
-_numbers = count()
-
-
+@dataclass(eq=False, slots=True)
 class Bytes:
     """Physical memory, with the latest uses of each interval."""
 
-    __slots__ = ("_segments", "fresh", "number", "shared", "types")
-
-    def __init__(self) -> None:
-        self.number: int = next(_numbers)
-        """Later memory has a higher number."""
-        self.shared: bool = False
-        """Whether other processes may have the memory."""
-        self.fresh: tuple[tuple[int, int], ...] = ()
-        """Intervals to which no device has had access."""
-        self.types: tuple[Any, ...] = ()
-        """Intervals with element types, see :mod:`streamalloc.checker.contents`."""
-        # A single list: after an interrupt, two lists might differ.
-        self._segments: list[_Segment] = []
+    number: int = field(default_factory=count().__next__)
+    """Later memory has a higher number."""
+    shared: bool = False
+    """Whether other processes may have the memory."""
+    fresh: tuple[tuple[int, int], ...] = ()
+    """Intervals to which no device has had access."""
+    types: tuple[Any, ...] = ()
+    """Intervals with element types, see :mod:`streamalloc.checker.contents`."""
+    _segments: list[_Segment] = field(default_factory=list)
+    """In order, without overlaps."""
 
     def touch(
         self, start: int, end: int, access: Access, clock: Clock, order: Order, forget: Forget

@@ -12,9 +12,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from streamalloc.checker.report import Reports
 from streamalloc.checker.rules.table import RULES, UNKNOWN
@@ -30,6 +30,7 @@ from streamalloc.driver.protocol import Listener, On
 from streamalloc.driver.reports import Hazard, Stack, place_of
 from streamalloc.driver.wrappers import Call, Function
 
+F = TypeVar("F", bound=Callable[..., None])
 T = TypeVar("T")
 _MOST_DESTROYED = 4096
 """Most destroyed handles that are known. The driver refuses calls with older ones, too."""
@@ -40,6 +41,27 @@ REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeE
 """Errors of the bindings for wrong arguments, and of a simulated machine for what it does not model. A rule that
 converts such arguments raises them too.
 """
+
+
+def _notification(delivers: bool = False) -> Callable[[F], F]:
+    """A method that is called under the lock, or later if a finaliser calls it in the middle of a record.
+
+    ``delivers``: the program makes the call, so that hazards may be raised in it.
+    """
+
+    def decorate(step: F) -> F:
+        @wraps(step)
+        def notify(self: Recorder, *args: Any, **named: Any) -> None:
+            if self._is_recording():
+                self._postponed.append(partial(step, self, *args, **named))
+                return
+            self._alone(partial(step, self, *args, **named))
+            if delivers:
+                self._reports.deliver(self._alone(self._reports.take))
+
+        return cast("F", notify)
+
+    return decorate
 
 
 class Recorder:
@@ -202,7 +224,7 @@ class Recorder:
         if name in COUNTED:
             stream = args[-1] if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") else None
             captures = state.streams.captures
-            captured = bool(captures) and stream is not None and state.streams.find(stream) in captures
+            captured = bool(captures) and stream is not None and state.stream(stream) in captures
             state.account.note(name, args, answer, captured)
 
     def _refuse(self, name: str, handle: int) -> None:
@@ -244,88 +266,70 @@ class Recorder:
         """The interface that the facade notifies: this object."""
         return self
 
+    @_notification(delivers=True)
     def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
         """Record that a kernel in ``stream``, a driver handle, uses ``nbytes`` bytes. None: the host uses them now."""
-        self._notified(True, self._use, address, nbytes, stream, write, atomic)
+        state = self._state
+        state.look()
+        if stream is None:
+            use_on_host(state, address, nbytes, write, seen=True)
+            return
+        use_on_device(state, state.stream(stream), address, nbytes, write, atomic)
+        if state.interprocess.uses:
+            state.interprocess.update_announcements()
 
+    @_notification()
     def lent(self, stream: Any, used: bool) -> None:
         """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
-        self._notified(False, self._lend, stream, used)
+        foreign, lent = self._state.streams.foreign, self._state.stream(stream)
+        (foreign.uses if used else foreign.can_use)(lent)
+        foreign.is_lent(lent)
 
+    @_notification()
     def named(self, stream: Any, name: str) -> None:
         """Record the name of a new stream, for reports."""
-        self._notified(False, self._state.streams.rename, stream, name)
+        self._state.streams.rename(stream, name)
 
+    @_notification()
     def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         """Record elements of a type: written by queued work, or read if not ``write``."""
-        self._notified(False, self._type, address, nbytes, dtype, write)
-
-    def _type(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
         if write:
             self._state.types.wrote(address, nbytes, dtype, self._state.place())
         elif not self._state.streams.foreign.may_write:
             self._state.types.read(address, nbytes, dtype, "a copy of a view")
 
+    @_notification()
     def released(self, address: int, nbytes: int, released: bool) -> None:
         """Record that mapped memory was released and must not be written, or is usable again if not ``released``."""
-        self._notified(False, partial(release_mapped, self._state), address, nbytes, released)
+        release_mapped(self._state, address, nbytes, released)
 
+    @_notification()
     def deferred(self, address: int) -> None:
         """Record that the program has freed memory whose driver call comes later. It is not a leak."""
-        self._notified(False, self._defer, address)
-
-    def _defer(self, address: int) -> None:
         found = self._state.addresses.find(address)
         if found is not None:
             found.deferred = True
 
+    @_notification(delivers=True)
     def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
         """Record that importers may use memory after the queued work of ``stream``. ``name``: see :meth:`opened`."""
-        self._notified(True, self._share, address, nbytes, stream, name)
+        state = self._state
+        state.sources.clear()
+        state.interprocess.share(state.stream(stream), address, nbytes, name, state.place())
 
+    @_notification()
     def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
         """Record that ``stream`` waits at the address ``word`` for the announcement of :meth:`shared`. None: the host
         has waited.
         """
-        self._notified(False, self._open, address, nbytes, stream, name, word)
+        waiting = None if stream is None else self._state.stream(stream)
+        self._state.interprocess.opened(waiting, address, nbytes, name, word)
 
+    @_notification()
     def unseen(self, what: str) -> None:
         """Record that code runs whose work and waits the checker does not see: all earlier work counts as done."""
-        self._notified(False, self._unseen, what)
-
-    def _unseen(self, what: str) -> None:
         self._state.notes.add("waits", what)
         self._state.timeline.host_observes(self._state.timeline.everything())
-
-    def _notified(self, delivers: bool, step: Callable[..., None], *args: Any) -> None:
-        if self._is_recording():
-            self._postponed.append(partial(step, *args))
-            return
-        self._alone(step, *args)
-        if delivers:
-            self._reports.deliver(self._alone(self._reports.take))
-
-    def _use(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool) -> None:
-        self._state.look()
-        if stream is None:
-            use_on_host(self._state, address, nbytes, write, seen=True)
-        else:
-            use_on_device(self._state, self._state.streams.find(stream), address, nbytes, write, atomic)
-            if self._state.interprocess.uses:
-                self._state.interprocess.update_announcements()
-
-    def _lend(self, handle: Any, used: bool) -> None:
-        foreign, stream = self._state.streams.foreign, self._state.streams.find(handle)
-        (foreign.uses if used else foreign.can_use)(stream)
-        foreign.is_lent(stream)
-
-    def _share(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
-        self._state.sources.clear()
-        self._state.interprocess.share(self._state.streams.find(stream), address, nbytes, name, self._state.place())
-
-    def _open(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
-        ordered = None if stream is None else self._state.streams.find(stream)
-        self._state.interprocess.opened(ordered, address, nbytes, name, word)
 
     # -- results ---------------------------------------------------------------------------------------------
 

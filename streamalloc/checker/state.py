@@ -90,6 +90,8 @@ class State:
         self.place: Callable[..., Stack] = self.streams.place
         """Returns the place of the present call in the program."""
         self.notes.place = partial(self.place, 1)
+        self.context, self.thread = self.streams.context, self.streams.thread
+        self.stream, self.capture_of = self.streams.find, self.streams.capture_of
         self.judge: Judge = Judge(self.timeline, on_hazard, self.timeline.published)
         # Memory by address.
         self.account: HandleCounts = HandleCounts()
@@ -114,8 +116,6 @@ class State:
         """Exported and imported physical memory, by open file."""
         self.arrays: dict[int, TrackedArray] = {}
         self.array_end: int = _ARRAYS
-        self.mipmapped: dict[int, tuple[Any, dict[int, None]]] = {}
-        """Descriptor and known levels' handles of each mipmapped array."""
         self.variables: dict[int, list[Range]] = {}
         """Variables by the handle of their module."""
         self.primary: dict[int, int] = {}

@@ -215,7 +215,7 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
     pieces, what, stack = node.pieces, node.what, node.stack
     prepare(state, pieces)
     state.types.forget(pieces)
-    capture = state.streams.capture_of(stream)
+    capture = state.capture_of(stream)
     if capture is not None:
         capture.add(stream, node)
         if what != KERNEL:
@@ -259,7 +259,7 @@ def use_on_host(
     state: State, address: int, nbytes: int, write: bool, what: str = "an access", *, seen: bool = False
 ) -> None:
     """Check a read or write by a host thread. ``seen``: the program reports the use."""
-    thread = state.streams.thread()
+    thread = state.thread()
     state.timeline.host_acts(thread)
     access = Access(thread, what, state.place(), write)
     pieces = state.addresses.pieces(address, nbytes)
@@ -272,20 +272,19 @@ def use_on_host(
         state.sources.view(pieces)
 
 
-def revoke(
-    state: State, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str, stack: Stack
-) -> None:
-    """Report uses that may still run on devices that lose access."""
+def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict[int, int], what: str) -> None:
+    """Report uses of ranges with the rights ``old`` that may still run on devices that lose access."""
     lost = {device for device, rights in new.items() if old.get(device, 0) & ~rights}
-    for range_ in ranges if lost else ():
+    devices = state.streams.devices
+    for range_ in [one for one in ranges if one.grants is old] if lost else ():
         for use in range_.last.values():
-            if not isinstance(use.actor, TrackedStream) or state.streams.devices.get(use.actor) not in lost:
+            if not isinstance(use.actor, TrackedStream) or devices.get(use.actor) not in lost:
                 continue
             if not state.timeline.may_be_known(use.actor.number, use.time):
-                rights = f"the access of device {state.streams.devices[use.actor]} to {range_}"
+                rights = f"the access of device {devices[use.actor]} to {range_}"
                 found = f"{what} revokes {rights}, but nothing orders it after {use}."
-                remedy = state.judge.missing_order(use, state.streams.thread())
-                state.judge.report("access without a grant", found, remedy, range_, stack, used=use.stack)
+                remedy = state.judge.missing_order(use, state.thread())
+                state.judge.report("access without a grant", found, remedy, range_, state.place(), used=use.stack)
 
 
 # -- uses of freed memory ----------------------------------------------------------------------------------
@@ -300,9 +299,9 @@ def stale(state: State, handle: Any, what: str, touched: Iterable[Touch], *, in_
     gone = [one for one in all_pieces(state, touched) if one[0][0].ended is not None]
     if not gone:
         return nothing
-    stream = state.streams.find(handle) if in_order else None
+    stream = state.stream(handle) if in_order else None
     if stream is None:
-        return _stale(state, gone, state.streams.thread(), state.timeline.everything(), what)
+        return _stale(state, gone, state.thread(), state.timeline.everything(), what)
     if stream in state.streams.captures:
         return stale_at_launch(state, what, touched)
     elif stream.obstacle is None:
@@ -315,7 +314,7 @@ def stale_at_launch(state: State, what: str, touched: Iterable[Touch]) -> Finish
     again, so only vacated ranges count.
     """
     gone = [one for one in all_pieces(state, touched) if one[0][0].vacated]
-    return _stale(state, gone, state.streams.thread(), state.timeline.everything(), what) if gone else nothing
+    return _stale(state, gone, state.thread(), state.timeline.everything(), what) if gone else nothing
 
 
 def _stale(state: State, gone: Pieces, actor: Actor, clock: Clock, what: str) -> Finish:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.checker.clocks import Clock, Obstacle, Timeline, TrackedStream
@@ -17,18 +18,15 @@ _MOST_WRITES, _MOST_ADDRESSES = 16, 10_000
 _Key = tuple[Bytes | None, int]
 
 
+@dataclass(eq=False, slots=True)
 class _Waiting(Obstacle):
     """The wait of a stream for a value in memory."""
 
-    __slots__ = ("accepts", "key", "range", "read")
-
-    def __init__(self, key: _Key, range_: Range | None, accepts: Callable[[int], bool]) -> None:
-        super().__init__()
-        self.key = key
-        self.range = range_
-        self.accepts = accepts
-        self.read: Callable[[], int] | None = None
-        """Reads the value; None where the host cannot."""
+    key: _Key = (None, 0)
+    range: Range | None = None
+    accepts: Callable[[int], bool] = bool
+    read: Callable[[], int] | None = None
+    """Reads the value; None where the host cannot."""
 
 
 class WaitValues:
@@ -80,7 +78,7 @@ class WaitValues:
         """Queue a wait for a value in a stream."""
         key, range_ = self._key(address)
         compare = WAIT_COMPARISONS[flag & 3]
-        wait = _Waiting(key, range_, lambda there: compare(there, value, bits))
+        wait = _Waiting(key=key, range=range_, accepts=lambda there: compare(there, value, bits))
         if self._on_host(address) if range_ is None else range_.kind in ("pinned memory", "registered memory"):
             # Host memory can change without a call.
             wait.read = lambda: int(_TYPES[bits].from_address(address).value)

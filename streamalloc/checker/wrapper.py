@@ -126,7 +126,7 @@ class Checked(Wrapper, Recorder):
         kind, pointers = _QUEUES_HOST_FUNCTION[name]
         try:
             handle, theirs, *rest = args
-            number, stream = int(getattr(cuda, pointers)(theirs)), self._alone(self._state.streams.find, handle)
+            number, stream = int(getattr(cuda, pointers)(theirs)), self._alone(self._state.stream, handle)
         except REFUSED:
             number = 0
         if not number:

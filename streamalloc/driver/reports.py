@@ -78,7 +78,9 @@ def here(depth: int = _DEPTH) -> Stack:
         kind = _kinds.get(file)
         if kind is None:
             kind = _kinds[file] = _kind(file)
-        if kind == _THEIRS:
+        if kind == _SKIPPED:
+            pass  # most frames
+        elif kind == _THEIRS:
             found.append((code, frame.f_lasti))
         elif kind == _FACADE and not found:
             function = code.co_name

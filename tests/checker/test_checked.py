@@ -22,8 +22,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.checker import recorder, report, wrapper
+from streamalloc.checker.ranges import AddressMap
 from streamalloc.checker.report import LEFT_OUT
-from streamalloc.checker.rules import memory as rules_of_memory
 from streamalloc.checker.rules.table import RULES
 from streamalloc.driver import selection
 from streamalloc.driver.account import COUNTED, HandleCounts
@@ -169,7 +169,7 @@ class TestModes:
         assert [one.kind for one in driver.hazards] == ["double free"]
         assert set(driver.hazards[0].stacks) == {"this call", "freed", "allocated"}
 
-    @pytest.mark.parametrize(("owner", "name"), [(HandleCounts, "note"), (rules_of_memory, "allocate")])
+    @pytest.mark.parametrize(("owner", "name"), [(HandleCounts, "note"), (AddressMap, "add")])
     def test_an_interrupt_loses_the_record_of_one_allocation(
         self, machine: Any, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -44,7 +44,7 @@ def _built(state: State, known: dict[int, T], number: int, make: Callable[[], T]
 
 def launch(state: State, executable: Executable, stream: TrackedStream, stack: Stack) -> None:
     """Queue a launch of a graph. It runs after earlier launches of the same graph."""
-    nodes, capture = executable.nodes, state.streams.capture_of(stream)
+    nodes, capture = executable.nodes, state.capture_of(stream)
     if capture is not None:
         copies = [replace(node, handle=0) for node in nodes]
         for node in copies:
@@ -112,7 +112,7 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
 
 
 def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    stream = state.streams.find(args[0])
+    stream = state.stream(args[0])
     capture = state.streams.captures[stream] = TrackedCapture(state.on_hazard)
     capture.join(stream)
     if name == "cuStreamBeginCaptureToGraph":
@@ -120,7 +120,7 @@ def _begins_capture(state: State, name: str, args: Arguments, answer: Answer) ->
 
 
 def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer], None]:
-    capture = state.streams.captures.get(state.streams.find(args[0]))
+    capture = state.streams.captures.get(state.stream(args[0]))
 
     def finish(answer: Answer) -> None:
         if capture is None or (answer[0] and state.ask.number("cuStreamIsCapturing", args[0])):
@@ -134,7 +134,7 @@ def _ends_capture(state: State, name: str, args: Arguments) -> Callable[[Answer]
 
 
 def _reorders_capture(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    stream = state.streams.find(args[0])
+    stream = state.stream(args[0])
     if stream in state.streams.captures:
         nodes = list(args[1] or ())[: int(args[-2])]
         state.streams.captures[stream].reorder(stream, [int(one) for one in nodes], bool(int(args[-1]) & _SET))
@@ -365,11 +365,11 @@ def _launches(state: State, name: str, args: Arguments) -> Callable[[Answer], No
     calls = [node.calls for node in executable.nodes if node.calls is not None]
     if calls:
         # Host functions of the graph may begin before the call returns.
-        launch(state, executable, state.streams.find(args[1]), stack)
+        launch(state, executable, state.stream(args[1]), stack)
 
     def finish(answer: Answer) -> None:
         if not answer[0] and not calls:
-            launch(state, executable, state.streams.find(args[1]), stack)
+            launch(state, executable, state.stream(args[1]), stack)
         for call in calls if answer[0] else ():
             call.skip()
 

@@ -15,7 +15,6 @@ from streamalloc.checker.state import OPENED, State, TrackedArray, TrackedMemory
 from streamalloc.checker.streams import beside_captures, rights_of_process
 from streamalloc.checker.uses import Finish, nothing
 from streamalloc.driver.bindings import cuda, number_of
-from streamalloc.driver.reports import Stack
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
@@ -23,62 +22,6 @@ _FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
 _KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
 """Kinds whose addresses stay reserved after a free."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
-
-
-def access_to(state: State, context: int) -> dict[int, int]:
-    """Access of devices to the plain memory of a context."""
-    return state.access.setdefault(context, {})
-
-
-def allocate(
-    state: State, address: int, size: int, stream: TrackedStream, grants: dict[int, int] | None, stack: Stack
-) -> Range:
-    """Queue an allocation in a stream."""
-    made = Range(address, size, "allocation", stack=stack, grants=grants, pending=True)
-    made.born = Moment(stream, "allocation", stack)
-    state.addresses.add(made)
-    capture = state.streams.capture_of(stream)
-    if capture is not None:
-        node = TrackedNode("allocate", stack=stack, range=made)
-        capture.add(stream, node)
-        made.born = Moment(stream, "allocation at a launch of its graph", stack)
-        state.streams.name_nodes(stream, node)
-    else:
-        state.timeline.submit(stream, lambda stream: state.judge.allocate(made, stream))
-        state.streams.foreign.did(stream)
-    return made
-
-
-def free(state: State, address: int, stream: TrackedStream, what: str, stack: Stack) -> Finish:
-    """Before a free call, queue the free in a stream. Call the result with the driver's answer."""
-    found = state.addresses.find(address)
-    if found is None or found.base != address:
-        state.timeline.submit(stream, lambda stream: None)
-        return nothing
-    capture = state.streams.capture_of(stream)
-    if capture is not None:
-        return _captured_free(state, capture, stream, TrackedNode("free", what, stack, range=found))
-    state.sources.check()
-    undo = [state.sources.forget((found,))]
-    exported = state.interprocess.export_of(found)
-    refused: list[bool] = []
-
-    def free(stream: TrackedStream) -> None:
-        if not refused:
-            state.interprocess.check_importers(found, exported, what, stack)
-            undo.append(state.judge.free(found, stream, stream.clock, what, stack))
-
-    def finish(answer: Any) -> None:
-        if not answer[0]:
-            state.interprocess.freed(found, stream)
-            state.streams.foreign.did(stream)
-            return
-        refused.append(True)
-        for step in undo:
-            step()
-
-    state.timeline.submit(stream, free)
-    return finish
 
 
 def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream, node: TrackedNode) -> Finish:
@@ -94,9 +37,9 @@ def _captured_free(state: State, capture: TrackedCapture, stream: TrackedStream,
     return finish
 
 
-def end(state: State, ranges: Iterable[Range], what: str, stack: Stack, ending: str = "") -> Finish:
+def end(state: State, ranges: Iterable[Range], what: str, ending: str = "") -> Finish:
     """Before a call, free ranges by the host. Call the result with the driver's answer."""
-    thread = state.streams.thread()
+    thread, stack = state.thread(), state.place()
     state.timeline.host_acts(thread)
     ended = [one for one in ranges if one.ended is None]
     state.sources.check()
@@ -115,20 +58,6 @@ def end(state: State, ranges: Iterable[Range], what: str, stack: Stack, ending: 
     return finish
 
 
-def note_waiting_free(state: State, range_: Range, what: str) -> None:
-    """Note a synchronous free of memory that queued work still uses: no document says that the driver waits."""
-    for use in range_.last.values():
-        if not state.timeline.may_be_known(use.actor.number, use.time):
-            state.notes.add("frees", f"{what} of {range_.kind} that {use} uses")
-
-
-def add_mapping(state: State, address: int, size: int, offset: int, memory: TrackedMemory, stack: Stack) -> None:
-    """Add a mapping."""
-    made = Range(address, size, "mapping", memory.bytes, offset, stack, grants={}, bindings=memory.bindings)
-    memory.mappings = [one for one in memory.mappings if one.ended is None] + [made]
-    state.addresses.add(made)
-
-
 def mappings(state: State, address: int, size: int) -> list[Range]:
     """The mappings in an address range."""
     return [one for one in state.addresses.overlapping(address, address + size) if one.kind == "mapping"]
@@ -140,10 +69,21 @@ def mappings(state: State, address: int, size: int) -> list[Range]:
 def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None:
     if not int(answer[1]):
         return
-    stream = state.streams.find(args[-1])
+    stream, stack = state.stream(args[-1]), state.place()
     pool = int(args[1]) if "FromPool" in name else _current_pool(state, state.streams.devices.get(stream))
-    made = allocate(state, int(answer[1]), int(args[0]), stream, state.pools.get(pool), state.place())
+    made = Range(int(answer[1]), int(args[0]), "allocation", stack=stack, grants=state.pools.get(pool), pending=True)
     made.viewed = pool in state.host_pools
+    made.born = Moment(stream, "allocation", stack)
+    state.addresses.add(made)
+    capture = state.capture_of(stream)
+    if capture is not None:
+        node = TrackedNode("allocate", stack=stack, range=made)
+        capture.add(stream, node)
+        made.born = Moment(stream, "allocation at a launch of its graph", stack)
+        state.streams.name_nodes(stream, node)
+    else:
+        state.timeline.submit(stream, lambda stream: state.judge.allocate(made, stream))
+        state.streams.foreign.did(stream)
 
 
 def _current_pool(state: State, device: int | None) -> int:
@@ -173,7 +113,34 @@ def _find_pool(state: State, pool: int, device: int) -> None:
 
 
 def _frees(state: State, name: str, args: Arguments) -> Finish:
-    return free(state, number_of(args[0]), state.streams.find(args[1]), name, state.place())
+    found, stream, stack = state.addresses.find(number_of(args[0])), state.stream(args[1]), state.place()
+    if found is None or found.base != number_of(args[0]):
+        state.timeline.submit(stream, lambda stream: None)
+        return nothing
+    capture = state.capture_of(stream)
+    if capture is not None:
+        return _captured_free(state, capture, stream, TrackedNode("free", name, stack, range=found))
+    state.sources.check()
+    undo = [state.sources.forget((found,))]
+    exported = state.interprocess.export_of(found)
+    refused: list[bool] = []
+
+    def free(stream: TrackedStream) -> None:
+        if not refused:
+            state.interprocess.check_importers(found, exported, name, stack)
+            undo.append(state.judge.free(found, stream, stream.clock, name, stack))
+
+    def finish(answer: Answer) -> None:
+        if not answer[0]:
+            state.interprocess.freed(found, stream)
+            state.streams.foreign.did(stream)
+            return
+        refused.append(True)
+        for step in undo:
+            step()
+
+    state.timeline.submit(stream, free)
+    return finish
 
 
 # -- at once -------------------------------------------------------------------------------------------------
@@ -186,18 +153,20 @@ def frees_at_once(state: State, name: str, args: Arguments) -> Finish:
     if found is not None and found.opened > 1:
         return lambda answer: setattr(found, "opened", found.opened - (not answer[0]))
     if ranges and ranges[0].kind in ("device memory", OPENED):
-        # The driver waits for the device, unless it is pool memory.
-        note_waiting_free(state, ranges[0], name)
+        # The driver waits for the device, unless it is pool memory. No document says so.
+        for use in ranges[0].last.values():
+            if not state.timeline.may_be_known(use.actor.number, use.time):
+                state.notes.add("frees", f"{name} of {ranges[0].kind} that {use} uses")
         uses.wait_for_device(state)
-    stack, ending = state.place(), "release" if "Host" in name else ""
+    ending = "release" if "Host" in name else ""
     again = bool(ranges) and ranges[0].ended is not None
-    ended = end(state, ranges, name, stack, ending)
+    ended = end(state, ranges, name, ending)
 
     def finish(answer: Answer) -> None:
         ended(answer)
         if again and answer[0]:
             # Only for registered memory: other addresses are refused before the call.
-            state.judge.free(ranges[0], state.streams.thread(), state.timeline.host, name, stack, ending)
+            state.judge.free(ranges[0], state.thread(), state.timeline.host, name, state.place(), ending)
 
     return finish
 
@@ -207,14 +176,13 @@ def _makes(kind: str, size: Callable[[Arguments, Answer], int], of_device: bool 
 
     def rule(state: State, name: str, args: Arguments, answer: Answer) -> None:
         if int(answer[1]):
-            nbytes, context = max(size(args, answer), 1), state.streams.context()
+            nbytes, context = max(size(args, answer), 1), state.context()
             device, grants = state.streams.devices[state.streams.legacy(context)], None
             if of_device and device is not None:
-                grants = access_to(state, context)
+                grants = state.access.setdefault(context, {})
                 grants[device] = 3
-            state.addresses.add(
-                Range(int(answer[1]), nbytes, kind, stack=state.place(), context=context, grants=grants)
-            )
+            made = Range(int(answer[1]), nbytes, kind, stack=state.place(), context=context, grants=grants)
+            state.addresses.add(made)
 
     return rule
 
@@ -224,22 +192,20 @@ def _first(args: Arguments, answer: Answer) -> int:
 
 
 def _registers(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    made = Range(
-        number_of(args[0]), int(args[1]), "registered memory", stack=state.place(), context=state.streams.context()
-    )
+    address, size, context = number_of(args[0]), int(args[1]), state.context()
+    made = Range(address, size, "registered memory", stack=state.place(), context=context)
     made.bytes.shared = any(rights.endswith("s") for rights in rights_of_process(made.base, made.end))
     state.addresses.add(made)
 
 
 def _changes_peer_access(state: State, name: str, args: Arguments) -> Finish:
     """The current device gets or loses access to the plain memory of another context."""
-    grants, device, enabled = access_to(state, number_of(args[0])), state.ask.number("cuCtxGetDevice"), "Enable" in name
+    grants, enabled = state.access.setdefault(number_of(args[0]), {}), "Enable" in name
+    device = state.ask.number("cuCtxGetDevice")
     if device is None:
         return nothing
     rights = {device: 3 if enabled else 0}
-    uses.revoke(
-        state, (one for one in state.addresses.living() if one.grants is grants), grants, rights, name, state.place()
-    )
+    uses.revoke(state, state.addresses.living(), grants, rights, name)
 
     def finish(answer: Answer) -> None:
         if not answer[0] or (enabled and answer[0] == cuda.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
@@ -252,44 +218,22 @@ def _changes_peer_access(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    _add_array(state, int(answer[1]), args[0], 0)
-
-
-def _add_array(state: State, handle: int, descriptor: Any, level: int) -> TrackedArray:
-    """Add an array, or a level of a mipmapped array."""
-    sizes = [int(getattr(descriptor, name, 0) or 0) for name in ("Width", "Height", "Depth")]
-    width, lines, planes = (max(one >> level, 1) for one in sizes)
+    descriptor = args[0]
+    width, lines, planes = (max(int(getattr(descriptor, one, 0) or 0), 1) for one in ("Width", "Height", "Depth"))
     bits = getattr(descriptor.Format, "name", "")
-    element = next((bytes_ for name, bytes_ in _FORMATS if bits.endswith(name)), 16) * int(descriptor.NumChannels)
-    # Layers count as planes. All levels have the same number of layers.
-    pitch, planes = width * element, max(planes, sizes[2])
-    made = TrackedArray(
-        state.array_end, max(pitch * lines * planes, 1), "array", stack=state.place(), context=state.streams.context()
-    )
-    made.pitch, made.lines, made.element = pitch, lines, element
+    element = next((bytes_ for end, bytes_ in _FORMATS if bits.endswith(end)), 16) * int(descriptor.NumChannels)
+    nbytes, context = width * element * lines * planes, state.context()
+    made = TrackedArray(state.array_end, nbytes, "array", stack=state.place(), context=context)
+    made.pitch, made.lines, made.element = width * element, lines, element
     state.array_end += made.size + 1
-    state.arrays[handle] = made
+    state.arrays[int(answer[1])] = made
     state.addresses.add(made)
-    return made
-
-
-def _makes_mipmapped(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.mipmapped[int(answer[1])] = (args[0], {})
-
-
-def _finds_level(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    descriptor, levels = state.mipmapped.get(number_of(args[0]), (None, {}))
-    if descriptor is not None and int(answer[1]) not in levels:
-        levels[int(answer[1])] = None
-        _add_array(state, int(answer[1]), descriptor, int(args[1])).deferred = True
 
 
 def _ends_array(state: State, name: str, args: Arguments) -> Finish:
-    handle = number_of(args[0])
-    handles = state.mipmapped.pop(handle, (None, {}))[1] if "Mipmapped" in name else {handle: None}
-    ended = [state.arrays[one] for one in handles if one in state.arrays]
+    made = state.arrays.get(number_of(args[0]))
     uses.wait_for_device(state)
-    return end(state, ended, name, state.place())
+    return end(state, () if made is None else (made,), name)
 
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -305,7 +249,7 @@ def _unloads(state: State, name: str, args: Arguments) -> Finish:
     ended = state.variables.pop(number_of(args[0]), [])
     if ended:
         uses.wait_for_device(state)
-    return end(state, ended, name, state.place())
+    return end(state, ended, name)
 
 
 # -- pools ---------------------------------------------------------------------------------------------------
@@ -358,9 +302,7 @@ def _grants_pool(state: State, name: str, args: Arguments) -> Finish:
     grants, rights = state.pools.get(number_of(args[0])), granted(args[1])
     if grants is None:
         return nothing
-    uses.revoke(
-        state, (one for one in state.addresses.living() if one.grants is grants), grants, rights, name, state.place()
-    )
+    uses.revoke(state, state.addresses.living(), grants, rights, name)
     return lambda answer: None if answer[0] else grants.update(rights)
 
 
@@ -414,18 +356,23 @@ def _maps(state: State, name: str, args: Arguments, answer: Answer) -> None:
     memory = state.physical.get(number_of(args[3]))
     if memory is None:
         memory = state.physical[number_of(args[3])] = TrackedMemory(int(args[1]), ())
-    add_mapping(state, number_of(args[0]), int(args[1]), int(args[2]), memory, state.place())
+    address, size, offset = number_of(args[0]), int(args[1]), int(args[2])
+    bindings = memory.bindings
+    made = Range(address, size, "mapping", memory.bytes, offset, state.place(), grants={}, bindings=bindings)
+    memory.mappings = [one for one in memory.mappings if one.ended is None] + [made]
+    state.addresses.add(made)
 
 
 def _unmaps(state: State, name: str, args: Arguments) -> Finish:
-    return end(state, mappings(state, number_of(args[0]), int(args[1])), name, state.place(), "unmap")
+    return end(state, mappings(state, number_of(args[0]), int(args[1])), name, "unmap")
 
 
 def _grants(state: State, name: str, args: Arguments) -> Finish:
     rights = granted(args[2])
     found = mappings(state, number_of(args[0]), int(args[1]))
     for one in found:
-        uses.revoke(state, (one,), one.grants or {}, rights, name, state.place())
+        if one.grants is not None:
+            uses.revoke(state, (one,), one.grants, rights, name)
 
     def finish(answer: Answer) -> None:
         for one in () if answer[0] else found:
@@ -472,7 +419,7 @@ def _unbinds(state: State, name: str, args: Arguments) -> Finish:
     bindings = target.bindings
     device, start, size = number_of(args[1]), int(args[2]), int(args[3])
     # Uses through the object must have ended. The mappings themselves stay.
-    end(state, target.mappings, name, state.place(), "unmap")((1,))
+    end(state, target.mappings, name, "unmap")((1,))
 
     def finish(answer: Answer) -> None:
         if answer[0]:
@@ -494,8 +441,6 @@ RULES = rules(
         "cuMemHostAlloc cuMemAllocHost": _makes("pinned memory", _first),
         "cuMemHostRegister": _registers,
         "cuArrayCreate cuArray3DCreate": _makes_array,
-        "cuMipmappedArrayCreate": _makes_mipmapped,
-        "cuMipmappedArrayGetLevel": _finds_level,
         "cuModuleGetGlobal cuLibraryGetGlobal cuLibraryGetManaged": _finds_variable,
         "cuMemPoolCreate": _makes_pool,
         "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
@@ -514,7 +459,7 @@ RULES = rules(
         "cuMemPoolDestroy": ends(attrgetter("pools"), _ends_pool),
         "cuMemPoolSetAccess": _grants_pool,
         "cuCtxEnablePeerAccess cuCtxDisablePeerAccess": _changes_peer_access,
-        "cuArrayDestroy cuMipmappedArrayDestroy": _ends_array,
+        "cuArrayDestroy": _ends_array,
         "cuModuleUnload cuLibraryUnload": _unloads,
         "cuMemAddressFree": _ends_reservation,
         "cuMemUnmap": _unmaps,

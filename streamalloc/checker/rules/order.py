@@ -56,7 +56,7 @@ class HostCall:
             return
         stream, before, ended = self._queued.popleft()
         self._running.append(ended)
-        self._state.streams.thread().within = stream
+        self._state.thread().within = stream
         timeline.force_mark(before)
         if before.clock is not None:
             timeline.host_observes(before.clock)
@@ -65,7 +65,7 @@ class HostCall:
         """End the running call."""
         if self._running:
             self._state.timeline.end(self._running.pop(0), self._state.timeline.host)
-        self._state.streams.thread().within = None
+        self._state.thread().within = None
 
     def refused(self) -> None:
         """Undo the queueing, because the driver refused the call."""
@@ -80,6 +80,14 @@ class HostCall:
             self._state.timeline.end(self._queued.pop()[2], self._state.timeline.host)
 
 
+def _at_launch(state: State, stream: TrackedStream, step: Callable[[TrackedStream], object]) -> bool:
+    """Whether a stream is captured: then each launch of the graph calls ``step`` with its stream."""
+    capture = state.capture_of(stream)
+    if capture is not None:
+        state.streams.name_nodes(stream, capture.step(step))
+    return capture is not None
+
+
 def event_of(state: State, handle: Any) -> TrackedEvent:
     """The event of a handle."""
     number = number_of(handle)
@@ -91,10 +99,10 @@ def event_of(state: State, handle: Any) -> TrackedEvent:
 
 def record(state: State, event: TrackedEvent, stream: TrackedStream, external: bool = False) -> None:
     """Record an event in a stream. ``external``: if it is captured, record at each launch."""
-    capture = state.streams.capture_of(stream)
-    if capture is not None and external:
-        state.streams.name_nodes(stream, capture.step(lambda stream: record(state, event, stream)))
-    elif capture is not None:
+    capture = state.capture_of(stream)
+    if external and _at_launch(state, stream, lambda stream: record(state, event, stream)):
+        return
+    if capture is not None:
         event.mark, event.captured = None, (capture, capture.record(stream, event, state.place(1)))
     else:
         recorded(state, event, stream)
@@ -108,12 +116,12 @@ def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
         state.sources.clear()
         state.interprocess.notifies(stream)
         number = state.interprocess.recorded(event)
-        state.timeline.submit(stream, lambda stream: _publish(state, stream, event, number))
 
+        def publish(stream: TrackedStream) -> None:
+            state.timeline.published.learn(stream.clock)
+            state.interprocess.covers(event, stream.clock, number)
 
-def _publish(state: State, stream: TrackedStream, event: TrackedEvent, number: int) -> None:
-    state.timeline.published.learn(stream.clock)
-    state.interprocess.covers(event, stream.clock, number)
+        state.timeline.submit(stream, publish)
 
 
 def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
@@ -124,15 +132,14 @@ def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
 
 def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
     """Make a stream wait for an event. ``external``: if it is captured, each launch waits for the outside event."""
-    capture = state.streams.capture_of(stream)
     if event.captured is not None:
         of, clock = event.captured
         if not of.ended:
             of.wait(stream, event, clock, state.place(1))
             state.streams.captures[stream] = of
-    elif capture is not None:
+    elif state.capture_of(stream) is not None:
         if external:
-            state.streams.name_nodes(stream, capture.step(lambda stream: wait(state, stream, event)))
+            _at_launch(state, stream, lambda stream: wait(state, stream, event))
     else:
         if event.mark is not None:
             state.timeline.wait(stream, event.mark)
@@ -144,29 +151,20 @@ def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: boo
 
 def write_value(state: State, stream: TrackedStream, address: int, value: int, bits: int) -> None:
     """Queue a write of a value in a stream (``cuStreamWriteValue32``)."""
-    capture = state.streams.capture_of(stream)
-    if capture is not None:
-        state.streams.name_nodes(stream, capture.step(lambda stream: write_value(state, stream, address, value, bits)))
-    else:
-        state.sources.polled(stream, address, address + bits // 8)
-        state.interprocess.notifies(stream)
-        if state.interprocess.uses and _is_shared(state, address):
-            state.timeline.submit(stream, lambda stream: state.interprocess.release(stream.clock))
-        _use_word(state, stream, f"cuStreamWriteValue{bits}", address, bits // 8)
-        state.values.write(stream, address, value)
+    if _at_launch(state, stream, lambda stream: write_value(state, stream, address, value, bits)):
+        return
+    state.sources.polled(stream, address, address + bits // 8)
+    state.interprocess.notifies(stream)
+    if state.interprocess.uses and _is_shared(state, address):
+        state.timeline.submit(stream, lambda stream: state.interprocess.release(stream.clock))
+    _use_word(state, stream, f"cuStreamWriteValue{bits}", address, bits // 8)
+    state.values.write(stream, address, value)
 
 
 def _is_shared(state: State, address: int) -> bool:
     """Whether other processes may have the memory at an address open."""
     found = state.addresses.find(address)
     return found is None or found.bytes.shared
-
-
-def announces(state: State, stream: TrackedStream, address: int) -> None:
-    """Record that other processes may see a value before the writing call returns."""
-    state.interprocess.notifies(stream)
-    if stream.obstacle is None and _is_shared(state, address):
-        state.interprocess.release(state.timeline.before_next(stream))
 
 
 def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
@@ -184,17 +182,13 @@ def _use_word(state: State, stream: TrackedStream, what: str, address: int, nbyt
 
 def wait_value(state: State, stream: TrackedStream, address: int, value: int, flag: int, bits: int) -> None:
     """Queue a wait for a value in a stream (``cuStreamWaitValue32``)."""
-    capture = state.streams.capture_of(stream)
-    if capture is not None:
-        state.streams.name_nodes(
-            stream, capture.step(lambda stream: wait_value(state, stream, address, value, flag, bits))
-        )
-    else:
-        _use_word(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
-        held = stream.obstacle
-        state.values.wait(stream, address, value, flag, bits)
-        if held is None and stream.obstacle is not None:
-            _holds(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
+    if _at_launch(state, stream, lambda stream: wait_value(state, stream, address, value, flag, bits)):
+        return
+    _use_word(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
+    held = stream.obstacle
+    state.values.wait(stream, address, value, flag, bits)
+    if held is None and stream.obstacle is not None:
+        _holds(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
 
 
 def _holds(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
@@ -214,7 +208,7 @@ def _holds(state: State, stream: TrackedStream, what: str, address: int, nbytes:
 
 def host_function(state: State, stream: TrackedStream) -> HostCall:
     """Queue a call of a host function in a stream. If the stream is captured, each launch calls it."""
-    capture = state.streams.capture_of(stream)
+    capture = state.capture_of(stream)
     made = HostCall(state, stays=capture is not None)
     if capture is None:
         made.queue(stream)
@@ -228,7 +222,7 @@ def end_context(state: State, context: int, what: str, stack: Stack) -> None:
     for handle in state.streams.end_context(context):
         state.account.lost("stream", handle)
     state.access.pop(context, None)
-    thread = state.streams.thread()
+    thread = state.thread()
     state.timeline.host_acts(thread)
     for range_ in state.addresses.living():
         if range_.context == context != 0:
@@ -253,11 +247,11 @@ def _synchronises(streams: Callable[[State, Arguments], list[TrackedStream]]) ->
 
 
 def _streams_of_context(state: State, args: Arguments) -> list[TrackedStream]:
-    return state.streams.all(number_of(args[0]) if args else state.streams.context())
+    return state.streams.all(number_of(args[0]) if args else state.context())
 
 
 def _queries(state: State, name: str, args: Arguments) -> Finish:
-    stream = state.streams.find(args[0])
+    stream = state.stream(args[0])
     state.sources.check()
     clock = stream.clock.copy() if stream.obstacle is None and not stream.peers else None
 
@@ -287,7 +281,7 @@ def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> No
 
 def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
     external = name.endswith("WithFlags") and int(args[2]) & _EXTERNAL
-    record(state, event_of(state, args[0]), state.streams.find(args[1]), bool(external))
+    record(state, event_of(state, args[0]), state.stream(args[1]), bool(external))
 
 
 def _records_context(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -302,7 +296,7 @@ def _records_context(state: State, name: str, args: Arguments, answer: Answer) -
 
 def _waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
     external = len(args) > 2 and int(args[2]) & _EXTERNAL
-    wait(state, state.streams.find(args[0]), event_of(state, args[1]), bool(external))
+    wait(state, state.stream(args[0]), event_of(state, args[1]), bool(external))
 
 
 def _context_waits(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -320,7 +314,7 @@ def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer)
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """A wait for another library's semaphore. It counts as ordered after all earlier work."""
-    wait(state, state.streams.find(args[-1]), TrackedEvent(foreign=True))
+    wait(state, state.stream(args[-1]), TrackedEvent(foreign=True))
 
 
 def _happened(state: State, name: str, args: Arguments) -> Finish:
@@ -337,7 +331,7 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
             assert mark.clock is not None
             state.timeline.host_observes(mark.clock)
         for one in events:
-            waited(state, state.streams.thread(), one)
+            waited(state, state.thread(), one)
             unseen = state.interprocess.recorded_elsewhere(one)
             if unseen is not None:
                 state.timeline.host_observes(unseen)
@@ -351,7 +345,10 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
 def _names_value(state: State, name: str, args: Arguments) -> Finish:
     """Before a call, check the memory of its value. Other processes may see a written value during the call."""
     if (state.interprocess.leaving or state.interprocess.uses) and "Write" in name:
-        announces(state, state.streams.find(args[0]), number_of(args[1]))
+        stream = state.stream(args[0])
+        state.interprocess.notifies(stream)
+        if stream.obstacle is None and _is_shared(state, number_of(args[1])):
+            state.interprocess.release(state.timeline.before_next(stream))
     found = state.addresses.find(number_of(args[1]))
     if found is None or found.ended is None:
         return nothing
@@ -359,7 +356,7 @@ def _names_value(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    stream, bits = state.streams.find(args[0]), int(name[-2:])
+    stream, bits = state.stream(args[0]), int(name[-2:])
     if "Write" in name:
         write_value(state, stream, number_of(args[1]), number_of(args[2]), bits)
     else:
@@ -368,7 +365,7 @@ def _value(state: State, name: str, args: Arguments, answer: Answer) -> None:
 
 def _values(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """``cuStreamBatchMemOp``."""
-    batch_of_values(state, state.streams.find(args[0]), args[2])
+    batch_of_values(state, state.stream(args[0]), args[2])
 
 
 def batch_of_values(state: State, stream: TrackedStream, operations: Any) -> None:
@@ -438,7 +435,7 @@ RULES = rules(
     before={
         _VALUES: _names_value,
         "cuStreamDestroy": ends(attrgetter("streams.by_handle"), lambda state, stream: state.streams.retire(stream)),
-        "cuStreamSynchronize": _synchronises(lambda state, args: [state.streams.find(args[0])]),
+        "cuStreamSynchronize": _synchronises(lambda state, args: [state.stream(args[0])]),
         "cuCtxSynchronize cuCtxSynchronize_v2": _synchronises(_streams_of_context),
         "cuStreamQuery": _queries,
         "cuEventDestroy": ends(attrgetter("events"), lambda state, event: state.interprocess.destroyed(event)),

@@ -69,9 +69,7 @@ def _opens_plain(state: State, name: str, args: Arguments, answer: Answer) -> No
         # The driver counts opens of one address.
         there.opened += 1
         return
-    made = Range(
-        int(answer[1]), _size_at(state, answer[1]), OPENED, stack=state.place(), context=state.streams.context()
-    )
+    made = Range(int(answer[1]), _size_at(state, answer[1]), OPENED, stack=state.place(), context=state.context())
     exported = opaque_bytes(args[0])
     state.interprocess.awaited(made, exported)
     _opened(state, made, exported)

@@ -44,7 +44,7 @@ class _Work:
         """Queue the work after the call has succeeded."""
         for address, nbytes, write in self.taken(state, args):
             uses.use_on_host(state, number_of(address), nbytes, write, name)
-        stream = state.streams.find(self._stream(args))
+        stream = state.stream(self._stream(args))
         if self.stream_at is None and self._is_staged(state, args):
             # The driver waits for earlier work, but the copied bytes may still be on their way when the call returns.
             uses.host_waited_for(state, stream)
