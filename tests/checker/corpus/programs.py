@@ -27,7 +27,7 @@ class Host:
     def __init__(self, b: Bench, nbytes: int = SIZE) -> None:
         self.b, self.nbytes = b, nbytes
         self.address = int(b.raw("cuMemHostAlloc", nbytes, 0))
-        self.array = np.frombuffer((ctypes.c_ubyte * nbytes).from_address(self.address), np.uint8)
+        self.array = np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)), np.uint8)
         self.array[:] = 0
         b._stack.callback(self.free)
 
@@ -189,10 +189,12 @@ def an_event_is_recorded_anew_on_a_third_stream(b: Bench, right: bool) -> None:
 @hazard("race")
 def a_stream_waits_before_the_recording(b: Bench, right: bool) -> None:
     memory, event = b.ready(), b.event()
-    for step in ("write", "record", "wait") if right else ("wait", "write", "record"):
-        {"write": lambda: b.write(memory, b.a), "record": lambda: b.a.record(event), "wait": lambda: b.b.wait(event)}[
-            step
-        ]()
+    if not right:
+        b.b.wait(event)
+    b.write(memory, b.a)
+    b.a.record(event)
+    if right:
+        b.b.wait(event)
     b.read(memory, b.b)
 
 
