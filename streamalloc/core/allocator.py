@@ -14,10 +14,10 @@ from streamalloc.core.buffer import Buffer, GraphBuffer, PoolBuffer
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, error_from
+from streamalloc.core.fence import await_device, await_unknown_ends
 from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.per_thread_streams import thread_number
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
-from streamalloc.core.queued_work import await_device, await_unknown_ends
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
 from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike

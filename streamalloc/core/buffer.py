@@ -22,10 +22,10 @@ from streamalloc.core.errors import (
     refused,
     size_text,
 )
+from streamalloc.core.fence import ordered_after
 from streamalloc.core.html import Row
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.queued_work import ordered_after
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import NOT_CALLED, Session
 from streamalloc.core.stream import Stream, StreamLike, notice_close

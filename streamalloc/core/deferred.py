@@ -25,12 +25,12 @@ of a capture, or a pool that waits for its last free. The rules:
 * No lock is held during an attempt.
 * A capture may begin on another thread at any moment. Attempts run in the relaxed capture mode, in which calls break no
   capture of streams that they do not name. No thread begins to capture a stream of ours while the stream's lock is held
-  (``ordered_after`` and ``may_queue`` of :mod:`streamalloc.core.queued_work`). Work on a default stream is queued while
+  (``ordered_after`` and ``may_queue`` of :mod:`streamalloc.core.fence`). Work on a default stream is queued while
   no capture of ours can begin (:attr:`DeferredQueue.beginning`). No call is made for a whole context: items wait for
-  the work of each stream that is known (:class:`~streamalloc.core.queued_work.QueuedWork`).
+  the work of each stream that is known (:class:`~streamalloc.core.fence.Fence`).
 
 An explicit end or commit keeps to one rule beside captures. It waits for the streams or events that it names. If it
-names none, it waits for all work of the devices (:func:`~streamalloc.core.queued_work.all_work`), which breaks no
+names none, it waits for all work of the devices (:func:`~streamalloc.core.fence.all_work`), which breaks no
 capture either. What then cannot be released is an item of this queue. The first error propagates, with later ones
 attached (:func:`~streamalloc.core.errors.undoing`).
 

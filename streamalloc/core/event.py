@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, deferred_queue, refused_to_end, work
-from streamalloc.core.errors import ClosedError, error_from
+from streamalloc.core.errors import LOST, ClosedError, error_from
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.properties import checked_type
 from streamalloc.core.resource import Closes, made_for_sharing
@@ -264,7 +264,9 @@ class _StreamEnd(Deferred):
         self.event = event
 
     def attempt(self) -> bool:
-        return has_passed(self.event)
+        with contextlib.suppress(ClosedError):  # closed by the stream's owner, which has synchronised
+            return has_passed(self.event)
+        return True
 
 
 pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
@@ -281,11 +283,15 @@ def defer_end(session: Session, last: Event) -> None:
 
 
 def has_passed(event: Event) -> bool:
-    """Whether an event has completed; then synchronise with it, so that pools can reuse the memory of earlier frees."""
-    with contextlib.suppress(ClosedError):  # closed by the stream's owner, which has synchronised
+    """Whether an event has completed, or its context is lost; then synchronise with it, so that pools can reuse the
+    memory of earlier frees.
+    """
+    try:
         if not event.query():
             return False
         event._session.call("cuEventSynchronize", event._checked_raw())
+    except LOST:
+        pass  # no work is left
     return True
 
 

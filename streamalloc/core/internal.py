@@ -39,6 +39,21 @@ from streamalloc.core.device import (
 from streamalloc.core.dlpack import tensor_in
 from streamalloc.core.event import Event, Spares, opened_event
 from streamalloc.core.fd import Fd
+from streamalloc.core.fence import (
+    Fence,
+    all_work,
+    await_all_work,
+    await_device,
+    await_unknown_ends,
+    context_event,
+    fence_since,
+    ordered_after,
+    ordered_after_end,
+    queue_behind,
+    queue_if_allowed,
+    record_uncaptured,
+    settle,
+)
 from streamalloc.core.graph import Graph
 from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
@@ -60,21 +75,6 @@ from streamalloc.core.places import (
     place_of,
     pool_locations,
     set_current_pool,
-)
-from streamalloc.core.queued_work import (
-    QueuedWork,
-    all_work,
-    await_all_work,
-    await_device,
-    await_unknown_ends,
-    context_event,
-    ordered_after,
-    ordered_after_end,
-    queue_behind,
-    queue_if_allowed,
-    record_uncaptured,
-    settle,
-    work_since,
 )
 from streamalloc.core.stream import (
     LEGACY,

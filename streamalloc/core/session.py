@@ -9,7 +9,7 @@ functions that :data:`DIRECT` names, and an allocator has two of its own. Every 
 ``_fill_slowly``, which checks arguments and explains errors. A case is usual if the memory is allocated, the arguments
 have the expected types, and the stream has a usable handle, by these slots of :class:`~streamalloc.core.stream.Stream`.
 They are None while the stream is closed, is captured by this library, or has an item to attempt before more work is
-queued (:func:`~streamalloc.core.queued_work.queue_behind`):
+queued (:func:`~streamalloc.core.fence.queue_behind`):
 
 =============  ==========================  ========================================================================
 Slot           Set for                     The call goes straight to the driver

@@ -38,9 +38,9 @@ from streamalloc.core.internal import (
     Buffer,
     Deferred,
     Device,
+    Fence,
     Memory,
     PoolBuffer,
-    QueuedWork,
     Stream,
     as_stream,
     deferred_queue,
@@ -431,7 +431,7 @@ class FreeAfterAll(Deferred):
         if streams:
             aside = _aside_of(self._device)
             default = next((stream for stream in streams if stream.is_default), None)
-            QueuedWork(self.session, without=(aside, default)).precede(aside)
+            Fence(self.session, without=(aside, default)).precede(aside)
             if default is not None:
                 # The default stream is ordered after all blocking streams: Numba's, which are unknown, and those of
                 # other threads.

@@ -19,9 +19,9 @@ from streamalloc.core.internal import (
     PER_THREAD,
     Deferred,
     Device,
+    Fence,
     Memory,
     Place,
-    QueuedWork,
     Stream,
     StreamLike,
     TypedView,
@@ -69,19 +69,19 @@ class _End(Deferred):
         self.then = then
         self.thread: int | None = None
         """Number of the thread that ended the use, if ``then`` may be used on it alone."""
-        self._use: QueuedWork | None = None
+        self._use: Fence | None = None
 
     def attempt(self) -> bool:
         if self._kept is None:
             return True
         if self._use is None:
-            self._use = QueuedWork(self._session, *(() if self.user is None else (self.user,)))
+            self._use = Fence(self._session, None if self.user is None else [self.user], in_item=True)
         if not (self._use.done() or (self.then is not None and self._ordered(self._use, self.then))):
             return False
         self._kept = None
         return True
 
-    def _ordered(self, use: QueuedWork, then: Stream) -> bool:
+    def _ordered(self, use: Fence, then: Stream) -> bool:
         # This works even while the library captures its stream.
         return queue_if_allowed(then, lambda: use.precede(then), mine=self.thread == this_thread.number)
 

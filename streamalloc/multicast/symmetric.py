@@ -716,7 +716,6 @@ class _SavedContents(NamedTuple):
                         saved.save(CopySide.of(replica[: layout.nbytes]), copies)
                 finally:
                     stream.synchronize()
-                    copies.finished = True
         return contents
 
     def restore(self, resources: RankResources, layout: Layout, rank: int) -> None:
@@ -727,7 +726,6 @@ class _SavedContents(NamedTuple):
             if self.bytes is not None:
                 self.bytes.load(CopySide.of(replica[: layout.nbytes]), copies)
             stream.synchronize()
-            copies.finished = True
 
     def close(self) -> None:
         """Free the host memory."""

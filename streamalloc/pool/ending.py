@@ -3,7 +3,7 @@
 The driver documents that a pool may be destroyed while allocations live or frees are pending. Driver 580.159 crashed in
 later calls of a process that did so. So a pool is destroyed only once it has no allocations and every free has run. The
 test for this is a trim: it releases all memory if the host has synchronised with every free. This module synchronises
-with the frees of all known streams without waiting (:class:`QueuedWork`). Until then a closed pool is an item of the
+with the frees of all known streams without waiting (:class:`Fence`). Until then a closed pool is an item of the
 deferred queue.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from streamalloc.core.errors import CudaError, InvalidValueError
 from streamalloc.core.internal import (
+    Fence,
     HandleEnd,
-    QueuedWork,
     existing_pool,
     has_calls_of_its_own,
     pool_locations,
@@ -73,7 +73,7 @@ class PoolEnd(HandleEnd):
         super().__init__(session, "cuMemPoolDestroy", None)
         self._place = (location, allocation_type)
         self._resigned = False
-        self._frees: QueuedWork | None = None
+        self._frees: Fence | None = None
         """The work queued after the last frees; None if not recorded."""
         self.readers: int = 0
         """Number of threads that read statistics; the pool is not destroyed meanwhile."""
@@ -129,7 +129,7 @@ class PoolEnd(HandleEnd):
         if self._is_empty():
             return True
         if self._frees is None:
-            self._frees = QueuedWork(self._session)
+            self._frees = Fence(self._session)
         if self._frees.done():
             self._frees = None  # A free that is still pending is on an unknown stream, or came later.
         return self._is_empty()

@@ -26,7 +26,7 @@ from streamalloc.core.internal import (
     Allocator,
     Buffer,
     Device,
-    QueuedWork,
+    Fence,
     Stream,
     StreamLike,
     as_stream,
@@ -402,7 +402,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         freed = any([cache._make_room(stream) for cache in self._caches()])
         if self.on_oom != "sync-trim-retry":
             return freed
-        QueuedWork(self._session).synchronize()
+        Fence(self._session).synchronize()
         with self._session.relaxed():
             self._call("cuMemPoolTrimTo", 0)
         return True

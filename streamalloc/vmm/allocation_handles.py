@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -15,19 +16,18 @@ from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, Protocol
 
-from streamalloc.core.errors import ClosedError, DeviceLostError, InvalidContextError, undo_all
+from streamalloc.core.errors import ClosedError, undo_all
 from streamalloc.core.html import Drawn
 from streamalloc.core.internal import (
     FABRIC_NEEDS,
     Deferred,
     DeferredQueue,
     Fd,
+    Fence,
     HandleEnd,
-    QueuedWork,
     deferred_queue,
-    moment,
+    fence_since,
     work,
-    work_since,
 )
 from streamalloc.core.properties import MemHandleType, MemLocation
 from streamalloc.core.resource import Closes
@@ -177,25 +177,22 @@ class AllocationHandle(HandleNode):
         self.allocations.forget(self.state)
 
 
-class WorkNode(Node):
+class FenceNode(Node):
     """Work that was queued when a resource was dropped. The resource is released after it."""
 
-    __slots__ = ("_dropped", "_queued", "_session")
+    __slots__ = ("_dropped", "_fence", "_session")
 
     def __init__(self, session: Session) -> None:
         super().__init__(Kind.QUEUED_WORK)
         self._session = session
-        self._dropped = moment()
-        self._queued: QueuedWork | None = None
+        self._dropped = time.monotonic_ns()
+        self._fence: Fence | None = None
 
     def release(self) -> None:
         """Check whether the work has completed. The first attempt records its end."""
-        try:
-            if self._queued is None:
-                self._queued = work_since(self._session, self._dropped)
-            self.gone: bool = self._queued.done()
-        except (DeviceLostError, InvalidContextError):
-            self.gone = True  # no work is left
+        if self._fence is None:
+            self._fence = fence_since(self._session, self._dropped)
+        self.gone: bool = self._fence.done()
 
 
 class MappedMemory(Protocol):
@@ -280,7 +277,7 @@ class Allocations:
     def drop_after(self, devices: Iterable[int], nodes: Iterable[Node]) -> None:
         """Keep nodes until the devices have completed the work queued so far."""
         if devices:
-            queued = WorkNode(self.session)
+            queued = FenceNode(self.session)
             # Submit the work before any node depends on it: if the submit failed, those nodes would wait forever.
             self.drop(queued)
             for node in nodes:

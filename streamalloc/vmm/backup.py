@@ -12,14 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from streamalloc.core.errors import LOST, ClosedError, CudaError
+from streamalloc.core.errors import LOST
 from streamalloc.core.internal import (
     Buffer,
     CopySide,
     Deferred,
-    Event,
+    Fence,
     Memory,
-    QueuedWork,
     Stream,
     copy_bytes,
     deferred_queue,
@@ -32,19 +31,18 @@ from streamalloc.pool import MemoryPool
 class Copies:
     """The copies that one call queues on one stream, from or to backups; made by :func:`copying`."""
 
-    __slots__ = ("_end", "_staged", "backups", "finished", "stream", "transfers")
+    __slots__ = ("_staged", "backups", "fence", "stream", "transfers")
 
     def __init__(self, stream: Stream) -> None:
         self.backups: weakref.WeakSet[Backup] = weakref.WeakSet()
         """Backups that the copies use; empty after the call."""
         self.stream: Stream | None = stream
         """Stream of the copies; None after the call."""
-        self.finished: bool = False
-        """True if the host has synchronised with the copies."""
         self.transfers: dict[Any, Any] = {}
         """Unfinished transfers from and to files, by tier; each has ``finish()`` and ``abandon()``."""
         self._staged = False
-        self._end: Event | None = None
+        self.fence: Fence = Fence(session_of(stream), [stream], queueing=True)
+        """The fence of the copies."""
 
     def transfer(self, key: object, make: Callable[[Stream], Any]) -> Any:
         """Return the transfer with this key. If it is missing, ``make`` makes it for the stream of the copies."""
@@ -75,24 +73,14 @@ class Copies:
         """Block the host until the copies have completed."""
         if (self.backups or self._staged) and self.stream is not None:
             self.stream.synchronize()
-        self.finished = True
+        self.fence = Fence(self.fence.session, ())
 
-    def precede(self, stream: Stream) -> None:
-        """Make later work of ``stream`` wait for the copies, or for all queued work if no event was recorded for
-        them.
-        """
-        own = self.stream
-        if self._end is None:
-            queued = QueuedWork(session_of(stream)) if own is None else QueuedWork(session_of(stream), own)
-            queued.precede(stream)
-        else:
-            stream.wait(self._end)
-
-    def record(self, stream: Stream) -> None:
-        """Record an event after the copies, if they use a backup that is not released yet."""
-        if not self.finished and any(not backup.released for backup in self.backups):
-            with contextlib.suppress(CudaError, ClosedError):
-                self._end = stream.record()
+    def end(self) -> None:
+        """Record the end of the copies, if they use a backup that is not released yet."""
+        self.stream = None
+        self.fence.queueing = 0
+        if any(not backup.released for backup in self.backups):
+            self.fence.record()
         self.backups.clear()
 
 
@@ -104,8 +92,7 @@ def copying(stream: Stream) -> Iterator[Copies]:
         yield copies
     finally:
         copies.abandon()
-        copies.stream = None
-        copies.record(stream)
+        copies.end()
 
 
 class Backup:
@@ -242,7 +229,7 @@ class _Release(Deferred):
         memory = self._memory
         if memory.freed:
             return True
-        copies = [one for one in list(self._copies) if not one.finished]
+        copies = [one for one in list(self._copies) if not one.fence.done()]
         stream = copies[0].stream if len(copies) == 1 else None
         if not copies:
             memory.close()
@@ -253,6 +240,6 @@ class _Release(Deferred):
             device = memory.stream.device
             with session_of(device).relaxed(), device.create_stream() as after_all:
                 for one in copies:
-                    one.precede(after_all)
+                    one.fence.precede(after_all)
                 memory.free(after_all)
         return True

@@ -17,8 +17,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.deferred import deferred_queue, work
+from streamalloc.core.fence import all_work, context_event
 from streamalloc.core.graph import Capture
-from streamalloc.core.queued_work import all_work, context_event
 from streamalloc.core.session import session_of
 from streamalloc.core.stream_resolution import as_stream
 from streamalloc.driver.bindings import cuda

@@ -19,7 +19,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core import stream as stream_module
 from streamalloc.core.closed_streams import unknown_ends
-from streamalloc.core.queued_work import QueuedWork
+from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
@@ -535,7 +535,7 @@ def test_recorded_work_waits_for_a_synchronization(scene: Scene) -> None:
     buffer = scene.pool.allocate(64, scene.theirs)
     stream = buffer.stream
     scene.close()
-    work = QueuedWork(session_of(scene.device), stream)
+    work = Fence(session_of(scene.device), [stream])
     assert not work.done()
     with pytest.raises(sa.NotReadyError):
         work.precede(scene.own)

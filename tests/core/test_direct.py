@@ -15,7 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.deferred import Deferred
-from streamalloc.core.queued_work import queue_behind
+from streamalloc.core.fence import queue_behind
 from streamalloc.core.session import DIRECT, session_of
 from streamalloc.core.stream_resolution import direct_handle
 from streamalloc.testing import Gate

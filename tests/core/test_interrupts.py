@@ -10,8 +10,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.deferred import Deferred, deferred_queue
-from streamalloc.core.queued_work import (
-    QueuedWork,
+from streamalloc.core.fence import (
+    Fence,
     context_event,
     ordered_after,
     queue_if_allowed,
@@ -41,14 +41,14 @@ class World:
         self.default = self.device.default_stream
         self.streams = [self.device.create_stream() for _ in range(2)]
         self.pool = sa.MemoryPool(self.device)
-        self.work = QueuedWork(self.session)
+        self.work = Fence(self.session)
 
     def free_after_all(self) -> None:
         free_after_all(FreeAfterAll(self.pool.allocate(64, self.streams[0])))
 
     def held(self) -> list[str]:
         """The locks that another thread would wait for, and captures, which would pause its work."""
-        locks = {"beginning": deferred_queue(self.session).beginning, "asking": self.work._asking}
+        locks = {"beginning": deferred_queue(self.session).beginning}
         locks |= {repr(stream): stream._in_use for stream in (*self.streams, self.default)}
         held = ["captures"] * deferred_queue(self.session).paused
         for name, lock in locks.items():

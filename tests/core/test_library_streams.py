@@ -16,8 +16,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.buffer import PoolBuffer
+from streamalloc.core.fence import _record_after
 from streamalloc.core.library_streams import kept_stream, owned_streams
-from streamalloc.core.queued_work import _record_after
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.bindings import cuda
 from tests.interleaving import interleaved

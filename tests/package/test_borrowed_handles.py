@@ -15,7 +15,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop, multicast, observing, vmm
-from streamalloc.core.queued_work import QueuedWork, ordered_after, queue_behind
+from streamalloc.core.fence import Fence, ordered_after, queue_behind
 from streamalloc.core.session import session_of
 from streamalloc.core.stream_resolution import as_stream, order_handle_after
 from streamalloc.driver.account import ENDERS, MAKERS
@@ -210,7 +210,7 @@ def _waited_for(world: World, memory: sa.Memory, stream: int) -> None:
     ours.wait(world.event)
     ours.wait(ours.record())
     order_handle_after(stream, ours)
-    QueuedWork(session_of(ours)).precede(as_stream(_cuda_stream(stream), session_of(ours)))
+    Fence(session_of(ours)).precede(as_stream(_cuda_stream(stream), session_of(ours)))
 
 
 def _closed(world: World, memory: sa.Memory, stream: int) -> None:

@@ -21,7 +21,7 @@ from streamalloc.checker.wrapper import Checked
 from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
-from streamalloc.core.queued_work import QueuedWork, queue_behind, queue_if_allowed, settle
+from streamalloc.core.fence import Fence, queue_behind, queue_if_allowed, settle
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.interop import torch as torch_bridge
 from streamalloc.observing import account as observed
@@ -273,11 +273,11 @@ class TestStreams:
         device = sa.Device(0, driver=sd.simulated())
         session, found = session_of(device), list[bool]()
 
-        def ask(work: QueuedWork) -> None:
+        def ask(work: Fence) -> None:
             found.append(work.done())
 
         with device.create_stream():
-            for work in interleaved(QueuedWork.done, lambda: QueuedWork(session), ask, ask, at="line"):
+            for work in interleaved(Fence.done, lambda: Fence(session), ask, ask, at="line"):
                 assert any(found) and work.done()
                 found.clear()
 

@@ -15,7 +15,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.core.queued_work import QueuedWork
+from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
@@ -760,15 +760,20 @@ def test_nothing_is_read_after_it_was_freed(device: sa.Device) -> None:
     assert driver.hazards == []
 
 
-@pytest.mark.parametrize("of", [lambda stream: QueuedWork(session_of(stream), stream), Copies], ids=["work", "copies"])
+@pytest.mark.parametrize(
+    "of",
+    [lambda stream: Fence(session_of(stream), [stream], in_item=True), lambda stream: Copies(stream).fence],
+    ids=["fence", "copies"],
+)
 def test_work_of_another_thread_s_default_stream(device: sa.Device, gate: Gate, of: Callable[[sa.Stream], Any]) -> None:
     """The handle names the stream of the thread that comes by; the order is after those of all threads."""
     with device.create_stream() as ours:
         gate.hold(device.per_thread_stream)
+        work = of(device.per_thread_stream)
         found: list[bool] = []
 
         def order() -> None:
-            of(device.per_thread_stream).precede(ours)
+            work.precede(ours)
             found.append(pending(ours))
 
         thread = threading.Thread(target=order)

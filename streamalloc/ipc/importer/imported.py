@@ -35,8 +35,8 @@ from streamalloc.core.internal import (
     DeferredQueue,
     Device,
     Event,
+    Fence,
     Memory,
-    QueuedWork,
     Stream,
     StreamLike,
     TypedView,
@@ -228,7 +228,7 @@ class OnceIdle(Deferred):
 
     def _idle(self) -> bool:
         """Whether all present work of the devices has completed, within a few short queries."""
-        queued = QueuedWork(self._session)
+        queued = Fence(self._session)
         for pause in _QUERIES:
             time.sleep(pause)
             if queued.done():
@@ -249,7 +249,7 @@ class HostLease(Deferred):
         self, imports: Imports, block: ControlBlock, words: ImporterWords, generation: int, device: Device
     ) -> None:
         self.imports = imports
-        self._work: QueuedWork | None = None
+        self._work: Fence | None = None
         self._words: ImporterWords | None = words
         # No lock needed: once this lease is in ``users``, no other lease counts a close.
         words.users.add(self)
@@ -274,7 +274,7 @@ class HostLease(Deferred):
 
     def attempt(self) -> bool:
         if self._work is None:
-            self._work = QueuedWork(self.imports.session)
+            self._work = Fence(self.imports.session)
         if not self._work.done():
             return False
         self.end()
@@ -293,7 +293,7 @@ class PoolHandle(Deferred):
     def __init__(self, imports: Imports) -> None:
         self.imports: Imports = imports
         self._raw: Any = None
-        self._frees: QueuedWork | None = None
+        self._frees: Fence | None = None
         self.marks: set[tuple[ControlBlock, int]] = set()
         """Marks of the exporter, which show whether its pool still exists."""
         self.users: weakref.WeakSet[ImportedPool] = weakref.WeakSet()
@@ -318,7 +318,7 @@ class PoolHandle(Deferred):
     def attempt(self) -> bool:
         imports = self.imports
         if self._frees is None:
-            self._frees = QueuedWork(imports.session)
+            self._frees = Fence(imports.session)
         if not self._frees.done():
             return False
         with imports.lock:

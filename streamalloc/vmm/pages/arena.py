@@ -58,8 +58,9 @@ class PageArena(Closes):
     budget
         Limit that the arena shares with other arenas, even of other processes.
     patience
-        Most seconds that a call which finds no memory waits for the work that uses released or swapped-out pages; it
-        takes their memory as soon as there is enough. Then it raises :class:`OutOfMemoryError`. 0 to raise at once.
+        Most seconds that a call which finds no memory waits for the work that uses released or swapped-out pages. It
+        takes their memory as soon as there is enough, and raises :class:`OutOfMemoryError` if there is not. Default:
+        until that work is done. 0 to raise at once.
 
     Raises
     ------
@@ -82,12 +83,12 @@ class PageArena(Closes):
         limit: int | None = None,
         *,
         budget: PageBudget | None = None,
-        patience: float = 1.0,
+        patience: float | None = None,
     ) -> None:
         check_device("device", device)
         if budget is not None and not isinstance(budget, PageBudget):
             raise TypeError(f"budget must be a PageBudget, not {type(budget).__name__} ({budget!r})")
-        if not patience >= 0:
+        if patience is not None and not patience >= 0:
             raise ValueError(f"patience={patience!r}: allowed are 0 and more seconds")
         self.budget = budget
         self._physical = PhysicalPages(device, page_size, limit, budget, patience)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
+import math
 import time
 import weakref
 from collections import Counter, deque
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from itertools import filterfalse, groupby, islice
 from operator import attrgetter
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamalloc.core.errors import (
@@ -24,7 +26,7 @@ from streamalloc.core.errors import (
     undo_all,
     undoing,
 )
-from streamalloc.core.internal import Device, Stream, await_device, deferred_queue, raw_handle
+from streamalloc.core.internal import Device, Fence, Stream, await_device, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, members, session_of
 from streamalloc.driver.internal import RLock
@@ -35,7 +37,6 @@ from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.tiers.queued import Work
 
 if TYPE_CHECKING:
     from streamalloc.vmm.pages.places import Parking, Places
@@ -79,7 +80,7 @@ class PhysicalPages(Claimable):
     """
 
     def __init__(
-        self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None, patience: float
+        self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None, patience: float | None
     ) -> None:
         self.device: Device = device
         self.session: Session = session_of(device)
@@ -88,8 +89,8 @@ class PhysicalPages(Claimable):
         """Size of a page in bytes."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
-        self.patience: float = patience
-        """Seconds that :meth:`changing` waits for parked pages."""
+        self.patience: float | None = patience
+        """Most seconds that :meth:`changing` waits for parked pages; None for no limit."""
         # A weak reference: the arena keeps the budget. The table of reservations keeps this object, and so a strong
         # reference would keep the budget, its function ``on_ask``, and an arena that the function refers to.
         self.budget: Callable[[], PageBudget | None] = (lambda: None) if budget is None else weakref.ref(budget)
@@ -120,8 +121,8 @@ class PhysicalPages(Claimable):
         self._claim = None
         self._tasks: deque[tuple[Future[int], Callable[[], int]]] = deque()
         """Functions to call in the background."""
-        self._streams: dict[Stream, Work] = {}
-        """Streams that clear pages, each with its last work."""
+        self._streams: dict[Stream, Fence] = {}
+        """Streams that clear pages, each with the fence of its last zeros."""
         self.allocations.arenas.add(self)
         if budget is not None:
             budget.join(self)
@@ -182,25 +183,26 @@ class PhysicalPages(Claimable):
 
     def idle_stream(self) -> Stream | None:
         """Return a stream without queued work, to clear pages; None if all are busy. Call within :meth:`changing`."""
-        for stream, work in self._streams.items():
-            if work.done():
+        for stream, fence in self._streams.items():
+            if fence.done():
                 return stream
         if len(self._streams) >= _STREAMS:
             return None
         stream = self.device.create_stream()
-        self._streams[stream] = Work(self.device)
+        self._streams[stream] = Fence(self.session, ())
         return stream
 
-    def used(self, stream: Stream, work: Work) -> None:
+    def used(self, stream: Stream, fence: Fence) -> None:
         """Record the last work of a stream, if the stream is one that the arena made to clear pages."""
         if stream in self._streams:
-            self._streams[stream] = work
+            self._streams[stream] = fence
 
     def changing(self, act: Callable[[], T]) -> T:
         """Call ``act`` while no other thread changes mappings or creates pages.
 
-        ``act`` makes driver calls and waits for no stream. If it finds no memory, call it again each time that parked
-        pages have come back, for :attr:`patience` seconds.
+        ``act`` makes driver calls and waits for no stream. If it finds no memory, wait for the work that parked pages
+        wait for, without the claim, and call ``act`` again each time that some have come back: until it succeeds, no
+        parked page is left, or :attr:`patience` has run out.
 
         Raises
         ------
@@ -208,6 +210,8 @@ class PhysicalPages(Claimable):
             A signal handler called this during such a call of its thread.
         """
         parked: list[Parking] = []
+        waited: set[Parking] = set()
+        until = math.inf
 
         def attempt(_: Claim) -> T:
             try:
@@ -215,30 +219,36 @@ class PhysicalPages(Claimable):
             except OutOfMemoryError as error:
                 if error.call == "cuMemCreate":
                     # Listed here, because no other thread can end a parking between the failure and this line.
-                    parked[:] = [one for places in members(self.spaces) for one in set(places.parked.values())]
+                    every = {one for places in members(self.spaces) for one in places.parked.values()}
+                    parked[:] = [one for one in every if one not in waited and one.fence.queueing != get_ident()]
                 raise
 
-        until = 0.0
         while True:
             try:
                 return claiming((self,), attempt, level=1)
             except OutOfMemoryError:
-                until = until or time.monotonic() + self.patience
-                if not self._await_any(parked, until):
+                if not waited and self.patience is not None:
+                    until = time.monotonic() + self.patience
+                done = self._first_done(parked, until)
+                if not done:
                     raise
-
-    def _await_any(self, parked: Collection[Parking], until: float) -> bool:
-        """Wait until the work of one of these has completed, and release its pages. False at the time ``until``."""
-        while parked and time.monotonic() < until:
-            time.sleep(_STEP)
-            done = [one for one in parked if one.done()]
-            if done:
+                # The driver may refuse to end a parking. It is not waited for again.
+                waited.update(done)
                 self.allocations.work()
                 # The queue attempts nothing during a capture, and a refused item is attempted again by the next call.
                 with contextlib.suppress(CudaError):
                     claiming((self,), functools.partial(_finish, done), level=1)
-                return True
-        return False
+
+    def _first_done(self, parked: Collection[Parking], until: float) -> list[Parking]:
+        """Wait until the work of some of these has completed; return those. None at the time ``until``.
+
+        Queries, because any of them may be the first, and others may wait for an act of this thread.
+        """
+        done: list[Parking] = []
+        while parked and not done and time.monotonic() < until:
+            time.sleep(_STEP)
+            done = [one for one in parked if one.fence.done()]
+        return done
 
     def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
         """Call ``act`` as :meth:`changing` does, or return ``otherwise`` while another call is changing mappings. For
@@ -404,7 +414,7 @@ class PhysicalPages(Claimable):
             if not wait:
                 parking.finish()
             elif parking.before.done():
-                parking.synchronize()
+                parking.fence.synchronize()
 
     def add_users(self, pages: Iterable[Page]) -> None:
         """Count another user of each page."""

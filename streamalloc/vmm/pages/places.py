@@ -18,8 +18,8 @@ clearing        :attr:`PhysicalPages.clearing`           Zeros are queued for th
 kept            :attr:`PhysicalPages.kept`               The page is cleared, and still mapped at its last place.
 spare           :attr:`PhysicalPages.spare`              The page has no place.
 stored          :attr:`Places.stored`                    The contents of the place are in a tier.
-set aside       :attr:`Places.parked`                    The place is parked for an ``Unfinished`` work: a swap that a
-                                                         thread is queueing. It may have no page yet.
+set aside       :attr:`Places.parked`                    The place is parked for a swap that a thread is queueing. It
+                                                         may have no page yet.
 broken          :attr:`Places.broken`                    A call and its undo failed: the driver may map another page or
                                                          permission than recorded.
 ==============  =======================================  ==============================================================
@@ -36,12 +36,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import ClosedError, CudaError, attach, error_from
-from streamalloc.core.internal import Deferred, Stream, deferred_queue
+from streamalloc.core.internal import Deferred, Fence, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 from streamalloc.vmm.tiers.blocks import Kept, drop_contents
-from streamalloc.vmm.tiers.queued import Work
 
 T = TypeVar("T")
 
@@ -214,7 +213,7 @@ class Places(MappedBytes):
         for place in places:
             self._unwatch(place)
         self.parked.update(dict.fromkeys(places, parking))
-        parking.places = places
+        parking.places |= dict.fromkeys(places)
 
     def set_aside(self, places: Collection[int], parking: Parking) -> None:
         """Park places, including those without a page, until contents have been copied to them."""
@@ -318,7 +317,7 @@ class Places(MappedBytes):
         """Unmap all places, unless another thread is changing mappings or a page is being cleared."""
 
         def unmap() -> None:
-            if all(parking.done() for parking in set(self.parked.values())):
+            if all(parking.fence.done() for parking in set(self.parked.values())):
                 self.unmap_all()
 
         self.physical.try_changing(unmap, None)
@@ -359,38 +358,20 @@ class Parking(Deferred):
     zeros are written to the pages.
     """
 
-    __slots__ = ("_owner_places", "before", "cleared", "places", "refused", "work")
+    __slots__ = ("_owner_places", "before", "cleared", "fence", "places", "refused")
 
-    def __init__(self, owner: Places, work: Work, before: Work | None = None) -> None:
+    def __init__(self, owner: Places, fence: Fence, before: Fence | None = None) -> None:
         self._owner_places = owner
-        self.before: Work = work if before is None else before
+        self.before: Fence = fence if before is None else before
         """The work that uses the pages; the zeros are queued after it."""
-        self.work: Work = work
+        self.fence: Fence = fence
         """The work that the places wait for: :attr:`before`, or the zeros."""
         self.cleared: bool = False
-        """Whether :attr:`work` is the zeros."""
+        """Whether :attr:`fence` is behind the zeros."""
         self.refused: Exception | None = None
         """Error of the driver because of which no zeros were queued."""
-        self.places: Sequence[int] = ()
+        self.places: dict[int, None] = {}
         """The places, perhaps with some that were committed again: :attr:`Places.parked` decides."""
-
-    def done(self) -> bool:
-        """Whether the work has completed."""
-        work = self.work
-        return work.done() and self.work is work
-
-    def synchronize(self) -> None:
-        """Block the host until the work has completed."""
-        while not self.done():
-            self.work.synchronize()
-
-    def behind(self, work: Work) -> Parking:
-        """Let the parked places wait for ``work`` instead. Returns this object; its :attr:`places` are then those that
-        are still parked with it.
-        """
-        self.before = self.work = work
-        self.places = [place for place, parking in self._owner_places.parked.items() if parking is self]
-        return self
 
     def attempt(self) -> bool:
         """Call :meth:`finish`, unless another call is changing mappings; then the queue attempts it again."""
@@ -407,7 +388,7 @@ class Parking(Deferred):
             physical.clearing.pop(self, None)
             return True  # the release of the space unmaps the pages
         mine = [place for place in self.places if owner.parked.get(place) is self]
-        if mine and not self.done():
+        if mine and not self.fence.done():
             return False
         kept = [place for place in mine if self.cleared and not physical.closed and owner.alone_at(place)]
         if len(kept) < len(mine):
@@ -426,27 +407,28 @@ class Parking(Deferred):
         owner, physical = self._owner_places, self._owner_places.physical
         # Another thread may have committed some of the places meanwhile.
         alone, shared = owner.split([place for place in self.places if owner.parked.get(place) is self])
-        done = behind is None and self.work.done()
+        done = behind is None and self.fence.done()
         with physical.session.relaxed():
             stream = physical.idle_stream() if alone and behind is None else behind
             if stream is None or not alone or physical.closed:
                 return None
-            ahead = Parking(owner, Work(stream.device, stream), self.work)
-            physical.used(stream, ahead.work)  # first: after an error the stream may wait for a part of the work
-            if behind is None and not done:
-                self.work.precede(stream)
-            owner.park(alone, ahead)
-            self.places = shared
-            deferred_queue(physical.session).submit(ahead)
-            # If a call below fails, some zeros may be queued without an event after them. The parking then waits for
-            # all work of the stream.
+            ahead = Parking(owner, Fence(physical.session, [stream], queueing=True), self.fence)
             try:
-                owner.clear(alone, stream)
-                ahead.work, ahead.cleared = Work.behind(stream), True
-                owner.notify(alone, released=True)
-            except (CudaError, ClosedError) as error:
-                self.refused = error
-            physical.used(stream, ahead.work)
+                physical.used(stream, ahead.fence)
+                if behind is None and not done:
+                    self.fence.precede(stream)
+                owner.park(alone, ahead)
+                self.places = dict.fromkeys(shared)
+                deferred_queue(physical.session).submit(ahead)
+                try:
+                    owner.clear(alone, stream)
+                    ahead.cleared = True
+                    owner.notify(alone, released=True)
+                except (CudaError, ClosedError) as error:
+                    self.refused = error  # some zeros may be queued
+            finally:
+                ahead.fence.queueing = 0
+            ahead.fence.record()
             physical.clearing[ahead] = None
         return ahead
 

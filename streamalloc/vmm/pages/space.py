@@ -18,6 +18,7 @@ from streamalloc.core.internal import (
     CopySide,
     Device,
     Event,
+    Fence,
     Memory,
     Stream,
     StreamLike,
@@ -36,7 +37,7 @@ from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
 from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Kept, by_contents, drop_contents
 from streamalloc.vmm.tiers.disk_file import DamagedBackupError
-from streamalloc.vmm.tiers.queued import PER_THREAD, Unfinished, Work
+from streamalloc.vmm.tiers.queued import PER_THREAD, ends_or_all
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 """Index of a page, a range of indices, or an array of indices."""
@@ -220,7 +221,7 @@ class PageSpace(Memory, Closes):
             physical._check_open()
             with physical.session.relaxed():
                 stream = physical.idle_stream() or self.device.create_stream()
-        parking = Parking(places, Work(self.device))
+        parking = Parking(places, Fence(self._session, ()))
         places.exchange(others, parking=parking)
         places.park([*others, *stale], parking)
         self._begin(parking, stream)
@@ -259,14 +260,14 @@ class PageSpace(Memory, Closes):
             # Skip parked places without a page: swap_in() on another thread gives them one.
             new = [place for place in batch if places.backing[place] is None]
             new = [place for place in new if place not in places.stored and place not in places.parked]
-            parking = Parking(places, Work(self.device))
+            parking = Parking(places, Fence(self._session, ()))
             places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
             return len(new), self._begin(parking) or parking
 
         for first in range(0, len(chosen), _BATCH):
             count, parking = places.locked(functools.partial(prepare, chosen[first : first + _BATCH]))
             made += count
-            parking.synchronize()
+            parking.fence.synchronize()
             places.locked(parking.finish)
         return made
 
@@ -300,7 +301,7 @@ class PageSpace(Memory, Closes):
         places = self._places
         self._check_open()
         ends = listed(after)
-        work, stream = Work.of(ends, self.device), self._single(ends)
+        fence, stream = Fence(self._session, ends_or_all(ends, self.device)), self._single(ends)
         zeros, now = None, False
         dropped: dict[int, Kept] = {}
 
@@ -308,8 +309,8 @@ class PageSpace(Memory, Closes):
             nonlocal zeros, now
             committed = [place for place in chosen if places.numbers[place] >= 0]
             if committed:
-                now = stream is None and work.done()
-                parking = Parking(places, work)
+                now = stream is None and fence.done()
+                parking = Parking(places, fence)
                 places.park(committed, parking)
                 zeros = self._begin(parking, stream)
             dropped.update({place: places.stored.pop(place) for place in chosen if place in places.stored})
@@ -319,7 +320,7 @@ class PageSpace(Memory, Closes):
             # An error of the stream is suppressed: the user's next call raises it. A captured stream does not wait for
             # these zeros.
             with contextlib.suppress(CudaError):
-                queue_if_allowed(self.stream, functools.partial(zeros.work.precede, self.stream), mine=True)
+                queue_if_allowed(self.stream, functools.partial(zeros.fence.precede, self.stream), mine=True)
         drop_contents(dropped)
         self._physical.notify_watchers()
         # Attempt more items than one release submits, so that the queue does not grow.
@@ -498,8 +499,8 @@ class PageSpace(Memory, Closes):
             raise TypeError(f"tier must be a HostTier or DiskTier of {self.device!r}, not {tier!r}")
         places = self._places
         others = listed(after)
-        if others:
-            Work.of(others, self.device).done()  # raises for work of a capture while no page is changed yet
+        ends = [*ends_or_all(others, self.device)]
+        Fence(self._session, ends).done()  # raises for work of a capture while no page is changed yet
         kept: dict[int, Kept] = {}
         clear_on = self._single([ordered]) if others == [] else None
         # Without a lock, because the allocation of host memory or disk space takes long.
@@ -520,26 +521,26 @@ class PageSpace(Memory, Closes):
                 places.locked(lambda: self._forget_stored(kept, parking, ordered))
 
         # in_use(), because another thread may release the pages before the copies are queued.
-        with self._alone() as parking, stored.in_use():
+        with self._alone(ordered, *ends) as parking, stored.in_use():
             with undoing(stored.drop), undoing(take_back):
                 committed = places.locked(lambda: park(parking))
                 # Without a lock, because writes to a disk take long.
                 stored.save(self._addresses(committed), ordered)
-                work = Work.of(None if others is None else [ordered, *others], self.device)
-            places.locked(lambda: self._begin(parking.behind(work), clear_on))
+                parking.fence.queueing = 0
+            places.locked(lambda: self._begin(parking, clear_on))
         self._physical.notify_watchers()
         return len(committed)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[Parking]:
-        """A ``with`` block that moves contents. The block gets a parking. Until the end of the block, other calls wait
-        before they use places that are parked with it.
+    def _alone(self, *ends: Event | Stream) -> Iterator[Parking]:
+        """A ``with`` block that moves contents. The block gets a parking. Until the end of the block and of the work,
+        other calls wait before they use places that are parked with it.
         """
-        unfinished = Unfinished(self.device)
+        fence = Fence(self._session, ends, queueing=True)
         try:
-            yield Parking(self._places, unfinished)
+            yield Parking(self._places, fence)
         finally:
-            unfinished.finish()
+            fence.queueing = 0
 
     def _forget_stored(self, kept: Mapping[int, Kept], parking: Parking, stream: Stream) -> dict[int, Kept]:
         """Commit the places of a swap whose contents are still stored, and forget these contents; return them. Call
@@ -551,7 +552,8 @@ class PageSpace(Memory, Closes):
         for place in mine:
             del places.stored[place]
         if len(mine) < len(kept):  # another thread has released the others
-            self._begin(parking.behind(Work.behind(stream)))
+            parking.fence.queueing = 0
+            self._begin(parking)
         return mine
 
     def swap_in(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
@@ -597,7 +599,7 @@ class PageSpace(Memory, Closes):
             places.set_aside(kept, parking)
             return ready
 
-        with contextlib.ExitStack() as used, self._alone() as parking:
+        with contextlib.ExitStack() as used, self._alone(ordered) as parking:
             with undoing(lambda: self._give_back(left, parking, ordered)):
                 ready = self._change(chosen, after, lambda: set_aside(parking, used))
                 while ready or left:
@@ -620,7 +622,8 @@ class PageSpace(Memory, Closes):
         self._physical.drop(left.values())
 
         def unpark() -> None:
-            mine = parking.behind(Work.behind(stream)).places  # without places that another swap has parked
+            parking.fence.queueing = 0
+            mine = [place for place in parking.places if places.parked.get(place) is parking]  # not of another swap
             places.unpark([place for place in mine if places.backing[place] is None])
             self._begin(parking)
 
@@ -697,7 +700,7 @@ class PageSpace(Memory, Closes):
         physical = self._physical
 
         def attempt(short: bool) -> T:
-            if not all(parking.done() for parking in parkings()):
+            if not all(parking.fence.done() for parking in parkings()):
                 raise _ParkedAgainError
             if short:
                 physical.finish_clearing()
@@ -705,7 +708,7 @@ class PageSpace(Memory, Closes):
 
         while True:
             for parking in parkings():
-                parking.synchronize()
+                parking.fence.synchronize()
             short = physical.available < needed and physical.parked > 0
             if short:
                 # Keep the pages of other parked places whose work has completed. No lock may be held here.

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.internal import Device, HandleEnd, Stream, deferred_queue
+from streamalloc.core.internal import Device, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Chunk, Stored
 from streamalloc.vmm.tiers.disk_file import DamagedBackupError
-from streamalloc.vmm.tiers.queued import Work, copy_batch
+from streamalloc.vmm.tiers.queued import copy_batch
 
 _PORTABLE = 1
 
@@ -22,11 +22,11 @@ _PORTABLE = 1
 class _End(HandleEnd):
     """Release of a chunk (``cuMemFreeHost``) after the copies that use it."""
 
-    __slots__ = ("work",)
+    __slots__ = ("fences",)
 
     def __init__(self, session: Session) -> None:
         super().__init__(session, "cuMemFreeHost", None)
-        self.work: dict[Work, None] = {}
+        self.fences: dict[Fence, None] = {}
         """Copies that may still use the chunk. Several threads change this dictionary at the same time."""
 
     def allocate(self, device: Device, nbytes: int) -> int:
@@ -37,13 +37,13 @@ class _End(HandleEnd):
 
     def attempt(self) -> bool:
         self.forget_completed()
-        return not self.work and super().attempt()
+        return not self.fences and super().attempt()
 
     def forget_completed(self) -> None:
         """Forget copies that have completed."""
-        for one in list(self.work):
+        for one in list(self.fences):
             if one.done():
-                self.work.pop(one, None)
+                self.fences.pop(one, None)
 
 
 class _Pinned(Chunk):
@@ -58,11 +58,11 @@ class _Pinned(Chunk):
         deferred_queue(session).end_with(self, self._end)
         super().__init__(nbytes, count, self._end.allocate(device, nbytes * count), nbytes)
 
-    def use(self, work: Work) -> None:
+    def use(self, fence: Fence) -> None:
         """Keep the memory until copies have completed."""
         end = self._end
-        end.work[work] = None
-        if len(end.work) > 64:
+        end.fences[fence] = None
+        if len(end.fences) > 64:
             end.forget_completed()
 
 
@@ -91,17 +91,17 @@ class _Contents(Stored):
 
     def _copy(self, targets: Addresses, sources: Addresses, bases: Addresses, stream: Stream) -> None:
         with self.in_use():
-            before = self._works
+            before = self._fences
             for one in before:
                 one.precede(stream)
             try:
                 copy_batch(targets, sources, self.nbytes, bases, stream)
             finally:
-                work = Work.behind(stream)
+                fence = Fence(session_of(stream), [stream])
                 for chunk in self._chunks.values():
-                    chunk.use(work)
+                    chunk.use(fence)
                 with self.tier._lock:
-                    self._works = (*(one for one in self._works if one not in before), work)
+                    self._fences = (*(one for one in self._fences if one not in before), fence)
 
     def seal(self) -> None:
         """Compute checksums. The copies must be complete."""

@@ -11,13 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undoing
-from streamalloc.core.internal import CopySide, Device, Memory, Stream, StreamLike, check_device, deferred_queue
+from streamalloc.core.internal import CopySide, Device, Fence, Memory, Stream, StreamLike, check_device, deferred_queue
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import copying_stream
-from streamalloc.vmm.tiers.queued import Work
 
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
 
@@ -45,55 +44,55 @@ class Chunk:
         """Number of blocks without contents."""
         self._taken = 0
         """Number of times that addresses were taken: :meth:`give` checks whether a signal handler took some."""
-        self._free: list[tuple[Addresses, Sequence[Work]]] = []
+        self._free: list[tuple[Addresses, Sequence[Fence]]] = []
         """Free addresses, with the last copies from or to them. The addresses returned last are taken first."""
         self.give(self._every(), ())
 
     def _every(self) -> Addresses:
         return self.address + np.arange(self.count) * self._step
 
-    def take(self, most: int) -> tuple[Addresses, Sequence[Work]]:
+    def take(self, most: int) -> tuple[Addresses, Sequence[Fence]]:
         """Take at most ``most`` addresses; return them and their last copies. No addresses if no room is left."""
         while self._free:
             entry = self._free[-1]
-            addresses, works = entry
+            addresses, fences = entry
             taken, rest = addresses[:most], addresses[most:]
-            count, after = len(taken), [(rest, works)] if len(rest) else []
+            count, after = len(taken), [(rest, fences)] if len(rest) else []
             # These lines call nothing, so no signal handler can change the room between them.
             if self._free and self._free[-1] is entry:
                 self._taken += 1
                 self.left -= count
                 self._free[-1:] = after
-                return taken, works
+                return taken, fences
         return self._every()[:0], ()
 
-    def give(self, addresses: Addresses, works: Sequence[Work]) -> None:
-        """Make addresses free again. They are reused after the copies ``works``."""
+    def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
+        """Make addresses free again. They are reused after the copies ``fences``."""
         count = len(addresses)  # first: a handler that ran inside `+=` could change `left`
-        self._free.append((addresses, works))
+        self._free.append((addresses, fences))
         self.left += count
         taken = self._taken
         if self.left == self.count and len(self._free) > 1:
             # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one copy.
             # Forget completed copies: contents that reuse only some addresses would keep them in the list forever.
-            last = {work for _, several in self._free for work in several if _may_run(work)}
-            whole: list[tuple[Addresses, Sequence[Work]]] = [(self._every(), tuple(last))]
+            last = {fence for _, several in self._free for fence in several if _may_run(fence)}
+            whole: list[tuple[Addresses, Sequence[Fence]]] = [(self._every(), tuple(last))]
             # These lines call nothing, either.
             if taken == self._taken:
                 self._free = whole
 
 
-def _may_run(work: Work) -> bool:
+def _may_run(fence: Fence) -> bool:
     """Whether copies may still be running; never raises."""
     with contextlib.suppress(CudaError):
-        return not work.done()
+        return not fence.done()
     return True
 
 
 class Stored(Unique, abc.ABC):
     """The contents of blocks of one size in a tier; made by :meth:`BlockTier.save`."""
 
-    __slots__ = ("_addresses", "_bases", "_busy", "_chunks", "_dropped", "_present", "_works", "nbytes", "tier")
+    __slots__ = ("_addresses", "_bases", "_busy", "_chunks", "_dropped", "_fences", "_present", "nbytes", "tier")
 
     def __init__(self, tier: BlockTier, nbytes: int) -> None:
         self.tier: BlockTier = tier
@@ -109,7 +108,7 @@ class Stored(Unique, abc.ABC):
         """Indices of dropped blocks whose addresses are not yet returned to their chunks."""
         self._busy = 0
         """Number of calls that use the addresses. At zero, the addresses of dropped blocks are returned."""
-        self._works: Sequence[Work] = ()
+        self._fences: Sequence[Fence] = ()
         """The last copies from or to the room."""
 
     def __len__(self) -> int:
@@ -120,10 +119,10 @@ class Stored(Unique, abc.ABC):
         """Whether no block was dropped."""
         return bool(self._present.all())
 
-    def _add(self, chunk: Chunk, addresses: Addresses, works: Sequence[Work]) -> None:
+    def _add(self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence]) -> None:
         """Add addresses of a chunk. The caller holds the tier's lock."""
         self._chunks[chunk.address] = chunk
-        self._works = (*self._works, *works)
+        self._fences = (*self._fences, *fences)
         bases = np.full(len(addresses), chunk.address)
         if len(self):
             bases, addresses = np.concatenate((self._bases, bases)), np.concatenate((self._addresses, addresses))
@@ -176,7 +175,7 @@ class Stored(Unique, abc.ABC):
         left = np.unique(self._bases[np.flatnonzero(self._present)]).tolist()
         self._chunks = {base: chunks[base] for base in left}
         for base in np.unique(bases).tolist():
-            chunks[base].give(addresses[bases == base], self._works)
+            chunks[base].give(addresses[bases == base], self._fences)
         if self.tier.closed:
             self.tier._forget_unused()
 

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, CudaError
-from streamalloc.core.internal import Event, HandleEnd, QueuedWork, Stream, deferred_queue
+from streamalloc.core.internal import Event, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.tiers.disk_file import Block, DiskFile, aligned
 from streamalloc.vmm.tiers.tier import Bytes
@@ -58,7 +58,7 @@ class _Unregister(HandleEnd):
         """Whether nothing uses the memory."""
         self._memory = memory
         self._ordinal = ordinal
-        self._work: QueuedWork | None = None
+        self._work: Fence | None = None
 
     def register(self) -> None:
         """Pin the memory."""
@@ -74,7 +74,7 @@ class _Unregister(HandleEnd):
         if self._raw is None:
             return True
         if not self.idle:
-            self._work = self._work or QueuedWork(self._session)
+            self._work = self._work or Fence(self._session)
             if not self._work.done():
                 return False
         with self._session.current(self._ordinal):

@@ -21,6 +21,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
+from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
 from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.claims import Claim, claiming
@@ -30,7 +31,6 @@ from streamalloc.vmm.pages import tiers
 from streamalloc.vmm.pages.physical import Page, PhysicalPages
 from streamalloc.vmm.pages.places import Parking, Places
 from streamalloc.vmm.pages.tiers import _Contents as Stored
-from streamalloc.vmm.tiers.queued import Work
 from tests.interleaving import interleaved
 from tests.processes import fork
 from tests.support import holds, names, read
@@ -541,7 +541,7 @@ def test_a_page_that_is_about_to_be_swapped_in_is_not_prepared(
 
 def test_a_swap_that_fails_leaves_the_places_of_another_one(stream: sa.Stream) -> None:
     world = World(stream)
-    another = Parking(world.places, Work(stream.device))
+    another = Parking(world.places, Fence(session_of(stream), ()))
     physical = world.physical
     with vmm.HostTier(stream.device) as tier, pytest.MonkeyPatch.context() as patch:
         world.space.commit(0)
@@ -630,12 +630,12 @@ class TestTiers:
         """A later user of the memory waits for each copy, or for one that has waited for it."""
         made: list[Any] = []
 
-        def behind(_: object) -> Any:
+        def behind(*_: object) -> Any:
             made.append(Copied())
             return made[-1]
 
         monkeypatch.setattr(tiers, "copy_batch", lambda *_: None)
-        monkeypatch.setattr(tiers, "Work", SimpleNamespace(behind=behind))
+        monkeypatch.setattr(tiers, "Fence", behind)
 
         def begin() -> Stored:
             made.clear()
@@ -645,7 +645,7 @@ class TestTiers:
             stored.load([0], np.zeros(1, np.int64), stream)
 
         for stored in interleaved(Stored._copy, begin, copy, copy):
-            assert len(made) == 2 and all(one in stored._works or one.awaited for one in made)
+            assert len(made) == 2 and all(one in stored._fences or one.awaited for one in made)
 
     def test_contents_are_dropped_while_they_are_checked(self, stream: sa.Stream) -> None:
         def begin() -> Stored:
@@ -791,7 +791,7 @@ class TestReaders:
         def make() -> World:
             world = World(stream)
             world.space.commit([0, 1])
-            world.places.locked(lambda: world.places.park([0, 1], Parking(world.places, Work(stream.device))))
+            world.places.locked(lambda: world.places.park([0, 1], Parking(world.places, Fence(session_of(stream), ()))))
             return world
 
         def commit_again(world: World) -> None:
@@ -809,7 +809,9 @@ class TestReaders:
             world = World(stream, spaces=2).kept(0, 1)
             if change == "keep":
                 world.space.commit(2)
-                world.places.locked(lambda: world.places.park([2], Parking(world.places, Work(stream.device))))
+                world.places.locked(
+                    lambda: world.places.park([2], Parking(world.places, Fence(session_of(stream), ())))
+                )
             return world
 
         def act(world: World) -> None:
@@ -818,7 +820,7 @@ class TestReaders:
             elif change == "keep":
                 world.places.locked(lambda: world.places.keep([2]))
             elif change == "set aside":
-                parking = Parking(world.places, Work(stream.device))
+                parking = Parking(world.places, Fence(session_of(stream), ()))
                 world.places.locked(lambda: world.places.set_aside([0, 1], parking))
             else:
                 world.space.close(())

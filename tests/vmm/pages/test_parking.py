@@ -15,6 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
+from streamalloc.vmm.pages.places import Parking
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import executed, in_a_thread, pending
 from tests.vmm.pages.conftest import PAGES
@@ -170,7 +171,7 @@ class TestAgain:
                 sa.OutOfMemoryError, match="room for 2 pages of 2 MiB: 2 pages are in use, and 2 parked"
             ):
                 space.commit([10, 11, 12])
-            arena._physical.patience = 20
+            arena._physical.patience = None  # as by default
             with opening(gate):
                 if act == "commit":
                     space.commit([10, 11])
@@ -185,6 +186,18 @@ class TestAgain:
             settled(arena)
             assert values(space)[:5] == [act == "swap in", 2 * (act == "swap in"), 0, 4, 5]
             assert arena.statistics().pages <= 5
+
+    def test_pages_that_stay_parked_are_waited_for_once(
+        self, device: sa.Device, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with vmm.PageArena(device, limit=PAGE) as arena, arena.space(2 * PAGE, stream=stream) as space:
+            space.commit(0)
+            with monkeypatch.context() as patch:
+                patch.setattr(Parking, "finish", lambda _: False)
+                space.release(0, after=stream)
+                with pytest.raises(sa.OutOfMemoryError, match="1 parked"):
+                    space.commit(1)
+            space.commit(1)
 
 
 class TestEnd:

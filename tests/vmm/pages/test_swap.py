@@ -14,10 +14,10 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.core.internal import Deferred, deferred_queue
+from streamalloc.core.internal import Deferred, Fence, deferred_queue
+from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.pages.places import Places
-from streamalloc.vmm.tiers.queued import Work
 from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, settled, values
@@ -133,17 +133,16 @@ def test_few_calls_for_many_copies(device: sa.Device) -> None:
             space.release(pages, after=stream)
 
 
-def test_copies_of_one_stream_wait_for_none_of_it(device: sa.Device) -> None:
-    """Its order is enough, unless it is another stream on each thread."""
+def test_copies_wait_once_for_those_before(device: sa.Device) -> None:
     traced = sd.traced(device.driver)
     device = sa.Device(0, driver=traced)
     with device.create_stream() as stream, vmm.HostTier(device) as tier, sa.allocate(8 * 4096, stream) as buffer:
         stream.synchronize()
-        for one, waits in ((stream, 0), (device.per_thread_stream, 1)):
+        for one in (stream, device.per_thread_stream):
             stored = tier.save(buffer, range(0, 8, 2), 4096, one)
             traced.calls.clear()
             tier.load(stored, buffer, range(0, 8, 2), one)
-            assert names(traced).count("cuStreamWaitEvent") == waits
+            assert names(traced).count("cuStreamWaitEvent") == 1
             one.synchronize()
             stored.drop()
             traced.calls.clear()
@@ -502,13 +501,13 @@ def test_copies_that_are_noted_while_completed_ones_are_forgotten(
     with sa.allocate(4096, stream) as buffer:
         stored = host.save(buffer, 0, 4096, stream)
         (chunk,) = stored._chunks.values()
-        (done,) = chunk._end.work
+        (done,) = chunk._end.fences
         stream.synchronize()
         gate.hold(stream)
         buffer.fill(1)
-        late = Work.behind(stream)
+        late = Fence(session_of(stream), [stream])
 
-        class Asked(Work):
+        class Asked(Fence):
             asked = False
 
             def done(self) -> bool:
@@ -518,9 +517,9 @@ def test_copies_that_are_noted_while_completed_ones_are_forgotten(
                     chunk.use(late)
                 return True
 
-        chunk.use(Asked(device))
+        chunk.use(Asked(session_of(device), ()))
         chunk._end.forget_completed()
-        assert list(chunk._end.work) == [late] and done.done()
+        assert list(chunk._end.fences) == [late] and done.done()
         gate.open()
         stored.drop()
 

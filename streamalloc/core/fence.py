@@ -1,18 +1,21 @@
-"""Queued work of streams: wait for it, order work after it, and attempt items before more is queued."""
+"""Fences: wait for work that streams have queued, order work after it, and attempt items before more is queued."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from streamalloc.core.closed_streams import end_is_known, record_unknown_end, synchronizing, unknown_ends
 from streamalloc.core.deferred import Deferred, deferred_queue, unless_busy
 from streamalloc.core.errors import (
+    LOST,
     CaptureError,
     ClosedError,
     CudaError,
+    InUseError,
     InvalidContextError,
     InvalidHandleError,
     NotReadyError,
@@ -29,86 +32,123 @@ from streamalloc.core.stream import (
     Stream,
     awaited_ends,
     created_streams,
-    moment,
     refuse_capture,
 )
 from streamalloc.core.stream_resolution import _default_streams, default_stream
-from streamalloc.driver.internal import RLock
 
 if TYPE_CHECKING:
     from streamalloc.core.device import Device
 
 T = TypeVar("T")
 
+_PAUSE = 1e-4
+"""Seconds between looks at a fence whose work another thread is still queueing."""
 
-class QueuedWork:
-    """The work queued so far on the given streams, or on all known streams except ``without``.
 
-    Known are the streams of :meth:`Device.create_stream`, also closed and dropped ones, the default streams that were
-    used, and streams of other libraries (:func:`owned_streams`). For a stream that its library has closed, the work is
-    done once the device was synchronised. No call names a context or the legacy stream, because that would invalidate
-    captures by other code. A stream that is being captured is recorded after its capture has ended. If the per-thread
-    default stream is given, the work of all threads counts, because deferred items are attempted on any thread.
-    Otherwise only the calling thread's counts.
+class Fence:
+    """Work queued so far: before the given events, on the given streams, or by default on all known streams.
+
+    A fence is a tuple of events that have not completed, and of streams that have no event yet. A stream is recorded
+    when the fence is made, or at a later question if it is being captured or the driver refuses: a record during a
+    capture would become a node of the graph, and say nothing about work that runs. No call names a whole context or the
+    legacy stream while somebody captures, because it would invalidate the capture. A stream of ours that was closed or
+    dropped has left an event after its work. A lost context has no work left.
+
+    Several threads may ask one fence, finalisers' items too, so it has no lock: a lock held while streams are recorded
+    would be one more that a thread with a stream's lock waits for. Two threads may then record one stream twice. Both
+    tuples are right, so it does not matter which one stays.
+
+    The per-thread default stream, if it is given, stands for that of the thread that makes the fence. On another thread
+    the handle names another stream, so there the record comes after those of all threads, as for ``in_item``.
+
+    Parameters
+    ----------
+    ends
+        Events and streams; None for all known streams. Known are the streams of :meth:`Device.create_stream`, also
+        closed and dropped ones, the default streams that were used, and streams of other libraries
+        (:func:`owned_streams`).
+    without
+        Streams to leave out.
+    in_item
+        Whether a deferred item makes it, on any thread.
+    queueing
+        Whether this thread has yet to queue some of the work: see :attr:`queueing`.
     """
 
-    __slots__ = ("_asking", "_events", "_given", "_session", "_streams", "began")
+    __slots__ = ("_ends", "_thread", "began", "queueing", "session")
 
-    def __init__(self, session: Session, *streams: Stream, without: tuple[Stream | None, ...] = ()) -> None:
-        self._session = session
-        self._asking = RLock()
-        self._given = bool(streams)
-        self.began: int = moment()
-        """The moment at which its recording began, see :func:`moment`."""
-        known = streams or (*_known_streams(session), *unknown_ends(session))
-        self._streams = [stream for stream in dict.fromkeys(known) if stream not in without]
-        """Streams that are not recorded yet."""
-        # After the streams: a stream dropped meanwhile is either among them, or has left its end event here.
-        self._events = [] if streams else [item.event for item in members(pending_ends(session))]
-        with session.relaxed():
-            self._record()
+    def __init__(
+        self,
+        session: Session,
+        ends: Iterable[Event | Stream] | None = None,
+        *,
+        without: Collection[Event | Stream | None] = (),
+        in_item: bool = False,
+        queueing: bool = False,
+    ) -> None:
+        self.session: Session = session
+        self._thread = None if ends is None else 0 if in_item else threading.get_ident()
+        """The thread that named ends; 0 for none, None for all known streams."""
+        self.queueing: int = threading.get_ident() if queueing else 0
+        """The thread that is still queueing the work, or 0. Until that thread sets 0, the fence is not done, and no
+        record of a stream is kept. A signal handler cannot raise while an attribute is set, so the fence is never left
+        undone.
+        """
+        self.began: int = time.monotonic_ns()
+        """When it was made, in nanoseconds; work queued before then is covered."""
+        several = known_ends(session) if ends is None else dict.fromkeys(ends)
+        self._ends: tuple[Event | Stream, ...] = tuple(end for end in several if end not in without)
+        self.record()
 
-    def _record(self) -> None:
-        for stream in tuple(self._streams):
-            try:
-                event = _record_after(stream, self._given)
-                if event is None:
-                    continue
-            except CaptureError:
-                continue
-            except (ClosedError, InvalidContextError, InvalidHandleError):
-                # Closed or destroyed meanwhile. A stream that was made here has kept its end event.
-                if not end_is_known(stream):
-                    continue
-                event = None
-            self._events += (event,) if event else stream._last
-            self._streams.remove(stream)
+    def record(self) -> None:
+        """Record the streams now if possible, so that the fence does not wait for their later work. Does not raise
+        errors of the driver.
+        """
+        if not self.queueing:
+            with contextlib.suppress(CudaError):
+                self._recorded()
 
     def done(self) -> bool:
-        """Whether the work is done; then the host has also synchronised with it. The host does not wait.
-
-        False while another thread is in this call.
-        """
-        return unless_busy(self._ask, False, self._asking)
-
-    def _ask(self) -> bool:
-        with self._session.relaxed():
-            self._record()
-            # Stop at the first pending event: a thousand items may call this.
-            while self._events and has_passed(self._events[-1]):
-                del self._events[-1]
-            return not (self._events or self._streams)
+        """Whether the work is done; then the host has also synchronised with it. The host does not wait."""
+        if self.queueing:
+            return False
+        with self.session.relaxed():
+            left = [*self._recorded()]
+            # Stop at the first pending end: a thousand items may call this.
+            while left and isinstance(left[-1], Event):
+                try:
+                    if not has_passed(left[-1]):
+                        break
+                    del left[-1]
+                except ClosedError:
+                    left[-1:] = self._instead()._ends
+            self._ends = tuple(left)
+            return not left
 
     def synchronize(self) -> None:
-        """Block the host until the work is done, except that of streams that are being captured."""
-        with self._session.relaxed():
-            self._record()
-            for event in tuple(self._events):
-                with contextlib.suppress(ClosedError):  # closed by the stream's owner, which has synchronised
-                    event.synchronize()
+        """Block the host until the work is done, except that of streams that are being captured.
+
+        Raises
+        ------
+        InUseError
+            A signal handler has interrupted this thread while it queued the work, and called this.
+        """
+        if self.queueing == threading.get_ident():
+            raise InUseError("a signal handler has interrupted a call that queues this work, on its thread")
+        while self.queueing:
+            time.sleep(_PAUSE)
+        with self.session.relaxed():
+            for end in self._recorded():
+                if isinstance(end, Event):
+                    try:
+                        end.synchronize()
+                    except LOST:
+                        pass
+                    except ClosedError:
+                        self._instead().synchronize()
 
     def precede(self, stream: Stream) -> None:
-        """Order later work of ``stream`` after this work.
+        """Order later work of ``stream`` after this work, or after what is queued of it so far.
 
         Raises
         ------
@@ -117,12 +157,53 @@ class QueuedWork:
         NotReadyError
             The library of one of the streams has closed it.
         """
-        if self._streams:
-            first = self._streams[0]
-            _refuse_unknown_end(first, "cuStreamWaitEvent")
-            raise refused(CaptureError, "cuStreamWaitEvent", f"{first!r} is being captured")
-        for event in self._events:
-            stream.wait(event)
+        for end in self._recorded():
+            if not isinstance(end, Event):
+                _refuse_unknown_end(end, "cuStreamWaitEvent")
+                raise refused(CaptureError, "cuStreamWaitEvent", f"{end!r} is being captured")
+            try:
+                stream.wait(end)
+            except ClosedError:
+                if not end.closed:  # then ``stream`` is
+                    raise
+                self._instead().precede(stream)
+
+    def _instead(self) -> Fence:
+        """A fence in place of an event that was closed: its owner may have closed it before the work was done.
+
+        Events that were not given belong to closed streams, whose owners have synchronised.
+        """
+        return Fence(self.session, () if self._thread is None else None)
+
+    def _recorded(self) -> tuple[Event | Stream, ...]:
+        """The ends, with events in place of streams that are not being captured."""
+        queueing, ends = self.queueing, self._ends
+        if not all(isinstance(end, Event) for end in ends):
+            with self.session.relaxed():
+                ends = tuple(event for end in ends for event in self._events(end))
+            if not queueing:
+                self._ends = ends
+        return ends
+
+    def _events(self, end: Event | Stream) -> Iterable[Event | Stream]:
+        if isinstance(end, Event):
+            return (end,)
+        try:
+            return (_record_after(end, self._thread not in (None, threading.get_ident())) or end,)
+        except CaptureError:
+            return (end,)
+        except (ClosedError, InvalidContextError, InvalidHandleError):
+            # Closed or destroyed meanwhile. A stream that was made here has kept its end event.
+            return end._last if end_is_known(end) else (end,)
+        except LOST:
+            return ()
+
+
+def known_ends(session: Session) -> list[Event | Stream]:
+    """All known streams, and the events that closed and dropped ones have left."""
+    # The streams first: one that is dropped meanwhile is either among them, or has left its end event.
+    known: dict[Event | Stream, None] = dict.fromkeys((*_known_streams(session), *unknown_ends(session)))
+    return [*known, *(item.event for item in members(pending_ends(session)))]
 
 
 def _known_streams(session: Session) -> tuple[Stream, ...]:
@@ -182,7 +263,7 @@ def await_device(session: Session, ordinal: int) -> None:
     ``cuCtxSynchronize`` would invalidate them, whatever the mode of the capture and of the thread. While ``cuMemFree``
     waits, driver 580 blocks all threads that need the context. So the host first waits for the streams that are known.
     """
-    QueuedWork(session).synchronize()
+    Fence(session).synchronize()
     with synchronizing(session, ordinal), session.relaxed(), session.current(ordinal):
         try:
             session.call("cuMemFree", session.call("cuMemAlloc", 1))
@@ -200,17 +281,18 @@ def await_unknown_ends(session: Session, ordinal: int) -> bool:
     return False
 
 
-_latest_work: PerDriver[list[QueuedWork]] = PerDriver(lambda _: [])
+_latest_fence: PerDriver[list[Fence]] = PerDriver(lambda _: [])
 
 
-def work_since(session: Session, dropped: int) -> QueuedWork:
-    """The work that all known streams had queued at a :func:`moment`, and perhaps some later work.
+def fence_since(session: Session, dropped: int) -> Fence:
+    """A fence behind all work that known streams had queued at a time of ``time.monotonic_ns``, perhaps behind later
+    work.
 
-    Items dropped before the record share it, so a thousand items need one record per stream.
+    Items dropped before it was made share it, so a thousand items need one record per stream.
     """
-    latest = _latest_work(session)
-    if not latest or latest[0].began < dropped:
-        latest[:] = [QueuedWork(session)]
+    latest = _latest_fence(session)
+    if not latest or latest[0].began <= dropped:
+        latest[:] = [Fence(session)]
     return latest[0]
 
 
@@ -304,7 +386,7 @@ def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stre
         if last and not last[0].closed:
             substitute.wait(last[0])
         else:
-            QueuedWork(device._session, without=(*unknown_ends(device._session),)).precede(substitute)
+            Fence(device._session, without=unknown_ends(device._session)).precede(substitute)
         return act(substitute)
 
 
