@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial, wraps
 from time import monotonic, sleep
 from typing import Any, TypeVar, cast
@@ -349,10 +349,9 @@ class Recorder:
         """One hazard per place in the program that allocated memory which is not freed."""
         return self._alone(self._state.leaks)
 
-    def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
-        """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""
-        left = {kind: handles for kind, handles in self.outstanding().items() if kind not in set(besides)}
-        if left:
+    def assert_nothing_left(self) -> None:
+        """Raise :class:`DriverMisuseError` if anything is outstanding."""
+        if left := self.outstanding():
             shown = "; ".join(f"{len(handles)} {kind}" for kind, handles in left.items())
             raise DriverMisuseError(f"not released: {shown} ({left})")
 

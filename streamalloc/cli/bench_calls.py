@@ -62,12 +62,10 @@ def our_drop(kind: str) -> Setup:
     return lambda bench: partial(_allocator(bench, kind, bench.pool).allocate, SIZE, bench.stream)
 
 
-def cuda_core_pair(cuda: CudaCore, *, on_stream: bool) -> Call:
-    """Allocate and free with cuda.core; the free may name its stream."""
+def cuda_core_pair(cuda: CudaCore) -> Call:
+    """Allocate and free with cuda.core, on its stream."""
     resource, stream = cuda.resource, cuda.stream
-    if on_stream:
-        return lambda: resource.allocate(SIZE, stream=stream).close(stream)
-    return lambda: resource.allocate(SIZE, stream=stream).close()
+    return lambda: resource.allocate(SIZE, stream=stream).close(stream)
 
 
 def torch_pair(torch: PyTorch) -> Call:
@@ -94,12 +92,6 @@ def raw_host_copy(bench: Bench, *, to_host: bool) -> Call:
 def cupy_copy(cupy: CuPy) -> Call:
     target, source = cupy.array().data, cupy.array().data
     return partial(target.copy_from_device_async, source, SIZE, cupy.stream)
-
-
-def torch_copy(torch: PyTorch, *, to_host: bool) -> Call:
-    tensor, host = torch.tensor(), torch.torch.from_numpy(np.zeros(SIZE, np.uint8))
-    target, source = (host, tensor) if to_host else (tensor, host)
-    return partial(target.copy_, source)
 
 
 def raw_order(bench: Bench) -> Call:
@@ -191,8 +183,7 @@ ROWS = (
             RAW: raw_pair,
             OURS: our_pair(OURS),
             CACHED: our_pair(CACHED),
-            "cuda.core .close()": with_(CudaCore, lambda cuda: cuda_core_pair(cuda, on_stream=False)),
-            "cuda.core .close(stream)": with_(CudaCore, lambda cuda: cuda_core_pair(cuda, on_stream=True)),
+            "cuda.core": with_(CudaCore, cuda_core_pair),
             "CuPy MemoryAsyncPool": with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryAsyncPool().malloc, SIZE)),
             CUPY_CACHING: with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryPool().malloc, SIZE)),
             "PyTorch empty (caching)": with_(PyTorch, torch_pair),
@@ -251,7 +242,6 @@ ROWS = (
             RAW: partial(raw_host_copy, to_host=True),
             OURS: lambda bench: partial(bench.buffer().copy_to, bench.array),
             "CuPy get": with_(CuPy, lambda cupy: partial(cupy.array().get, out=np.zeros(SIZE, np.uint8))),
-            "PyTorch copy_": with_(PyTorch, lambda torch: torch_copy(torch, to_host=True)),
         },
         (Target(OURS, 1.2, RAW), Target(OURS, 1.0, "CuPy get")),
         most=_QUEUED,
@@ -263,7 +253,6 @@ ROWS = (
             RAW: partial(raw_host_copy, to_host=False),
             OURS: lambda bench: partial(bench.buffer().copy_from, bench.array),
             "CuPy set": with_(CuPy, lambda cupy: partial(cupy.array().set, np.zeros(SIZE, np.uint8))),
-            "PyTorch copy_": with_(PyTorch, lambda torch: torch_copy(torch, to_host=False)),
         },
         (Target(OURS, 1.5, RAW), Target(OURS, 1.0, "CuPy set")),
         most=_QUEUED,
@@ -274,9 +263,6 @@ ROWS = (
         {
             "numpy array": lambda bench: bench.array.__dlpack__,
             OURS: lambda bench: capsule_of(bench.buffer()),
-            "streamalloc, ordered after its stream": lambda bench: partial(
-                bench.buffer().__dlpack__, stream=bench.new_stream().handle
-            ),
             "cuda.core": with_(CudaCore, lambda cuda: capsule_of(cuda.buffer())),
             "CuPy": with_(CuPy, lambda cupy: capsule_of(cupy.array())),
             "PyTorch": with_(PyTorch, lambda torch: capsule_of(torch.tensor())),

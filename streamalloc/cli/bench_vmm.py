@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import streamalloc as sa
 from streamalloc import vmm
@@ -24,19 +24,7 @@ PINNED = 2 << 30
 """Bytes of pinned memory, at most: enough to measure the copy rate."""
 
 
-def _need(bench: Bench) -> None:
-    need_virtual_memory(bench.device)
-
-
 # --- growth ---------------------------------------------------------------------------------------------------------
-
-
-class _Grows(Protocol):
-    def grow(self) -> None:
-        """Grow by a step."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 class Raw:
@@ -100,7 +88,7 @@ class Copied:
             self._held = None
 
 
-def _grown(kind: Callable[[Bench, int], _Grows]) -> Setup:
+def _grown(kind: Callable[[Bench, int], Any]) -> Setup:
     """Return the time to grow from nothing in steps; the release is not timed."""
 
     def setup(bench: Bench) -> Measured:
@@ -167,7 +155,7 @@ def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
 
 def _need_evicted(bench: Bench) -> None:
     """Choose the bytes to evict. If device or host lack memory, they are less than configured."""
-    _need(bench)
+    need_virtual_memory(bench.device)
     size = EVICTED_SIMULATED if bench.chosen.is_simulated else EVICTED // (8 if bench.quick else 1)
     # An eighth of the free memory: six variants have device buffers, and some have host copies.
     spare = min(bench.device.memory_info().free, _free_host_memory()) // 8
@@ -197,7 +185,7 @@ ROWS = (
         (Target(OURS, 1.1, RAW),),
         most=1,
         rounds=(24, 6),
-        need=_need,
+        need=lambda bench: need_virtual_memory(bench.device),
     ),
     Row(
         "eviction",

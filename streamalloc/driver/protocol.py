@@ -8,7 +8,6 @@ which version is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
@@ -238,8 +237,8 @@ class Checked(Driver, Protocol):
     def leaks(self) -> list[Hazard]:
         """One hazard per place in the program that allocated memory which is not freed."""
 
-    def assert_nothing_left(self, besides: Iterable[str] = ()) -> None:
-        """Raise :class:`DriverMisuseError` if anything is outstanding, except of the kinds in ``besides``."""
+    def assert_nothing_left(self) -> None:
+        """Raise :class:`DriverMisuseError` if anything is outstanding."""
 
     def finish(self) -> list[Hazard]:
         """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
