@@ -47,8 +47,8 @@ def unpack(kind: str, data: bytes, count: int) -> tuple[int, ...] | None:
 
 
 def pack_memory(serial: int, *words: int) -> bytes:
-    """Pack five integers as an IPC memory handle. The driver ignores bytes 0-7 and 32-39 of such a handle (observed on
-    H200: it opens even if they are damaged).
+    """Pack five integers as an IPC memory handle. The driver reads no bytes 0-7 and 32-39 of such a handle (observed on
+    H200: test_sharing's test_bytes_that_are_not_looked_at).
     """
     data = pack("memory", *words)
     unread = struct.pack("<Q", serial)

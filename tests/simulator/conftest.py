@@ -13,9 +13,9 @@ from tests.simulator.support import new_rig
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """A rig on a new machine."""
-    rig = new_rig()
+    rig = new_rig(**getattr(request, "param", {}))
     yield rig
     rig.close()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from streamalloc.driver import simulated
 from streamalloc.simulator import call_lock
 from tests.facts.support import PAGE, Rig, value
@@ -15,6 +17,11 @@ def new_rig(**machine: Any) -> Rig:
     value(raw.cuInit(0))
     value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
     return Rig(raw)
+
+
+def on(**machine: Any) -> pytest.MarkDecorator:
+    """Gives a test the fixture ``rig`` on a machine of these arguments."""
+    return pytest.mark.parametrize("rig", [machine], indirect=True, ids=str)
 
 
 def mapped(rig: Rig, size: int = PAGE, **properties: int) -> int:

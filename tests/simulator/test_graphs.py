@@ -67,8 +67,7 @@ def order(rig: Rig, stream: Any, after: Any) -> None:
 
 
 class TestSharing:
-    def test_in_streams_that_are_ordered(self) -> None:
-        rig = new_rig()
+    def test_in_streams_that_are_ordered(self, rig: Rig) -> None:
         one, two, graphs = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
         graphs[0].gate.value = 0
         graphs[0].launch(one)
@@ -81,8 +80,7 @@ class TestSharing:
 
 
 class TestLaunches:
-    def test_of_one_executable_graph_take_turns(self) -> None:
-        rig = new_rig()
+    def test_of_one_executable_graph_take_turns(self, rig: Rig) -> None:
         one, two, word, graph = rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
         rig.hold(one, word)
         graph.launch(one)
@@ -93,8 +91,7 @@ class TestLaunches:
         ok(rig.raw.cuStreamSynchronize(two))
         assert rig.query(one) == "SUCCESS"
 
-    def test_of_one_graph_take_turns(self) -> None:
-        rig = new_rig()
+    def test_of_one_graph_take_turns(self, rig: Rig) -> None:
         d, one, two, word, graph = rig.raw, rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
         rig.hold(one, word)
         graph.launch(one)
@@ -106,8 +103,7 @@ class TestLaunches:
         ok(d.cuStreamSynchronize(two))
         assert graph.right
 
-    def test_that_are_queued_outlive_the_graph(self) -> None:
-        rig = new_rig()
+    def test_that_are_queued_outlive_the_graph(self, rig: Rig) -> None:
         d, stream, graph, machine = rig.raw, rig.stream(), Written(rig, 1), rig.raw._machine
         graph.gate.value = 0
         graph.launch(stream)
@@ -145,8 +141,7 @@ def test_many_graphs_that_come_and_go_use_no_addresses_up(rig: Rig) -> None:
 
 
 class TestAddresses:
-    def test_of_a_hole_are_divided(self) -> None:
-        rig = new_rig()
+    def test_of_a_hole_are_divided(self, rig: Rig) -> None:
         d, stream = rig.raw, rig.stream()
         begin(rig, stream)
         large = int(ok(d.cuMemAllocAsync(4096, stream)))
@@ -154,8 +149,7 @@ class TestAddresses:
         assert [int(ok(d.cuMemAllocAsync(size, stream))) - large for size in (1000, 3072, 1)] == [0, 1024, 4096]
         ok(d.cuStreamEndCapture(stream))
 
-    def test_that_were_freed_once_and_allocated_again_outlive_the_launch(self) -> None:
-        rig = new_rig()
+    def test_that_were_freed_once_and_allocated_again_outlive_the_launch(self, rig: Rig) -> None:
         d, stream = rig.raw, rig.stream()
         begin(rig, stream)
         ok(d.cuMemFreeAsync(ok(d.cuMemAllocAsync(64, stream)), stream))

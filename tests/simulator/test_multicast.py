@@ -24,6 +24,7 @@ from tests.facts.support import PAGE, MiB, Rig, said, value
 from tests.facts.teams import Team, properties, whole
 from tests.processes import Descriptor, Kept, Member, Peer, bytes_of, python, started
 from tests.simulator.support import new_rig as any_rig
+from tests.simulator.support import on
 from tests.support import open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
@@ -36,10 +37,23 @@ def new_rig(**machine: Any) -> Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = new_rig()
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = new_rig(**getattr(request, "param", {}))
     yield rig
     rig.close()
+
+
+@pytest.fixture
+def team(rig: Rig) -> Team:
+    """A team that other processes can have, with device 0."""
+    team = Team(rig, handle_types=POSIX_FD)
+    team.add(0)
+    return team
+
+
+@pytest.fixture
+def process(another: Callable[..., Peer]) -> Peer:
+    return another(devices=2)
 
 
 @pytest.fixture
@@ -74,8 +88,8 @@ def bind_there(process: Peer, device: int = 1, size: int = PAGE) -> int:
 
 
 class TestSupport:
-    def test_one_device_has_none(self) -> None:
-        rig = new_rig(devices=1)
+    @on(devices=1)
+    def test_one_device_has_none(self, rig: Rig) -> None:
         props = properties(rig.raw, 2)
         assert said(rig.raw.cuMulticastCreate(props)) == "NOT_SUPPORTED"
         flag = rig.raw.CUmulticastGranularity_flags(0)
@@ -130,20 +144,17 @@ class TestDeadlocks:
 
 
 class TestWaiting:
-    def test_for_a_device_that_another_thread_adds(self) -> None:
-        rig = new_rig(patience=30)
+    @on(patience=30)
+    def test_for_a_device_that_another_thread_adds(self, rig: Rig) -> None:
         team = Team(rig)
         team.add(0)
         timer = threading.Timer(0.1, lambda: team.add(1))
         timer.start()
         assert team.bind(rig.memory()) == "SUCCESS"
         timer.join()
-        rig.close()
 
-    def test_with_a_handle_that_is_released_meanwhile(self) -> None:
-        rig = new_rig(patience=30)
-        team = Team(rig, handle_types=POSIX_FD)
-        team.add(0)
+    @on(patience=30)
+    def test_with_a_handle_that_is_released_meanwhile(self, rig: Rig, team: Team) -> None:
         fd, kind = export(team), rig.raw.CUmemAllocationHandleType(POSIX_FD)
         again = value(rig.keep_memory(rig.raw.cuMemImportFromShareableHandle(fd, kind)))
         os.close(fd)
@@ -158,24 +169,18 @@ class TestWaiting:
         with pytest.raises(NotImplementedError, match="handle that does not exist"):
             team.bind(memory)
         timer.join()
-        rig.close()
 
-    def test_for_a_device_that_another_process_adds(self, another: Callable[..., Peer]) -> None:
-        rig, process = new_rig(patience=30), another(devices=2)
-        team = Team(rig, handle_types=POSIX_FD)
-        team.add(0)
+    @on(patience=30)
+    def test_for_a_device_that_another_process_adds(self, rig: Rig, process: Peer, team: Team) -> None:
         join(process, team, add=False)
         timer = threading.Timer(0.1, lambda: process.value("cuMulticastAddDevice", Kept("object"), 1))
         timer.start()
         assert team.bind(rig.memory(handle_types=POSIX_FD)) == "SUCCESS"
         timer.join()
-        rig.close()
 
     @pytest.mark.usefixtures("alone")
-    def test_for_a_process_that_dies(self, another: Callable[..., Peer]) -> None:
-        rig, process = new_rig(patience=30), another(devices=2)
-        team = Team(rig, handle_types=POSIX_FD)
-        team.add(0)
+    @on(patience=30)
+    def test_for_a_process_that_dies(self, rig: Rig, process: Peer, team: Team) -> None:
         join(process, team, add=False)
         os.kill(process.pid, signal.SIGSTOP)
         killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.2; kill -9 {process.pid}"])
@@ -183,25 +188,22 @@ class TestWaiting:
             team.bind(rig.memory(handle_types=POSIX_FD))
         killer.wait()
         process.close()
-        rig.close()
 
 
 class TestSlots:
-    def test_run_out(self) -> None:
-        rig = new_rig(multicast_slots=2)
+    @on(multicast_slots=2)
+    def test_run_out(self, rig: Rig) -> None:
         teams = [Team(rig).add_all() for _ in range(3)]
         memory = [rig.memory(id=0) for _ in teams]
         assert [team.bind(one) for team, one in zip(teams, memory, strict=True)] == ["SUCCESS"] * 2 + ["OUT_OF_MEMORY"]
         assert said(rig.raw.cuMemMap(rig.reserve(PAGE), PAGE, 0, teams[2].object, 0)) == "OUT_OF_MEMORY"
         rig.release(teams[0].object)
         assert Team(rig).add_all().bind(rig.memory()) == "SUCCESS"
-        rig.close()
 
-    def test_an_object_without_all_its_devices_has_none(self) -> None:
-        rig = new_rig(multicast_slots=1)
+    @on(multicast_slots=1)
+    def test_an_object_without_all_its_devices_has_none(self, rig: Rig) -> None:
         Team(rig).add(0)
         assert Team(rig).add_all().bind(rig.memory()) == "SUCCESS"
-        rig.close()
 
 
 class TestWhatIsNotKnown:
@@ -279,13 +281,12 @@ class TestWhatIsNotKnown:
 
 
 class TestAccess:
-    def test_a_device_outside_the_team(self) -> None:
-        rig = new_rig(devices=3)
+    @on(devices=3)
+    def test_a_device_outside_the_team(self, rig: Rig) -> None:
         team, address = whole(rig, 2)
         assert rig.set_access(address, PAGE, (DEVICE, 1, READWRITE), (DEVICE, 2, READWRITE)) == "ILLEGAL_STATE"
         assert rig.get_access(address, id=1) == 0
         assert team.bind(rig.memory(id=2)) == "INVALID_DEVICE"
-        rig.close()
 
 
 class TestGraphs:
@@ -319,15 +320,14 @@ def test_large_writes_by_the_worker(rig: Rig) -> None:
         assert (got == values).all()
 
 
-def test_writes_with_a_seed() -> None:
-    rig = new_rig(seed=3)
+@on(seed=3)
+def test_writes_with_a_seed(rig: Rig) -> None:
     team, address = whole(rig)
     stream = rig.stream()
     for byte in range(5):
         value(rig.raw.cuMemsetD8Async(address + byte, byte, 8, stream))
     value(rig.raw.cuStreamSynchronize(stream))
     assert team.read(0, 5) == [list(range(5))] * 2
-    rig.close()
 
 
 class Machine:
@@ -508,27 +508,20 @@ class TestMultimem:
 
 
 class TestBetweenProcesses:
-    def test_device_added_there(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        process = another(devices=2)
+    def test_device_added_there(self, rig: Rig, process: Peer) -> None:
         team = Team(rig, handle_types=POSIX_FD)
         join(process, team)
         assert [team.add(1), team.add(0)] == ["INVALID_VALUE", "SUCCESS"]
         assert process.said("cuMulticastAddDevice", Kept("object"), 0) == "INVALID_VALUE"
 
-    def test_what_is_bound_there(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        process = another(devices=2)
-        team = Team(rig, handle_types=POSIX_FD)
-        team.add(0)
+    def test_what_is_bound_there(self, rig: Rig, process: Peer, team: Team) -> None:
         join(process, team)
         bind_there(process)
         assert team.bind(rig.memory(id=1, handle_types=POSIX_FD)) == "INVALID_VALUE"
         with pytest.raises(NotImplementedError, match="another process"):
             team.unbind(1)
 
-    def test_a_process_that_is_killed(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        process = another(devices=2)
-        team = Team(rig, handle_types=POSIX_FD)
-        team.add(0)
+    def test_a_process_that_is_killed(self, rig: Rig, process: Peer, team: Team) -> None:
         join(process, team)
         bind_there(process)
         memory = rig.memory(handle_types=POSIX_FD)
@@ -546,10 +539,7 @@ class TestBetweenProcesses:
         rig.synchronize()
         assert rig.read(view, 1) + rig.read(team.view(other), 1) == [3, 3]
 
-    def test_a_process_that_is_killed_with_work_queued_here(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        process = another(devices=2)
-        team = Team(rig, handle_types=POSIX_FD)
-        team.add(0)
+    def test_a_process_that_is_killed_with_work_queued_here(self, rig: Rig, process: Peer, team: Team) -> None:
         join(process, team)
         bind_there(process)
         assert team.bind(rig.memory(handle_types=POSIX_FD)) == "SUCCESS"
@@ -577,21 +567,18 @@ class TestBetweenProcesses:
             timer.join()
         assert team.add(1) == "SUCCESS"
 
-    def test_the_object_goes_on_when_its_maker_has_ended(self, rig: Rig, another: Callable[..., Peer]) -> None:
-        heir = another(devices=2)
-        team = Team(rig, handle_types=POSIX_FD)
-        team.add(0)
-        join(heir, team)
-        there = bind_there(heir)
+    def test_the_object_goes_on_when_its_maker_has_ended(self, rig: Rig, process: Peer, team: Team) -> None:
+        join(process, team)
+        there = bind_there(process)
         rig.release(team.object)
-        assert heir.said("cuMulticastAddDevice", Kept("object"), 0) == "INVALID_VALUE"
-        heir.rig("memory", PAGE, id=0, handle_types=POSIX_FD, keep="mine")
-        heir.value("cuMulticastBindMem", Kept("object"), 0, Kept("mine"), 0, PAGE, 0)
-        where = heir.rig("reserve", PAGE)
-        heir.rig("map", where, Kept("object"))
-        assert heir.rig("set_access", where, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
-        heir.value("cuMemsetD8", where, 9, PAGE)
-        assert heir.rig("read", there, 2) == [9, 9]
+        assert process.said("cuMulticastAddDevice", Kept("object"), 0) == "INVALID_VALUE"
+        process.rig("memory", PAGE, id=0, handle_types=POSIX_FD, keep="mine")
+        process.value("cuMulticastBindMem", Kept("object"), 0, Kept("mine"), 0, PAGE, 0)
+        where = process.rig("reserve", PAGE)
+        process.rig("map", where, Kept("object"))
+        assert process.rig("set_access", where, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+        process.value("cuMemsetD8", where, 9, PAGE)
+        assert process.rig("read", there, 2) == [9, 9]
 
     def test_reductions_of_several_processes(self, rig: Rig) -> None:
         """Each adds a thousand times to every replica, and none is lost."""

@@ -26,11 +26,6 @@ pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 GiB = 1 << 30
 
 
-@pytest.fixture
-def rig() -> Rig:
-    return new_rig()
-
-
 def has_memory(address: int) -> bool:
     """Whether this process has memory of a simulated device there."""
     with open("/proc/self/maps") as maps:

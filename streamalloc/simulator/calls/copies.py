@@ -182,7 +182,9 @@ class CopyCalls(Calls):
         return not stream.catch_up() and stream.idle and size <= STEP and not self._machine.scheduler.seeded
 
     def _finish(self, stream: Queue) -> None:
-        """Wait for the submitted copy. This shows pools no frees, unlike a synchronising call (observed on H200)."""
+        """Wait for the submitted copy. This shows pools no frees, unlike a synchronising call (observed on H200:
+        test_reuse's test_another_stream_reuses_after).
+        """
         seq = stream.seq
         if stream.done < seq:
             self._machine.scheduler.wait(lambda: stream.done >= seq)

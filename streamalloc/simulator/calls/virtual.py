@@ -1,4 +1,6 @@
-"""Virtual memory management. These calls need no context and leave stream captures valid (observed on H200)."""
+"""Virtual memory management. These calls need no context and leave stream captures valid (observed on H200:
+test_physical_memory's test_no_call_needs_a_context, test_mappings' TestCapture).
+"""
 
 from __future__ import annotations
 
