@@ -10,6 +10,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
+from streamalloc.checker.recorder import Recorder
 from streamalloc.driver.internal import Wrapper
 from tests.ipc.support import shared_pool
 
@@ -34,7 +35,7 @@ class Settled(Wrapper):
         return answer  # type: ignore[no-any-return]
 
 
-class Recorder:
+class Notified:
     """A listener that records its notifications."""
 
     def __init__(self) -> None:
@@ -65,14 +66,14 @@ class Recorder:
         self.seen.append("opened" if stream is not None else "opened by the host")
 
 
-def _notified(driver: Any, recorder: Recorder | None) -> Settled:
+def _notified(driver: Any, recorder: Notified | None) -> Settled:
     settled: Any = Settled(driver)  # type: ignore[abstract]  # it looks functions up
     if recorder is not None:
         settled.listener = recorder
     return settled  # type: ignore[no-any-return]
 
 
-def _share_and_open(machine: Any, recorder: Recorder | None) -> list[list[str]]:
+def _share_and_open(machine: Any, recorder: Notified | None) -> list[list[str]]:
     """Share memory by every path and open it on a stream and on none; the driver calls of both sides."""
     drivers = [_notified(one, recorder) for one in (machine, sd.simulated())]
     with contextlib.ExitStack() as stack:
@@ -96,8 +97,32 @@ def _share_and_open(machine: Any, recorder: Recorder | None) -> list[list[str]]:
     return [[name for name in one.names if not name.startswith("cuCtx")] for one in drivers]
 
 
+def test_calls_that_another_feed_has_seen(machine: Any) -> None:
+    """Names, arguments, answers, threads and places are enough for the rules: nothing is wrapped."""
+    traced = sd.traced(machine)
+    device = sa.Device(0, driver=traced)
+    with device.create_stream() as one, device.create_stream() as other, sa.MemoryPool(device) as pool:
+        memory = pool.allocate(SIZE, one)
+        one.synchronize()
+        for stream in (one, other):
+            memory.fill(1, stream)
+        device.synchronize()
+        memory.free()
+        with device.current():
+            context = int(traced.cuCtxGetCurrent()[1])
+    recorder = Recorder(machine, "report")
+    code = test_calls_that_another_feed_has_seen.__code__
+    for number, call in enumerate(traced.calls):
+        recorder.feed(call, context, ((code, 2 * number),))
+    (found,) = recorder.finish()
+    assert found.kind == "race" and "cuMemsetD8Async" in found.what
+    fills = [number for number, call in enumerate(traced.calls) if call.name == "cuMemsetD8Async"]
+    assert [at for _, ((_, at),) in found.places[:2]] == [2 * number for number in reversed(fills)]
+    assert recorder.notes == ()
+
+
 def test_the_facade_makes_the_same_calls(machine: Any) -> None:
-    recorder = Recorder()
+    recorder = Notified()
     assert _share_and_open(machine, recorder) == _share_and_open(sd.simulated(), None)
     assert set(recorder.seen) == {"used", "lent", "named", "shared", "opened", "opened by the host"}
     assert recorder.seen.count("shared") == 10

@@ -1,7 +1,15 @@
 """Random programs: the checker against a search of the graph of all that they do.
 
-The oracle knows nothing of clocks. It notes each operation with what comes right before it, and looks for two that use
-the same bytes, one of them writing, with no way from one to the other.
+The oracle is the definition of a race, written down without the checker's means. It knows nothing of clocks, intervals
+or obstacles. It notes each operation with those that come right before it: the one before on its stream, the recording
+that it waits for, what the host knew at the call, and the legacy stream's turns. Two uses of the same bytes, of which
+one is a write, race if no way through these notes leads from one to the other. The search is slow, so programs are
+short.
+
+Clocks may lose an order (a false report) or invent one (a miss), above all where a stream waits for something that the
+host causes later, and its operations are judged at another time than they were queued. So both must agree: on programs
+with races, and on those without. Of the latter, a second run with random legal delays must leave the same bytes, which
+tests the oracle against the simulated scheduler.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.checker.judge import Judge
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.multicast import SymmetricMemory
 from tests.support import MiB
@@ -130,6 +131,34 @@ def test_each_call_takes_the_way_that_the_guide_lists() -> None:
         assert any(_is_way(names, stack) for stack in stacks), (call, stacks)
         called.add(call)
     assert called == guide.keys()
+
+
+def test_a_hazard_takes_the_way_that_the_guide_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = GUIDE.read_text().partition("## A hazard, from")[2].partition("Reports.deliver")[0]
+    names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", section) if name != "RULES"]
+    device = sa.Device(0, driver=sd.checked(sd.simulated()))
+    with device.create_stream() as one, device.create_stream() as other, sa.MemoryPool(device) as pool:
+        memory = pool.allocate(MiB, one)
+        one.synchronize()
+        memory.fill(1, one)
+        stacks: list[list[str]] = []
+        monkeypatch.setattr(Judge, "report", lambda *_, **__: stacks.append(_names_of(sys._getframe(1))))
+        memory.fill(2, other)
+        monkeypatch.undo()
+        device.synchronize()
+        memory.free()
+    (found,) = stacks
+    left = iter([*found, "report"])
+    assert names[-1] == "report" and all(name in left for name in names), found
+
+
+def _names_of(frame: types.FrameType | None) -> list[str]:
+    """The functions under way, the outermost first."""
+    found: list[str] = []
+    while frame is not None:
+        found.insert(0, frame.f_code.co_name)
+        frame = frame.f_back
+    return found
 
 
 def _is_way(names: list[str], stack: list[str]) -> bool:
