@@ -8,12 +8,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamalloc.testing.faults import Faults
-    from streamalloc.testing.gate import Gate
+    from streamalloc.simulator.internal import current_launch, device_global, device_view, kernel, unregister_kernel
     from streamalloc.testing.installing import install
-    from streamalloc.testing.kernels import current_launch, device_global, device_view, kernel, unregister_kernel
     from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
-    from streamalloc.testing.settling import settle
+    from streamalloc.testing.tools import Faults, Gate, settle
 
 __all__ = [
     "Faults",
@@ -32,12 +30,12 @@ __all__ = [
 
 # Imported at the first use: every run of pytest imports the plugin, and with it this module.
 _LATER = {
-    "Faults": "faults",
-    "Gate": "gate",
-    "install": "installing",
-    **dict.fromkeys(("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "kernels"),
-    **dict.fromkeys(("multimem_ld_reduce", "multimem_red", "multimem_st"), "multimem"),
-    "settle": "settling",
+    **dict.fromkeys(("Faults", "Gate", "settle"), "testing.tools"),
+    "install": "testing.installing",
+    **dict.fromkeys(("multimem_ld_reduce", "multimem_red", "multimem_st"), "testing.multimem"),
+    **dict.fromkeys(
+        ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.internal"
+    ),
 }
 
 
@@ -47,6 +45,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        found = globals()[name] = getattr(importlib.import_module(f"streamalloc.testing.{_LATER[name]}"), name)
+        found = globals()[name] = getattr(importlib.import_module(f"streamalloc.{_LATER[name]}"), name)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,36 @@
-"""Driver resources that a test does not release, with the lines that created them."""
+"""Driver resources, objects of streamalloc and file descriptors that a test does not release, with the lines that
+created them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import operator
 import os
-from collections.abc import Sequence
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from streamalloc.core.internal import Event, Fd, Graph, Stream, spare_events
+from streamalloc.core.resource import Closes, Leaves
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import COUNTED, HandleCounts, RLock, Stack, Wrapper, here, lines
+from streamalloc.driver.internal import COUNTED, HandleCounts, Lock, RLock, Stack, Wrapper, here, lines
+from streamalloc.ipc import RingConsumer, RingProducer, Shared
+from streamalloc.multicast import SymmetricMemory
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm import GrowableBuffer, SleepGroup, SparseArray
 
 
 class Leak(NamedTuple):
@@ -97,3 +120,308 @@ class Accounts(Wrapper):
             left = [Leak(kind, handle, *self._made.get(handle, ("", ())))
                     for kind, handles in self._account.outstanding().items() for handle in handles]  # fmt: skip
             return sorted(left, key=lambda leak: order.get(leak.handle, 0))
+
+
+# -- objects and descriptors -----------------------------------------------------------------------------------
+
+_LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGroup, SparseArray)
+"""Classes whose modules must be imported before a watch."""
+
+_DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
+"""Classes with one driver handle or descriptor, which counts as them."""
+_DEPTH = 6  # levels of attributes and containers to search for an object's members
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
+_MACHINE = "/memfd:streamalloc:"
+_GRACE = 0.5
+"""Seconds for ending threads to end."""
+_WITH_THREADS = ("streamalloc.", "multiprocessing.", "asyncio.", "tqdm.")
+"""Modules whose threads end by themselves or belong to counted objects."""
+_STANDARD = 3
+_DRIVERS = ("streamalloc.driver.", "streamalloc.simulator.", "streamalloc.checker.")
+_NOT_KEEPERS = (*_DRIVERS, "streamalloc.testing.")
+
+
+class OpenObject(NamedTuple):
+    """An object or descriptor still open at the end of a test."""
+
+    what: str
+    """Description, such as ``"Channel"``."""
+    place: Stack
+    """Stack of the creating call, without this package's frames; may be empty."""
+
+    def __str__(self) -> str:
+        return "\n".join([self.what, *lines(self.place)])
+
+
+class _Made(NamedTuple):
+    reference: Callable[[], Any]
+    place: Stack
+    number: int
+
+
+class _Places:
+    """Stacks of calls that create objects, recorded during a watch."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._watches = 0
+        self._functions: list[tuple[type, str, Any]] = []
+        self._found: dict[int, _Made] = {}
+        self._numbers = itertools.count(1)
+
+    def of(self, thing: object) -> Stack:
+        """The stack of an object's creation; empty if not recorded."""
+        found = self._found.get(id(thing))
+        return found.place if found is not None and found.reference() is thing else ()
+
+    def order(self, thing: object) -> int:
+        """The number of an object in creation order; 0 if not recorded."""
+        return self._found[id(thing)].number if self.of(thing) else 0
+
+    def begin(self) -> None:
+        """Begin to record. Each call needs an :meth:`end`."""
+        with self._lock:
+            self._watches += 1
+            if self._watches == 1:
+                kinds = (Shared, Fd, *_classes(Closes))
+                for kind in filter(lambda kind: isinstance(vars(kind).get("__init__"), types.FunctionType), kinds):
+                    self._record(kind)
+
+    def end(self) -> None:
+        with self._lock:
+            self._watches -= 1
+            if not self._watches:
+                for kind, name, function in self._functions:
+                    setattr(kind, name, function)
+                self._functions.clear()
+                self._found.clear()
+
+    def _record(self, kind: Any) -> None:
+        function = vars(kind)["__init__"]
+
+        def __init__(thing: Any, *args: Any, **options: Any) -> None:
+            function(thing, *args, **options)
+            reference: Callable[[], Any] = weakref.ref(thing) if kind.__weakrefoffset__ else lambda: thing
+            found = self._found.get(id(thing))
+            if found is None or found.reference() is not thing:  # else __init__ of a base class has recorded it
+                self._found[id(thing)] = _Made(reference, here(), next(self._numbers))
+
+        self._functions.append((kind, "__init__", function))
+        kind.__init__ = __init__
+
+
+_places = _Places()
+
+
+def _classes(kind: Any) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        if not issubclass(one, _DIRECT):
+            yield one
+        yield from _classes(one)
+
+
+class Watch(Leaves):
+    """The objects and descriptors that are opened in a ``with`` block."""
+
+    def __enter__(self) -> Watch:
+        _places.begin()
+        self._objects = {id(one): _reference(one) for one in _live()}
+        self._descriptors = _descriptors()
+        self._threads = set(threading.enumerate())
+        return self
+
+    def _leave(self, *, failed: bool) -> None:
+        _places.end()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A ``with`` block whose objects may outlive the test, and are not counted."""
+        with Watch() as block:
+            yield
+            self._objects |= {id(one): _reference(one) for one in _live() if not block._was_there(one)}
+            self._descriptors |= dict(_descriptors().items() - block._descriptors.items())
+            self._threads |= set(threading.enumerate()) - block._threads
+
+    def found(
+        self, driver: Driver, leaks: Sequence[Leak], exported: dict[tuple[int, int, int], Stack]
+    ) -> list[Leak | OpenObject]:
+        """Objects and descriptors that are open now and were not before.
+
+        Parameters
+        ----------
+        driver
+            The driver under test, which may hold descriptors of its own.
+        leaks
+            Driver resources that were not released. Resources of an open object count as the object. A stream's spare
+            events count as the stream.
+        exported
+            Stacks of the calls in which the driver returned a descriptor.
+        """
+        live = sorted(_live(), key=_places.order)
+        session = Session.of(driver)
+        streams = [one for one in live if isinstance(one, Stream) and spare_events(one) and session_of(one) is session]
+        spare = set[int]().union(*map(spare_events, streams))
+        leaks = [leak for leak in leaks if leak.kind != "event" or leak.handle not in spare]
+        inside = _inside(driver)
+        objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
+                   and not self._was_there(one) and _is_open(one)]  # fmt: skip
+        places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
+        parts = [_reachable([one], _DEPTH) for one in objects]
+
+        def is_part(at: int) -> bool:
+            """Whether another object made by the same call contains it."""
+            return any(
+                id(objects[at]) in parts[other] and (id(objects[other]) not in parts[at] or other < at)
+                for other in range(len(objects))
+                if other != at and places[other] == places[at]
+            )
+
+        kept: list[Leak | OpenObject] = [
+            OpenObject(_name(one), places[at]) for at, one in enumerate(objects) if not is_part(at)
+        ]
+        seen = set(filter(None, places))
+        kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
+        left = [leak for leak in leaks if leak.place not in seen]
+        # A closed pool stays because of its allocations, so report those first.
+        return sorted(left, key=lambda leak: leak.kind in ("pool", "event")) + kept + self._running()
+
+    def _running(self) -> list[Leak | OpenObject]:
+        """Threads that the test started and did not end, with their present lines."""
+        end = time.monotonic() + _GRACE
+        found: list[Leak | OpenObject] = []
+        for one in set(threading.enumerate()) - self._threads - {threading.current_thread()}:
+            target = getattr(one, "_target", None) or type(one)
+            foreign = isinstance(one, threading._DummyThread)  # which nobody can join
+            if foreign or str(getattr(target, "__module__", "")).startswith(_WITH_THREADS):
+                continue
+            one.join(max(end - time.monotonic(), 0))
+            frame = sys._current_frames().get(one.ident or 0)
+            if one.is_alive() and frame is not None:
+                frames = [at for at, _ in traceback.walk_stack(frame) if at.f_code.co_filename != threading.__file__]
+                what = f"thread {one.name!r} of {getattr(target, '__qualname__', target)}: it still runs, join it"
+                found.append(OpenObject(what, tuple((at.f_code, at.f_lasti) for at in frames)))
+        return found
+
+    def _was_there(self, one: object) -> bool:
+        if id(one) not in self._objects:
+            return False
+        reference = self._objects[id(one)]
+        return reference is None or reference() is one
+
+    def _left_open(
+        self, inside: set[int], live: Iterable[object], exported: dict[tuple[int, int, int], Stack]
+    ) -> list[OpenObject]:
+        owners: dict[int, Any] = {}
+        for one in live:
+            with contextlib.suppress(Exception):
+                owners[one.fileno()] = one  # type: ignore[attr-defined]
+        sockets = {one.fileno() for one in gc.get_objects() if issubclass(type(one), socket.socket) and _is_ours(one)}
+        found = []
+        for key, name in _descriptors().items():
+            number = key[0]
+            kind = next((kind for prefix, kind in _COUNTED.items() if name.startswith(prefix)), "")
+            owner = owners.get(number)
+            if key in self._descriptors or number in _interpreters():
+                continue
+            if owner is None and (number in sockets or (name.startswith(_MACHINE) and key not in exported)):
+                continue  # it belongs to a counted object, or to the simulated machine
+            if owner is not None and (not isinstance(owner, Fd) or id(owner) in inside):
+                continue  # counted as the object, or kept by the package
+            if kind or key in exported or owner is not None:
+                place = _places.of(owner) or exported.get(key, ())
+                found.append(OpenObject(f"file descriptor {number} ({kind or 'file'} {name})", place))
+        return found
+
+
+def _live() -> Iterator[Any]:
+    # By type, here and below: isinstance() asks a weak proxy for the class of an object that may be gone.
+    return (one for one in gc.get_objects() if issubclass(type(one), (Closes, Shared)))
+
+
+def _reference(thing: object) -> weakref.ref[object] | None:
+    return weakref.ref(thing) if type(thing).__weakrefoffset__ else None
+
+
+def _place_of_handle(thing: Any, leaks: Sequence[Leak]) -> Stack:
+    """The stack of the call that created an object's handle, for objects made without ``__init__``."""
+    handles = {value for name in ("handle", "address") if isinstance(value := getattr(thing, name, None), int)}
+    return next((leak.place for leak in leaks if leak.handle in handles), ())
+
+
+def _is_open(thing: Any) -> bool:
+    """Whether an object is open. An object without ``closed`` is counted by its driver resources."""
+    if isinstance(thing, Shared):
+        return True
+    try:
+        return thing.closed is False
+    except AttributeError:  # its constructor has raised
+        return False
+
+
+def _inside(driver: Driver) -> set[int]:
+    """``id`` of each object that the package keeps for a driver or for the process."""
+    modules = (module for name, module in tuple(sys.modules.items())
+               if name.startswith("streamalloc.") and not name.startswith(_NOT_KEEPERS))  # fmt: skip
+    threads = (one for frame in sys._current_frames().values() for one in _locals_of_ours(frame))
+    return _reachable([Session.of(driver), *map(vars, modules), *threads], None)
+
+
+def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
+    """Variables of a thread that runs only functions of this package and :mod:`threading`."""
+    found: list[object] = []
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("streamalloc.") and module != "threading":
+            return []
+        found.append(dict(frame.f_locals))
+        frame = frame.f_back
+    return found
+
+
+def _is_ours(thing: object) -> bool:
+    """Whether an object's class belongs to this package, drivers excepted."""
+    module = str(type(thing).__module__)  # a class may define it as a property
+    return module.startswith("streamalloc.") and not module.startswith(_DRIVERS)
+
+
+def _name(thing: object) -> str:
+    try:
+        return repr(thing).strip("<>")
+    except Exception:
+        return type(thing).__name__
+
+
+def _reachable(roots: list[object], depth: int | None) -> set[int]:
+    """``id`` of each object of this package that is reachable through its objects and containers."""
+    seen: set[int] = set()
+    layer = roots
+    while layer and depth != 0:
+        depth = None if depth is None else depth - 1
+        following = []
+        for one in gc.get_referents(*layer):
+            if id(one) not in seen and (issubclass(type(one), _CONTAINERS) or _is_ours(one)):
+                seen.add(id(one))
+                if not issubclass(type(one), (type, types.ModuleType, Session)):
+                    following.append(one)
+        layer = following
+    return seen
+
+
+def _descriptors() -> dict[tuple[int, int, int], str]:
+    """The file names of this process's open descriptors, by :func:`descriptor_key`."""
+    found = {}
+    for text in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # listdir() has closed its own
+            if int(text) >= _STANDARD:
+                found[descriptor_key(int(text))] = os.readlink(f"/proc/self/fd/{text}")
+    return found
+
+
+def _interpreters() -> set[int | None]:
+    """Descriptors that multiprocessing keeps open until the process ends."""
+    tracker, server = operator.attrgetter("_resource_tracker"), operator.attrgetter("_forkserver")
+    return {
+        getattr(tracker(multiprocessing.resource_tracker), "_fd", None),
+        getattr(server(multiprocessing.forkserver), "_forkserver_alive_fd", None),
+    }

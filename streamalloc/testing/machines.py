@@ -1,18 +1,27 @@
-"""Drivers for tests: a new simulated machine, one for the whole process, or the real driver."""
+"""Drivers for tests: a new simulated machine, one for the whole process, or the real driver; and the reports of
+processes that a test starts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import multiprocessing  # creates its configuration
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
 
 from streamalloc import driver as sd
 from streamalloc.core.internal import Device, imex_channels
 from streamalloc.driver import Driver, set_default, simulated, use
-from streamalloc.driver.internal import SETTLERS, default_of_threads
-from streamalloc.testing.settling import settle
+from streamalloc.driver.internal import SETTLERS, VARIABLE, ParentTest, configuration, default_of_threads
+from streamalloc.testing.tools import settle
+
+assert multiprocessing.process
 
 lasting: Callable[..., Driver] = functools.cache(simulated)
 """Returns this process's simulated machine with these settings; cached."""
@@ -83,3 +92,34 @@ def missing_for(devices: int, fabric: bool, managed: bool, multicast: bool) -> s
     if multicast and os.environ.get("STREAMALLOC_TEST_MULTICAST") != "1":
         return "multicast objects are made on real hardware only with STREAMALLOC_TEST_MULTICAST=1"
     return None
+
+
+@contextlib.contextmanager
+def inherited(**values: str) -> Iterator[None]:
+    """Set variables for the processes started in a ``with`` block, even by a multiprocessing server."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+            patch.setitem(configuration(), name, value)
+        yield
+
+
+@contextlib.contextmanager
+def reports(*checks: str) -> Iterator[Callable[..., Iterator[str]]]:
+    """Collect the reports of the processes that are started in a ``with`` block.
+
+    ``checks`` are the wanted kinds of reports: ``"check"``, ``"leaks"``. Yields a function that takes kinds, and yields
+    their reports so far; each begins with its process.
+    """
+
+    def found(*kinds: str) -> Iterator[str]:
+        for path in sorted(Path(folder).iterdir()):
+            process, _, kind = path.name.partition(".")
+            if kind in kinds:
+                yield f"in process {process}, which the test has started:\n{path.read_text('utf-8').rstrip()}"
+
+    with (
+        tempfile.TemporaryDirectory(prefix="streamalloc-", ignore_cleanup_errors=True) as folder,
+        inherited(**{VARIABLE: ParentTest(os.getpid(), checks, folder).to_text()}),
+    ):
+        yield found

@@ -79,7 +79,7 @@ import pytest
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
     from streamalloc.testing import Faults
-    from streamalloc.testing.objects import Watch
+    from streamalloc.testing.leaks import Watch
 
 _MARK = "streamalloc"
 _FIXTURE = "streamalloc_machine"
@@ -300,7 +300,6 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     from streamalloc.driver import simulated
     from streamalloc.driver.internal import as_asked
     from streamalloc.testing import Faults, machines
-    from streamalloc.testing.children import inherited
 
     on_cuda = driver_under_test(request.config) == "cuda"
     lasting = on_cuda or _option(request.config, "streamalloc_one_machine")
@@ -309,7 +308,7 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
         make = machines.lasting if lasting else simulated
         driver = machines.real() if on_cuda else make(**_settings(request))
         driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK requests one
-        stack.enter_context(inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else driver.settings))  # type: ignore[attr-defined]
+        stack.enter_context(machines.inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else driver.settings))  # type: ignore[attr-defined]
         driver, reports = _watched(request, driver, checks, stack)
         with machines.by_default(driver):
             yield driver
@@ -336,9 +335,9 @@ def _watched(
     """Wrap the driver for these checks and for streamalloc_faults. Returns it with the checks' reports."""
     reports: list[_Report] = []
     if checks:
-        from streamalloc.testing.children import reports as reports_of_children
+        from streamalloc.testing import machines
 
-        children = stack.enter_context(reports_of_children("notes", *checks))
+        children = stack.enter_context(machines.reports("notes", *checks))
     if "check" in checks:
         from streamalloc.driver import checked
 
@@ -352,8 +351,7 @@ def _watched(
 
         reports.append(hazards)
     if "leaks" in checks:
-        from streamalloc.testing.leaks import Accounts, leak_report
-        from streamalloc.testing.objects import Watch
+        from streamalloc.testing.leaks import Accounts, Watch, leak_report
 
         driver = accounts = Accounts(driver)  # type: ignore[abstract]
         watch = stack.enter_context(Watch())

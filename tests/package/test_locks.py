@@ -27,7 +27,7 @@ from streamalloc.interop import torch as torch_bridge
 from streamalloc.observing import account as observed
 from streamalloc.observing.records import Phase
 from streamalloc.pool.cache.state import CacheState
-from streamalloc.testing import objects
+from streamalloc.testing import leaks as objects
 from streamalloc.testing.leaks import Accounts
 from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.internal import unwatch_mappings, watch_mappings

@@ -11,10 +11,10 @@ from cuda.bindings import runtime as bound_runtime
 from streamalloc import checker, simulator
 from streamalloc.driver.internal import default_of_threads
 from streamalloc.simulator import runtime
-from streamalloc.testing import leaks, objects
+from streamalloc.testing import leaks
 
 # Imported here, as what a run of pytest imports is forgotten.
-assert bound_runtime and checker and leaks and objects and runtime and simulator
+assert bound_runtime and checker and leaks and runtime and simulator
 
 Run = Callable[..., pytest.RunResult]
 

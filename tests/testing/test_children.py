@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamalloc.driver.internal import VARIABLE, ParentTest
-from streamalloc.testing.children import reports
+from streamalloc.testing.machines import reports
 from tests.testing.conftest import Run
 
 CHILD = """

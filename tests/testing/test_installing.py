@@ -21,7 +21,7 @@ from streamalloc import testing
 from streamalloc.cli import main
 from streamalloc.cli import run as run_command
 from streamalloc.driver.bindings import cuda, runtime
-from streamalloc.testing import compiled
+from streamalloc.testing import installing
 from tests.processes import finished, python
 from tests.testing.conftest import Run
 
@@ -158,7 +158,7 @@ with testing.install(sd.simulated(devices=3)):
         """The interpreter has no call that removes an audit hook."""
         hooks: list[object] = []
         monkeypatch.setattr(sys, "addaudithook", hooks.append)
-        monkeypatch.setattr(compiled, "_added", False)
+        monkeypatch.setattr(installing, "_added", False)
         for _ in range(2):
             with testing.install():
                 pass

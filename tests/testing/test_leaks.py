@@ -17,8 +17,7 @@ from streamalloc import ipc, multicast, vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import Stack, line_of
 from streamalloc.testing import machines
-from streamalloc.testing.leaks import Accounts
-from streamalloc.testing.objects import Watch
+from streamalloc.testing.leaks import Accounts, Watch
 from tests.testing.conftest import Run
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR

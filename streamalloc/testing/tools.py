@@ -1,0 +1,155 @@
+"""Tools for tests on any driver: a gate that holds streams, faults, and the end of deferred work."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from typing import TYPE_CHECKING, Any
+
+from streamalloc.core.errors import ClosedError, CudaError, undoing
+from streamalloc.core.internal import Device, StreamLike, as_stream, queues, stream_call
+from streamalloc.core.resource import Closes
+from streamalloc.core.session import session_of
+from streamalloc.driver import Driver, Faulty
+from streamalloc.driver.internal import cuda
+
+if TYPE_CHECKING:
+    # A base of type Any has all driver functions, so type checkers do not take the class for abstract.
+    _Functions: Any
+else:
+    _Functions = object
+
+_SIZE = 64
+
+
+class Gate(Closes):
+    """Holds streams until the host opens it, so that a test can rely on pending work.
+
+    A held stream waits for a flag in pinned host memory (``cuStreamWaitValue32``). Other streams continue, and the
+    device stays idle. An opened gate can hold again. The end of its ``with`` block opens the gate, synchronises the
+    device, and frees the flag. On hardware, load kernels before a stream is held: loading a module may wait for it.
+
+    Parameters
+    ----------
+    device
+        The device of the streams.
+
+    Examples
+    --------
+    >>> with Gate(device) as gate:
+    ...     gate.hold(stream)
+    ...     buffer.fill(7, stream)
+    ...     assert not stream.query()
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._session = session_of(device)
+        self.device = device
+        self._flag: int | None = None
+        with undoing(self._free), device.current():
+            self._flag = int(self._session.call("cuMemHostAlloc", _SIZE, 0))
+        self._value = ctypes.c_uint32.from_address(self._flag)
+        self._value.value = 0
+        self._holds = 0
+
+    def hold(self, stream: StreamLike) -> None:
+        """Make later work of ``stream`` wait until the gate is opened."""
+        if self._flag is None:
+            raise ClosedError("the gate was closed")
+        held = as_stream(stream, self._session)
+        self._holds += 1
+        at_least: Any = cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        stream_call(held, "cuStreamWaitValue32", self._flag, self._holds, int(at_least))
+
+    def open(self) -> None:
+        """Release all held streams; returns at once."""
+        if self._flag is not None:
+            self._value.value = self._holds
+
+    def close(self) -> None:
+        """Open the gate, synchronise the device, and free the flag; idempotent."""
+        if self._flag is None:
+            return
+        self.open()
+        self.device.synchronize()
+        self._free()
+
+    def _free(self) -> None:
+        flag, self._flag = self._flag, None
+        if flag is not None:
+            with self.device.current():
+                self._session.call("cuMemFreeHost", flag)
+
+
+_NEVER = 1 << 62
+
+
+class Faults(Faulty, _Functions):  # type: ignore[misc]
+    """A driver that refuses the calls named by :meth:`fail`, and passes all others on.
+
+    A fault also affects objects made before it was set. ``seen`` lists the calls since then, and ``failed`` the refused
+    ones.
+
+    Parameters
+    ----------
+    driver
+        Any driver.
+
+    Examples
+    --------
+    >>> faults = Faults(sa.driver.simulated())
+    >>> faults.fail("cuMemCreate")
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver, _NEVER, 1, 1, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    def fail(self, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
+        """Refuse some of the later calls, without passing them on. Replaces an earlier fault.
+
+        Parameters
+        ----------
+        call
+            The name of a driver function, or a number n: the n-th call of any function.
+        nth
+            For a name: the first of its calls that fails (1 is the next one).
+        times
+            Number of calls that fail from there on.
+        result
+            The ``CUresult`` that these calls return.
+
+        Raises
+        ------
+        ValueError
+            There is no such function or result, or a number is below 1.
+        """
+        self._target = _NEVER
+        self.seen.clear()
+        self.failed.clear()
+        self._refuse(call, nth, times, result)
+
+    def stop(self) -> None:
+        """Refuse no more calls."""
+        self._target = _NEVER
+
+
+def settle() -> int:
+    """Collect garbage and do the deferred work of all drivers that is possible now. Returns the number of remaining
+    items.
+
+    A remaining item waits for an importer, a capture, or queued work. Synchronise the device first, so that no item
+    waits for queued work.
+
+    Examples
+    --------
+    >>> buffer.free()
+    >>> stream.synchronize()
+    >>> settle()
+    0
+    """
+    gc.collect()
+    for queue in queues():
+        with contextlib.suppress(CudaError):  # of a driver whose calls fail: its items remain
+            queue.work()
+    return sum(len(queue) for queue in queues())
