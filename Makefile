@@ -20,10 +20,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # The tests start many processes, which read the bytecode that the first has left, also where the environment forbids it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+# Most tests wait now and then, so that four processes keep two cores at work.
+SIMULATED := $(PYTEST) --driver=simulated -n 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help tour test test-gpu soak mutants lint bench notebooks docs clean
+.PHONY: help tour check test test-gpu soak mutants lint bench notebooks docs clean
 
 help: ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1:/p' $(MAKEFILE_LIST) | awk -F: '{ printf "%-18s%s\n", $$1, $$2 }'
@@ -31,8 +33,11 @@ help: ## Print this list
 tour: $(BASE) ## Install the package and watch it work, on a GPU if there is one
 	$(BIN)/python -m streamalloc tour $(ARGS)
 
-test: lint ## Check style and types, then run the tests on the simulated driver
-	$(PYTEST) --driver=simulated -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+check: lint ## Check style and types, then run the main tests, for each commit (a minute)
+	$(SIMULATED) -m "not slow" $(addprefix tests/,core pool vmm ipc checker simulator) $(ARGS)
+
+test: lint ## Check style and types, then run all tests on the simulated driver
+	$(SIMULATED) $(ARGS)
 
 test-gpu: $(TEST) ## Run the tests on the real driver and its GPUs
 	$(PYTEST) --driver=cuda $(ARGS)

@@ -25,7 +25,7 @@ from streamalloc.testing import Faults, Gate, machines
 from tests import leftovers, processes
 from tests.leftovers import pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.neighbours import FreeMemory, pytest_runtest_protocol  # noqa: F401 (a hook)
-from tests.support import KEEP, collect_and_freeze, end_what_was_dropped, makes_no_multicast_object
+from tests.support import KEEP, SEED, collect_and_freeze, end_what_was_dropped, makes_no_multicast_object
 
 # In the processes that tests start: each thread of OpenBLAS spins while NumPy is imported, which the tests never need.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -43,6 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the tests that take minutes, too")
 
 
+def pytest_report_header() -> str:
+    return f"sweeps: sampled with STREAMALLOC_TEST_SEED={SEED}"
+
+
 # This suite's names for the arguments of the plugin's mark.
 _SHORT: dict[str, Callable[..., dict[str, Any]]] = {
     "gpus": lambda count: {"devices": count},
@@ -56,7 +60,16 @@ _SHORT: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+_SLOW = re.compile(
+    "_(backup|communicator|deaths|disk|endurance|faults|interrupts|kill|leaks|life|lifetimes?|model|multiprocessing"
+    r"|processes|programs|samples|sweeps)\.py$"
+)
+"""Modules of sweeps, and of processes that begin and end."""
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
+    if _SLOW.search(item.path.name) or "python" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.slow)
     for mark in item.iter_markers():
         if mark.name in _SHORT:
             item.add_marker(pytest.mark.streamalloc(**_SHORT[mark.name](*mark.args)))

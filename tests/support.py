@@ -9,11 +9,12 @@ import importlib
 import inspect
 import itertools
 import os
+import random
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -180,6 +181,23 @@ def bytecodes(work: Callable[[], object], counts: Callable[[FrameType], bool] = 
     finally:
         sys.settrace(before)
     return count
+
+
+SEED = os.environ.setdefault("STREAMALLOC_TEST_SEED", time.strftime("%Y%m%d", time.gmtime()))
+"""Chooses what sweeps try: the day, unless it is set; ``all`` for everything. The processes of a run inherit it."""
+
+
+def sampled(points: Iterable[T], count: int) -> list[T]:
+    """So many of the points of a sweep, in their order: others each day."""
+    points = list(points)
+    if SEED == "all" or len(points) <= count:
+        return points
+    return [points[at] for at in sorted(random.Random(SEED).sample(range(len(points)), count))]
+
+
+def every(step: int) -> itertools.count[int]:
+    """One number of so many, from 1 on, for sweeps whose end is not known: others each day."""
+    return itertools.count(1) if SEED == "all" else itertools.count(1 + random.Random(SEED).randrange(step), step)
 
 
 def in_a_thread(function: Callable[P, T]) -> Callable[P, T]:

@@ -93,7 +93,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, BRIDGE_ACTS), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
-    fails_in_turn(lambda: Lending(machine), kind, act, most=12, errors=LIBRARY_ERRORS)
+    fails_in_turn(lambda: Lending(machine), kind, act, most=6, errors=LIBRARY_ERRORS)
 
 
 LIBRARY_ERRORS = (MemoryError, RuntimeError)
@@ -103,6 +103,4 @@ LIBRARY_ERRORS = (MemoryError, RuntimeError)
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize("name", sorted(LIBRARIES))
 def test_while_a_library_allocates(machine: Any, name: str) -> None:
-    fails_in_turn(
-        lambda: Lending(machine, name), object, lambda world, one: world.use(), most=12, errors=LIBRARY_ERRORS
-    )
+    fails_in_turn(lambda: Lending(machine, name), object, lambda world, one: world.use(), most=6, errors=LIBRARY_ERRORS)

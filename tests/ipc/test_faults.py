@@ -6,7 +6,6 @@ The error is the one injected, the other process is not troubled, nothing is lef
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from streamalloc import ipc
 from tests.ipc.support import again, hold, make_pool, shared_pool
 from tests.ipc.test_samples import PoolBuffer
 from tests.processes import Partner, There, eventually, holds_there
-from tests.support import MiB, end_what_was_dropped
+from tests.support import MiB, end_what_was_dropped, every
 
 RESULT = "CUDA_ERROR_UNKNOWN"
 NEVER = 1 << 40
@@ -41,7 +40,7 @@ def sweep(
     whether the other process is as it was. ``silent`` allows that a failure is told to nobody.
     """
     wrong: list[str] = []
-    for number in itertools.count(1):
+    for number in every(3):
         checked = sd.checked(machine)
         driver = sd.faulty(checked, NEVER, result=RESULT)
         with sd.use(driver):

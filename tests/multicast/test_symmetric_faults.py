@@ -21,7 +21,7 @@ from streamalloc.multicast.setup import steps
 from streamalloc.multicast.setup.rank_group import RankGroup, rank_at_fault
 from tests.multicast.ranks import Crew, Meddled, Rank
 from tests.multicast.support import all_ended
-from tests.support import Account, collect_and_freeze, open_descriptors
+from tests.support import Account, collect_and_freeze, every, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
 
@@ -123,7 +123,7 @@ def test_every_call_of_the_driver(who: int) -> None:
         few.run(use)
         collect_and_freeze()
         victim = few.ranks[who]
-        for call in itertools.count(1):
+        for call in every(3):
             outcomes = few.outcomes(functools.partial(_fails_at, call=call, who=who))
             failed = [one for one in outcomes if one is not None]
             assert all(isinstance(error, SymmetricMemoryError) and error.rank == who for error in failed), outcomes

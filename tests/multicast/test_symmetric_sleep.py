@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import time
 import weakref
 from typing import Any
@@ -17,7 +16,7 @@ from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.testing import Faults
 from tests.multicast.ranks import Crew, Rank
 from tests.processes import SECONDS
-from tests.support import Account, MiB, end_what_was_dropped, filled, holds, in_a_thread, shows
+from tests.support import Account, MiB, end_what_was_dropped, every, filled, holds, in_a_thread, shows
 
 NBYTES = 3 * MiB + 40
 
@@ -105,7 +104,7 @@ def test_two_calls_fail(machine: Any, step: str) -> None:
     """No bytes are lost, nothing is unmapped or freed under a copy, and the next attempt succeeds."""
     kind: Any = Faults
     met = set()
-    for first in itertools.count(1):
+    for first in every(3):
         # Alone, and with one that comes soon after it, as those of the undo do.
         for gap in (first % 2 or 3, 1 << 40):
             account = Account(machine)

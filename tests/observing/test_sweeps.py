@@ -88,4 +88,4 @@ MAKERS: dict[str, Callable[[Any], Any]] = {"observe": use}
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, OBSERVER_ACTS), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
-    fails_in_turn(lambda: Observed(machine), kind, act, most=12)
+    fails_in_turn(lambda: Observed(machine), kind, act, most=6)

@@ -29,11 +29,11 @@ from tests.ipc.store.support import write
 from tests.ipc.support import POSIX, shared_pool
 from tests.package.test_sweeps import without_listener
 from tests.processes import eventually
-from tests.support import MiB, end_what_was_dropped
+from tests.support import MiB, end_what_was_dropped, sampled
 
 PAGE = 2 * MiB
-SAMPLE = int(os.environ.get("STREAMALLOC_TEST_POINTS", "10"))
-"""The most points of a program that are tried, of all kinds: of those in the same place of a function, the first."""
+SAMPLE = 10
+"""The points of a program that are tried: of those in the same place of a function, the first."""
 WAIT = 20.0
 """Seconds after which a program counts as stuck."""
 MESSAGE = 16
@@ -455,7 +455,7 @@ def sweep(machine: Any, name: str, points: list[int]) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_at_some_points(machine: Any, name: str) -> None:
     points = points_of(machine, *PROGRAMS[name]).distinct()
-    sweep(machine, name, points[:: max(1, len(points) // SAMPLE)])
+    sweep(machine, name, sampled(points, SAMPLE))
 
 
 @pytest.mark.soak

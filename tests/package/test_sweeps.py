@@ -29,11 +29,11 @@ from streamalloc import interop, ipc, multicast, observing, vmm
 from streamalloc.driver.account import ENDERS
 from streamalloc.pool import CachingAllocator
 from tests.processes import eventually
-from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread
+from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, sampled
 
 PAGE = 2 * MiB
 DATA = np.zeros(PAGE, np.uint8)
-MANY = 14
+MANY = 8
 """Of an operation that makes more calls than so many, some fail."""
 CLASSES: list[type] = [
     sa.Device,
@@ -496,7 +496,7 @@ def fails_in_turn(
 ) -> None:
     """Perform an operation in new worlds in which its first call fails, then the second, and so on.
 
-    ``most``: about how many calls fail at most; ``errors``: what it may raise besides errors of the driver; ``halves``:
+    ``most``: how many calls fail at most; ``errors``: what it may raise besides errors of the driver; ``halves``:
     the calls after whose failure it may be half done.
     """
     assert act is not None, "a new operation: say in ACTS how to perform it"
@@ -507,14 +507,14 @@ def fails_in_turn(
     error, there = _perform(world, kind, act)
     calls = world.performed - before
     # Each call of properties, which are many operations in one.
-    step = 1 if isinstance(act, functools.partial) and act.func is _read else 1 + calls // most
+    count = calls if isinstance(act, functools.partial) and act.func is _read else most
     shapes.append(there)
     assert error is None or _refused(error), repr(error)
     world.close()
     counted = type(world).counts_descriptors
     del world
     before_all = descriptors() if counted else Counter()
-    for turn, first in enumerate(range(1, calls + 1, step), 1):
+    for turn, first in enumerate(sampled(range(1, calls + 1), count), 1):
         if turn % 8 == 0:
             # Collections do not come in the driver's calls, and address space is short.
             gc.collect()

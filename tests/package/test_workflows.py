@@ -1,4 +1,4 @@
-"""The workflows of CI: they are what GitHub takes, and what they call is there."""
+"""The workflows of CI: they are what GitHub takes; what they and the documents call is there."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tests.processes import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "notebooks" / "docs" / f"{name}.md" for name in ("contributing", "tested"))]
 
 pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="without the repository")
 
@@ -22,11 +23,15 @@ def test_are_of_the_form_that_github_takes() -> None:
     assert end.value.code == 0
 
 
+@pytest.mark.parametrize("path", [*WORKFLOWS, *DOCUMENTS], ids=lambda path: path.name)
+def test_targets_of_make_are_there(path: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"(?:^|run: |`)make ([a-z-]+)", path.read_text(), re.M)) <= targets
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_what_they_call_is_there(workflow: Path) -> None:
     text = workflow.read_text()
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
     for path in re.findall(r"(?<![\w/.])((?:tests|\.ci)/[\w/.]+)", re.sub(r"description:.*", "", text)):
         assert (ROOT / path).exists(), path
     # Whatever they run can read the repository, and nothing more.

@@ -15,7 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.internal import spare_events
 from streamalloc.testing import Faults
-from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, names
+from tests.support import GROWTH, MiB, end_what_was_dropped, every, in_a_thread, names
 
 READWRITE = sa.MemAccess.READWRITE
 
@@ -198,7 +198,7 @@ def _sweep(machine: Any, name: str, result: str) -> list[str]:
     """Fail the first call of a scenario, then its second, and so on; what was not as it has to be, call by call."""
     scenario, survived = SCENARIOS[name], SURVIVED.get((name, result), set())
     wrong: list[str] = []
-    for number in itertools.count(1):
+    for number in every(3):
         checked = sd.checked(machine)
         driver: Any = sd.faulty(checked, number, result=result)
         driver.listener = None  # a listener gets no cached memory

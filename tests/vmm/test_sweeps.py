@@ -126,4 +126,4 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, TILE_ACTS, inherited=False), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, tmp_path: Path, kind: type, act: Any) -> None:
-    fails_in_turn(lambda: Tiles(machine, tmp_path), kind, act, most=9)
+    fails_in_turn(lambda: Tiles(machine, tmp_path), kind, act, most=5)

@@ -110,4 +110,6 @@ MAKERS: dict[str, Callable[[Stored], Any]] = {"write": _committed}
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, STORE_ACTS, inherited=False), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
-    fails_in_turn(lambda: Stored(machine), kind, act, most=9, halves=("cuMemUnmap",))
+    # Where the mode is refused in which memory is released, it is released later.
+    halves = ("cuMemUnmap", "cuThreadExchangeStreamCaptureMode")
+    fails_in_turn(lambda: Stored(machine), kind, act, most=5, halves=halves)

@@ -349,7 +349,7 @@ def test_interrupted_at_any_point(machine: Any, tmp_path: Path, step: str) -> No
         gc.collect()
         if not block.came:
             break
-        nth += 71
+        nth += 149
     assert nth > 40 and wrong == [] and list(tmp_path.iterdir()) == []
 
 

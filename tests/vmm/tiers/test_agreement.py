@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import threading
@@ -17,7 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.testing import Faults
 from tests.processes import start_quickly
-from tests.support import Account, filled, in_a_thread, pattern, shows
+from tests.support import Account, every, filled, in_a_thread, pattern, shows
 
 WAIT = 20.0
 """Seconds after which a thread counts as stuck."""
@@ -275,7 +274,7 @@ def test_a_rank_is_killed(device: sa.Device, on_cuda: bool) -> None:
 @in_a_thread
 def test_a_hook_fails_and_any_call_of_the_undo(machine: Any) -> None:
     """The bytes are in the backup still, and the next wake has them."""
-    for nth in itertools.count(1):
+    for nth in every(2):
         account = Account(machine)
         faults: Any = Faults(account.driver)
         device = sa.Device(0, driver=faults)
@@ -315,7 +314,7 @@ def test_a_hook_fails_and_any_call_of_the_undo(machine: Any) -> None:
 @in_a_thread
 def test_any_call_fails(machine: Any, tmp_path: Path, step: str) -> None:
     """A call that replaces bytes leaves the old ones, or all new ones."""
-    for nth in itertools.count(1):
+    for nth in every(2):
         account = Account(machine)
         faults: Any = Faults(account.driver)
         device = sa.Device(0, driver=faults)
