@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import doctest
+import enum
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 import textwrap
@@ -25,6 +28,7 @@ from tests.package.test_docs import PROGRAMS, ROOT, described, exported
 Key = tuple[str, ...]
 
 _LINK = re.compile(r":(?!mod)(\w+):`~?([^`]+)`")
+_LIST = re.compile(r"^```\{reference\}.*?^```", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 _ON_PAGES = "\n".join(re.findall(r"^```py.*?^```", "\n".join(one.read_text() for one in PROGRAMS), re.M | re.DOTALL))
 
@@ -120,6 +124,46 @@ def test_each_entry_has_an_example_or_leads_to_one() -> None:
 
     lost = [key for key, text in entries.items() if not (examples(text) or leads(key, frozenset({key})))]
     assert lost == []
+
+
+def _beside_the_lists() -> str:
+    """README, pages without the lists of the reference, notebooks and examples."""
+    texts = [_LIST.sub("", page.read_text()) for page in PROGRAMS if page.stem != "changelog"]
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        texts += ["".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"]]
+    return "\n".join([*texts, *(one.read_text() for one in (ROOT / "notebooks" / "examples").glob("*.py"))])
+
+
+def test_each_entry_is_on_a_page() -> None:
+    """Beside the lists: a name that no page needs is private, or goes."""
+    text = _beside_the_lists()
+    assert [key for key in texts() if len(key) == 2 and not re.search(rf"\b{key[1]}\b", text)] == []
+
+
+def functions() -> Iterator[tuple[str, Any]]:
+    """Public functions, constructors of objects that are no plain data, and methods."""
+    for module, name, _ in described():
+        thing = exported(module)[name]
+        if inspect.isclass(thing):
+            data = dataclasses.is_dataclass(thing) or issubclass(thing, (tuple, Exception, enum.Enum))
+            yield from [] if data else [(f"{module}.{name}", thing)]
+            yield from ((f"{module}.{name}.{one}", member) for one, member in members(thing) if callable(member))
+        elif inspect.isfunction(thing):
+            yield f"{module}.{name}", thing
+
+
+def test_each_option_is_written_somewhere() -> None:
+    """Each named argument with a default, on a page or in an example: otherwise it goes."""
+    text = _beside_the_lists() + "".join(map(examples, texts().values()))
+    options = [
+        (path, one.name)
+        for path, function in functions()
+        for one in inspect.signature(function).parameters.values()
+        if one.kind is one.KEYWORD_ONLY and one.default is not one.empty and not one.name.startswith("_")
+    ]
+    assert len(options) > 200
+    lost = [(path, one) for path, one in options if not re.search(rf"\b{one} ?=|`{one}`", text)]
+    assert lost in ([], [("streamalloc.Stream.of_handle", "direct")])
 
 
 class Loose(doctest.OutputChecker):
