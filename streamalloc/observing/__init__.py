@@ -5,8 +5,7 @@
 
 from streamalloc.observing.live_view import LiveView, live
 from streamalloc.observing.observer import Observer, observe
-from streamalloc.observing.records import Allocation, Happening, Phase
-from streamalloc.observing.report import LeakError, LeakReport
+from streamalloc.observing.records import Allocation, Happening, LeakError, LeakReport, Phase
 
 __all__ = [
     "Allocation",

@@ -1,31 +1,412 @@
-"""The public interface of observers: :class:`Observer` and :func:`observe`."""
+"""Observers: :func:`observe`, :class:`Observer`, and the account of live allocations behind it.
+
+A thread that allocates or frees appends a note to a deque without a lock, so finalisers can append too. One thread at a
+time enters the notes into the account, including those of other threads. The statements that enter and remove a note
+make no call, so a signal handler that raises can neither lose a note nor enter it twice.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text, warn
 from streamalloc.core.html import Drawn
-from streamalloc.core.internal import Allocator, Device
-from streamalloc.core.properties import checked_size, checked_type
+from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
+from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Leaves
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import default as default_driver
+from streamalloc.driver.internal import RLock
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing import export
-from streamalloc.observing.account import Account, Hook
-from streamalloc.observing.records import Allocation, Happening, Phase
-from streamalloc.observing.report import LeakReport
+from streamalloc.observing.records import Allocation, Happening, LeakReport, Phase, Source, largest, sites
+from streamalloc.pool import CachingAllocator
+from streamalloc.pool.internal import collect_dropped
 from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
+from streamalloc.vmm.internal import MappedMemory, is_counted, unwatch_mappings, watch_mappings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from streamalloc.driver import Driver
+
+Hook = Callable[[Allocation], object]
+
+# Kinds of notes.
+_ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
+# Number of recent frees to remember, because the driver may still refuse them.
+_REMEMBERED = 256
+# Number of notes that a thread enters for other threads at most, beside those that are present when it begins.
+_MORE_NOTES = 64
+# Number of waiting notes from which on threads that add some let the thread that enters them run.
+_MOST_NOTES = 1024
+
+
+@dataclass(eq=False, repr=False)
+class Account:
+    """The live allocations, the history, and the hooks of one observer."""
+
+    sessions: dict[Session, None]
+    targets: InitVar[Sequence[object]]
+    limit: int
+    """Most bytes allocated at once; 0 for no limit."""
+    depth: int
+    """Stack frames to record of each allocation."""
+    history: InitVar[int | None]
+    on_allocate: Hook | None
+    on_free: Hook | None
+    profiler: export.Profiler | None
+    log_path: str | Path | None
+
+    started: bool = False
+    live: dict[int, Allocation] = field(default_factory=dict)
+    """Live allocations, by address."""
+    nbytes: int = 0
+    peak: int = 0
+    open: tuple[Phase, ...] = ()
+    """Phases that have not ended."""
+    _log: export.Log | None = None
+    _logged: bool = False
+    """Whether the file of the log was begun."""
+    _entered: int = 0
+    """Number of notes entered."""
+    _entering: int | None = None
+    """Identifier of the thread that enters notes; readers wait for it."""
+
+    def __post_init__(self, targets: Sequence[object], history: int | None) -> None:
+        self.happened: deque[Happening] = deque(maxlen=history)
+        self.phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
+        """Innermost phase of the thread or task."""
+        self.tag: ContextVar[str] = ContextVar("tag", default="")
+        self._phases = RLock()
+        self._unwritten: deque[Happening] = deque()
+        self._allocators = [target for target in targets if isinstance(target, Allocator)]
+        self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
+        self._devices = [target for target in targets if isinstance(target, Device)]
+        self._spans = [(weakref.ref(target), *span) for target in targets for span in _spans(target)]
+        self._everything = not targets
+        self._targets = targets
+        """Targets until the start, which records their mappings."""
+        self._notes: deque[tuple[int, Any, int, int, int]] = deque()
+        """Notes to enter: kind, allocation or address, stream, thread, time."""
+        self._gone: deque[Allocation] = deque(maxlen=_REMEMBERED)
+        self._unreported: deque[Allocation] = deque()
+        """Freed allocations for which ``on_free`` has not been called yet."""
+        for session in self.sessions:
+            session.shut_with_me(self)
+        self._sources: weakref.WeakKeyDictionary[Any, Source] = weakref.WeakKeyDictionary()
+
+    def start(self) -> None:
+        """Begin to record; idempotent."""
+        if not self.started:
+            before = [one for target in self._targets for one in _mapped_in(target)]
+            if self.log_path is not None:
+                self._log = export.Log(self.log_path, append=self._logged)
+                self._logged = True
+            self.started = True
+            for address, nbytes, source in before:
+                self._note(_ALLOCATED, self._allocation(address, nbytes, 0, source, ()), 0)
+            self._targets = ()
+            for session in self.sessions:
+                watching_of(session).add(self)
+                watch_mappings(session, self)
+
+    def stop(self) -> None:
+        """Stop recording; idempotent."""
+        if self.started:
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._end)
+                for session in self.sessions:
+                    undo.callback(unwatch_mappings, session, self)
+                    undo.callback(watching_of(session).remove, self)
+                self.settle()
+
+    def _end(self) -> None:
+        self.started = False
+        self._enter_until(math.inf)  # no thread adds any from now on
+        self._close_log()
+
+    def _close_log(self) -> None:
+        me = threading.get_ident()
+        # A thread that was notified before may still write. Nothing is called from the last look to the change.
+        while self._entering not in (None, me):
+            time.sleep(0)
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
+
+    def _shut_after_fork(self) -> None:
+        """Forget the other threads, and the file of the log, which is the parent's."""
+        self.started, self._entering, self._phases = False, None, RLock()
+        self._close_log()
+
+    def begin(self, phase: Phase) -> None:
+        """Record a phase that begins."""
+        with self._phases:
+            self.open = (*self.open, phase)
+
+    def end(self, phase: Phase) -> None:
+        """Record a phase that ends."""
+        with self._phases:
+            self.open = tuple([one for one in self.open if one is not phase])
+
+    # -- notifications ---------------------------------------------------------------------------------------
+
+    def wants(self, allocator: Allocator) -> bool:
+        """Whether the observer observes an allocator."""
+        if self._everything:
+            return True
+        at = allocator.location
+        return any(allocator is one for one in self._allocators) or any(at == one.location for one in self._devices)
+
+    def asked(self, allocator: Allocator | None, nbytes: int) -> None:
+        """Called before an allocation: raise if a limit leaves no room."""
+        limits = [(self.limit, "the observer's limit")] if self.limit else []
+        limits += [(phase.limit, f"the limit of phase {phase.path!r}") for phase in self.open if phase.limit]
+        for limit, whose in limits:
+            self.look()
+            if self.nbytes + nbytes > limit:
+                self.settle()
+            if self.nbytes + nbytes > limit:
+                raise self._over(limit, whose, nbytes, "cuMemCreate" if allocator is None else "cuMemAllocAsync")
+
+    def _over(self, limit: int, whose: str, nbytes: int, call: str) -> OutOfMemoryError:
+        why = f"{whose}, {size_text(limit)}, leaves no room for {size_text(nbytes)}"
+        error = refused(OutOfMemoryError, call, f"{why}: {size_text(self.nbytes)} are allocated")
+        error.requested, error.used, error.limit = nbytes, self.nbytes, limit
+        error.holders = tuple(largest(self.live.values()))
+        return error
+
+    def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
+        """The lines with live allocations in a location, most bytes first; of all allocators, or of these pools."""
+        self._enter_notes(threading.get_ident())
+        live = [one for one in tuple(self.live.values()) if one.source.location == location]
+        if allocators is not None:
+            known = [*self._sources.items()]
+            own = {id(source) for one, source in known if one in allocators or getattr(one, "pool", None) in allocators}
+            live = [one for one in live if id(one.source) in own]
+        return largest(live)
+
+    def allocated(self, allocator: Allocator | None, address: int, nbytes: int, stream: Any) -> None:
+        """Memory was allocated."""
+        if allocator is not None:
+            self._record(self._from(allocator, address, nbytes, int(stream)))
+
+    def allocation_failed(self, allocator: Allocator | None, nbytes: int, stream: Any) -> None:
+        """The driver has refused an allocation."""
+        if allocator is not None:
+            one = self._from(allocator, 0, nbytes, int(stream))
+            self._note(_ALLOCATION_FAILED, one, one.stream)
+            self.look()
+
+    def freed(self, address: int, stream: Any) -> None:
+        """Called before a free, also by finalisers."""
+        self._note(_FREED, address, -1 if stream is None else int(stream))
+
+    def free_failed(self, address: int) -> None:
+        """Called after the driver refused a free, also by finalisers."""
+        self._note(_FREE_FAILED, address, 0)
+
+    def to_be_mapped(self, address: int, nbytes: int) -> None:
+        """Called before memory is mapped: raise if a limit leaves no room."""
+        if self._everything or self._devices or self._spanned(address):
+            self.asked(None, nbytes)
+
+    def mapped(self, address: int, memory: MappedMemory) -> None:
+        """Memory was mapped."""
+        where = getattr(memory, "location", MemLocation.none())
+        wanted = self._everything or any(where == one.location for one in self._devices)
+        if self._spanned(address) or (wanted and is_counted(memory)):
+            self._record(self._allocation(address, memory.nbytes, 0, Source("mapping", where, ""), sites(self.depth)))
+
+    def _record(self, one: Allocation) -> None:
+        self._note(_ALLOCATED, one, one.stream)
+        self.look()
+        if self.on_allocate is not None:
+            self.on_allocate(one)
+
+    def unmapped(self, address: int) -> None:
+        """A mapping is about to be unmapped."""
+        self._note(_FREED, address, 0)
+
+    def _spanned(self, address: int) -> bool:
+        # Another object may have the addresses of one that was closed.
+        return any(start <= address < stop and not getattr(of(), "closed", True) for of, start, stop in self._spans)
+
+    def _from(self, allocator: Allocator, address: int, nbytes: int, stream: int) -> Allocation:
+        name = name_of_stream(session_of(allocator), stream)
+        return self._allocation(address, nbytes, stream, self._source(allocator), sites(self.depth), name)
+
+    def _allocation(
+        self, address: int, nbytes: int, stream: int, source: Source, where: Any, name: str = ""
+    ) -> Allocation:
+        phase = self.phase.get()
+        path = "" if phase is None else phase.path
+        return Allocation(
+            address, nbytes, stream, threading.get_ident(), self.tag.get(), path, time.time_ns(), where, source, name
+        )
+
+    def _source(self, allocator: Allocator) -> Source:
+        found = self._sources.get(allocator)
+        if found is None:
+            pool = allocator.pool if isinstance(allocator, CachingAllocator) else allocator
+            found = Source("pool" if pool is allocator else "cache", allocator.location, getattr(pool, "name", ""))
+            self._sources[allocator] = found
+        return found
+
+    # -- the account -----------------------------------------------------------------------------------------
+
+    def _note(self, kind: int, what: Any, stream: int) -> None:
+        now = what.time if kind == _ALLOCATED else time.time_ns()
+        self._notes.append((kind, what, stream, threading.get_ident(), now))
+
+    def look(self) -> None:
+        """Enter the notes unless another thread is doing it, and call the hook of frees."""
+        self._enter_notes(threading.get_ident())
+        if len(self._notes) > _MOST_NOTES:
+            time.sleep(0)  # lets the thread that enters them run
+        while self._unreported and self.on_free is not None:
+            try:
+                one = self._unreported.popleft()
+            except IndexError:
+                return  # another thread has taken it
+            self.on_free(one)
+
+    def settle(self) -> None:
+        """Enter all notes for a reader, and make deferred frees that are possible now."""
+        me = threading.get_ident()
+        for session in self.sessions if self.started and self._entering != me else ():
+            if session.usable:
+                work(session)
+                for allocator in watching_of(session).allocators():
+                    if isinstance(allocator, CachingAllocator) and self.wants(allocator):
+                        collect_dropped(allocator)
+        self._enter_until(len(self._notes) + self._entered)
+        self.look()
+
+    def _enter_until(self, number: float) -> None:
+        """Block until so many notes were entered, or none is left."""
+        me = threading.get_ident()
+        # If a signal handler reads during _enter(), it gets the account without the note in progress.
+        while self._notes and self._entered < number and self._entering != me:
+            self._enter_notes(me)
+            if self._notes:
+                time.sleep(0)
+
+    def _enter_notes(self, me: int) -> None:
+        """Enter the notes unless another thread does.
+
+        Other threads may add notes as fast as this one enters them. Then they enter the rest with their next ones.
+        """
+        number = len(self._notes) + self._entered + _MORE_NOTES
+        while self._notes and self._entered < number:
+            if self._entering is not None:
+                return
+            self._entering = me
+            try:
+                # No loop inside try: on Python 3.12 and 3.13 a signal handler that raises at a loop's jump back skips
+                # "finally".
+                self._enter_some(number)
+            finally:
+                self._entering = None
+
+    def _enter_some(self, number: int) -> None:
+        while self._notes and self._entered < number:
+            self._enter(*self._notes[0])
+        if self._unwritten and self._log is not None:
+            self._write(self._log, len(self._unwritten))
+
+    def _write(self, log: export.Log, count: int) -> None:
+        try:
+            log.write([self._unwritten[at] for at in range(count)])
+            for _ in range(count):
+                self._unwritten.popleft()
+        except OSError as error:
+            self._log = None
+            log.close()
+            self._unwritten.clear()
+            warn(f"the log of allocations ends here: {error}", RuntimeWarning)
+
+    def _enter(self, kind: int, what: Any, stream: int, thread: int, now: int) -> None:
+        added: Allocation | None = None
+        removed: Allocation | None = None
+        if kind == _ALLOCATED:
+            # Other code may have freed the memory through its address.
+            added, removed = what, self.live.get(what.address)
+        elif kind == _FREED:
+            removed = self.live.get(what)
+        elif kind == _FREE_FAILED and what not in self.live:
+            added = next((one for one in reversed(self._gone) if one.address == what), None)
+        happened: list[Happening] = []
+        total = self.nbytes
+        if removed is not None:
+            total -= removed.nbytes
+            on = stream if kind == _FREED and stream >= 0 else removed.stream
+            happened.append(Happening("free", removed, now, on, thread))
+        if added is not None:
+            total += added.nbytes
+            happened.append(Happening("allocate", added, now, added.stream, thread))
+        if kind == _ALLOCATION_FAILED:
+            happened.append(Happening("failure", what, now, stream, thread))
+        for phase in self.open:
+            phase.peak = max(phase.peak, total)
+        self.peak = max(self.peak, total)
+        # No call between the change of self.live and the removal of the note.
+        if removed is not None:
+            del self.live[removed.address]
+        if added is not None:
+            self.live[added.address] = added
+        self.nbytes = total
+        self.happened += happened
+        if self._log is not None:
+            self._unwritten += happened
+        if kind == _FREED and removed is not None:
+            self._gone += (removed,)
+            if self.on_free is not None:
+                self._unreported += (removed,)
+        del self._notes[0]
+        self._entered += 1
+        if self.profiler is not None:
+            self.profiler.sample(total)
+
+
+def _spans(target: object) -> list[tuple[int, int]]:
+    """The address ranges in which an object maps memory: start and end."""
+    if isinstance(target, (VirtualBuffer, AddressRange)):
+        range = target if isinstance(target, AddressRange) else target.range
+        return [(range.address, range.address + range.nbytes)]
+    if isinstance(target, PageSpace):
+        return [(target.address, target.address + target.page_count * target.page_size)]
+    if isinstance(target, SymmetricMemory):
+        begins = target.addresses
+        return [(int(begins[rank]), int(begins[rank]) + target.physical_bytes) for rank in target.ranks]
+    return []
+
+
+def _mapped_in(target: object) -> list[tuple[int, int, Source]]:
+    """The existing mappings of an object: address, bytes and source."""
+    found: list[tuple[int, int, MemLocation]] = []
+    if isinstance(target, (VirtualBuffer, AddressRange)):
+        found = [(one.address, one.nbytes, one.memory.location) for one in target.mappings]
+    elif isinstance(target, PageSpace):
+        # Pages that share memory count once.
+        numbers, size = target.numbers, target.page_size
+        pages = {int(numbers[page]): page for page in reversed(target.committed.tolist())}
+        found = [(target.address + page * size, size, target.location) for page in pages.values()]
+    elif isinstance(target, SymmetricMemory):
+        devices = zip(_spans(target), target.devices, strict=True)
+        found = [(start, stop - start, device.location) for (start, stop), device in devices]
+    return [(address, nbytes, Source("mapping", location, "")) for address, nbytes, location in found]
 
 
 class Observer(Drawn, Leaves):

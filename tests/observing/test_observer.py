@@ -24,7 +24,7 @@ from streamalloc.core.allocator import Allocator
 from streamalloc.core.internal import watching_of
 from streamalloc.interop.bridge import Sources
 from streamalloc.observing import LeakError
-from streamalloc.observing.account import Account
+from streamalloc.observing.observer import Account
 from tests.interrupting import Interrupt, Interrupted
 from tests.processes import fork
 from tests.support import MiB
@@ -748,25 +748,6 @@ class TestTogether:
                 if block.left > 0:
                     break
             assert nth > 30
-
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of weak references' callbacks
-    @pytest.mark.simulated_only("where a signal may come is the same on any driver")
-    def test_interrupts_of_what_is_mapped(self, device: sa.Device) -> None:
-        page = 2 * MiB
-        for nth in itertools.count(1, 17):
-            with sa.observe(device) as observer:
-                buffer, block = vmm.GrowableBuffer(device, 64 * page, 2 * page), Interrupt(nth)
-                with contextlib.suppress(Interrupted), block:
-                    buffer.grow(2 * page)
-                    buffer.resize(page)
-                    buffer.evict()
-                    buffer.restore()
-                assert observer.nbytes == sum(one.nbytes for one in observer.live) == buffer.range.mapped_bytes, nth
-                buffer.close()
-                assert observer.nbytes == 0, nth
-            if block.left > 0:
-                break
-        assert nth > 100
 
     def test_a_hook_that_raises_at_the_stop(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
         def refuse(_: sa.observing.Allocation) -> None:

@@ -24,7 +24,7 @@ from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.fence import Fence, queue_behind, queue_if_allowed, settle
 from streamalloc.core.session import Session, session_of, sessions
 from streamalloc.interop import torch as torch_bridge
-from streamalloc.observing import account as observed
+from streamalloc.observing import observer as observed
 from streamalloc.observing.records import Phase
 from streamalloc.pool.cache.state import CacheState
 from streamalloc.testing import leaks as objects
