@@ -189,38 +189,31 @@ class RingConsumer(RingEnd):
         CaptureError
             The stream is being captured. The next call returns the item.
         """
-        while True:
-            data = self._again
-            if data is None:
-                data = self._next_packet(self.timeout if timeout is None else timeout)
-                self._again = data
-            try:
-                kind, index, ready, value, nbytes = _unpacked(data)
-                item: RingItem = self._items[index]
-            except (struct.error, IndexError):
-                self._refuse(data)
-            if kind != ITEM or nbytes > self.slot_bytes:
-                self._refuse(data)
-            if value == item._value:
-                # The producer has sent the packet twice.
-                self._again = None
-                continue
-            if item._held:
-                self._refuse(data)
-            words = item._words
-            if words.ready.value != ready and not reached(words.ready.value, ready):
-                item._block.expect(item._number, ready)
-                item._block.wait(item._stream, words.ready, ready)
-            if self._closed:
-                self._check_open()
-            item._mine.opened.value = value
-            item._value = value
-            item._ready = ready
-            item._nbytes = nbytes
-            item._held = True
-            self._again = None
-            self.taken += 1
-            return item
+        data = self._again
+        if data is None:
+            # Kept until the item is taken: if the driver refuses the wait, the next call tries again.
+            data = self._again = self._next_packet(self.timeout if timeout is None else timeout)
+        try:
+            kind, index, ready, value, nbytes = _unpacked(data)
+            item: RingItem = self._items[index]
+        except (struct.error, IndexError):
+            self._refuse(data)
+        if kind != ITEM or nbytes > self.slot_bytes or item._held:
+            self._refuse(data)
+        words = item._words
+        if words.ready.value != ready and not reached(words.ready.value, ready):
+            item._block.expect(item._number, ready)
+            item._block.wait(item._stream, words.ready, ready)
+        if self._closed:
+            self._check_open()
+        item._mine.opened.value = value
+        item._value = value
+        item._ready = ready
+        item._nbytes = nbytes
+        item._held = True
+        self._again = None
+        self.taken += 1
+        return item
 
     def _next_packet(self, wait: float | None) -> bytes:
         """Return the next packet. Checks at intervals that the producer is alive."""

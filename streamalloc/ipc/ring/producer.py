@@ -153,14 +153,6 @@ class ConsumerLink:
     """Slots sent to the consumer and not released, oldest first."""
     turn: int = 0
     """Number of the last send to the consumer."""
-    unsent: bytes = b""
-    """Last packet, until its send has returned."""
-
-    def send(self) -> None:
-        """Repeat the last send if a signal handler may have interrupted it. The consumer ignores a duplicate."""
-        if self.unsent:
-            self.channel.send(self.unsent, timeout=_SEND_SECONDS)
-            self.unsent = b""
 
     def close(self) -> None:
         # close() alone would leave the connection open if a forked child has a copy.
@@ -233,8 +225,6 @@ class Deliveries(RingEnding):
     def settle(self) -> bool:
         """Collect the slots that consumers released. Returns whether a slot is free."""
         for consumer in (*self.consumers, *self.leaving):
-            with contextlib.suppress(OSError, ClosedError):
-                consumer.send()
             for slot in tuple(consumer.in_flight):
                 if slot.theirs.closing.value == slot.value:  # type: ignore[union-attr]
                     del consumer.in_flight[slot]
@@ -281,34 +271,25 @@ class Deliveries(RingEnding):
     def _deliver(self, slot: Slot) -> None:
         """Send a slot in :attr:`unsent` to the consumer with the fewest slots."""
         while slot in self.unsent:
-            consumer = self._chosen()
+            if not self.consumers:
+                self.refuse()
+            if len(self.consumers) > 1:
+                self.settle()
+            consumer = min(self.consumers, key=_load)
             theirs = consumer.words[slot.index]
             value = (theirs.closing.value + 1) % WORD
             packet = _packed(ITEM, slot.index, slot.lease.words.last_announced, value, slot.used)
-            # Mark it in flight before the send: a signal handler may raise after the kernel has the packet.
-            consumer.unsent = packet
+            # In flight before the send. If a signal handler raises meanwhile, the consumer may have the packet, so
+            # nobody else may get the slot: it is lost until the consumer has gone.
             consumer.in_flight[slot] = None
             del self.unsent[slot]
             slot.theirs = theirs
             slot.value = value
             self.sends = consumer.turn = self.sends + 1
             try:
-                consumer.send()
-            except (ConnectionError, ClosedError):
-                consumer.unsent = b""
+                consumer.channel.send(packet, timeout=_SEND_SECONDS)
+            except (ConnectionError, ClosedError, TimeoutError):
                 self._drop(consumer)
-
-    def _chosen(self) -> ConsumerLink:
-        while self.consumers:
-            if len(self.consumers) > 1:
-                self.settle()
-            consumer = min(self.consumers, key=_load)
-            try:
-                consumer.send()
-                return consumer
-            except (ConnectionError, ClosedError):
-                self._drop(consumer)
-        self.refuse()
 
     def refuse(self) -> NoReturn:
         """Raise the reason why no item can be handed off."""
@@ -364,7 +345,6 @@ class Deliveries(RingEnding):
             self.drop_gone()
         for consumer in tuple(self.consumers):
             with contextlib.suppress(OSError, ClosedError):
-                consumer.send()
                 consumer.channel.send(END, timeout=_SEND_SECONDS)
             self.leaving[consumer] = None
             del self.consumers[consumer]

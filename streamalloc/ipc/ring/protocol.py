@@ -11,10 +11,15 @@ wait for them. Slot ``k`` and consumer ``i`` have these words:
 * ``closing[k, i]``: the consumer's host writes it after it has queued the write of ``closed``. From then on the
   producer's host may reuse the slot.
 
+Only counters that rise can be compared by a stream, and every process writes its own: the consumer cannot reset what
+the producer's stream waits for, and a slot that is used again never looks released by its last use.
+
 If a consumer is gone and ``opened`` is not the packet's number, the consumer has not used the slot, and the producer
-sends it to another consumer. If a signal handler raises while the producer sends a packet, the producer sends the
-packet again, and the consumer ignores a duplicate number. If a signal handler raises while a consumer receives, that
-consumer may lose the packet. Then the slot is released when the consumer closes or dies.
+sends it to another consumer. If ``opened`` is that number, the item is gone with the consumer: its kernels may have
+read it, and the program may have acted on it, so it must not come twice.
+
+If a signal handler raises while a packet is sent or received, that packet may be lost, and its slot with it, until the
+consumer has closed or died.
 """
 
 from __future__ import annotations

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
@@ -252,29 +250,3 @@ def refused(partner: Partner, data: bytes, handles: tuple[ipc.Fd, ...]) -> bool:
         mine.close()
     partner.run(close_there, "refused")
     return False
-
-
-def again(step: Callable[[], Any]) -> Any:
-    """Do something that works the second time if it does not the first."""
-    try:
-        return step()
-    except sa.CudaError as error:
-        assert error.name == "CUDA_ERROR_UNKNOWN"
-        return step()
-
-
-def sweep(machine: Any, scenario: Callable[[sa.Device], Iterator[None]]) -> None:
-    """Fail each call in turn that a scenario makes between its two stops."""
-    kept = []
-
-    def run(fault: int) -> tuple[list[int], list[str]]:
-        driver = sd.faulty(machine, fault, result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        kept.append(device)
-        return [len(driver.seen) for _ in scenario(device)], driver.seen
-
-    (first, last), seen = run(10**9)
-    for number in range(first, last):
-        # A context that was pushed can be popped.
-        if seen[number] != "cuCtxPopCurrent":
-            run(number + 1)

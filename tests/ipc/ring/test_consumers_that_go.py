@@ -13,7 +13,6 @@ from streamalloc import ipc
 from streamalloc.ipc import RingProducer
 from tests.ipc.ring.support import (
     SIZE,
-    close_there,
     consume,
     drop_there,
     give_there,
@@ -33,54 +32,7 @@ from tests.processes import SECONDS, Partner, eventually
 from tests.support import executed, filled, pending
 
 
-class TestNobodyThere:
-    def test_until_one_is_added(self, ring: RingProducer, partner: Partner) -> None:
-        for use in (lambda: ring.next(0), ring.next, lambda: ring.put(b"x")):
-            with pytest.raises(ipc.PeerGoneError, match="no consumer"):
-                use()
-        assert ring.statistics() == (0, 0, 0, 4, 0)
-        join(partner, ring)
-        send(ring, 1)
-        partner.run(take)
-        assert partner.run(shows_there, "item", 1)
-
-    def test_what_it_had_not_taken_goes_to_others(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
-        leaves, stays = another(), another()
-        join(leaves, ring)
-        for seed in range(4):
-            send(ring, seed)
-        leaves.run(take)
-        leaves.run(close_there)
-        with pytest.raises(ipc.PeerGoneError):
-            send(ring, 4)
-        assert ring.statistics() == (4, 0, 3, 1, 0)
-        join(stays, ring)
-        assert ring.statistics() == (4, 3, 3, 1, 1)
-        for seed in (1, 2, 3):
-            stays.run(take, "ring", f"item {seed}")
-            assert stays.run(shows_there, f"item {seed}", seed)
-
-    def test_slot_stays_held(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
-        """Whoever fills it can hand it off when there is somebody again."""
-        leaves, stays = another(), another()
-        join(leaves, ring)
-        slot = ring.next()
-        filled(slot, 1)
-        leaves.run(close_there)
-        with pytest.raises(ipc.PeerGoneError):
-            slot.hand_off()
-        join(stays, ring)
-        slot.hand_off()
-        stays.run(take)
-        assert stays.run(shows_there, "item", 1)
-
-    def test_in_a_block(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        with pytest.raises(ipc.PeerGoneError), ring.next() as slot:
-            partner.run(close_there)
-            slot.fill(1)
-        assert ring.statistics() == (0, 0, 0, 4, 0)
-
+class TestDroppedConsumer:
     def test_dropped(self, ring: RingProducer, partner: Partner) -> None:
         join(partner, ring)
         send(ring, 1)
@@ -214,12 +166,6 @@ class TestKilledConsumer:
         for slot in slots:
             slot.give_back()
         self.check_goes_on(ring, partner, 4, 0)
-
-    def test_a_slot_that_is_dropped_is_free_again(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        for _ in range(10):
-            ring.next(0)
-        assert ring.statistics().free == 4
 
     def test_others_go_on(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
         join(dies, ring)

@@ -96,32 +96,6 @@ class TestItems:
         with pytest.raises(sa.ClosedError, match="handed on"):
             partner.run(shows_there, "item", 1)
 
-    def test_given_back_unsent(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        with pytest.raises(ZeroDivisionError), ring.next() as slot:
-            slot.fill(1 // 0)
-        with ring.next() as slot:
-            slot.give_back()
-            slot.give_back()
-        assert ring.statistics() == (0, 0, 0, 4, 1)
-        send(ring, 1)
-        partner.run(take)
-        assert partner.run(shows_there, "item", 1)
-        with pytest.raises(TimeoutError):
-            partner.run(take, "ring", "none", 0)
-
-    def test_by_hand(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        first, second = ring.next(), ring.next()
-        assert first.index != second.index and ring.statistics().free == 2
-        filled(second, 2)
-        second.hand_off()
-        filled(first, 1)
-        first.hand_off()
-        for seed in (2, 1):
-            partner.run(take, "ring", f"item {seed}")
-            assert partner.run(shows_there, f"item {seed}", seed)
-
     def test_cannot_be_copied(self, ring: RingProducer, partner: Partner) -> None:
         import pickle
 
@@ -149,35 +123,6 @@ class TestBackPressure:
         partner.run(give_there)
         assert ring.next(SECONDS).index == index
         assert partner.run(statistics_there) == (1, 0)
-
-    def test_whichever_is_released(self, ring: RingProducer, partner: Partner) -> None:
-        """In another order than they were handed off."""
-        join(partner, ring)
-        where = [send(ring, seed) for seed in range(4)]
-        for seed in range(4):
-            partner.run(take, "ring", f"item {seed}")
-        for seed in (2, 0, 3):
-            partner.run(give_there, f"item {seed}")
-            assert send(ring, seed) == where[seed]
-        assert partner.run(shows_there, "item 1", 1)
-        assert in_flight(ring, 4)
-
-    def test_slow_consumer(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        partner.begin(consume, "ring", 0.002)
-        for size in range(1, 21):
-            send(ring, size, size)
-        ring.close()
-        assert partner.result() == list(range(1, 21))
-
-    def test_slow_producer(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        partner.begin(consume)
-        for size in range(1, 11):
-            time.sleep(0.002)
-            send(ring, size, size)
-        ring.close()
-        assert partner.result() == list(range(1, 11))
 
     def test_consumer_waits(self, ring: RingProducer, partner: Partner) -> None:
         join(partner, ring)
@@ -244,23 +189,6 @@ class TestSeveralConsumers:
         assert sorted(taken[0] + taken[1]) == list(range(1, 41))
         # How much each gets is the machine's business, but nobody is left out.
         assert all(each and each == sorted(each) for each in taken)
-
-    def test_who_has_the_fewest_is_next(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
-        slow, fast = another(), another()
-        join(slow, ring)
-        send(ring, 0)
-        join(fast, ring)
-        send(ring, 1)
-        slow.run(take)
-        fast.run(take)
-        assert slow.run(shows_there, "item", 0) and fast.run(shows_there, "item", 1)
-        for seed in (2, 3, 4):
-            fast.run(give_there)
-            send(ring, seed)
-            fast.run(take)
-            assert fast.run(shows_there, "item", seed)
-        with pytest.raises(TimeoutError):
-            slow.run(take, "ring", "none", 0)
 
     def test_two_in_one_process(self, ring: RingProducer, partner: Partner) -> None:
         """They are one importer, and two consumers all the same."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import threading
@@ -16,7 +15,7 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
-from tests.interrupting import Interrupted, interrupts, since_3_11
+from tests.interrupting import Interrupted, interrupts
 from tests.ipc.ring.support import settled
 from tests.ipc.support import shared_pool
 from tests.processes import SECONDS, Partner, There, eventually
@@ -94,36 +93,6 @@ def _sizes_interrupted(there: There) -> tuple[list[int], int]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.leaves("deferred items", "a pool waits for the buffer that an interrupt has lost")
 class TestInterrupts:
-    @since_3_11
-    def test_of_the_producer(self, ring: RingProducer, partner: Partner) -> None:
-        """Each item that was handed off arrives once; one that was interrupted does so once or never."""
-        join(partner, ring)
-        partner.begin(_sizes)
-        sent: list[int] = []
-        number = interrupted = 0
-        end = time.monotonic() + 0.7
-        with interrupts():
-            while time.monotonic() < end:
-                try:
-                    while time.monotonic() < end:
-                        number += 1
-                        ring.put(bytes(1 + number % SIZE), SECONDS)
-                        sent.append(1 + number % SIZE)
-                except Interrupted:
-                    interrupted += 1
-        ring.put(b"x", SECONDS)  # sends an item whose hand-off was interrupted
-        sent.append(1)
-        assert eventually(lambda: ring.statistics().in_flight == 0)
-        # The handler may have raised in the finaliser of one slot.
-        assert ring.statistics().free >= SLOTS - 1 and interrupted
-        handed_off = ring.statistics().handed_off
-        ring.close()
-        got = partner.result()
-        assert len(got) == handed_off >= len(sent)
-        # In order, with others in between that were interrupted.
-        rest = iter(got)
-        assert all(size in rest for size in sent)
-
     def test_of_a_consumer(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """An interrupt loses one item at most, whose slot is free again when the consumer has closed."""
         with Ring.producer(pool, SIZE, 256, stream=stream) as ring:
@@ -136,24 +105,6 @@ class TestInterrupts:
         assert interrupted and len(got) >= len(sent) - interrupted
         assert got == sorted(set(got)) and set(got) <= set(sent)
         assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
-
-    def test_of_closing(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        """An interrupted close goes on at the next point of work, or at the next call."""
-        for _ in range(8):
-            ring = Ring.producer(pool, SIZE, SLOTS, stream=stream)
-            join(partner, ring)
-            for _ in range(SLOTS):
-                ring.put(b"x")
-            partner.begin(_sizes)
-            with interrupts(0.002):
-                while not ring.closed:
-                    with contextlib.suppress(Interrupted):
-                        ring.close()
-            ring.close()
-            assert partner.result() == [1] * SLOTS
-            del ring
-            assert eventually(lambda: not settled(stream))
-            assert pool.statistics().used == 0
 
 
 class TestThreads:
