@@ -1,7 +1,8 @@
 """Base class of pools and caches, and the handling of exhausted memory.
 
-:meth:`Allocator.allocate` and :meth:`Buffer.free` are fast paths (:mod:`streamalloc.core.session`). Each allocator
-binds the driver function of either. A closed pool binds an allocation function that raises.
+Each allocator binds the driver's functions to allocate and to free, so that :meth:`Allocator.allocate` and
+:meth:`Buffer.free` are one driver call on a stream that is ready (:mod:`streamalloc.core.stream`). A closed pool binds
+an allocation function that raises.
 """
 
 from __future__ import annotations
@@ -14,14 +15,10 @@ from streamalloc.core.buffer import Buffer, GraphBuffer, PoolBuffer
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, error_from
-from streamalloc.core.fence import await_device, await_unknown_ends
-from streamalloc.core.library_streams import kept_stream
-from streamalloc.core.per_thread_streams import thread_number
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike
-from streamalloc.core.stream_resolution import as_stream
+from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, as_stream, library_stream
 from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
@@ -102,44 +99,28 @@ class Allocator(Unique):
         ClosedError
             The pool or the stream was closed.
         """
-        if type(nbytes) is not int:
-            return self._allocate_slowly(nbytes, stream)
         session = self._session
-        owner_or_thread: object = stream
-        if type(stream) is Stream:
-            kept = stream
+        if isinstance(stream, Stream):
+            ordered = stream
         else:
-            kept, owner = session.latest_stream
-            if owner() is not stream:
-                kept = kept_stream(stream, session)
-                if kept is None:
-                    return self._allocate_slowly(nbytes, stream)
-        handle = kept._handle
-        # Not an open stream of this package: a default stream, a library's, a captured or a closed one.
-        if kept._direct is not session:
-            if handle is None and kept._answer is not None:
-                # A local name makes the call of a slot's function faster.
-                asks = kept._asks
-                if asks() == kept._answer:
-                    handle = kept._raw
-            if kept._session is not session:
-                return self._allocate_slowly(nbytes, stream)
-            # Memory allocated in a capture belongs to the graph.
-            if handle is not None and kept._foreign_captures:
-                is_capturing = session.cuStreamIsCapturing
-                if is_capturing(handle) != NOT_CAPTURED:
-                    return self._allocate_slowly(nbytes, stream)
-                if kept._threads is not None:
-                    owner_or_thread = kept._threads.number or thread_number(kept)
-        # Also if ``_direct`` is set: another thread may have set both slots after the handle was read here.
-        if handle is None:
-            return self._allocate_slowly(nbytes, stream)
+            owner, ordered = session.latest_library_stream
+            if owner is not stream:
+                ordered = library_stream(stream, session)
+        if type(nbytes) is not int:
+            nbytes = checked_size("nbytes", nbytes)
+        handle = ordered.direct or ordered.ready()
+        if handle is None or ordered._session is not session:
+            return self._allocate_checked(nbytes, stream)
+        # Memory allocated in a capture is the graph's, and the driver alone knows of captures by other code.
+        if ordered.capturable:
+            is_capturing = session.cuStreamIsCapturing
+            if is_capturing(handle) != NOT_CAPTURED:
+                return self._allocate_checked(nbytes, stream)
         buffer: Buffer = PoolBuffer()
         buffer._nbytes = nbytes
-        buffer._stream = kept
+        buffer._stream = ordered
         buffer._allocator = self
         buffer._shared = None
-        buffer._owner = owner_or_thread
         alloc = self._alloc
         try:
             result, buffer._ptr = alloc(nbytes, self._raw, handle)
@@ -150,21 +131,20 @@ class Allocator(Unique):
             self._recover(result, buffer)
         return buffer
 
-    def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+    def _allocate_checked(self, nbytes: int, stream: StreamLike) -> Buffer:
+        """Allocate on a stream that is not ready: captured, closed, or without its context or thread."""
         self._check_open()
         ordered = as_stream(stream, self._session)
+        buffer: Buffer
         if ordered._captured():
-            graph_buffer = GraphBuffer.__new__(GraphBuffer)
+            buffer = graph_buffer = GraphBuffer.__new__(GraphBuffer)
             graph_buffer._capture = ordered._capture
-            buffer: Buffer = graph_buffer
         else:
             buffer = PoolBuffer()
         buffer._nbytes = checked_size("nbytes", nbytes)
         buffer._stream = ordered
         buffer._allocator = self
         buffer._shared = None
-        if ordered._threads is not None:
-            buffer._owner = thread_number(ordered)
         result = self._try(buffer)
         if result:
             self._recover(result, buffer)
@@ -210,12 +190,8 @@ class Allocator(Unique):
     def _release_unused(self, stream: Stream) -> tuple[bool, str]:
         """Release what can be released now; returns whether an allocation may succeed then, and an error's text."""
         try:
-            ordinal = stream.device.ordinal
-            awaited = await_unknown_ends(self._session, ordinal)
             freed = work(self._session)
-            released = self._make_room(stream) or bool(freed) or awaited
-            if awaited:
-                await_device(self._session, ordinal)  # what was freed now comes back to all streams
+            released = self._make_room(stream) or bool(freed)
         except CudaError as error:
             return False, f"making room failed: {error}"
         return released, ""
@@ -266,6 +242,11 @@ class Allocator(Unique):
 
     def _shut_after_fork(self) -> None:
         self._alloc = self._free = refuse_after_fork
+
+
+def free_function(allocator: Allocator) -> Any:
+    """The function by which an allocator frees now: the driver's, or one of watchers."""
+    return allocator._free
 
 
 def read_or_none(ask: Callable[[], T]) -> T | None:

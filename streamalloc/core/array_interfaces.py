@@ -14,8 +14,7 @@ import numpy as np
 
 from streamalloc.core import dlpack
 from streamalloc.core.memory_base import MemoryBase
-from streamalloc.core.stream import LEGACY, Stream
-from streamalloc.core.stream_resolution import order_handle_after
+from streamalloc.core.stream import LEGACY, Stream, order_handle_after
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -87,8 +86,8 @@ class Exportable(MemoryBase):
             stream = self._stream
             # The first time the stream is marked as lent. A listener must be notified each time.
             if (
-                stream._handle is not None
-                and stream._foreign_captures
+                stream.direct is not None
+                and stream.capturable
                 and self._ordinal == stream.device.ordinal
                 and stream._session.listener is None
             ):

@@ -1,6 +1,8 @@
 """Buffers: allocations of pools, their frees, and the support for sharing them.
 
-:meth:`Buffer.free` is a fast path (:mod:`streamalloc.core.session`). Shared memory always takes the slow path.
+A buffer is freed once, by the thread that takes its pointer. :meth:`Buffer.free` and the finaliser call the driver
+directly if the stream is ready (:mod:`streamalloc.core.stream`). Other processes may have shared memory open, so its
+free goes the checked way, or by its :class:`SharedState`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
     CudaError,
-    NotReadyError,
     error_from,
     refused,
     size_text,
@@ -28,8 +29,7 @@ from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import NOT_CALLED, Session
-from streamalloc.core.stream import Stream, StreamLike, notice_close
-from streamalloc.core.stream_resolution import direct_handle, queue_handle
+from streamalloc.core.stream import Stream, StreamLike, direct_handle, direct_view, library_stream, of_this_thread
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Buffer(Memory, Closes):
     order. A buffer that is dropped is freed on the stream that it was allocated on.
     """
 
-    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_owner", "_ptr", "_shared", "_stream")
+    __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_shared", "_stream")
 
     _allocator: Allocator
     _nbytes: int
@@ -84,10 +84,6 @@ class Buffer(Memory, Closes):
     _shared: tuple[SharedState, Any] | None
     """State of shared memory, and the ``CUdeviceptr``; None if not shared."""
     _stream: Stream
-    _owner: object
-    """Caller's stream object: ``_stream`` does not keep a library's object alive. May be unset. On the per-thread
-    default stream the number of the thread (see :class:`~streamalloc.core.stream.Threads`), always set but in a cache.
-    """
 
     @property
     def _ordinal(self) -> int | None:  # type: ignore[override]
@@ -110,10 +106,7 @@ class Buffer(Memory, Closes):
     @property
     def stream(self) -> Stream:
         """Stream of the allocation. Operations that name no other stream use it."""
-        stream = self._stream
-        if stream._weak_owner is not None:
-            self._stream = stream = stream._holding()
-        return stream
+        return self._stream
 
     @property
     def owner(self) -> object:
@@ -176,29 +169,22 @@ class Buffer(Memory, Closes):
             Another process has it open: ``"raise"`` raises at once, ``"wait"`` after ``timeout``. The buffer stays
             valid.
         """
-        ptr = self._ptr
-        if ptr is None or still_imported is not _DEFER:
-            return self._free_shared_or_slowly(stream, still_imported, timeout)
-        if stream is None:
-            handle = self._stream._handle
-            if handle is None:
-                kept = self._stream
-                asks, threads = kept._asks, kept._threads
-                if threads is not None and self._owner != threads.number:
-                    return self._free_slowly(stream, still_imported, timeout)
-                try:
-                    if kept._answer is None or asks() != kept._answer or self._ptr is not ptr:
-                        return self._free_slowly(stream, still_imported, timeout)
-                except ReferenceError:  # the library's object is in the garbage being collected
-                    return self._free_slowly(stream, still_imported, timeout)
-                handle = kept._raw
+        ordered = own = self._stream
+        if stream is not None:
+            ordered = stream if isinstance(stream, Stream) else library_stream(stream, own._session)
+        handle = ordered.direct or ordered.ready()
+        if handle is None or self._ptr is None or still_imported is not _DEFER or ordered._session is not own._session:
+            self._free_checked(stream, still_imported, timeout)
         else:
-            handle = queue_handle(stream, self._allocator._session)
-            # Another thread may have freed the buffer during these calls.
-            if handle is None or self._ptr is not ptr:
-                return self._free_slowly(stream, still_imported, timeout)
-        # Clear the pointer first, so that two threads cannot both free it.
+            self._free_on(ordered, handle)
+
+    def _free_on(self, ordered: Stream, handle: Any) -> None:
+        """Free memory that was not shared on a stream with this ``CUstream``."""
+        ptr = self._ptr
+        # Cleared first, and no call before: of two threads, only one frees.
         self._ptr = None
+        if ptr is None:
+            raise _freed_already(self)
         free = self._allocator._free
         try:
             result = free(ptr, handle)[0]
@@ -207,15 +193,13 @@ class Buffer(Memory, Closes):
             raise
         if result:
             self._ptr = ptr
-            raise free_refused(result, self._ordered_on(stream))
+            raise free_refused(result, ordered)
 
     def close(self) -> None:
         """Free the memory on its own stream unless it was freed already. The end of a ``with`` block calls this.
 
-        Raises
-        ------
-        NotReadyError
-            The stream's library has closed it, and :meth:`Device.synchronize` has not been called since then.
+        If the stream was closed, the memory is freed after the stream's work. If its library has closed it, the host
+        waits until the device is idle.
         """
         if self.freed:
             return
@@ -224,61 +208,35 @@ class Buffer(Memory, Closes):
             return
         ordered_after(self._stream, self.free)
 
-    def _free_shared_or_slowly(
-        self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None
-    ) -> None:
-        shared, ordered = self._shared, self._stream if stream is None else stream
-        if shared is None or still_imported is not _DEFER or direct_handle(ordered, self._allocator._session) is None:
-            return self._free_slowly(stream, still_imported, timeout)
-        # ``free`` of the shared state makes the checks itself.
-        return shared[0].free(self, ordered, still_imported, timeout)  # type: ignore[arg-type]
-
-    def _free_slowly(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
+    def _free_checked(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
+        session, shared = self._allocator._session, self._shared
+        if shared is not None and still_imported is _DEFER:
+            ordered: Any = self._stream if stream is None else stream
+            if direct_handle(ordered, session) is not None:
+                return shared[0].free(self, ordered, still_imported, timeout)
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         if self.freed:
             raise _freed_already(self)
-        self._allocator._session.check_process()
+        session.check_process()
         ordered = self._ordered_on(stream)
         ordered._checked_raw()
         # For a default stream this raises if a blocking stream is captured, and keeps that capture valid.
         if ordered._captured() and not self._belongs_to(ordered._capture):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)
-        state = shared_state(self)
 
         def free(last: Stream) -> None:
-            if state is not None:
-                with last._context():
+            state = shared_state(self)
+            with last._context():
+                if state is not None:
                     state.free(self, last, still_imported, timeout)
-            else:
-                self._free_on(last)
+                else:
+                    self._free_on(last, last._raw)
 
-        if stream is None and self._of_another_thread:
+        if stream is None and ordered is not of_this_thread(ordered):
             ordered_after(ordered, free)
         else:
             free(ordered)
-
-    @property
-    def _of_another_thread(self) -> bool:
-        """Whether it was allocated on another thread's per-thread default stream, which has no handle on this one."""
-        threads = self._stream._threads
-        return threads is not None and self._owner != threads.number
-
-    def _free_on(self, ordered: Stream) -> None:
-        """Free memory that was not shared, on a stream that is already checked."""
-        with ordered._context():
-            ptr = self._ptr
-            self._ptr = None
-            if ptr is None:  # another thread has freed it meanwhile
-                raise _freed_already(self)
-            try:
-                result = self._allocator._free(ptr, ordered._raw)[0]
-            except NOT_CALLED:
-                self._ptr = ptr
-                raise
-            if result:
-                self._ptr = ptr
-                raise free_refused(result, ordered)
 
     def _belongs_to(self, capture: Capture | None) -> bool:
         """Whether a capture, None for one by other code, may have allocated the memory."""
@@ -346,9 +304,7 @@ class PoolBuffer(Buffer):
         try:
             # In relaxed mode the free invalidates no capture of this thread.
             failed, mode = exchange(_RELAXED)
-            handle = stream._handle
-            if handle is None:
-                handle = stream._drop_handle(self)
+            handle = stream._ready_to_drop()
             if failed:
                 mode = _GLOBAL
             elif handle is not None:
@@ -357,7 +313,7 @@ class PoolBuffer(Buffer):
             exchange(mode)
             dropping.pop()
         if handle is None or failed:
-            _free_later(session, ptr, self.stream, failed)
+            _free_later(session, ptr, stream, failed)
 
 
 PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"
@@ -413,7 +369,7 @@ class GraphBuffer(Buffer):
         ordered = self._ordered_on(stream)
         captured = ordered._captured()
         self._address = int(pointer)
-        self._free_slowly(ordered, still_imported, timeout)
+        self._free_checked(ordered, still_imported, timeout)
         if not captured:
             self._ptr = pointer
 
@@ -424,13 +380,12 @@ class GraphBuffer(Buffer):
 
 def _free_later(session: Session, ptr: Any, stream: Stream, failed: Any) -> None:
     """Submit the free of a dropped buffer to the queue, unless its context is lost."""
-    notice_close(stream)
     if not (failed and isinstance(error_from(failed, "cuMemFreeAsync"), LOST)):
         deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 
 class _FreeDropped(Deferred):
-    """The deferred free of a buffer that was dropped."""
+    """The free of a buffer that was dropped while its stream was not ready."""
 
     __slots__ = ("_raw", "_session", "_stream", "_warned")
 
@@ -447,7 +402,7 @@ class _FreeDropped(Deferred):
         try:
             ordered_after(self._stream, self._free)
         except CudaError as error:
-            if not isinstance(error, (*self.gone, CaptureError, NotReadyError)) and not self._warned:
+            if not isinstance(error, (*self.gone, CaptureError)) and not self._warned:
                 self._warned = True
                 warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
             raise
@@ -482,8 +437,8 @@ def unshared_parts(buffer: Buffer) -> UnsharedParts | None:
     if ptr is None:
         return None
     stream, allocator = buffer._stream, buffer._allocator
-    handle = stream._handle if stream._direct is allocator._session else None
-    return _make(UnsharedParts, (allocator, ptr, buffer._nbytes, stream, (handle, stream._sees_all)))
+    view = direct_view(stream, allocator._session)
+    return _make(UnsharedParts, (allocator, ptr, buffer._nbytes, stream, view))
 
 
 def pool_of(buffer: Buffer) -> object:

@@ -15,12 +15,10 @@ from streamalloc.core.array_interfaces import cuda_array
 from streamalloc.core.device import Device
 from streamalloc.core.elements import fill_pattern
 from streamalloc.core.errors import error_from
-from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory_base import MemoryBase, kinds
 from streamalloc.core.places import place_of
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike
-from streamalloc.core.stream_resolution import queue_handle
+from streamalloc.core.stream import Stream, StreamLike, library_stream, queue_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -60,9 +58,7 @@ class Copyable(MemoryBase):
         ptr = self._ptr
         if ptr is not None and width is None and type(value) is int and 0 <= value < 256:
             own, nbytes = self._stream, self._nbytes
-            handle = own._handle if stream is None else None
-            if handle is None:
-                handle = queue_handle(own if stream is None else stream, own._session)
+            handle = queue_handle(own if stream is None else stream, own._session)
             if handle is not None and nbytes:
                 result = own._session.cuMemsetD8Async(ptr, value, nbytes, handle)[0]
                 if result:
@@ -216,10 +212,8 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
     own, nbytes = ours._stream, ours._nbytes
     session = own._session
     ordered: Any = own if stream is None else stream
-    if type(ordered) is not Stream:
-        ordered = kept_stream(ordered, session)
-        if ordered is None:
-            return False
+    if not isinstance(ordered, Stream):
+        ordered = library_stream(ordered, session)
     handle = queue_handle(ordered, session)
     # The driver refuses the address of an empty array.
     if handle is None or not nbytes or ordered.device.ordinal != ordinal:

@@ -15,8 +15,7 @@ from streamalloc.core.managed import refuse_legacy
 from streamalloc.core.memory_base import MemoryBase, kinds
 from streamalloc.core.properties import MemLocation, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike
-from streamalloc.core.stream_resolution import as_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 
 _CALL = "cuMemcpyBatchAsync"

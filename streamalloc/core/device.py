@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from streamalloc.core.closed_streams import synchronizing
 from streamalloc.core.deferred import MOST_PER_SYNC, work
 from streamalloc.core.event import Event
 from streamalloc.core.html import escape, gauge
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import LEGACY, PER_THREAD, Stream
-from streamalloc.core.stream_resolution import default_stream
+from streamalloc.core.stream import LEGACY, PER_THREAD, OwnStream, Stream, default_stream, draining
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import check_name, enum_member
 
@@ -142,7 +140,7 @@ class Device:
 
     @property
     def per_thread_stream(self) -> Stream:
-        """The per-thread default stream. On each thread it names a stream of that thread."""
+        """The calling thread's default stream. Memory of it that another thread frees is freed on the legacy stream."""
         return default_stream(self, PER_THREAD)
 
     @property
@@ -200,7 +198,7 @@ class Device:
         """
         checked_type("priority", priority, int)
         checked_type("name", name, str)
-        return Stream._create(self, blocking, priority, name)
+        return OwnStream._create(self, blocking, priority, name)
 
     def create_event(self, *, timing: bool = False, blocking_sync: bool = False, interprocess: bool = False) -> Event:
         """A new event; see :class:`Event` for the options."""
@@ -208,7 +206,7 @@ class Device:
 
     def synchronize(self) -> None:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
-        with synchronizing(self._session, self.ordinal), self.current():
+        with draining(self._session, self.ordinal), self.current():
             self._session.call("cuCtxSynchronize")
         work(self._session, MOST_PER_SYNC)
 

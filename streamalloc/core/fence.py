@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from streamalloc.core.closed_streams import end_is_known, record_unknown_end, synchronizing, unknown_ends
 from streamalloc.core.deferred import Deferred, deferred_queue, unless_busy
 from streamalloc.core.errors import (
     LOST,
@@ -23,18 +22,20 @@ from streamalloc.core.errors import (
     refused,
 )
 from streamalloc.core.event import Event, has_passed, pending_ends
-from streamalloc.core.library_streams import names_handle, owned_streams
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.core.stream import (
     LEGACY,
     PER_THREAD,
-    Kind,
+    DefaultStream,
+    LibraryStream,
+    OwnStream,
     Stream,
-    awaited_ends,
-    created_streams,
+    default_stream,
+    default_streams,
+    draining,
+    known_streams,
     refuse_capture,
 )
-from streamalloc.core.stream_resolution import _default_streams, default_stream
 
 if TYPE_CHECKING:
     from streamalloc.core.device import Device
@@ -66,7 +67,7 @@ class Fence:
     ends
         Events and streams; None for all known streams. Known are the streams of :meth:`Device.create_stream`, also
         closed and dropped ones, the default streams that were used, and streams of other libraries
-        (:func:`owned_streams`).
+        while their objects live.
     without
         Streams to leave out.
     in_item
@@ -155,11 +156,13 @@ class Fence:
         CaptureError
             One of the streams is being captured.
         NotReadyError
-            The library of one of the streams has closed it.
+            The library of one of the streams has closed it, and the device was not synchronised since then.
         """
         for end in self._recorded():
             if not isinstance(end, Event):
-                _refuse_unknown_end(end, "cuStreamWaitEvent")
+                if _may_work(end):
+                    why = f"the library of {end!r} has closed it, and its work may not be done: synchronise the device"
+                    raise refused(NotReadyError, "cuStreamWaitEvent", why)
                 raise refused(CaptureError, "cuStreamWaitEvent", f"{end!r} is being captured")
             try:
                 stream.wait(end)
@@ -194,7 +197,7 @@ class Fence:
             return (end,)
         except (ClosedError, InvalidContextError, InvalidHandleError):
             # Closed or destroyed meanwhile. A stream that was made here has kept its end event.
-            return end._last if end_is_known(end) else (end,)
+            return (end,) if _may_work(end) else end._last
         except LOST:
             return ()
 
@@ -202,22 +205,29 @@ class Fence:
 def known_ends(session: Session) -> list[Event | Stream]:
     """All known streams, and the events that closed and dropped ones have left."""
     # The streams first: one that is dropped meanwhile is either among them, or has left its end event.
-    known: dict[Event | Stream, None] = dict.fromkeys((*_known_streams(session), *unknown_ends(session)))
-    return [*known, *(item.event for item in members(pending_ends(session)))]
+    return [*_known_streams(session, closed=True), *(item.event for item in members(pending_ends(session)))]
 
 
-def _known_streams(session: Session) -> tuple[Stream, ...]:
-    return (
-        *members(created_streams(session)),
-        *_default_streams(session).values(),
-        *owned_streams(session),
-    )
+def _known_streams(session: Session, *, closed: bool = False) -> list[Stream]:
+    """Streams of ours, default streams that were used, and libraries' streams: open ones, or ``closed`` ones too that
+    may have work.
+    """
+    known = members(known_streams(session))
+    # A stream that a library's object only names may be destroyed, and a call with its handle crash the process.
+    libraries = [stream for stream in known if isinstance(stream, LibraryStream) and stream.owned]
+    libraries = [stream for stream in libraries if not stream.closed or (closed and _may_work(stream))]
+    return [*(stream for stream in known if isinstance(stream, OwnStream)), *default_streams(session), *libraries]
+
+
+def _may_work(end: Event | Stream) -> bool:
+    """Whether an end is a library's stream that was closed, and the device has not been idle since then."""
+    return isinstance(end, LibraryStream) and end.closed and not end.drained
 
 
 def _captured_elsewhere(stream: Stream) -> bool:
     """Whether other code captures a stream."""
     with contextlib.suppress(CudaError, ClosedError):
-        return stream._foreign_captures and stream.capturing
+        return stream.capturable and stream.capturing
     return False
 
 
@@ -251,7 +261,7 @@ def all_work(device: Device) -> tuple[Event, ...]:
 def await_all_work(device: Device) -> None:
     """Block the host until all work of a device is done, without invalidating a capture of this library."""
     session = device._session
-    with synchronizing(session, device.ordinal), session.relaxed():
+    with draining(session, device.ordinal), session.relaxed():
         for event in all_work(device):
             with event:
                 event.synchronize()
@@ -264,21 +274,11 @@ def await_device(session: Session, ordinal: int) -> None:
     waits, driver 580 blocks all threads that need the context. So the host first waits for the streams that are known.
     """
     Fence(session).synchronize()
-    with synchronizing(session, ordinal), session.relaxed(), session.current(ordinal):
+    with draining(session, ordinal), session.relaxed(), session.current(ordinal):
         try:
             session.call("cuMemFree", session.call("cuMemAlloc", 1))
         except OutOfMemoryError:
             session.call("cuMemFreeHost", session.call("cuMemHostAlloc", 1, 0))
-
-
-def await_unknown_ends(session: Session, ordinal: int) -> bool:
-    """Wait for all work of a device if memory may wait for closed streams of libraries. Returns whether it waited."""
-    unknown = unknown_ends(session)
-    if awaited_ends(session) or (unknown and deferred_queue(session).has_work()):
-        with contextlib.suppress(OutOfMemoryError):  # the driver's own memory is exhausted as well
-            await_device(session, ordinal)
-            return True
-    return False
 
 
 _latest_fence: PerDriver[list[Fence]] = PerDriver(lambda _: [])
@@ -303,13 +303,10 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
     """
     if all_threads and stream._number == PER_THREAD and not stream._closed:
         stream = default_stream(stream.device, LEGACY)  # comes after all blocking streams
-    elif stream._sees_all and stream._kind is Kind.DEFAULT:
+    elif stream._sees_all and stream.is_default:
         # A blocking stream's work runs after all queued work of the legacy stream.
         with stream.device.create_stream(blocking=True) as behind:
             return behind.record(timing=True)
-    owner = stream._weak_owner and stream._weak_owner()  # a reference keeps the driver's stream
-    if stream._weak_owner and not names_handle(owner, stream._number):
-        raise ClosedError(f"{stream!r} has ended")
     return record_uncaptured(stream)
 
 
@@ -341,19 +338,19 @@ def settle(stream: Stream, item: Deferred, *others: Stream | None) -> None:
 def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     """Call ``act`` with the stream. If it was closed, call it with a new stream ordered after its work.
 
-    For an open per-thread default stream, ``act`` gets the legacy stream, which is ordered after those of all threads:
+    For a per-thread default stream, ``act`` gets the legacy stream, which is ordered after those of all threads:
     deferred items end on any thread, where the handle would name another stream. During the call no other thread closes
     the stream or begins to capture it. Work on a default stream would invalidate captures of other streams, so for one
     this package begins no capture at all.
+
+    The work of a library's stream that was closed is done only once the device is idle: the host waits for that.
 
     Raises
     ------
     CaptureError
         The stream is being captured.
-    NotReadyError
-        The stream's library has closed it, and the device has not been synchronised since then.
     """
-    if stream._number == PER_THREAD and not stream._closed:
+    if isinstance(stream, DefaultStream):
         stream = default_stream(stream.device, LEGACY)
     if not stream.closed:
         # Attempts items of queue_behind, which may need other streams' locks: not below, under the lock of this one.
@@ -368,15 +365,15 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     used = _held_open(stream, use)
     if used is not None:
         return used[0]
-    _refuse_unknown_end(stream, "cuMemFreeAsync")
+    if isinstance(stream, LibraryStream):
+        if not stream.drained:
+            await_device(stream._session, stream.device.ordinal)
+        with stream.device.create_stream() as substitute:
+            result = act(substitute)
+            # Then the pool may give memory that was freed to any stream.
+            substitute._call("cuStreamSynchronize")
+            return result
     return ordered_after_end(stream.device, stream._last, act)
-
-
-def _refuse_unknown_end(stream: Stream, call: str) -> None:
-    if not end_is_known(stream):
-        record_unknown_end(stream)
-        why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
-        raise refused(NotReadyError, call, why)
 
 
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
@@ -386,7 +383,8 @@ def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stre
         if last and not last[0].closed:
             substitute.wait(last[0])
         else:
-            Fence(device._session, without=unknown_ends(device._session)).precede(substitute)
+            known = known_ends(device._session)
+            Fence(device._session, without=[end for end in known if _may_work(end)]).precede(substitute)
         return act(substitute)
 
 
@@ -398,7 +396,7 @@ def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = 
     capture a stream that this package did not make. Such a stream is used only on its own thread: ``mine`` means that
     the caller runs on it, and so does a thread that is about to queue work on the stream (:func:`queue_behind`).
     """
-    mine = mine or stream._kind is Kind.MADE or threading.get_ident() in stream._attempting
+    mine = mine or isinstance(stream, OwnStream) or threading.get_ident() in stream._attempting
 
     def use() -> bool:
         if not mine or stream.closed or stream._capture or stream.capturing:
@@ -429,7 +427,7 @@ def _held_open(stream: Stream, act: Callable[[], T]) -> T:
     all. Items of :func:`queue_behind` are not attempted meanwhile, because they take the locks of other streams.
     """
     queue, me = deferred_queue(stream._session), threading.get_ident()
-    is_default = stream._kind is Kind.DEFAULT
+    is_default = isinstance(stream, DefaultStream)
     with queue.beginning if is_default else stream._in_use:
         if is_default:
             queue.refuse_captures("work on a default stream")

@@ -13,8 +13,7 @@ from streamalloc.core.deferred import HandleEnd, deferred_queue, work
 from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import GLOBAL, NOT_CALLED
-from streamalloc.core.stream import StreamLike
-from streamalloc.core.stream_resolution import as_stream, captures_changed
+from streamalloc.core.stream import StreamLike, as_stream, captures_changed
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:

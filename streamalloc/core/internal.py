@@ -6,7 +6,7 @@ Other areas also import errors, html, properties, resource and session directly.
 from __future__ import annotations
 
 from streamalloc.core.allocation_hooks import Watcher, holders, look, notify_freed, watching_of, without_notifying
-from streamalloc.core.allocator import Allocator, read_or_none
+from streamalloc.core.allocator import Allocator, free_function, read_or_none
 from streamalloc.core.array_interfaces import check_dense, cuda_array
 from streamalloc.core.buffer import (
     Buffer,
@@ -24,7 +24,6 @@ from streamalloc.core.buffer import (
     unshared_parts,
 )
 from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
-from streamalloc.core.closed_streams import watching_for_destruction
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
 from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, unless_busy, work
 from streamalloc.core.device import (
@@ -44,7 +43,6 @@ from streamalloc.core.fence import (
     all_work,
     await_all_work,
     await_device,
-    await_unknown_ends,
     context_event,
     fence_since,
     ordered_after,
@@ -55,17 +53,7 @@ from streamalloc.core.fence import (
     settle,
 )
 from streamalloc.core.graph import Graph
-from streamalloc.core.library_streams import kept_stream
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
-from streamalloc.core.per_thread_streams import (
-    give_lists,
-    is_uncaptured,
-    leave_stream,
-    of_this_thread,
-    this_thread,
-    thread_number,
-    thread_of,
-)
 from streamalloc.core.places import (
     Address,
     Place,
@@ -78,23 +66,29 @@ from streamalloc.core.places import (
 )
 from streamalloc.core.stream import (
     LEGACY,
+    NOT_CAPTURED,
     PER_THREAD,
+    DefaultStream,
+    LibraryStream,
+    OwnStream,
     Stream,
     StreamLike,
-    Threads,
-    direct_spares,
+    as_stream,
+    direct_handle,
+    direct_view,
     end_of,
     end_with_stream,
-    is_borrowed,
     is_captured,
-    keeps_alive,
+    leave_stream,
+    library_stream,
     may_be_captured,
     moment,
     name_of_stream,
+    of_this_thread,
     raw_handle,
     refuse_capture,
     sees_all_work,
     spare_events,
     stream_call,
+    this_thread,
 )
-from streamalloc.core.stream_resolution import as_stream, direct_handle, direct_view

@@ -14,8 +14,7 @@ from streamalloc.core.html import Row, Shown, mib, place
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike
-from streamalloc.core.stream_resolution import as_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream
 
 kinds: set[type] = set()
 """All memory classes: a look-up is five times faster than ``isinstance``."""

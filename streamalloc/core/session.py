@@ -1,34 +1,18 @@
-"""Session: the state of the package for one driver, and all driver calls outside of fast paths.
+"""Session: the state of the package for one driver, and all driver calls that are not direct.
 
 A :class:`Session` calls driver functions by name and raises an exception for an error. It retains the devices' primary
 contexts, and refuses all calls in a forked child. ``notebooks/docs/contributing.md`` has a glossary, and follows calls
 from the public function to the driver.
 
-**Fast paths** have one shape. The usual case calls a driver function that was bound beforehand. The session has the
-functions that :data:`DIRECT` names, and an allocator has two of its own. Every other case takes a slow path, such as
-``_fill_slowly``, which checks arguments and explains errors. A case is usual if the memory is allocated, the arguments
-have the expected types, and the stream has a usable handle, by these slots of :class:`~streamalloc.core.stream.Stream`.
-They are None while the stream is closed, is captured by this library, or has an item to attempt before more work is
-queued (:func:`~streamalloc.core.fence.queue_behind`):
+**Direct calls.** Calls that come often go to a driver function that was bound beforehand: the session has the functions
+that :data:`DIRECT` names, and an allocator has two of its own. They begin with a guard: the memory is allocated, the
+arguments have the expected types, and the stream is ready (:meth:`~streamalloc.core.stream.Stream.ready`). Otherwise
+the call goes the checked way, which checks arguments and explains errors.
 
-=============  ==========================  ========================================================================
-Slot           Set for                     The call goes straight to the driver
-=============  ==========================  ========================================================================
-``_handle``    our own, other libraries'   at once; an allocation on a stream that other code may capture first calls
-                                           ``cuStreamIsCapturing``
-``_direct``    our own, unless lent        at once, also if it is an allocation
-``_answer``    default streams, and those  while ``_asks`` returns it: ``cuCtxGetCurrent`` for a default stream, whose
-               that a library may close    handle means nothing without a context; else a function of the library's
-                                           object
-=============  ==========================  ========================================================================
-
-Memory allocated in a capture belongs to the graph. Other code may capture a library's stream, and a stream of ours that
-it knows: its handle was lent, or it has waited for captured work of other code. A free needs no such call, except to a
-cache: in a capture the driver refuses it, and the capture stays valid. Streams of other libraries are resolved once
-(:mod:`streamalloc.core.library_streams`). An error of the driver is raised unless the slow path can succeed. For
-example, the driver refuses a copy under another device's context, and the slow path makes the stream's own context
-current. Apart from this, fills, copies, records, waits and queries on streams other than default streams need no
-current context (``tests/facts/test_contexts.py``).
+An error of the driver is raised unless the checked way can succeed. For example, the driver refuses a copy under
+another device's context, and the checked way makes the stream's own context current. Apart from this, fills, copies,
+records, waits and queries on streams other than default streams need no current context
+(``tests/facts/test_contexts.py``).
 """
 
 from __future__ import annotations
@@ -54,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Direct:
-    """The driver functions that fast paths call, as attributes of the session. Allocators bind two more."""
+    """The driver functions of direct calls, as attributes of the session. Allocators bind two more."""
 
     __slots__ = ()
 
@@ -106,10 +90,6 @@ class OwnsHandle(Protocol):
     _raw: Any
 
 
-NO_STREAM = (None, object)
-"""Entry for no kept stream. Its function returns no library's object."""
-
-
 class Session(_Direct):
     """The package's state for one driver object; :meth:`of` returns it."""
 
@@ -122,7 +102,7 @@ class Session(_Direct):
         "_state",
         "driver",
         "forked",
-        "latest_stream",
+        "latest_library_stream",
         "library_streams",
         "listener",
         "unusable",
@@ -138,10 +118,10 @@ class Session(_Direct):
         """True in a forked child, in which all calls are refused."""
         self.listener: Listener | None = getattr(driver, "listener", None)
         """Listener of a driver that checks stream order; it only records."""
-        self.library_streams: dict[type, tuple[Callable[[Any], Any], dict[Any, Any], Callable[[Any], Any] | None]] = {}
-        """Kept streams by type of a library's stream, see :mod:`streamalloc.core.library_streams`."""
-        self.latest_stream: tuple[Any, Callable[[], Any]] = NO_STREAM
-        """The kept stream that was found last, and the question for its library's object."""
+        self.library_streams: dict[Any, Any] = {}
+        """Library's object and its ``Stream``, see :func:`streamalloc.core.library_streams.keep`."""
+        self.latest_library_stream: tuple[object, Any] = (object(), None)
+        """The entry that was found last, which allocations look at first."""
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._bound: weakref.WeakSet[Any] = weakref.WeakSet()

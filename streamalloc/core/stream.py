@@ -1,54 +1,67 @@
 """Streams: queues of work that one device runs in order.
 
-The package makes streams of its own. It accepts default streams and streams of other libraries in the same places
-(:mod:`streamalloc.core.stream_resolution`).
+There are three kinds: streams of :meth:`Device.create_stream` (:class:`OwnStream`), default streams
+(:class:`DefaultStream`), and streams of other libraries (:class:`LibraryStream`). They differ in what must be known
+before a call may go straight to the driver. Each kind answers that in one method, :meth:`Stream.ready`:
+
+=======================  ============================================================================================
+kind                     a direct call needs
+=======================  ============================================================================================
+our own                  nothing
+default                  the device's context to be current, as the handle names a stream of the current context; for
+                         the per-thread stream also the thread that the object was made on
+another library's        nothing if the stream lives as long as its object; otherwise the object says that it is open
+=======================  ============================================================================================
+
+No direct call is made on a stream that was closed, is captured by this package, or has an item to attempt before more
+work. ``direct`` is set if nothing must be asked. So callers write ``stream.direct or stream.ready()``, and take the
+checked way (:meth:`Stream._checked_raw`, :meth:`Stream._context`) if the result is None.
+
+Memory allocated in a capture belongs to the graph, and each launch writes it again. If cached memory were handed out in
+a capture, the next owner's bytes would be overwritten at every launch. Other code may capture the per-thread stream,
+a library's stream, and a stream of ours that it knows (``capturable``). There an allocation asks the driver
+(``cuStreamIsCapturing``). A free need not ask: in a capture the driver refuses the free of other memory, and the
+capture goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Generator, Iterator, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
 from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, HandleEnd, deferred_queue, refused_to_end, work
-from streamalloc.core.errors import (
-    CaptureError,
-    ClosedError,
-    CudaError,
-    NotReadyError,
-    error_from,
-    refused,
-    undoing,
-)
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, error_from, refused, undoing
 from streamalloc.core.event import (
     Event,
     EventLike,
     Spares,
     defer_end,
-    destroy_event,
     finished,
     foreign_event,
     is_done,
 )
 from streamalloc.core.html import Row, Shown
 from streamalloc.core.library_streams import (
+    KEYS,
     CuPyStreamLike,
     NumbaStreamLike,
     SupportsCudaStream,
     TorchStreamLike,
-    kept_stream,
+    device_of_library_stream,
+    handle_of_library_stream,
+    keep,
     only_names,
-    open_check,
+    open_question,
 )
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import RLock, cuda
+from streamalloc.core.session import PerDriver, Session, members, sessions
+from streamalloc.driver.internal import SETTLERS, RLock, cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,7 +79,6 @@ StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuP
 LEGACY = 1
 PER_THREAD = 2
 DEFAULT_HANDLES = (0, LEGACY, PER_THREAD)
-_NO_LISTS: Mapping[object, Any] = MappingProxyType({})
 NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 """Answer of ``cuStreamIsCapturing`` for a stream that is not being captured."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
@@ -77,22 +89,6 @@ _host_functions: dict[int, Any] = {}
 
 moment: Callable[[], int] = itertools.count().__next__
 """Returns a higher number at each call, on any thread."""
-
-
-class Kind(enum.Enum):
-    """Owner of the driver's stream. It never changes."""
-
-    MADE = enum.auto()
-    """Made by the package (``cuStreamCreateWithPriority``), which alone destroys it."""
-    DEFAULT = enum.auto()
-    """A default stream of a context. It is never destroyed."""
-    BORROWED = enum.auto()
-    """Made by other code, which destroys it and may capture it."""
-
-
-_MADE = Kind.MADE
-_DEFAULT = Kind.DEFAULT
-_BORROWED = Kind.BORROWED
 
 
 class Stream(Closes, Shown):
@@ -106,130 +102,75 @@ class Stream(Closes, Shown):
 
     __slots__ = (
         "__weakref__",
-        "_answer",
-        "_asks",
         "_attempting",
         "_before_work",
         "_capture",
         "_closed",
-        "_closed_at",
-        "_direct",
-        "_dropping",
         "_endings",
-        "_foreign_captures",
-        "_handle",
         "_in_use",
-        "_kind",
-        "_last",
-        "_may_be_direct",
+        "_may_ask",
         "_number",
-        "_owner",
         "_raw",
-        "_sees_all",
         "_session",
         "_spare",
-        "_thread",
-        "_threads",
-        "_weak_owner",
+        "capturable",
         "device",
+        "direct",
         "free_lists",
-        "name",
-        "open_check",
     )
 
     device: Device
     """The device that runs the stream's work."""
-    name: str
+    name: str = ""
     """Name given to :meth:`Device.create_stream`; may be empty."""
-    # The slots for fast paths, which :mod:`streamalloc.core.session` describes.
-    _handle: Any
-    """``CUstream`` for direct calls that queue work; None to forbid them."""
-    _answer: Any
-    """Result of ``_asks`` that allows a direct call; None to forbid them."""
-    _asks: Callable[[], Any]
-    """Called before a direct call, if ``_answer`` is set."""
-    _direct: Session | None
-    """Session for direct allocations without a check; None to forbid them."""
-    free_lists: Mapping[object, Any]
-    """Free lists for the caches' fast paths, by key; empty if forbidden."""
-    open_check: tuple[Callable[[], Any], Any] | None
-    """Function, and its result while the library has the stream open; None if no other code closes the stream.
-    ``_asks`` and ``_answer`` are the two while direct calls are allowed.
-    """
+    is_default: bool = False
+    """Whether this is a default stream of the device (legacy or per-thread)."""
+    _sees_all: bool = False
+    """Whether a query of the stream covers all work that the stream's later work waits for."""
+    _last: Sequence[Event] = ()
+    """After the end of a stream of ours: an event after all its work, unless the driver refused its record."""
+    _dropping: list[None] = []  # noqa: RUF012 (of streams that we never destroy, so nobody reads it)
+    """One entry per finaliser that is freeing memory on the stream."""
+    direct: Any
+    """``CUstream`` if a direct call may be made without a question, else None."""
+    _may_ask: bool
+    """Whether direct calls are allowed once :meth:`ready` has made sure of the kind's condition."""
+    free_lists: dict[object, dict[int, Any]]
+    """Free lists of caches on this stream, by the cache's key: lists of blocks by requested size."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise TypeError("a Stream is made by Device.create_stream, or borrowed by Stream.of_handle")
 
-    def _prepare(
-        self, device: Device, kind: Kind, raw: Any, owner: object, *, may_be_direct: bool, name: str = ""
-    ) -> None:
+    def _prepare(self, device: Device, raw: Any, *, capturable: bool) -> None:
         self.device = device
-        self.name = name
-        # Set before the handle: if construction is interrupted, the finaliser reads the kind.
-        self._kind = kind
-        self._owner = owner
-        """Object that keeps the driver's stream alive."""
-        self._may_be_direct = may_be_direct
-        """Whether fast paths may use the stream if nothing else forbids it."""
         self._session = device._session
         self._capture: Capture | None = None
-        self._foreign_captures = False
+        """The capture by this package that the stream takes part in."""
+        self.capturable = capturable
         """Whether other code may capture the stream, so that only the driver knows whether it is being captured."""
         self._closed = True
-        self._last: list[Event] = []
-        """After close or drop: an event after all work, see :func:`end_of`."""
         self._spare = Spares()
         self._in_use = RLock()
         """Held while the stream is closed, a capture begins, or another thread uses it."""
-        self._forbid_direct()
-        self._asks = int
-        self._closed_at: int | None = None
-        """The :func:`moment` at which a close by the library was noticed."""
-        self.open_check = None
-        self._threads: Threads | None = None
-        """Thread-local data; set for per-thread default streams only."""
-        self._thread = 0
-        """Number of its thread, see :func:`of_this_thread`; 0 for other streams."""
-        self._weak_owner: Callable[[], object] | None = None
-        """Reference to the kept library object; None if the stream holds it."""
-        self._dropping: list[None] = []
-        """One entry per finaliser that is freeing memory on the stream."""
-        self._raw = raw
         self._endings: list[Deferred] = []
         """Items that end before the stream is closed."""
         self._before_work: list[Deferred] = []
         """Items to attempt before more work, see :func:`queue_behind`."""
         self._attempting: list[int] = []
         """Identifiers of threads that are attempting ``_before_work``."""
+        self.free_lists = {}
+        self._forbid_direct()
+        # Last: the finaliser takes an object without a handle for one that was not made.
+        self._raw = raw
 
-    def _open(self, *, non_blocking: bool = False) -> None:
-        number = self._number = int(self._raw)
-        # The legacy stream cannot be captured. No other code knows a stream made here, until :meth:`_lend`.
-        self._foreign_captures = self._kind is _BORROWED or number == PER_THREAD
-        # Later work of a blocking stream waits for the legacy stream, but a query of it does not cover the legacy
-        # stream. A query of the legacy stream covers all blocking streams.
-        self._sees_all = non_blocking or number in (0, LEGACY)
+    def _open(self) -> None:
+        self._number = int(self._raw)
         self._closed = False
+        known_streams(self._session).add(self)
         self._allow_direct()
 
-    @classmethod
-    def _create(cls, device: Device, blocking: bool, priority: int, name: str = "") -> Self:
-        flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
-        stream = cls.__new__(cls)
-        stream._prepare(device, _MADE, None, None, may_be_direct=True, name=name)
-        with device.current():
-            stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
-        stream._open(non_blocking=not blocking)
-        created_streams(stream._session).add(stream)
-        if name:
-            _named(stream._session)[stream._number] = stream
-        listener = stream._session.listener
-        if name and listener is not None:
-            listener.named(stream._raw, name)
-        return stream
-
-    @classmethod
-    def of_handle(cls, device: Device, handle: int, owner: object, *, direct: bool = False) -> Self:
+    @staticmethod
+    def of_handle(device: Device, handle: int, owner: object) -> Stream:
         """Borrow a stream of ``device`` that other code made. Closing or dropping the object does not destroy the
         stream.
 
@@ -242,137 +183,52 @@ class Stream(Closes, Shown):
         owner
             An object that keeps the driver's stream alive, referenced by this object. None if the caller keeps it
             alive.
-        direct
-            Whether allocations use the fast path and caches, as on a stream of :meth:`Device.create_stream`. The caller
-            must check before each that the stream is not being captured. No effect for default streams, which have one
-            object per device.
         """
         if handle in DEFAULT_HANDLES:
-            from streamalloc.core.stream_resolution import default_stream
+            return default_stream(device, handle)
+        return LibraryStream._borrow(device, handle, owner)
 
-            return cast("Self", default_stream(device, handle))
-        stream = cls.__new__(cls)
-        stream._prepare(device, _BORROWED, cuda.CUstream(handle), owner, may_be_direct=direct)
-        stream._open()
-        return stream
+    # -- direct calls ------------------------------------------------------------------------------------------
 
-    # -- fast paths --------------------------------------------------------------------------------------------
+    def ready(self) -> Any | None:
+        """``CUstream`` if work may be queued by a direct call on this thread now; None for the checked way.
+
+        Without a Python frame: ``stream.direct or stream.ready()``.
+        """
+        return self.direct
+
+    def here(self) -> bool:
+        """Whether memory may be reused in the order of the stream on this thread, which takes no driver call.
+
+        Without a Python frame for most: ``stream.direct is not None or stream.here()``.
+        """
+        return self._may_ask
+
+    def _ready_to_drop(self) -> Any | None:
+        """As :meth:`ready`, for a finaliser that frees memory."""
+        return self.direct or self.ready()
 
     def _forbid_direct(self) -> None:
-        """Make every call take its slow path."""
-        self._handle = self._answer = self._direct = None
-        self.free_lists = _NO_LISTS
+        """Make every call take the checked way."""
+        self.direct = None
+        self._may_ask = False
 
     _shut_after_fork = _forbid_direct
 
     def _allow_direct(self) -> None:
-        if self._closed or self._capture or self._before_work or deferred_queue(self._session).forbidding:
-            return
-        if self._kind is _DEFAULT:
-            if deferred_queue(self._session).captures:
-                self._answer = None  # The slow path checks whether a blocking stream is captured.
-                return
-            # The handle names a stream of the current context.
-            self._asks = self._session.cuCtxGetCurrent
-            self._answer = (cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal))
-            self._session.shut_with_me(self)
-            return
-        if self.open_check is not None:
-            self._asks, self._answer = self.open_check
-            return
-        self._handle = self._raw
-        if self._may_be_direct:
-            self._direct = self._session
+        """Allow direct calls, unless something forbids them now."""
+        if not (self._closed or self._capture or self._before_work or deferred_queue(self._session).forbidding):
+            self._may_ask = True
+            self.direct = self._raw
 
     def _lend(self) -> None:
-        """From now on other code may capture the stream: ask the driver before memory of a capture can be meant."""
-        self._foreign_captures = True
-        self._may_be_direct = False
-        self._direct = None
-        self.free_lists = _NO_LISTS
+        """Other code has the handle, and may capture the stream from now on."""
+        self.capturable = True
 
     def _notice_joining(self) -> None:
-        """Ask whether a wait has made a stream of ours part of a capture by other code."""
-        if self._kind is _MADE and not self._foreign_captures and self.capturing:
+        """Ask whether a wait has made the stream part of a capture by other code."""
+        if not self.capturable and not self.is_default and self.capturing:
             self._lend()
-
-    def _asked_handle(self) -> Any | None:
-        """``CUstream`` of a stream without ``_handle`` if direct calls are allowed now, else None.
-
-        They are allowed on a default stream whose context is current, and on a stream that its library has not closed.
-        """
-        answer, asks = self._answer, self._asks
-        try:
-            return self._raw if answer is not None and asks() == answer else None
-        except Exception:  # the library's object is gone or raises
-            return None
-
-    def _drop_handle(self, buffer: Any) -> Any | None:
-        """As :meth:`_asked_handle`, for a finaliser that frees a buffer.
-
-        A free on the legacy stream would invalidate captures of blocking streams; during one, ``cuStreamIsCapturing``
-        returns an error for the legacy stream. The per-thread handle names another stream on each thread.
-        """
-        answer, asks, raw, threads = self._answer, self._asks, self._raw, self._threads
-        try:
-            if answer is None or asks() != answer:
-                return None
-            if threads is not None:
-                return raw if buffer._owner == threads.number else None
-        except Exception:
-            return None
-        is_capturing = self._session.cuStreamIsCapturing
-        return None if self.open_check is None and is_capturing(raw)[0] else raw
-
-    # -- streams of other libraries ----------------------------------------------------------------------------
-
-    def _outlived(self, destroyed: bool = False) -> None:
-        """Close a kept stream whose library object is gone. ``destroyed``: the driver's stream is gone too."""
-        if self._session.usable:
-            if not self._closed and (destroyed or self.open_check is not None or self._endings):
-                self._close_by_library()
-            self.close()
-
-    def _replaced(self) -> None:
-        """Attempt the items that end with this stream. Another object of the library now has its handle."""
-        for item in tuple(self._endings):
-            with contextlib.suppress(CudaError):
-                deferred_queue(self._session).end(item)
-        if self._endings:
-            self._outlived()
-
-    def _holding(self) -> Stream:
-        """This stream, or one that also keeps the library's object alive."""
-        owner = self._weak_owner and self._weak_owner()
-        return self if owner is None else self._of_library(owner)
-
-    def _of_library(self, owner: object) -> Stream:
-        """A copy of this stream that keeps the library's object alive."""
-        stream = Stream.of_handle(self.device, self._number, owner)
-        stream._ask_before_use(open_check(owner, self._number, weak=False))
-        return stream
-
-    def _ask_before_use(self, check: tuple[Callable[[], Any], Any] | None) -> None:
-        """Before each use, check whether the library has closed the stream."""
-        if check is not None:
-            self._forbid_direct()
-            self.open_check = check
-            self._allow_direct()
-            closable_streams(self._session).add(self)
-
-    def _close_by_library(self) -> None:
-        """Close a stream that its library has closed. The end of its work is unknown."""
-        self._closed_at = now = moment()
-        latest = latest_closed(self._session)
-        latest[now] = self
-        # Another thread may have added a later one, which stays.
-        for moment_of_other in [*latest]:
-            other = latest.get(moment_of_other) if moment_of_other < now else None
-            if other is not None and other.device.ordinal == self.device.ordinal:
-                latest.pop(moment_of_other, None)
-        if self._endings:  # They ask the stream for that end.
-            awaited_ends(self._session).add(self)
-        self._end_use()
 
     # -- properties --------------------------------------------------------------------------------------------
 
@@ -380,8 +236,8 @@ class Stream(Closes, Shown):
     def handle(self) -> int:
         """The driver's handle (``CUstream``) as a number.
 
-        Other code may capture a stream that it has the handle of. So from the first read on, allocations on the stream,
-        and allocations and frees of a :class:`CachingAllocator`, ask the driver (``cuStreamIsCapturing``).
+        Other code may capture a stream that it has the handle of. So from the first read on, allocations on the stream
+        ask the driver (``cuStreamIsCapturing``).
 
         Raises
         ------
@@ -393,7 +249,7 @@ class Stream(Closes, Shown):
 
     def _notify_lent(self, raw: Any, used: bool) -> None:
         """Record that other code gets the handle, or (``used``) queues work on the stream."""
-        if not self._foreign_captures and self._kind is _MADE:
+        if not self.is_default:
             self._lend()
         listener = self._session.listener
         if listener is not None:
@@ -401,14 +257,8 @@ class Stream(Closes, Shown):
                 listener.lent(raw, used)
 
     @property
-    def is_default(self) -> bool:
-        """Whether this is a default stream of the device (legacy or per-thread)."""
-        return self._kind is _DEFAULT
-
-    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, or the stream's library closed it."""
-        notice_close(self)
         return self._closed
 
     @property
@@ -418,9 +268,7 @@ class Stream(Closes, Shown):
 
     def _captured(self) -> bool:
         """Whether the stream is being captured. This needs no driver call if only this package knows the stream."""
-        if self._capture is not None:
-            return True
-        return (self._foreign_captures or self._kind is _DEFAULT) and self.capturing
+        return self._capture is not None or (self.capturable and self.capturing)
 
     @property
     def priority(self) -> int:
@@ -443,17 +291,17 @@ class Stream(Closes, Shown):
     # -- work --------------------------------------------------------------------------------------------------
 
     def _checked_raw(self) -> Any:
-        if self._closed or (self.open_check is not None and self.closed):
-            raise ClosedError(f"{self!r} was closed{'' if self.open_check is None else ', here or by its library'}")
-        if self._before_work and threading.get_ident() not in self._attempting:
+        if self.closed:
+            raise ClosedError(f"{self!r} was closed")
+        if self._before_work and get_ident() not in self._attempting:
             self._attempt_before_work()
         return self._raw
 
     def _attempt_before_work(self, *items: Deferred) -> None:
-        """Attempt ``items``, by default all of ``_before_work``. If none is left, allow fast paths again."""
-        me = threading.get_ident()
+        """Attempt ``items``, by default all of ``_before_work``. If none is left, allow direct calls again."""
+        me = get_ident()
         try:
-            self._attempting += (me,)  # no call here: a signal handler could raise after it
+            self._attempting.append(me)
             for item in items or tuple(self._before_work):
                 # If the driver refuses, the item is attempted again.
                 with contextlib.suppress(CudaError), self._session.relaxed():
@@ -468,16 +316,8 @@ class Stream(Closes, Shown):
             self._forbid_direct()
 
     def _context(self) -> contextlib.AbstractContextManager[object]:
-        """Make the device's context current if the handle depends on it, and break no capture of another thread."""
-        queue = deferred_queue(self._session)
-        if self._kind is not _DEFAULT:
-            return queue.beside_captures()
-        return self._current_beside_captures() if queue.forbids_here else self.device.current()
-
-    @contextlib.contextmanager
-    def _current_beside_captures(self) -> Iterator[None]:
-        with self._session.relaxed(), self.device.current():
-            yield
+        """The block of a call on the checked way: it breaks no capture of another thread."""
+        return deferred_queue(self._session).beside_captures()
 
     def _call(self, name: str, *args: Any) -> Any:
         """A driver call whose first argument is this stream."""
@@ -485,56 +325,60 @@ class Stream(Closes, Shown):
         with self._context():
             return self._session.call(name, raw, *args)
 
+    def _result(self, call: Any, *args: Any) -> Any:
+        """The ``CUresult`` of a bound driver function whose first argument is this stream."""
+        handle = self.direct or self.ready()
+        if handle is not None:
+            return call(handle, *args)[0]
+        raw = self._checked_raw()
+        with self._context():
+            return call(raw, *args)[0]
+
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
 
         Default: a new event, which can measure time if ``timing``. Closed events of this stream are reused.
         """
-        handle, spare = self._handle or self._asked_handle(), self._spare
-        if handle is None or timing:
-            return self._record_slowly(event, timing)
-        if type(event) is Event and event._session is self._session and event._raw is not None:
-            result = event._session.cuEventRecord(event._raw, handle)[0]
-            if result:
-                raise error_from(result, "cuEventRecord")
-            event._capture = None
-            event._foreign_captures |= self._foreign_captures
-            return event
-        if event is None and spare:
-            again = Event.__new__(Event)
-            again.device = self.device
-            again.interprocess = False
-            again._session = session = self._session
-            again._capture = None
-            again._foreign_captures = self._foreign_captures
-            again._spare = spare
-            try:
-                again._raw = spare.pop()
-            except IndexError:  # another thread took it
-                return self._record_slowly(None, timing)
-            result = session.cuEventRecord(again._raw, handle)[0]
-            if not result:
-                return again
-            # The event belongs to a context that was reset. Destroy it and make a new one.
-            again._spare = None
-            if result != _INVALID_HANDLE:
-                raise error_from(result, "cuEventRecord")
-        return self._record_slowly(event, timing)
-
-    def _record_slowly(self, event: Event | None, timing: bool) -> Event:
-        raw = self._checked_raw()
+        session = self._session
+        handle = self.direct or self.ready()
+        raw = self._checked_raw() if handle is None else handle
+        reused = False
         if event is None:
-            event = Event(self.device, timing=timing)
-            if not (self._closed or self._capture or timing):
-                event._spare = self._spare
+            event = None if timing or self._capture else self._spare_event()
+            reused = event is not None
+            if event is None:
+                event = Event(self.device, timing=timing)
+                event._spare = None if timing or self._capture else self._spare
         elif not isinstance(event, Event):
             raise TypeError(f"event must be an Event, not {type(event).__name__} ({event!r})")
-        elif event._session is not self._session:
+        elif event._session is not session:
             raise ValueError(f"{event!r} belongs to another driver than {self!r}")
-        with self._context():
-            self._session.call("cuEventRecord", event._checked_raw(), raw)
+        recorded = event._checked_raw()
+        if handle is not None:
+            result = session.cuEventRecord(recorded, raw)[0]
+        else:
+            with self._context():
+                result = session.cuEventRecord(recorded, raw)[0]
+        if result:
+            if reused:
+                event._spare = None  # it is destroyed
+                if result == _INVALID_HANDLE:
+                    return self.record()  # it was of a context that was reset
+            raise error_from(result, "cuEventRecord")
         event._capture = self._capture
-        event._foreign_captures |= self._foreign_captures
+        event._foreign_captures |= self.capturable
+        return event
+
+    def _spare_event(self) -> Event | None:
+        """A closed event of this stream, to be recorded again."""
+        try:
+            raw = self._spare.pop()
+        except IndexError:
+            return None
+        event = Event.__new__(Event)
+        event._raw = raw
+        event._adopt(self.device, interprocess=False)
+        event._spare = self._spare
         return event
 
     def wait(self, other: Event | EventLike | StreamLike) -> None:
@@ -542,84 +386,31 @@ class Stream(Closes, Shown):
 
         Events of cuda.core and of the bindings are accepted. The host does not wait (``cuStreamWaitEvent``).
         """
-        handle, session = self._handle or self._asked_handle(), self._session
-        if handle is not None:
-            if type(other) is Event:
-                raw = other._raw
-                if raw is not None and other._capture is None and other._session is session:
-                    result = session.cuStreamWaitEvent(handle, raw, 0)[0]
-                    if result:
-                        raise error_from(result, "cuStreamWaitEvent")
-                    if other._foreign_captures and not self._foreign_captures:
-                        self._notice_joining()
-                    return
-            else:
-                if type(other) is Stream:
-                    source: Any = other
-                else:
-                    source, owner = session.latest_stream
-                    if owner() is not other:
-                        source = kept_stream(other, session)
-                if source is not None and source._session is session and source._order(handle):
-                    if source._foreign_captures and not self._foreign_captures:
-                        self._notice_joining()
-                    return
-        self._wait_slowly(other)
-
-    def _order(self, handle: Any) -> bool:
-        """Order the stream with this ``CUstream`` after all queued work, by a spare event.
-
-        Returns
-        -------
-        bool
-            False if there is no spare event, or direct calls are not allowed.
-        """
-        spare, session, ours = self._spare, self._session, self._handle or self._asked_handle()
-        if ours is None or not spare:
-            return False
-        try:
-            raw = spare.pop()
-        except IndexError:  # another thread took it
-            return False
-        result = None
-        try:
-            result, call = session.cuEventRecord(raw, ours)[0], "cuEventRecord"
-            if not result:
-                # The wait refers to this record, even if the event is recorded again later.
-                result, call = session.cuStreamWaitEvent(handle, raw, 0)[0], "cuStreamWaitEvent"
-        finally:
-            if result:
-                destroy_event(session, raw)
-            else:
-                spare.append(raw)
-                spare.end_if_closed(session)
-        if result and result != _INVALID_HANDLE:  # of an event whose context was reset
-            raise error_from(result, call)
-        return not result
-
-    def _wait_slowly(self, other: Event | EventLike | StreamLike) -> None:
-        self._checked_raw()
-        foreign = foreign_event(other)
-        if foreign is not None:
-            self._call("cuStreamWaitEvent", foreign, 0)
-            self._notice_joining()
-            return
-        if not isinstance(other, Event):
-            from streamalloc.core.stream_resolution import as_stream
-
-            ordered = as_stream(cast("StreamLike", other), self._session)
-            other = (kept_stream(other, self._session) or ordered).record()
-        elif other._session is not self._session:
-            raise ValueError(f"{other!r} belongs to another driver than {self!r}")
-        if other._capture is None or other._capture is self._capture:
-            self._call("cuStreamWaitEvent", other._checked_raw(), 0)
-            if other._foreign_captures:
+        session = self._session
+        if isinstance(other, Event):
+            event = other
+            if event._session is not session:
+                raise ValueError(f"{event!r} belongs to another driver than {self!r}")
+        else:
+            foreign = None if isinstance(other, Stream) else foreign_event(other)
+            if foreign is not None:
+                self._call("cuStreamWaitEvent", foreign, 0)
                 self._notice_joining()
+                return
+            self._checked_raw()  # before anything is recorded
+            event = as_stream(cast("StreamLike", other), session).record()
+        capture = event._capture
+        if capture is not None and capture is not self._capture:
+            # The wait adds this stream to the capture.
+            with self._in_use:
+                self._call("cuStreamWaitEvent", event._checked_raw(), 0)
+                capture.adopt(self)
             return
-        # A wait for an event of a captured stream adds this stream to the capture.
-        with self._in_use:
-            self._call("cuStreamWaitEvent", other._checked_raw(), 0)
-            other._capture.adopt(self)
+        result = self._result(session.cuStreamWaitEvent, event._checked_raw(), 0)
+        if result:
+            raise error_from(result, "cuStreamWaitEvent")
+        if event._foreign_captures:
+            self._notice_joining()
 
     def synchronize(self) -> None:
         """Block the host until all work queued so far is done (``cuStreamSynchronize``).
@@ -627,13 +418,9 @@ class Stream(Closes, Shown):
         The driver then makes the memory of completed frees available to every stream, and releases memory above the
         release threshold.
         """
-        handle = self._handle or self._asked_handle()
-        if handle is not None:
-            result = self._session.cuStreamSynchronize(handle)[0]
-            if result:
-                raise error_from(result, "cuStreamSynchronize")
-        else:
-            self._call("cuStreamSynchronize")
+        result = self._result(self._session.cuStreamSynchronize)
+        if result:
+            raise error_from(result, "cuStreamSynchronize")
         work(self._session, MOST_PER_SYNC)
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -651,14 +438,7 @@ class Stream(Closes, Shown):
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
-        handle = self._handle or self._asked_handle()
-        if handle is not None:
-            return is_done(self._session.cuStreamQuery(handle)[0], "cuStreamQuery")
-        try:
-            self._call("cuStreamQuery")
-        except NotReadyError:
-            return False
-        return True
+        return is_done(self._result(self._session.cuStreamQuery), "cuStreamQuery")
 
     def launch_host_func(self, function: Callable[[], object]) -> None:
         """Queue a Python function in stream order; the driver calls it on its own thread (``cuLaunchHostFunc``).
@@ -711,13 +491,79 @@ class Stream(Closes, Shown):
 
         Queued work still runs. Buffers allocated on it stay valid. Idempotent. Default streams stay open.
         """
-        if self._closed or self._kind is _DEFAULT:
+        self._close()
+
+    def _close(self) -> None:
+        """:meth:`close` of the kind."""
+
+    def _submit_endings(self) -> None:
+        """Have the items that end with the stream attempted at the next point of work. For finalisers too."""
+        for item in tuple(self._endings):
+            deferred_queue(self._session).submit(item)
+        self._endings.clear()
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Protocol version 0 and the handle, for other libraries' use."""
+        self._notify_lent(self._checked_raw(), used=True)
+        return (0, self._number)
+
+    def __del__(self) -> None:
+        if getattr(self, "_raw", None) is not None and self._session.usable:
+            self._spare.end(self._session)
+
+    def _about(self) -> Iterator[Row]:
+        if self.name:
+            yield "name", self.name
+        yield "handle", f"{int(self._checked_raw()):#x}"
+        yield "device", self.device
+        with self._session.relaxed():
+            yield "state", "capturing" if self._captured() else "idle" if self.query() else "has work to do"
+
+    def _text(self) -> str:
+        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(self._number)
+        name = f" {self.name!r}" if self.name else ""
+        state = " closed" if self._closed else " capturing" if self._capture else ""
+        return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
+
+
+# -- streams of Device.create_stream -----------------------------------------------------------------------------
+
+
+class OwnStream(Stream):
+    """A stream of :meth:`Device.create_stream`. This object alone destroys it."""
+
+    __slots__ = ("_dropping", "_last", "_sees_all", "name")
+
+    _dropping: list[None]
+    _last: list[Event]
+
+    @classmethod
+    def _create(cls, device: Device, blocking: bool, priority: int, name: str = "") -> OwnStream:
+        flags = cuda.CUstream_flags.CU_STREAM_DEFAULT if blocking else cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = cls.__new__(cls)
+        stream.name = name
+        stream._dropping = []
+        stream._last = []
+        # Later work of a blocking stream waits for the legacy stream, but a query of it does not cover the legacy
+        # stream.
+        stream._sees_all = not blocking
+        # No other code knows the stream until its handle leaves us.
+        stream._prepare(device, None, capturable=False)
+        with device.current():
+            stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
+        stream._open()
+        if name:
+            _named(stream._session)[stream._number] = stream
+        listener = stream._session.listener
+        if name and listener is not None:
+            listener.named(stream._raw, name)
+        return stream
+
+    def _close(self) -> None:
+        if self._closed:
             return
-        if self._capture is not None or (self._kind is _MADE and self._captured()):
+        if self._captured():
             raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
-        if self._kind is not _MADE:
-            self._end_use()
-            return
         with self._in_use:
             if self.closed:  # by another thread meanwhile
                 return
@@ -741,80 +587,36 @@ class Stream(Closes, Shown):
             refused_to_end(self._session, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
 
-    def _thread_ended(self, here: bool) -> None:
-        """Close the per-thread default stream of one thread. For finalisers; ``here``: on that thread."""
-        if here and self._endings:
-            with contextlib.suppress(CudaError), self._session.relaxed():
-                if not self.capturing:
-                    self._record_end(self._raw)
-        if self._endings and not self._last:
-            self._close_by_library()
-        else:
-            self._end_use()
-
     def _record_end(self, raw: Any) -> None:
-        """Record an event after all work of a stream that is ending."""
+        """Record an event after all work of the stream, which is ending."""
         last = Event(self.device)
         with self._context():
             self._session.call("cuEventRecord", last._raw, raw)
         self._last.append(last)
         defer_end(self._session, last)
 
-    def _end_use(self) -> None:
-        """Close a stream that other code made. For finalisers too."""
-        self._forbid_direct()
-        self._closed = True
-        self._spare.end(self._session)
-        for item in tuple(self._endings):
-            deferred_queue(self._session).submit(item)
-        self._endings.clear()
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Protocol version 0 and the handle, for other libraries' use."""
-        self._notify_lent(self._checked_raw(), used=True)
-        return (0, self._number)
-
     def __del__(self) -> None:
         # A stream whose construction was interrupted may have a handle; it counts as closed.
         raw = getattr(self, "_raw", None)
-        if raw is None or not self._session.usable:
+        if raw is None or not self._session.usable or (self._closed and self._last):
             return
-        if self._kind is not _MADE:
-            self._spare.end(self._session)
+        # Buffers of this garbage cycle may be finalised later, and need an event after the stream's work.
+        is_capturing = self._session.driver.cuStreamIsCapturing
+        captured = self.capturable and is_capturing(raw) != NOT_CAPTURED
+        if self._capture is None and not captured:
+            with contextlib.suppress(CudaError), self._session.relaxed():
+                if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
+                    self._record_end(raw)
+        self._closed = True
+        self._forbid_direct()
+        self._spare.end(self._session)
+        self._raw = None
+        if captured:  # destroyed later, as that would end the other code's capture
+            deferred_queue(self._session).submit(_LateEnd(self._session, raw, []))
             return
-        if not self._closed or not self._last:
-            # Buffers of this garbage cycle may be finalised later, and need an event after the stream's work.
-            is_capturing = self._session.driver.cuStreamIsCapturing
-            captured = self._foreign_captures and is_capturing(raw) != NOT_CAPTURED
-            if self._capture is None and not captured:
-                with contextlib.suppress(CudaError), self._session.relaxed():
-                    if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
-                        self._record_end(raw)
-            self._closed = True
-            self._forbid_direct()
-            self._spare.end(self._session)
-            destroy = self._session.driver.cuStreamDestroy
-            self._raw = None
-            if captured:
-                deferred_queue(self._session).submit(_LateEnd(self._session, raw, []))
-                return
-            result = destroy(raw)[0]
-            if result:
-                refused_to_end(self._session, "cuStreamDestroy", raw, result)
-
-    def _about(self) -> Iterator[Row]:
-        if self.name:
-            yield "name", self.name
-        yield "handle", f"{int(self._checked_raw()):#x}"
-        yield "device", self.device
-        with self._session.relaxed():
-            yield "state", "capturing" if self._captured() else "idle" if self.query() else "has work to do"
-
-    def _text(self) -> str:
-        kind = {0: "legacy default", LEGACY: "legacy default", PER_THREAD: "per-thread default"}.get(self._number)
-        name = f" {self.name!r}" if self.name else ""
-        state = " closed" if self._closed else " capturing" if self._capture else ""
-        return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
+        result = self._session.driver.cuStreamDestroy(raw)[0]
+        if result:
+            refused_to_end(self._session, "cuStreamDestroy", raw, result)
 
 
 class _LateEnd(HandleEnd):
@@ -833,26 +635,360 @@ class _LateEnd(HandleEnd):
         return not (self._dropping or (not result and status)) and super().attempt()
 
 
-class Threads(threading.local):
-    """Thread-local data of a device's per-thread default stream."""
-
-    number = 0
-    """Number of the thread, never reused; 0 before :func:`of_this_thread`."""
-    stream: Stream | None = None
-    end: object = None
+# -- default streams ---------------------------------------------------------------------------------------------
 
 
-created_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
-"""Streams of :meth:`Device.create_stream`, open or closed."""
-closable_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
-"""Streams that their library may close."""
-awaited_ends: PerDriver[set[Stream]] = PerDriver(lambda _: set())
-"""Streams closed by their library while memory waits for their work."""
-latest_closed: PerDriver[dict[int, Stream]] = PerDriver(lambda _: {})
-"""The latest stream per device that its library closed, by :func:`moment`."""
+class _ThisThread(threading.local):
+    """Values of the calling thread."""
+
+    def __init__(self) -> None:
+        self.number: int = moment() + 1
+        """Number of the thread, never reused, unlike ``threading.get_ident``."""
+
+
+this_thread: _ThisThread = _ThisThread()
+
+
+class DefaultStream(Stream):
+    """A default stream of a device, which no code destroys.
+
+    The handle of the per-thread stream names another stream on each thread. So there is one object per thread, and only
+    its thread queues work on it directly. Elsewhere what was allocated on it is freed on the legacy stream, which is
+    ordered after the per-thread streams of all threads.
+    """
+
+    __slots__ = ("_current", "_ident", "thread")
+
+    is_default = True
+    _current: tuple[Any, Any]
+    """Answer of ``cuCtxGetCurrent`` while the device's context is current."""
+    thread: int
+    """Number of the thread (:data:`this_thread`); 0 for the legacy stream."""
+    _ident: int | None
+    """Identifier of the thread while it runs, which another thread may get later; None for the legacy stream."""
+
+    @classmethod
+    def _make(cls, device: Device, handle: int) -> DefaultStream:
+        stream = cls.__new__(cls)
+        stream.thread, stream._ident = (this_thread.number, get_ident()) if handle == PER_THREAD else (0, None)
+        stream._current = (cuda.CUresult.CUDA_SUCCESS, device._session.context(device.ordinal))
+        # The legacy stream cannot be captured.
+        stream._prepare(device, cuda.CUstream(handle), capturable=handle == PER_THREAD)
+        stream._open()
+        return stream
+
+    @property
+    def _sees_all(self) -> bool:  # type: ignore[override]
+        """A query of the legacy stream covers all blocking streams."""
+        return not self.thread
+
+    def here(self) -> bool:
+        return self._may_ask and (self._ident is None or self._ident == get_ident())
+
+    def ready(self) -> Any | None:
+        if not self.here():
+            return None
+        current = self._session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
+        return self._raw if current() == self._current else None
+
+    def _ready_to_drop(self) -> Any | None:
+        handle = self.ready()
+        # A free on the legacy stream would invalidate captures of blocking streams. During one, the driver refuses to
+        # answer for the legacy stream.
+        if handle is None or self.thread:
+            return handle
+        return None if self._session.cuStreamIsCapturing(handle)[0] else handle
+
+    def _allow_direct(self) -> None:
+        # During a capture by this package the checked way finds out whether a blocking stream is captured.
+        self._may_ask = not (self._capture or self._before_work or deferred_queue(self._session).captures)
+
+    def _captured(self) -> bool:
+        # The driver refuses to answer for the legacy stream while a blocking stream is captured.
+        return self._capture is not None or self.capturing
+
+    def _context(self) -> contextlib.AbstractContextManager[object]:
+        if deferred_queue(self._session).forbids_here:
+            return self._current_beside_captures()
+        return self.device.current()
+
+    @contextlib.contextmanager
+    def _current_beside_captures(self) -> Iterator[None]:
+        with self._session.relaxed(), self.device.current():
+            yield
+
+
+class _ThreadStreams(threading.local):
+    """The calling thread's per-thread default streams of one driver, by device ordinal."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, DefaultStream] = {}
+        self.ends: list[_ThreadEnd] = []
+
+
+class _ThreadEnd:
+    """An object of one thread, which dies with it."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: DefaultStream) -> None:
+        self._stream = stream
+
+    def __del__(self) -> None:
+        self._stream._ident = 0
+        if self._stream._session.usable:
+            self._stream._submit_endings()
+
+
+_legacy_streams: PerDriver[dict[int, DefaultStream]] = PerDriver(lambda _: {})
+"""Legacy default streams by device ordinal."""
+_thread_streams: PerDriver[_ThreadStreams] = PerDriver(lambda _: _ThreadStreams())
+
+
+def default_stream(device: Device, handle: int) -> DefaultStream:
+    """The default stream of a device: handles 0 and 1 are the legacy one, 2 is the calling thread's per-thread one."""
+    mine = _thread_streams(device._session)
+    streams = mine.streams if handle == PER_THREAD else _legacy_streams(device._session)
+    found = streams.get(device.ordinal)
+    if found is None:
+        found = streams.setdefault(device.ordinal, DefaultStream._make(device, handle or LEGACY))
+        if handle == PER_THREAD:
+            mine.ends.append(_ThreadEnd(found))
+    return found
+
+
+def default_streams(session: Session) -> list[Stream]:
+    """The default streams that were used: the legacy ones, and the calling thread's."""
+    return [*_legacy_streams(session).values(), *_thread_streams(session).streams.values()]
+
+
+# -- streams of other libraries ----------------------------------------------------------------------------------
+
+
+def _gone(_: object) -> None:
+    """A callback, which has the collector clear a weak reference before it calls finalisers."""
+
+
+class LibraryStream(Stream):
+    """A stream that other code made, and destroys.
+
+    It keeps the library's object alive, and with that the driver's stream. If the library closes the stream all the
+    same, calls on it are refused, as the handle of a destroyed stream crashes the process. Nothing can be ordered after
+    its work then, so what was allocated on it is released once the device is idle (:func:`ordered_after`).
+    """
+
+    __slots__ = ("_alive", "_is_open", "drained", "owned", "owner")
+
+    owner: object
+    """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` does that."""
+    owned: bool
+    """Whether the owner is known to do so, as a library's own stream object is."""
+    drained: bool
+    """Whether the stream was closed and the device was idle since then, so that the stream has no work."""
+    _is_open: Callable[[], bool] | None
+    """Asks the owner whether the stream is open; None if users of the library cannot close it."""
+    _alive: weakref.ref[Stream]
+
+    @classmethod
+    def _borrow(cls, device: Device, handle: int, owner: object, is_open: Callable[[], bool] | None = None) -> Self:
+        stream = cls.__new__(cls)
+        stream.owner = owner
+        stream.owned = stream.drained = False
+        stream._is_open = is_open
+        stream._alive = weakref.ref(stream, _gone)
+        stream._prepare(device, cuda.CUstream(handle), capturable=True)
+        stream._open()
+        return stream
+
+    def _allow_direct(self) -> None:
+        super()._allow_direct()
+        if self._is_open is not None:
+            self.direct = None
+
+    def ready(self) -> Any | None:
+        is_open = self._is_open
+        return self._raw if self._may_ask and (is_open is None or is_open()) else None
+
+    def _ready_to_drop(self) -> Any | None:
+        # In a garbage cycle the library's object may have been finalised before, and its stream destroyed with it. This
+        # object is then in the garbage too, and weak references to it are cleared.
+        if self._alive() is None:
+            self._end_use()
+            return None
+        return self.direct or self.ready()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called, or the stream's library closed it."""
+        if not self._closed and self._is_open is not None and not self._is_open():
+            self._end_use()
+        return self._closed
+
+    def _checked_raw(self) -> Any:
+        if self.closed:
+            raise ClosedError(f"{self!r} was closed{'' if self._is_open is None else ', here or by its library'}")
+        return super()._checked_raw()
+
+    def _close(self) -> None:
+        if self._capture is not None:
+            raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
+        self._end_use()
+
+    def _end_use(self) -> None:
+        self._forbid_direct()
+        self._closed = True
+        self._spare.end(self._session)
+        self._submit_endings()
+
+
+@contextlib.contextmanager
+def draining(session: Session, ordinal: int) -> Iterator[None]:
+    """A ``with`` block that waits for all work of a device, also of streams that their libraries closed before."""
+    several = [one for one in members(known_streams(session)) if isinstance(one, LibraryStream) and one.closed]
+    yield
+    for stream in several:
+        stream.drained |= stream.device.ordinal == ordinal
+
+
+for _kind in (OwnStream, DefaultStream, LibraryStream):
+    _kind.__name__ = _kind.__qualname__ = "Stream"
+
+
+# -- the stream that an argument names ---------------------------------------------------------------------------
+
+
+def as_stream(stream: StreamLike, session: Session) -> Stream:
+    """``stream`` as a :class:`Stream` of ``session``'s driver.
+
+    Raises
+    ------
+    TypeError
+        The object is no stream.
+    ValueError
+        The stream belongs to another driver. Streams of other devices of the same driver are accepted.
+    ClosedError
+        The stream was closed.
+    """
+    found = stream if isinstance(stream, Stream) else library_stream(stream, session)
+    if found._session is not session:
+        raise ValueError(
+            f"{found!r} belongs to another driver: {found._session.driver!r}, not {session.driver!r} "
+            "(driver.use() chooses one for its own thread or task only, driver.set_default() for all)"
+        )
+    if found is not stream and found.closed:
+        found = _resolve(stream, session)  # the library's object may have another stream by now
+    found._checked_raw()
+    return of_this_thread(found)
+
+
+def of_this_thread(stream: Stream) -> Stream:
+    """For a per-thread default stream, the object of the calling thread. Other streams are returned as they are."""
+    if isinstance(stream, DefaultStream) and stream.thread and stream.thread != this_thread.number:
+        return default_stream(stream.device, PER_THREAD)
+    return stream
+
+
+def library_stream(stream: Any, session: Session) -> Stream:
+    """The :class:`Stream` for a library's object, which may be closed. Errors as for :func:`as_stream`.
+
+    A library's object is resolved once, see :func:`~streamalloc.core.library_streams.keep`.
+    """
+    entry = session.library_streams.get(KEYS.get(type(stream), id)(stream))
+    if entry is None:
+        return _resolve(stream, session)
+    session.latest_library_stream = stream, entry[1]
+    return cast("Stream", entry[1])
+
+
+def _resolve(stream: Any, session: Session) -> Stream:
+    from streamalloc.core.device import Device
+
+    number = handle_of_library_stream(stream)
+    found: Stream
+    if number in DEFAULT_HANDLES:
+        # A default stream's handle names no device. Use the library's device, or the current context's.
+        named = device_of_library_stream(stream)
+        ordinal = _current_ordinal(session) if named is None else Device(named, driver=session.driver).ordinal
+        found = default_stream(Device._of(ordinal, session), number)
+        # Nothing is kept if the same object names another stream on another thread or device.
+        keeps = number != PER_THREAD and (named is not None or session.call("cuDeviceGetCount") == 1)
+    else:
+        # Not cuStreamGetDevice: on a captured stream it invalidates the capture.
+        ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
+        found = LibraryStream._borrow(Device._of(ordinal, session), number, stream, open_question(stream, number))
+        keeps = found.owned = not only_names(stream, number)
+    if not isinstance(stream, cuda.CUstream):
+        found._notify_lent(found._raw, used=True)
+    # A listener must be notified of each use of a library's stream.
+    if keeps and session.listener is None:
+        for ended in keep(stream, found, session):
+            ended._submit_endings()
+    return found
+
+
+def _current_ordinal(session: Session) -> int:
+    """The ordinal of the current context's device; without a context 0, as in the runtime API."""
+    session.check_process()
+    result, device = session.driver.cuCtxGetDevice()
+    if result == cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        return 0
+    return int(device) if not result else int(session.call("cuCtxGetDevice"))
+
+
+def queue_handle(stream: StreamLike, session: Session) -> Any | None:
+    """``CUstream`` if calls that queue work may go directly to the driver; else None."""
+    found = stream if isinstance(stream, Stream) else library_stream(stream, session)
+    return (found.direct or found.ready()) if found._session is session else None
+
+
+def direct_handle(stream: object, session: Session) -> Any | None:
+    """``CUstream`` for direct calls of any kind to the session's driver; None if such calls are not allowed.
+
+    They are allowed for an open stream of this package that is not being captured and that no other code knows.
+    """
+    if isinstance(stream, Stream) and stream._session is session and not stream.capturable:
+        return stream.direct
+    return None
+
+
+def direct_view(stream: object, session: Session) -> tuple[Any | None, bool]:
+    """The results of :func:`direct_handle` and :func:`sees_all_work`, for fast paths."""
+    handle = direct_handle(stream, session)
+    return (None, False) if handle is None else (handle, cast("Stream", stream)._sees_all)
+
+
+def order_handle_after(handle: int, ours: Stream) -> None:
+    """Order later work of another library's stream, given by its ``CUstream``, after all queued work of ``ours``."""
+    Stream.of_handle(ours.device, handle, ours).wait(ours)
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------
+
+
+known_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.WeakSet())
+"""Streams of all kinds, open or closed."""
+
+
+def captures_changed(session: Session) -> None:
+    """Allow direct calls, or forbid them while this package captures a stream: on default streams, and in the mode
+    ``"global"`` on all streams (:meth:`Stream._context`).
+    """
+    forbidding = deferred_queue(session).forbidding
+    for stream in members(known_streams(session)):
+        if forbidding:
+            stream._forbid_direct()
+        stream._allow_direct()
+
+
+def _destroy_spare_events() -> None:
+    """Destroy the spare events of streams that are not ours to close, before a leak report."""
+    for session in sessions():
+        for stream in members(known_streams(session)):
+            if session.usable and not isinstance(stream, OwnStream):
+                stream._spare.destroy_all(session)
+
+
+SETTLERS.append(_destroy_spare_events)
 
 
 def raw_handle(stream: Stream) -> Any:
@@ -865,28 +1001,9 @@ def stream_call(stream: Stream, name: str, *args: Any) -> Any:
     return stream._call(name, *args)
 
 
-def is_borrowed(stream: Stream) -> bool:
-    """Whether other code made the stream, and may capture it."""
-    return stream._kind is _BORROWED
-
-
-def may_be_captured(stream: Stream) -> bool:
-    """Whether other code may capture the stream, so that only the driver knows whether it is being captured."""
-    return stream._foreign_captures
-
-
 def is_captured(stream: Stream) -> bool:
     """Whether a stream that can be captured is being captured (``cuStreamIsCapturing`` if other code may do so)."""
-    return stream._capture is not None or (stream._foreign_captures and stream.capturing)
-
-
-def direct_spares(stream: StreamLike, session: Session) -> Spares | None:
-    """The spare events of an open stream that is not being captured; None for borrowed streams. They outlive the
-    stream.
-    """
-    if type(stream) is Stream and stream._direct is session and stream._kind is not _BORROWED:
-        return stream._spare
-    return None
+    return stream._capture is not None or (stream.capturable and stream.capturing)
 
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:
@@ -895,16 +1012,24 @@ def end_with_stream(stream: Stream, item: Deferred) -> None:
     stream._endings.append(item)
 
 
-def keeps_alive(stream: Stream) -> Stream | None:
-    """A stream that keeps alive the library object of ``stream``; None if the object's end destroys no stream.
+def leave_stream(stream: Stream, key: object, item: Deferred) -> None:
+    """Remove a cache's free lists from a stream, with the item that would end with the stream."""
+    with contextlib.suppress(ValueError):
+        stream._endings.remove(item)
+    stream.free_lists.pop(key, None)
 
-    CuPy's and Numba's objects destroy their stream in their finaliser. Streams of other libraries may be closed at any
-    time.
+
+def end_of(stream: Stream) -> Sequence[Event]:
+    """The list that gets an event after all work of a stream of ours when the stream is closed or dropped.
+
+    It stays empty if the driver refuses the record.
     """
-    owner = stream._weak_owner and stream._weak_owner()
-    if owner is None or stream.open_check is not None or only_names(owner):
-        return None
-    return stream._of_library(owner)
+    return stream._last
+
+
+def may_be_captured(stream: Stream) -> bool:
+    """Whether other code may capture the stream, so that only the driver knows whether it is being captured."""
+    return stream.capturable
 
 
 def sees_all_work(stream: Stream) -> bool:
@@ -912,30 +1037,10 @@ def sees_all_work(stream: Stream) -> bool:
     return stream._sees_all
 
 
-def notice_close(stream: Stream) -> None:
-    """Mark a stream as closed if its library has closed it: the close then counts from now on."""
-    if stream.open_check is not None and not stream._closed:
-        asks, answer = stream.open_check
-        try:
-            is_open = asks() == answer
-        except Exception:
-            is_open = False
-        if not is_open:
-            stream._close_by_library()
-
-
 def refuse_capture(stream: Stream, call: str, why: str) -> None:
     """Raise :class:`CaptureError` if the stream is being captured; ``call`` names the call for the error."""
     if stream._captured():
         raise refused(CaptureError, call, f"the stream is being captured; {why}")
-
-
-def end_of(stream: Stream) -> list[Event]:
-    """The list that gets an event after all of a stream's work when the stream is closed or dropped.
-
-    The list stays empty if the driver refuses the record.
-    """
-    return stream._last
 
 
 _named: PerDriver[weakref.WeakValueDictionary[int, Stream]] = PerDriver(lambda _: weakref.WeakValueDictionary())

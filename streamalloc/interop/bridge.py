@@ -188,9 +188,9 @@ class Bridge(Closes, abc.ABC):
         return f"<{type(self).__module__}.{type(self).__name__}, {state}, from {getattr(self, 'sources', None)!r}>"
 
 
-_Used: TypeAlias = "tuple[int, object, Stream, Any, Callable[[int, Any], Memory], Any]"
-"""The stream that a library last used on a device: the library's handle and stream object, our stream, the driver's
-``CUstream`` if captures must be queried here, the source's ``allocate``, and the stream argument for it.
+_Used: TypeAlias = "tuple[int, object, Stream, Callable[[int, Any], Memory]]"
+"""The stream that a library last used on a device: the library's handle and stream object, our stream, and the source's
+``allocate``.
 """
 
 
@@ -203,7 +203,7 @@ class Sources:
         A source does not allocate device memory, or two sources have the same device or different drivers.
     """
 
-    __slots__ = ("_capturing", "_streams", "by_device", "exchange", "last", "latest", "session", "works")
+    __slots__ = ("_capturing", "_streams", "by_device", "exchange", "last", "session", "works")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
@@ -234,10 +234,6 @@ class Sources:
         self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
         self.last: dict[int, _Used] = {}
         """Stream that the library used last, by device."""
-        self.latest: dict[int, tuple[object, Callable[[int, Any], Memory], Any]] = {}
-        """By device: the library's last stream object, the source's ``allocate``, and its stream argument.
-        :meth:`allocate` would make this call.
-        """
 
     @property
     def pools(self) -> dict[int, MemoryPool] | None:
@@ -269,19 +265,16 @@ class Sources:
         # The driver reuses the handle of a stream that the library has closed.
         if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
-        _, _, stream, raw, allocate, named = used
-        if raw is not None or not (in_capture or stream.is_default):
-            result, status = self._capturing(raw or raw_handle(stream))
+        _, _, stream, allocate = used
+        if not in_capture and not stream.is_default:
+            result, status = self._capturing(raw_handle(stream))
             if result or status:
-                if not in_capture:
-                    # This stream has no other work: it only waits for events that the pool requires.
-                    aside = _aside_of(stream.device)
-                    memory = allocate(nbytes, aside)
-                    aside.synchronize()
-                    return memory
-                # The slow allocation path detects the capture, and the memory belongs to the graph.
-                named = Stream.of_handle(stream.device, handle, owner)
-        return allocate(nbytes, named)
+                # This stream has no other work: it only waits for events that the pool requires.
+                aside = _aside_of(stream.device)
+                memory = allocate(nbytes, aside)
+                aside.synchronize()
+                return memory
+        return allocate(nbytes, stream)
 
     def hold(self, memory: Memory) -> object:
         """Return an object that a library keeps while it uses memory. Dropping it frees the memory in stream order."""
@@ -295,19 +288,17 @@ class Sources:
             given = ", ".join(map(str, self.by_device))
             raise ValueError(f"memory of device {ordinal} was asked for, and the sources are of device {given}")
         # Handle 0 depends on how the library was built. For all these libraries it is the legacy default stream.
-        key = ordinal, handle or LEGACY
-        stream = self._streams.get(key)
-        if stream is None:
-            stream = Stream.of_handle(self.device(ordinal), key[1], owner, direct=isinstance(source, MemoryPool))
-            self._streams[key] = stream
-        named: Any = stream
-        if isinstance(source, CachingAllocator) and owner is not None and not stream.is_default:
-            # The cache keeps memory for a library's stream while the library's stream object lives.
+        handle_there = handle or LEGACY
+        stream: Stream | None = None
+        if owner is not None and handle_there not in (LEGACY, PER_THREAD):
+            # The object's own entry in the table of library streams, as a cache keeps memory for that one.
             with contextlib.suppress(TypeError):
-                named = owner if raw_handle(as_stream(cast("Any", owner), self.session)) else stream
-        raw = raw_handle(stream) if isinstance(source, MemoryPool) and not stream.is_default else None
-        used = self.last[ordinal] = handle, owner, stream, raw, source.allocate, named
-        self.latest[ordinal] = (owner if raw is None else None), source.allocate, named
+                stream = as_stream(cast("Any", owner), self.session)
+        if stream is None:
+            key = ordinal, handle_there
+            stream = self._streams.get(key) or Stream.of_handle(self.device(ordinal), handle_there, owner)
+            self._streams[key] = stream
+        used = self.last[ordinal] = handle, owner, stream, source.allocate
         return used
 
     def __repr__(self) -> str:
@@ -513,8 +504,8 @@ class Ledger:
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
         """Allocate by :meth:`Sources.allocate`, keep the memory, and return its address."""
         used = self._last.get(ordinal)
-        if used is not None and used[0] == handle and used[1] is owner and used[3] is None and in_capture:
-            memory = used[4](nbytes, used[5])
+        if used is not None and used[0] == handle and used[1] is owner and in_capture:
+            memory = used[3](nbytes, used[2])
         else:
             memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address

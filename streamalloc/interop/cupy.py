@@ -123,13 +123,13 @@ class CuPyCallback(Bridge):
 def _allocator(cupy: Any, sources: Sources) -> Any:
     get_stream, get_device = cupy.cuda.get_current_stream, cupy.cuda.device.get_device_id
     pointer, unowned = cupy.cuda.MemoryPointer, cupy.cuda.UnownedMemory
-    hold, own, latest = sources.hold, cupy.cuda.Stream, sources.latest
+    hold, own, last = sources.hold, cupy.cuda.Stream, sources.last
 
     def allocate(nbytes: int) -> Any:
         stream = get_stream()
         ordinal = get_device()
         try:
-            known, take, named = latest.get(ordinal, _NONE)
+            _, known, named, take = last.get(ordinal, _NONE)
             if known is stream:
                 memory = take(nbytes, named)
             else:
@@ -145,7 +145,7 @@ def _allocator(cupy: Any, sources: Sources) -> Any:
     return allocate
 
 
-_NONE: tuple[Any, Any, Any] = (None, None, None)
+_NONE: tuple[Any, Any, Any, Any] = (None, None, None, None)
 
 
 def array(

@@ -23,7 +23,6 @@ from streamalloc.core.internal import (
     FABRIC_NEEDS,
     Device,
     Fd,
-    await_unknown_ends,
     check_location,
     holders,
     location_of,
@@ -129,7 +128,7 @@ class MemorySpec:
             self.allocations.deferred.work()
         self.create(owner, nbytes)
 
-    def create(self, owner: OwnsHandle, nbytes: int, *, wait: bool = True) -> None:
+    def create(self, owner: OwnsHandle, nbytes: int) -> None:
         """Call ``cuMemCreate`` as :meth:`obtain` does, but do not attempt the deferred releases first. ``wait``: as for
         :meth:`refused`.
         """
@@ -138,19 +137,16 @@ class MemorySpec:
             if not result:
                 owner._raw = raw
                 return
-            self.refused(result, nbytes, last=last, wait=wait)
+            self.refused(result, nbytes, last=last)
 
-    def refused(self, result: Any, nbytes: int, *, last: bool = False, wait: bool = True) -> None:
+    def refused(self, result: Any, nbytes: int, *, last: bool = False) -> None:
         """Handle an error of ``cuMemCreate``: return if another attempt may succeed, else raise.
 
-        ``last``: no attempt is left. ``wait``: the host may wait for the device if other memory can be freed only after
-        the work of a stream that its library has closed.
+        ``last``: no attempt is left.
         """
         error = error_from(result, "cuMemCreate", self.hint)
         if not isinstance(error, OutOfMemoryError):
             raise error
-        if wait and not last and self.prop.location.type is MemLocationType.DEVICE:
-            await_unknown_ends(self.session, self.prop.location.id)
         if last or not (self.allocations.work() + self.allocations.make_room()):
             raise self.out_of_memory(error, nbytes)
 

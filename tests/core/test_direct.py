@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc.core.deferred import Deferred
 from streamalloc.core.fence import queue_behind
 from streamalloc.core.session import DIRECT, session_of
-from streamalloc.core.stream_resolution import direct_handle
+from streamalloc.core.stream import direct_handle
 from streamalloc.testing import Gate
 from tests.support import MiB, holds, in_threads, names, pending, read
 

@@ -14,11 +14,12 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core import library_streams
 from streamalloc.core.allocator import Allocator
 from streamalloc.core.buffer import PoolBuffer
-from streamalloc.core.fence import _record_after
-from streamalloc.core.library_streams import kept_stream, owned_streams
+from streamalloc.core.fence import Fence
 from streamalloc.core.session import Session, session_of
+from streamalloc.core.stream import OwnStream, as_stream
 from streamalloc.driver.bindings import cuda
 from tests.interleaving import interleaved
 from tests.support import end_what_was_dropped, holds, in_threads, names
@@ -63,6 +64,11 @@ class AnyTorch:
         return (0, self.handle)
 
 
+class NamingStream(CuPy):
+    """CuPy's own type, by its name, for the stream of other code."""
+
+
+NamingStream.__qualname__ = NamingStream.__name__ = "ExternalStream"
 Torch.__module__, Torch.__qualname__ = "torch.cuda.streams", "Stream"
 AnyTorch.__module__, AnyTorch.__qualname__ = "torch", "Stream"
 
@@ -160,39 +166,33 @@ def test_calls_on_default_streams(scene: Scene, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_OBJECTS)
-def test_another_object_with_the_same_handle_is_another_stream(scene: Scene, name: str) -> None:
-    """A library destroys a stream, and the driver gives its handle to the next one."""
+def test_an_object_is_resolved_once(scene: Scene, name: str) -> None:
+    """Another object with the same handle is another stream: the first may have been destroyed."""
     session, make = session_of(scene.device), LIBRARIES[name]
-    first = make(scene.theirs.handle)
-    scene.pool.allocate(64, first).free()
-    known = kept_stream(first, session)
-    assert known is not None and kept_stream(first, session) is known
-    second = make(scene.theirs.handle)
-    assert kept_stream(second, session) is None
-    scene.pool.allocate(64, second).free()
-    assert kept_stream(second, session) not in (None, known) and kept_stream(first, session) is None
-    del first
-    assert kept_stream(second, session) is not None
+    first, second = make(scene.theirs.handle), make(scene.theirs.handle)
+    known = as_stream(first, session)
+    assert known.device == scene.device and known.handle == scene.theirs.handle
+    assert as_stream(first, session) is known and scene.pool.allocate(64, first).stream is known
+    assert as_stream(second, session) is not known and as_stream(first, session) is known
 
 
 @pytest.mark.parametrize("name", OF_OBJECTS)
-def test_an_entry_ends_with_the_object(scene: Scene, name: str) -> None:
-    session, theirs = session_of(scene.device), LIBRARIES[name](scene.theirs.handle)
+def test_an_object_lives_in_the_table_and_for_its_memory(
+    scene: Scene, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_streams, "MOST_KEPT", 2)
+    make = LIBRARIES[name]
+    theirs = make(scene.theirs.handle)
+    gone = weakref.ref(theirs)
     buffer = scene.pool.allocate(64, theirs)
-    scene.own.wait(theirs)
-    known, gone = kept_stream(theirs, session), weakref.ref(theirs)
-    kind = type(theirs)
     del theirs
-    # A buffer, and the stream of a buffer, need the library's stream.
-    assert gone() is not None
-    stream = buffer.stream
+    others = [make(scene.own.handle) for _ in range(3)]
+    for other in others:
+        scene.own.wait(other)
+    assert gone() is not None and buffer.stream.handle == scene.theirs.handle
     buffer.free()
     del buffer
-    assert gone() is not None and stream.handle == scene.theirs.handle
-    assert stream.record().query() in (True, False)
-    del stream
-    assert gone() is None and known is not None and known.closed
-    assert not session.library_streams[kind][1] and session.latest_stream[0] is not known
+    assert gone() is None
 
 
 def test_a_stream_that_its_library_has_closed(scene: Scene) -> None:
@@ -208,23 +208,34 @@ def test_a_stream_that_its_library_has_closed(scene: Scene) -> None:
 
 def test_each_object_of_pytorch_is_the_same_stream(scene: Scene) -> None:
     session, handle = session_of(scene.device), scene.theirs.handle
-    scene.pool.allocate(64, Torch(handle)).free()
-    known = kept_stream(Torch(handle), session)
-    assert known is not None and known.device == scene.device
-    assert kept_stream(Torch(handle, device=1), session) is None
+    known = as_stream(Torch(handle), session)
+    assert known.device == scene.device and as_stream(Torch(handle), session) is known
+    assert list(session.library_streams) == [(handle, 0)]
     # What users have they may close.
-    stream = scene.pool.allocate(64, Torch(handle)).stream
-    assert stream is not known
-    stream.close()
-    assert kept_stream(Torch(handle), session) is known and not known.closed
+    scene.pool.allocate(64, Torch(handle)).stream.close()
+    assert known.closed and not as_stream(Torch(handle), session).closed
 
 
-def test_pytorch_s_object_for_a_stream_of_other_code(scene: Scene) -> None:
-    """That stream may be destroyed: it is resolved each time."""
-    handle = scene.theirs.handle
-    for theirs in (Torch(handle, number=handle), ExternalStream(handle, number=handle)):
-        scene.pool.allocate(64, theirs).free()
-        assert kept_stream(theirs, session_of(scene.device)) is None
+def naming(handle: int) -> list[Any]:
+    """Objects that name a stream without owning it."""
+    external = Numba(handle)
+    external.external = True  # type: ignore[attr-defined]
+    torch = (Torch(handle, number=handle), ExternalStream(handle, number=handle))
+    return [*torch, NamingStream(handle), external, cuda.CUstream(handle)]
+
+
+def test_objects_that_only_name_a_stream_are_resolved_each_time(scene: Scene) -> None:
+    """That stream may be destroyed. A call with its handle would crash the process, so nothing is recorded on it."""
+    session = session_of(scene.device)
+    for theirs in naming(scene.theirs.handle):
+        with scene.pool.allocate(64, theirs) as buffer:
+            assert buffer.stream.handle == scene.theirs.handle
+            before = len(scene.driver.calls)
+            Fence(session)
+            recorded = {int(call.args[1]) for call in scene.driver.calls[before:] if call.name == "cuEventRecord"}
+            assert recorded >= {scene.own.handle} and buffer.stream not in Fence(session)._ends
+            assert buffer.stream.handle not in recorded or scene.theirs.handle == buffer.stream.handle
+    assert not session.library_streams
 
 
 @pytest.mark.parametrize("kind", [Torch, AnyTorch, ExternalStream])
@@ -258,14 +269,6 @@ def test_a_null_stream_in_a_thread_without_a_context(scene: Scene, name: str, ca
     assert in_threads(allocate) == [scene.device]
     if cached:
         source.close()
-
-
-def test_objects_without_weak_references_are_resolved_each_time(scene: Scene) -> None:
-    raw = cuda.CUstream(scene.theirs.handle)
-    for _ in range(2):
-        with scene.pool.allocate(64, raw) as buffer:
-            assert buffer.stream.handle == scene.theirs.handle
-    assert kept_stream(raw, session_of(scene.device)) is None
 
 
 @pytest.mark.gpus(2)
@@ -387,7 +390,7 @@ def test_a_drop_while_another_thread_closes_the_stream(machine: Any) -> None:
             end_what_was_dropped()
             assert pool.statistics().used == 0
             assert "stream" not in checked.outstanding()
-        for _ in interleaved(sa.Stream.close, make, lambda both: both[1].close(), lambda both: both[0].clear()):
+        for _ in interleaved(OwnStream._close, make, lambda both: both[1].close(), lambda both: both[0].clear()):
             gc.collect()
             end_what_was_dropped()
             assert pool.statistics().used == 0
@@ -448,26 +451,6 @@ def test_a_named_stream_says_its_name(device: sa.Device, pool: sa.MemoryPool) ->
         device.create_stream(name=3)  # type: ignore[arg-type]
 
 
-class NamingStream(CuPy):
-    """CuPy's own type, by its name, for the stream of other code."""
-
-
-NamingStream.__qualname__ = NamingStream.__name__ = "ExternalStream"
-
-
-def test_work_of_streams_that_may_be_destroyed_is_not_recorded(scene: Scene) -> None:
-    """A call with the handle of a destroyed stream crashes the process on hardware."""
-    owned, naming, closed = CuPy(scene.theirs.handle), NamingStream(scene.theirs.handle), CuPy(scene.own.handle)
-    for stream in (owned, naming, closed):
-        scene.pool.allocate(64, stream).free()
-    closed.ptr = 0  # as after a close of the library
-    found = owned_streams(session_of(scene.device))
-    assert found == [kept_stream(owned, session_of(scene.device))]
-    owned.ptr = 0  # between the list and the record
-    with pytest.raises(sa.ClosedError):
-        _record_after(found[0])
-
-
 @pytest.mark.parametrize("kind", ["default", "CuPy, null"])
 @pytest.mark.parametrize("named", [False, True])
 def test_two_threads_that_free_one_buffer(
@@ -477,9 +460,7 @@ def test_two_threads_that_free_one_buffer(
     stream, session = stream_of(scene, kind), session_of(scene.device)
     buffer = scene.pool.allocate(64, stream)
     arguments = (stream,) if named else ()
-    kept = stream if named or isinstance(stream, sa.Stream) else buffer._stream
-    kept = kept if isinstance(kept, sa.Stream) else kept_stream(stream, session)
-    current = kept._asks
+    current = session.cuCtxGetCurrent
     others: list[Any] = []
 
     def meanwhile() -> Any:
@@ -490,7 +471,7 @@ def test_two_threads_that_free_one_buffer(
 
     scene.device.synchronize()
     before = names(scene.driver).count(FREE)
-    monkeypatch.setattr(kept, "_asks", meanwhile)
+    monkeypatch.setattr(session, "cuCtxGetCurrent", meanwhile)
     with pytest.raises(sa.ClosedError):
         buffer.free(*arguments)
     monkeypatch.undo()

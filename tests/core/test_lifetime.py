@@ -66,13 +66,12 @@ class TestGarbage:
             device.synchronize()
             assert pool.statistics().used == 0
 
-    @pytest.mark.parametrize("direct", [False, True])
     def test_on_a_stream_of_other_code_memory_is_freed_at_once(
-        self, machine: Any, device: sa.Device, pool: sa.MemoryPool, gate: Gate, direct: bool
+        self, machine: Any, device: sa.Device, pool: sa.MemoryPool, gate: Gate
     ) -> None:
         """In the order of that stream, and with no call of the package that follows."""
         with device.create_stream() as theirs, device.create_stream() as other:
-            borrowed = sa.Stream.of_handle(device, theirs.handle, theirs, direct=direct)
+            borrowed = sa.Stream.of_handle(device, theirs.handle, theirs)
             buffer = pool.allocate(MiB, borrowed)
             gate.hold(theirs)
             buffer.fill(1)

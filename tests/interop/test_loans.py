@@ -17,7 +17,7 @@ from streamalloc import interop, vmm
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.internal import tensor_in
 from streamalloc.core.session import session_of
-from streamalloc.core.stream_resolution import direct_handle
+from streamalloc.core.stream import direct_handle
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import Lent
 from streamalloc.testing import Gate

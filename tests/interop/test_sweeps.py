@@ -14,8 +14,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import interop
 from streamalloc.core.session import sessions
-from streamalloc.core.stream import created_streams, spare_events
-from streamalloc.core.stream_resolution import _default_streams
+from streamalloc.core.stream import known_streams, spare_events
 from tests.interop.libraries import LIBRARIES, MODULES
 from tests.interop.standins import STANDINS
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
@@ -60,7 +59,7 @@ class Lending(Faults):
             sa.Device(0).synchronize()
         # RMM's resources are kept for ever, and their sources with them: streams and their spare events.
         left = {kind: handles for kind, handles in Faults.left(checked).items() if kind != "stream"}
-        lasting = [one for each in sessions() for one in (*created_streams(each), *_default_streams(each).values())]
+        lasting = [one for each in sessions() for one in tuple(known_streams(each))]
         kept = {raw for stream in lasting for raw in spare_events(stream)}
         left["event"] = [raw for raw in left.get("event", ()) if raw not in kept]
         return {kind: handles for kind, handles in left.items() if handles}

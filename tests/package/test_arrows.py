@@ -32,7 +32,7 @@ VOCABULARY = ("errors", "html", "properties", "allocation_properties", "resource
 # They name each other in their types, which no order of files could change; no import at the top goes in a circle.
 KNOW_EACH_OTHER = [
     {f"streamalloc.core.{name}" for name in names.split()}
-    for names in ("device event graph stream stream_resolution closed_streams", "allocator buffer")
+    for names in ("device event graph stream", "allocator buffer")
 ] + [{f"streamalloc.vmm.pages.{name}" for name in ("physical", "places")}]
 
 

@@ -17,7 +17,7 @@ import streamalloc as sa
 from streamalloc import interop, multicast, observing, vmm
 from streamalloc.core.fence import Fence, ordered_after, queue_behind
 from streamalloc.core.session import session_of
-from streamalloc.core.stream_resolution import as_stream, order_handle_after
+from streamalloc.core.stream import as_stream, order_handle_after
 from streamalloc.driver.account import ENDERS, MAKERS
 from streamalloc.driver.bindings import cuda
 from tests.support import end_what_was_dropped
@@ -162,7 +162,6 @@ STREAMS: dict[str, Callable[[World], sa.Stream]] = {
     "default": lambda world: world.device.default_stream,
     "per-thread": lambda world: world.device.per_thread_stream,
     "borrowed": lambda world: sa.Stream.of_handle(world.device, world.other, None),
-    "borrowed, direct": lambda world: sa.Stream.of_handle(world.device, world.other, None, direct=True),
     "of an object": lambda world: as_stream(_cuda_stream(world.other), session_of(world.device)),
 }
 
@@ -217,9 +216,9 @@ def _closed(world: World, memory: sa.Memory, stream: int) -> None:
     with as_stream(_cuda_stream(stream), session_of(memory)) as borrowed:
         event = borrowed.record()
         event.close()
-    with sa.Stream.of_handle(world.device, stream, None, direct=True) as borrowed:
+    with sa.Stream.of_handle(world.device, stream, None) as borrowed:
         borrowed.record().close()
-    sa.Stream.of_handle(world.device, stream, None, direct=True).record().close()
+    sa.Stream.of_handle(world.device, stream, None).record().close()
     ordered_after(borrowed, sa.Stream.record)
     world.device.default_stream.close()
     queue_behind(sa.Stream.of_handle(world.device, stream, None), interop.bridge.FreeAfterAll(_plain(world)))
@@ -307,7 +306,7 @@ def test_a_stream_has_no_constructor_that_takes_a_handle(world: World) -> None:
 def test_events_that_a_borrowed_stream_keeps_are_destroyed(world: World) -> None:
     """They are the package's own, and are kept for the next record."""
     for close in (True, False):
-        stream = sa.Stream.of_handle(world.device, world.handle, None, direct=True)
+        stream = sa.Stream.of_handle(world.device, world.handle, None)
         events = [stream.record() for _ in range(3)]
         for event in events:
             event.close()

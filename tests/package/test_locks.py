@@ -23,6 +23,7 @@ from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
 from streamalloc.core.fence import Fence, queue_behind, queue_if_allowed, settle
 from streamalloc.core.session import Session, session_of, sessions
+from streamalloc.core.stream import OwnStream
 from streamalloc.interop import torch as torch_bridge
 from streamalloc.observing import observer as observed
 from streamalloc.observing.records import Phase
@@ -254,7 +255,7 @@ class TestStreams:
     def test_two_threads_close_one(self) -> None:
         driver: Any = sd.traced(sd.simulated())
         device = sa.Device(0, driver=driver)
-        for _ in interleaved(sa.Stream.close, device.create_stream, sa.Stream.close, sa.Stream.close):
+        for _ in interleaved(OwnStream._close, device.create_stream, sa.Stream.close, sa.Stream.close):
             assert names(driver, "cuStreamDestroy") == ["cuStreamDestroy"]
             driver.calls.clear()
 
@@ -429,7 +430,7 @@ def test_a_cache_opens_a_stream_once() -> None:
 
     with sa.MemoryPool(device) as pool, device.create_stream() as stream:
         for state, _ in interleaved(CacheState.open, lambda: (CacheState(pool), stream), open_it, open_it):
-            assert opened[0] is opened[1] is state.known(stream)
+            assert opened[0] is opened[1] is state.of(stream)
             opened.clear()
 
 

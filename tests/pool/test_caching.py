@@ -69,35 +69,6 @@ class TestReuse:
             with pytest.raises(sa.ClosedError, match="was freed"):
                 _ = buffer.address
 
-    @pytest.mark.simulated_only("the driver's function is replaced")
-    def test_called_by_its_name_where_the_driver_is_not_asked(
-        self, pool: sa.MemoryPool, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(*_: Any) -> None:
-            raise sd.DriverMisuseError("not asked")
-
-        with sa.CachingAllocator(pool) as cache:
-            buffer = cache.allocate(100, stream)
-            with monkeypatch.context() as patch:
-                patch.setattr(pool, "_free", refuse)
-                with pytest.raises(sd.DriverMisuseError):
-                    sa.Buffer.free(buffer)
-            assert buffer.address
-            sa.Buffer.free(buffer)
-            assert buffer.freed and pool.statistics().used == 0
-
-    def test_freed_by_the_name_of_the_class(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        """``Buffer.free`` is not the method of its class, and goes past the cache."""
-        buffer, other = cache.allocate(SIZE, stream), cache.allocate(SIZE, stream)
-        sa.Buffer.free(buffer)
-        assert buffer.freed and cache.statistics()[2:6] == (SIZE, 2 * SIZE, SIZE, 0)
-        with pytest.raises(sa.ClosedError):
-            sa.Buffer.free(buffer)
-        del buffer
-        with cache.allocate(SIZE, stream) as fresh:
-            assert fresh.address != other.address
-        assert cache.statistics().misses == 3
-
     @pytest.mark.parametrize("size", [SIZE, 8 * SIZE])
     @pytest.mark.parametrize("default", [False, True])
     def test_a_block_freed_on_another_stream_returns_home(self, traced: Any, size: int, default: bool) -> None:
@@ -273,7 +244,7 @@ class TestSizes:
         for buffer in [cache.allocate(16 * MiB, stream) for _ in range(2)]:
             buffer.free()
         with cache.allocate(8 * MiB, stream):
-            monkeypatch.setattr(type(cache), "_allocate_slowly", None)
+            monkeypatch.setattr(type(cache), "_allocate_checked", None)
             cache.allocate(8 * MiB, stream).free()
         assert cache.statistics().misses == 2
 
@@ -327,7 +298,7 @@ class TestSizes:
         self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
     ) -> None:
         held = [cache.allocate(320 * MiB, each) for each in (stream, other)]
-        (wanted, _) = (cache._state.known(each).size_class(320 * MiB) for each in (stream, other))  # type: ignore[union-attr]
+        (wanted, _) = (cache._state.of(each).size_class(320 * MiB) for each in (stream, other))  # type: ignore[union-attr]
         for buffer in held:
             buffer.free()
         allowances = []
@@ -339,7 +310,7 @@ class TestSizes:
 
     def test_a_trim_forgets_the_peaks(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         cache.allocate(320 * MiB, stream).free()
-        wanted = cache._state.known(stream).size_class(MiB)  # type: ignore[union-attr]
+        wanted = cache._state.of(stream).size_class(MiB)  # type: ignore[union-attr]
         assert cache._state._allowance(wanted) == 352 * MiB
         stream.synchronize()
         cache.trim()

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.state import MAX_RETURNING
@@ -235,17 +234,6 @@ def test_a_thread_that_other_code_captures(device: sa.Device, cache: sa.CachingA
         assert next_address(cache, device) == address
     device.synchronize()
     assert worker(lambda: cache.statistics()).in_use == 0
-
-
-def test_a_thread_whose_end_the_driver_does_not_record(machine: Any) -> None:
-    """The end of its work is known once the device was synchronised."""
-    device = sa.Device(0, driver=sd.faulty(machine, "cuEventRecord", 1))
-    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-        in_threads(lambda: next_address(cache, device))
-        cache.trim()
-        assert pool.statistics().used == SIZE
-        device.synchronize()
-        assert pool.statistics().used == 0
 
 
 @pytest.mark.parametrize("who", ["another thread", "a thread with the same identifier"])

@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import interop, observing
 from streamalloc.core.session import session_of
-from streamalloc.core.stream_resolution import as_stream
+from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR

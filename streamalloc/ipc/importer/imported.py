@@ -44,11 +44,11 @@ from streamalloc.core.internal import (
     deferred_queue,
     direct_handle,
     direct_view,
+    of_this_thread,
     ordered_after,
     raw_handle,
     refuse_capture,
     sees_all_work,
-    thread_number,
     work,
 )
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
@@ -603,7 +603,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
     """
 
     __slots__ = (
-        "__weakref__", "_contents", "_import", "_nbytes", "_offset", "_ready", "_source", "_stream", "_thread",
+        "__weakref__", "_contents", "_import", "_nbytes", "_offset", "_ready", "_source", "_stream",
         "_words",
     )  # fmt: skip
 
@@ -626,8 +626,6 @@ class ImportedBuffer(Memory, Closes, Foreign):
         self._offset = offset
         self._nbytes = size
         self._stream = stream
-        self._thread = 0
-        """Number of the opening thread, if ``stream`` is its per-thread default stream."""
         self._contents: Announcement | None = None
         """Set if it was opened without a stream."""
         try:
@@ -753,7 +751,7 @@ class ImportedBuffer(Memory, Closes, Foreign):
         if self._import is None:
             return
         source = self._source
-        if stream is None and self._thread and self._thread != thread_number(self._stream):
+        if stream is None and of_this_thread(self._stream) is not self._stream:
             return ordered_after(self._stream, self.close)
         ordered = self._stream if stream is None else as_stream(stream, source.session)
         beside: AbstractContextManager[None] = contextlib.nullcontext()

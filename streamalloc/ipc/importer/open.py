@@ -27,7 +27,6 @@ from streamalloc.core.internal import (
     opened_event,
     raw_handle,
     refuse_capture,
-    thread_number,
 )
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.session import PerDriver, Session, session_of
@@ -341,7 +340,7 @@ def open(
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
-    session = session_of(stream) if type(stream) is Stream else None
+    session = session_of(stream) if isinstance(stream, Stream) else None
     if session is None or (driver is not None and session.driver is not driver):
         session = Session.of(driver if driver is not None else default_driver())
     if not handles and type(data) is bytes and not session.forked and (kind is None or kind is ImportedBuffer):
@@ -473,7 +472,7 @@ def _open_allocation(
     source: PoolSource | LegacySource, fields: AllocationFields, stream: StreamLike | None
 ) -> ImportedBuffer:
     """Open an allocation by its first descriptor or a later one."""
-    if direct_handle(stream, source.session) is not None:  # type: ignore[arg-type]
+    if direct_handle(stream, source.session) is not None:
         return ImportedBuffer(source, fields, stream)  # type: ignore[arg-type]
     ordered = source.default_stream if stream is None else _ordered(stream, source.session)
     announced: Announcement | None = None
@@ -483,7 +482,6 @@ def _open_allocation(
             # Before the import, because it could not be released on a captured stream.
             refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
     opened = ImportedBuffer(source, fields, ordered)
-    opened._thread = thread_number(ordered)
     if stream is None and announced is not None and not announced.seen(opened):
         opened._contents = announced
     return opened

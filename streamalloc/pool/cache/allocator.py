@@ -4,9 +4,9 @@
 fits, up to five times the size. A block is never split, and serves one stream: a block that is freed on another stream
 returns to its own after an event.
 
-*An allowance.* The fast path counts nothing. Before the pool grows, the cache compares the pool's new size with the
-allowance: the sum of the peaks of all streams, times a factor. If the allowance is exceeded, every free block returns
-to the pool, the pool serves the request from this memory, and the factor grows.
+*An allowance.* An allocation from a free list counts nothing. Before the pool grows, the cache compares the pool's new
+size with the allowance: the sum of the peaks of all streams, times a factor. If the allowance is exceeded, every free
+block returns to the pool, the pool serves the request from this memory, and the factor grows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import sys
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from streamalloc.core.errors import (
     CaptureError,
@@ -26,24 +26,23 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.internal import (
+    NOT_CAPTURED,
     Allocator,
     Buffer,
     Device,
     Event,
+    LibraryStream,
     PoolBuffer,
-    Spares,
     Stream,
     StreamLike,
     Watcher,
     as_stream,
     deferred_queue,
-    direct_spares,
+    direct_handle,
     holders,
-    is_borrowed,
     is_captured,
-    kept_stream,
+    library_stream,
     look,
-    moment,
     raw_handle,
     record_uncaptured,
     shared_state,
@@ -91,8 +90,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     is freed on another stream returns to its own stream after an event.
 
     Other code may capture a stream that it knows: a library's stream, the per-thread default stream, and a stream whose
-    handle it got (:attr:`Stream.handle`, ``__cuda_stream__``, an exported array). There each allocation and each
-    :meth:`Buffer.free` first asks whether the stream is being captured (``cuStreamIsCapturing``).
+    handle it got (:attr:`Stream.handle`, ``__cuda_stream__``, an exported array). There each allocation first asks
+    whether the stream is being captured (``cuStreamIsCapturing``). A free does not ask: a graph must not go on using
+    memory that the program frees.
 
     Sizes are rounded up to classes: multiples of 512 bytes up to 8 KiB, then eight classes for each power of two. From
     4 KiB on, at most a ninth of a block is wasted. If a class has no free block, the request takes the smallest larger
@@ -107,8 +107,9 @@ class CachingAllocator(Allocator, Closes, Shown):
     leaves the cache for good: its free waits for importers.
 
     When memory runs out, the cache returns all free blocks and tries again. A stream that is closed or dropped returns
-    its blocks. So does a thread that ends, for its per-thread default stream. Threads may use one cache at the same
-    time. Handles for other processes, access and attributes are the :attr:`pool`'s.
+    its blocks. So does a thread that ends, for its per-thread default stream, and a library's stream that is not among
+    the 64 latest ones. Threads may use one cache at the same time. Handles for other processes, access and attributes
+    are the :attr:`pool`'s.
 
     Parameters
     ----------
@@ -136,7 +137,7 @@ class CachingAllocator(Allocator, Closes, Shown):
     """
 
     __slots__ = (
-        "_cache_key", "_dropped", "_key", "_largest", "_limit", "_state", "pool",
+        "_dropped", "_key", "_largest", "_limit", "_state", "pool",
     )  # fmt: skip
 
     pool: MemoryPool
@@ -151,14 +152,12 @@ class CachingAllocator(Allocator, Closes, Shown):
         session = session_of(pool)
         self.pool = pool
         self._state = CacheState(pool)
-        self._key, self._cache_key = self._state.keys
+        self._key = self._state.key
+        """Key of the free lists; no stream has lists under another one."""
         self._dropped: deque[Block] = self._state.dropped
         """Dropped buffers' blocks, see :class:`CacheState`."""
         self.location: MemLocation = pool.location
         self._bind(session, None, None)
-        # A buffer that left the cache is freed by this. It is bound to the state: bound to the cache, it would form a
-        # cycle.
-        self._free = self._state.free_past
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
 
@@ -206,43 +205,32 @@ class CachingAllocator(Allocator, Closes, Shown):
         ClosedError
             The cache, its pool or the stream was closed.
         """
-        if type(nbytes) is int:
-            if type(stream) is Stream:
-                try:
-                    block = stream.free_lists[self._key][(nbytes - 1) >> 9].pop()
-                except LookupError:
-                    pass
-                else:
-                    buffer: CachedBuffer = CachedBuffer()
-                    buffer._ptr = block
-                    buffer._nbytes = nbytes
-                    buffer._stream = stream
-                    buffer._allocator = self
-                    buffer._shared = None
-                    return buffer
+        if isinstance(stream, Stream):
+            ordered = stream
+        else:
+            owner, ordered = self._session.latest_library_stream
+            if owner is not stream:
+                ordered = library_stream(stream, self._session)
+        if ordered.capturable:
+            # A graph writes its memory at each launch: it must be the graph's own.
+            handle, is_capturing = ordered.direct or ordered.ready(), self._session.cuStreamIsCapturing
+            usable = handle is not None and is_capturing(handle) == NOT_CAPTURED
+        else:
+            usable = ordered.direct is not None or ordered.here()
+        if usable and type(nbytes) is int:
+            try:
+                block = ordered.free_lists[self._key][(nbytes - 1) >> 9].pop()
+            except LookupError:
+                pass
             else:
-                kept, owner = self._session.latest_stream
-                if owner() is not stream:
-                    kept = kept_stream(stream, self._session)
-                elif kept.open_check is not None:  # otherwise kept_stream has just read the handle
-                    asks, answer = kept.open_check
-                    if asks() != answer:
-                        kept = None
-                if kept is not None:
-                    try:
-                        block = kept.free_lists[self._key][(nbytes - 1) >> 9].pop()
-                    except LookupError:
-                        pass
-                    else:
-                        buffer = CachedBuffer()
-                        buffer._ptr = block
-                        buffer._nbytes = nbytes
-                        buffer._stream = kept
-                        buffer._allocator = self
-                        buffer._shared = None
-                        buffer._owner = stream
-                        return buffer
-        return self._allocate_slowly(nbytes, stream)
+                buffer: CachedBuffer = CachedBuffer()
+                buffer._ptr = block
+                buffer._nbytes = nbytes
+                buffer._stream = ordered
+                buffer._allocator = self
+                buffer._shared = None
+                return buffer
+        return self._allocate_checked(nbytes, stream, ordered if usable else None)
 
     def statistics(self) -> CacheStatistics:
         """Return the pool's figures, and the bytes that are cached and in use."""
@@ -267,9 +255,6 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state.collect_dropped()
         self._state.flush()
         self._state.forget_peaks()
-        for one in self._state.live():
-            if one.kept_alive is not None and one.empty:
-                deferred_queue(self._session).end(one)
         return self.pool.trim(keep)
 
     def close(self) -> None:
@@ -280,70 +265,50 @@ class CachingAllocator(Allocator, Closes, Shown):
             return
         self._state.closed = True
         # The item below is not attempted during a capture: until then no stream has lists under this key.
-        self._key = self._cache_key = _NOWHERE
+        self._key = _NOWHERE
         self._state.collect_dropped()
         deferred_queue(self._session).end(self._state)
 
-    def _allocate_slowly(self, nbytes: int, stream: StreamLike) -> Buffer:
+    def _allocate_checked(self, nbytes: int, stream: StreamLike, ready: Stream | None = None) -> Buffer:
+        """Allocate what no free list serves directly. ``ready``: the stream if it is ready and not captured."""
         state = self._state
+        state.session.check_process()
         if self._dropped:
             state.collect_dropped()
         if state.closed:
             self._check_open()
-        # No stream has the key of a watched or closed cache, and a captured stream has no keys.
-        kept: Any = stream
-        cache: StreamCache | None = kept.free_lists.get(self._cache_key) if type(stream) is Stream else None
-        if cache is None:
-            found = self._open_stream(nbytes, stream)
-            if found is None:
-                return self._allocate_past(nbytes, stream)
-            kept, cache = found
-        if type(nbytes) is not int:
-            nbytes = checked_size("nbytes", nbytes)
-        wanted = cache.class_of.get((nbytes - 1) // UNIT)
-        if wanted is None:
-            if not 0 < checked_size("nbytes", nbytes) <= self._largest:
-                return self._allocate_past(nbytes, stream)
-            wanted = cache.size_class(nbytes)
+        nbytes = checked_size("nbytes", nbytes)
+        for watcher in state.watchers:
+            watcher.asked(self, nbytes)
+        if ready is None or session_of(ready) is not state.session:
+            ordered = as_stream(stream, state.session)
+            captured = is_captured(ordered)
+        else:
+            ordered, captured = ready, False
+        if captured or not self._caches(nbytes, ordered):
+            return self._allocate_past(nbytes, ordered)
+        cache = state.of(ordered) or state.open(ordered)
+        wanted = cache.class_of.get((nbytes - 1) // UNIT) or cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
         if block is None and self._limit_allows(wanted.nbytes):
             state.keep_allowance(self.pool, wanted)
-            block = state.buy(self.pool, wanted, kept)
+            block = state.buy(self.pool, wanted, ordered)
         if block is None:
-            return self._allocate_past(nbytes, stream)
-        buffer: CachedBuffer = filled(CachedBuffer, self, block, nbytes, kept)
-        if kept is not stream:
-            buffer._owner = stream
+            return self._allocate_past(nbytes, ordered)
+        buffer: CachedBuffer = filled(CachedBuffer, self, block, nbytes, ordered)
         if cache.ended or state.watchers:
-            block.home = None  # its free takes the slow path
+            block.home = None  # its free must be seen
             for watcher in state.watchers:
-                watcher.allocated(self, block.address, nbytes, raw_handle(kept))
+                watcher.allocated(self, block.address, nbytes, raw_handle(ordered))
         return buffer
 
-    def _open_stream(self, nbytes: int, stream: StreamLike) -> tuple[Stream, StreamCache] | None:
-        """Return the stream of the memory, and its stream cache; None if the pool must allocate."""
-        state = self._state
-        for watcher in state.watchers:
-            watcher.asked(self, checked_size("nbytes", nbytes))
-        kept = self._cacheable(stream)
+    def _caches(self, nbytes: int, ordered: Stream) -> bool:
+        """Whether an allocation on an uncaptured stream is cached."""
         # With cached memory, a checking driver could not tell which use belongs to which allocation.
-        if kept is None or state.session.listener is not None:
-            return None
-        return (kept, state.open(kept)) if 0 < checked_size("nbytes", nbytes) <= self._largest else None
-
-    def _cacheable(self, stream: StreamLike) -> Stream | None:
-        """Return the stream whose free lists serve an allocation; None if the pool must allocate."""
-        session = self._session
-        if type(stream) is Stream:
-            kept: Stream | None = stream
-        else:
-            as_stream(stream, session)
-            kept = kept_stream(stream, session)
-        if kept is None or session_of(kept) is not session or kept.closed:
-            return None
-        raw_handle(kept)  # attempts what must precede more work on the stream
-        # A stream borrowed by its handle can end without notice, so it is not cached.
-        return None if (kept is stream and is_borrowed(kept)) or is_captured(kept) else kept
+        if not 0 < nbytes <= self._largest or self._state.session.listener is not None:
+            return False
+        # A stream that no object owns can end without notice, and the driver give its handle to another one.
+        return not isinstance(ordered, LibraryStream) or ordered.owned
 
     def _allocate_past(self, nbytes: int, stream: StreamLike) -> Buffer:
         """Allocate from the pool directly. If its memory runs out, the pool makes the cache release its free blocks."""
@@ -376,18 +341,12 @@ class CachingAllocator(Allocator, Closes, Shown):
     # -- frees off the fast path ---------------------------------------------------------------------------
 
     def _return_home(
-        self,
-        buffer: CachedBuffer,
-        block: Block,
-        stream: Stream,
-        event: Event | None = None,
-        source: Spares | None = None,
+        self, buffer: CachedBuffer, block: Block, stream: Stream, event: Event | None = None
     ) -> Event | None:
         """Queue a block to return to its own stream, behind an event on the stream of the free.
 
-        ``event`` was recorded on that stream after the last use; default: a new one. ``source``: the
-        :func:`direct_spares` of the stream, if the caller has them. Returns the event; None if the block must be freed
-        in another way.
+        ``event`` was recorded on that stream after the last use; default: a new one. Returns the event; None if the
+        block must be freed in another way.
         """
         cache = block.size_class.owner
         if len(cache.returning) >= MAX_RETURNING:
@@ -396,27 +355,21 @@ class CachingAllocator(Allocator, Closes, Shown):
                 return None
         if cache.ended:
             return None
-        began = 0
         if event is None:
-            source = source if source is not None else direct_spares(stream, self._session)
-            if source is None:
-                event = record_uncaptured(stream)
-            else:
-                began = moment()
-                event = cache.record(stream)
+            event = stream.record() if direct_handle(stream, self._session) else record_uncaptured(stream)
         if event is None:
             return None
         if buffer._ptr is block:
             buffer._ptr = None
-            cache.put_behind(event, block, source, began)
+            cache.put_behind(event, block)
         return event
 
-    def _free_checked(self, buffer: CachedBuffer, ordered: Stream) -> None:
+    def _free_cached(self, buffer: CachedBuffer, ordered: Stream) -> None:
         """Free a buffer on a checked stream: to a free list if possible, otherwise to the pool."""
         state = self._state
         block, watchers = buffer._ptr, state.watchers
         cache: StreamCache = block.size_class.owner
-        if not state.closed and state.known(ordered) is cache:
+        if not state.closed and state.of(ordered) is cache:
             # First, because from ``put`` on a finaliser may free the block without notifying watchers.
             for watcher in watchers:
                 watcher.freed(block.address, raw_handle(ordered))
@@ -442,7 +395,6 @@ class CachingAllocator(Allocator, Closes, Shown):
         if block is None:
             return buffer
         behind: PoolBuffer = filled(PoolBuffer, self.pool, None, buffer._nbytes, buffer.stream)
-        behind._owner = block.size_class.owner.thread
         pointer = cuda.CUdeviceptr(block.address)
         shared = (SharedBehind(behind), pointer)
         self._state.blocks.pop(block.address, None)
@@ -457,8 +409,11 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
         self._state.watchers = watchers
-        # No stream has lists under this key, so every allocation takes the slow path.
-        self._key, self._cache_key = (_NOWHERE,) * 2 if watchers or self._state.closed else self._state.keys
+        self._key = _NOWHERE if watchers or self._state.closed else self._state.key
+
+    def _shut_after_fork(self) -> None:
+        super()._shut_after_fork()
+        self._key = _NOWHERE
 
     def _check_open(self) -> None:
         if self._state.closed:

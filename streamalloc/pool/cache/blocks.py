@@ -1,8 +1,9 @@
 """Blocks of a cache, their size classes, and the buffers that hold them.
 
-A :class:`Block` is in exactly one place: in a free list, in a buffer, or in the returning queue of a stream. Each
-removal and each insertion is one atomic list or deque operation. An exception of a signal handler may lose the one
-block that is being moved; that block stays allocated until the pool ends.
+A :class:`Block` is in exactly one place: in a free list, in a buffer, or in the returning queue of a stream. If it were
+in two, two buffers would get the same memory. So each removal and each insertion is one atomic list or deque operation,
+and a buffer clears its pointer before its block is inserted elsewhere. An exception of a signal handler may lose the
+one block that is being moved; that block stays allocated until the pool ends.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from streamalloc.core.internal import (
     SharedState,
     Stream,
     StreamLike,
-    direct_spares,
 )
-from streamalloc.core.session import NOT_CALLED
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -46,14 +45,10 @@ def class_size(nbytes: int) -> int:
     return (nbytes + step - 1) & -step
 
 
-class NotHome(Exception):
-    """A block cannot be freed to its free list: its stream is captured by other code, or another thread's."""
-
-
 class SizeClass:
     """The free blocks of one size on one stream."""
 
-    __slots__ = ("count", "fitting", "free", "home", "nbytes", "owner")
+    __slots__ = ("count", "fitting", "free", "nbytes", "owner")
 
     def __init__(self, owner: Any, nbytes: int) -> None:
         self.owner: Any = owner
@@ -61,22 +56,10 @@ class SizeClass:
         self.nbytes: int = nbytes
         self.free: list[Block] = []
         """Free blocks; the last one freed is reused first."""
-        self.home: list[Block] | SizeClass = self
-        """Receives the blocks freed on this stream: ``free``, or this object if frees must ask."""
         self.count: int = 0
         """Number of blocks, free or in buffers. Concurrent updates may be lost."""
         self.fitting: tuple[list[Block], ...] = ()
         """Free lists that can serve this size, smallest first; empty until computed."""
-
-    def append(self, block: Block) -> None:
-        """Add a block that was freed, unless memory cannot be taken back now."""
-        if not self.owner.uncaptured():
-            raise NotHome
-        self.free.append(block)
-
-    def free_here(self) -> list[Block] | None:
-        """The free blocks, if the calling thread may use the stream."""
-        return self.free if self.owner.here() else None
 
 
 class Block(_Pointer):
@@ -86,8 +69,10 @@ class Block(_Pointer):
 
     address: int
     """Device address."""
-    home: list[Block] | SizeClass | None
-    """:attr:`SizeClass.home`; None if frees must take the slow path."""
+    home: list[Block] | None
+    """Free list that takes the block after a free on its stream; None if watchers must see the free, or the stream
+    cache has ended.
+    """
     size_class: SizeClass
 
 
@@ -123,30 +108,23 @@ class CachedBuffer(Buffer):
     ) -> None:
         """Free the memory in stream order. Earlier work may still use it, later work must not.
 
-        The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. It
-        first asks whether the stream is being captured if other code may do that (``cuStreamIsCapturing``).
+        The cache reuses the memory on the buffer's stream, in the order of that stream, without a driver call. A free
+        does not ask whether the stream is being captured: the next allocation does.
 
         A free on another stream records an event there (``cuEventRecord``). The memory returns to the buffer's own
         stream once the event has completed. If too many blocks wait for events, the memory returns to the pool
         (``cuMemFreeAsync``). Arguments and errors are those of :meth:`Buffer.free`.
         """
-        block = self._ptr
-        if block is not None and still_imported is _DEFER:
+        block, own = self._ptr, self._stream
+        if block is not None and still_imported is _DEFER and (stream is None or stream is own):
             home = block.home
-            if home is not None:
-                if stream is None or stream is self._stream:
-                    if self._stream.free_lists:  # the stream is neither closed nor captured
-                        self._ptr = None
-                        try:
-                            home.append(block)
-                            return
-                        except (NotHome, *NOT_CALLED):
-                            self._ptr = block
-                else:
-                    source = direct_spares(stream, self._allocator._session)
-                    if source is not None and self._allocator._return_home(self, block, stream, source=source):
-                        return
-        self._free_slowly(stream, still_imported, timeout)
+            # Not the per-thread stream of another thread, whose work may come after this free. During the call another
+            # thread may have freed the buffer.
+            if home is not None and (own.direct is not None or (own.here() and self._ptr is block)):
+                self._ptr = None
+                home.append(block)
+                return
+        self._free_checked(stream, still_imported, timeout)
 
     def __del__(self) -> None:
         try:
@@ -156,20 +134,14 @@ class CachedBuffer(Buffer):
         if block is None:
             return
         self._ptr = None
-        home = block.home
-        if home is not None and self._stream.free_lists:
-            # Like a pool's, dropped memory is reused after a capture by other code. So there is no need to ask.
-            free = home if type(home) is list else block.size_class.free_here()
-            if free is not None:
-                free.append(block)
-                return
-        self._allocator._dropped.append(block)
+        home, own = block.home, self._stream
+        if home is not None and (own.direct is not None or own.here()):
+            home.append(block)
+        else:
+            self._allocator._dropped.append(block)
 
-    _of_another_thread = False
-    """The cache orders the free: the block returns to the thread's own list."""
-
-    def _free_on(self, ordered: Stream) -> None:
-        self._allocator._free_checked(self, ordered)
+    def _free_on(self, ordered: Stream, handle: Any) -> None:
+        self._allocator._free_cached(self, ordered)
 
     def _past_caches(self) -> Buffer:
         behind: Buffer = self._allocator._leave_cache(self)

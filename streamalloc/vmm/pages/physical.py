@@ -268,7 +268,7 @@ class PhysicalPages(Claimable):
         self.add_users([self.zero])
         with undoing(lambda: self.drop([self.zero])), self._filling:
             if self.zero.raw is None:
-                self.spec.create(self.zero, self.size, wait=False)
+                self.spec.create(self.zero, self.size)
                 with (
                     undoing(self.zero.attempt),
                     self.device.create_stream() as stream,
@@ -532,7 +532,7 @@ class PhysicalPages(Claimable):
                 del room[0]
         page = Page(self.session, number)
         with undoing(lambda: self._forget([page])):
-            self.spec.create(page, self.size, wait=False)  # no wait, because this thread may have claimed the pages
+            self.spec.create(page, self.size)
         return page
 
     def _check_limit(self, missing: int) -> None:
