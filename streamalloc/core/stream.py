@@ -376,9 +376,9 @@ class Stream(Closes, Shown):
         except IndexError:
             return None
         event = Event.__new__(Event)
-        event._raw = raw
         event._adopt(self.device, interprocess=False)
         event._spare = self._spare
+        event._raw = raw
         return event
 
     def wait(self, other: Event | EventLike | StreamLike) -> None:

@@ -386,7 +386,7 @@ class TestOrder:
 
         def attempt_again(frame: Any, event: str, _: object) -> None:
             # Between the look at the pointer and the free.
-            if event == "call" and frame.f_code.co_name == "queue_handle" and not again:
+            if event == "call" and frame.f_code.co_name == "_free_on" and not again:
                 thread = threading.Thread(target=lambda: again.append(batch.attempt()))
                 thread.start()
                 thread.join()
@@ -617,7 +617,7 @@ def test_a_stream_with_the_handle_of_a_closed_one(
             memory = sources.allocate(N, 0, stream.handle, theirs)
         assert memory.stream.handle == stream.handle
         del memory
-        first.handle = closed
+        theirs.handle = closed
 
 
 class TestCaptures:
