@@ -61,9 +61,8 @@ class SharedPool:
         self.rig = rig
         self.pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
         self.stream = rig.stream()
-        raw = rig.raw
-        handle_type = raw.CUmemAllocationHandleType(POSIX_FD)
-        self.fd = int(value(raw.cuMemPoolExportToShareableHandle(self.pool, handle_type, 0)))
+        handle_type = rig.raw.CUmemAllocationHandleType(POSIX_FD)
+        self.fd = int(value(rig.raw.cuMemPoolExportToShareableHandle(self.pool, handle_type, 0)))
 
     def allocate(self, size: int, byte: int = 7) -> int:
         """An allocation full of a byte, ready for use."""
@@ -92,9 +91,16 @@ def shared(rig: Rig) -> Iterator[SharedPool]:
 
 @pytest.fixture
 def importer(peer: Peer, shared: SharedPool) -> Peer:
-    """The other process, where the shared pool was imported as "pool"."""
+    """The other process, where the shared pool was imported as "pool", and which has a "stream"."""
     assert import_pool(peer, shared.fd) == "SUCCESS"
+    peer.rig("stream", keep="stream")
     return peer
+
+
+def hold(peer: Peer) -> None:
+    """Hold the other process's stream at a "gate"."""
+    peer.rig("gate", keep="gate")
+    peer.tell("gate", "hold", Kept("stream"))
 
 
 def import_pool(peer: Peer, fd: int, keep: str = "pool") -> str:
@@ -113,40 +119,50 @@ def imported(peer: Peer, data: bytes, keep: str = "pointer") -> int:
     return int(peer.value("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep=keep))
 
 
-class TestExportOfAPool:
-    def export(self, rig: Rig, pool: Any, handle_type: int = POSIX_FD, flags: int = 0) -> str:
-        answer = rig.raw.cuMemPoolExportToShareableHandle(pool, rig.raw.CUmemAllocationHandleType(handle_type), flags)
-        if said(answer) == "SUCCESS" and handle_type == POSIX_FD:
-            os.close(int(answer[1]))
-        return said(answer)
+def export_pool(rig: Rig, pool: Any, handle_type: int = POSIX_FD, flags: int = 0) -> str:
+    answer = rig.raw.cuMemPoolExportToShareableHandle(pool, rig.raw.CUmemAllocationHandleType(handle_type), flags)
+    if said(answer) == "SUCCESS" and handle_type == POSIX_FD:
+        os.close(int(answer[1]))
+    return said(answer)
 
-    def test_descriptor_is_inherited(self, shared: SharedPool) -> None:
-        """Unlike that of physical memory."""
-        assert os.get_inheritable(shared.fd)
 
-    @pytest.mark.parametrize(
-        ("handle_type", "flags"),
-        [(POSIX_FD, 1), pytest.param(FABRIC, 0, marks=pytest.mark.simulated_only(CORRUPTS))],
-        ids=["flags", "fabric"],
-    )
-    def test_refused(self, rig: Rig, handle_type: int, flags: int) -> None:
-        pool = rig.pool(handle_types=POSIX_FD)
-        assert self.export(rig, pool, handle_type, flags) == "INVALID_VALUE"
+# Of a pool of these properties, or of the default pool.
+EXPORTS: dict[str, tuple[str, dict[str, Any] | None, int, int]] = {
+    "flags": ("INVALID_VALUE", {"handle_types": POSIX_FD}, POSIX_FD, 1),
+    "of another type": ("INVALID_VALUE", {"handle_types": POSIX_FD}, FABRIC, 0),
+    "not made for it": ("INVALID_VALUE", {}, POSIX_FD, 0),
+    "the default pool": ("INVALID_VALUE", None, POSIX_FD, 0),
+    "of a host node": ("SUCCESS", {"location": HOST_NUMA, "handle_types": POSIX_FD}, POSIX_FD, 0),
+    # there is no IMEX channel, which making such a pool does not need
+    "fabric": ("NOT_PERMITTED", {"handle_types": FABRIC}, FABRIC, 0),
+}
 
-    def test_pool_that_is_not_made_for_it(self, rig: Rig) -> None:
-        assert self.export(rig, rig.pool()) == "INVALID_VALUE"
 
-    def test_default_pool(self, rig: Rig) -> None:
-        assert self.export(rig, value(rig.raw.cuDeviceGetDefaultMemPool(0))) == "INVALID_VALUE"
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.simulated_only(CORRUPTS)] if EXPORTS[name][2] == FABRIC else [])
+        for name in EXPORTS
+    ],
+)
+def test_export_of_a_pool(rig: Rig, name: str) -> None:
+    expected, properties, handle_type, flags = EXPORTS[name]
+    pool = value(rig.raw.cuDeviceGetDefaultMemPool(0)) if properties is None else rig.pool(**properties)
+    assert export_pool(rig, pool, handle_type, flags) == expected
 
-    def test_pool_of_a_host_node(self, rig: Rig) -> None:
-        assert self.export(rig, rig.pool(location=HOST_NUMA, handle_types=POSIX_FD)) == "SUCCESS"
 
-    @pytest.mark.simulated_only(CORRUPTS)
-    def test_as_a_fabric_handle_without_a_channel(self, rig: Rig) -> None:
-        # There is no IMEX channel, which making such a pool does not need.
-        pool = rig.pool(handle_types=FABRIC)
-        assert self.export(rig, pool, FABRIC) == "NOT_PERMITTED"
+def test_descriptor_is_inherited(shared: SharedPool) -> None:
+    """Unlike that of physical memory."""
+    assert os.get_inheritable(shared.fd)
+
+
+# What is refused with an imported pool.
+NOT_IMPORTED: dict[str, tuple[Any, ...]] = {
+    "trim": ("cuMemPoolTrimTo", Kept("pool"), 0),
+    "export again": ("cuMemPoolExportToShareableHandle", Kept("pool"), FD, 0),
+    "allocate": ("cuMemAllocFromPoolAsync", 4, Kept("pool"), Kept("stream")),
+    "make current": ("cuDeviceSetMemPool", 0, Kept("pool")),
+}
 
 
 class TestImportOfAPool:
@@ -163,18 +179,9 @@ class TestImportOfAPool:
         policy = Member("CUmemPool_attribute", int(rig.pool_attribute(REUSE_POLICIES[0])))
         assert importer.said("cuMemPoolSetAttribute", Kept("pool"), policy, 1) == "INVALID_VALUE"
 
-    def test_is_not_trimmed(self, importer: Peer) -> None:
-        assert importer.said("cuMemPoolTrimTo", Kept("pool"), 0) == "INVALID_VALUE"
-
-    def test_is_not_exported_again(self, importer: Peer) -> None:
-        assert importer.said("cuMemPoolExportToShareableHandle", Kept("pool"), FD, 0) == "INVALID_VALUE"
-
-    def test_is_not_allocated_from(self, importer: Peer) -> None:
-        importer.rig("stream", keep="stream")
-        assert importer.said("cuMemAllocFromPoolAsync", 4, Kept("pool"), Kept("stream")) == "INVALID_VALUE"
-
-    def test_is_not_made_current(self, importer: Peer) -> None:
-        assert importer.said("cuDeviceSetMemPool", 0, Kept("pool")) == "INVALID_VALUE"
+    @pytest.mark.parametrize("name", NOT_IMPORTED)
+    def test_is_not_used_to(self, importer: Peer, name: str) -> None:
+        assert importer.said(*NOT_IMPORTED[name]) == "INVALID_VALUE"
 
     def test_access_of_its_device(self, importer: Peer) -> None:
         assert importer.rig("access_flags", Kept("pool"), DEVICE, 0) == READWRITE
@@ -195,15 +202,12 @@ class TestImportOfAPool:
             assert import_pool(importer, shared.fd) == "SUCCESS"
             imported(importer, data)
             assert importer.rig("read", Kept("pointer"), 4) == [7] * 4
-            importer.rig("stream", keep="stream")
             assert importer.said("cuMemFreeAsync", Kept("pointer"), Kept("stream")) == "SUCCESS"
             importer.rig("synchronize")
             assert importer.said("cuMemPoolDestroy", Kept("pool")) == "SUCCESS"
 
     def test_is_destroyed_without_waiting_for_a_stream(self, importer: Peer) -> None:
-        importer.rig("stream", keep="stream")
-        importer.rig("gate", keep="gate")
-        importer.tell("gate", "hold", Kept("stream"))
+        hold(importer)
         assert importer.said("cuMemPoolDestroy", Kept("pool")) == "SUCCESS"
         importer.tell("gate", "open")
 
@@ -251,8 +255,7 @@ class TestExportOfAPointer:
         pool, stream, raw = rig.pool(handle_types=POSIX_FD), rig.stream(), rig.raw
         address = rig.allocate(pool, MiB, stream)
         assert said(raw.cuMemPoolExportPointer(address)) == "INVALID_VALUE"
-        handle_type = raw.CUmemAllocationHandleType(POSIX_FD)
-        os.close(int(value(raw.cuMemPoolExportToShareableHandle(pool, handle_type, 0))))
+        assert export_pool(rig, pool) == "SUCCESS"
         assert said(raw.cuMemPoolExportPointer(address)) == "SUCCESS"
 
     def test_imported(self, importer: Peer, shared: SharedPool) -> None:
@@ -303,7 +306,6 @@ class TestImportOfAPointer:
     def test_twice_is_not_counted(self, importer: Peer, shared: SharedPool) -> None:
         data = shared.data(shared.allocate(MiB))
         assert imported(importer, data) == imported(importer, data)
-        importer.rig("stream", keep="stream")
         frees = [importer.said("cuMemFreeAsync", Kept("pointer"), Kept("stream")) for _ in range(2)]
         assert frees == ["SUCCESS", "INVALID_VALUE"]
 
@@ -311,7 +313,6 @@ class TestImportOfAPointer:
     def test_again_after_its_free(self, importer: Peer, shared: SharedPool, function: str) -> None:
         data = shared.data(shared.allocate(MiB))
         address = imported(importer, data)
-        importer.rig("stream", keep="stream")
         stream = () if function == "cuMemFree" else (Kept("stream"),)
         assert importer.said(function, address, *stream) == "SUCCESS"
         assert importer.said("cuMemsetD8", address, 1, 4) == "INVALID_VALUE"
@@ -321,9 +322,7 @@ class TestImportOfAPointer:
     def test_while_its_free_is_pending(self, importer: Peer, shared: SharedPool) -> None:
         data = shared.data(shared.allocate(MiB))
         imported(importer, data)
-        importer.rig("stream", keep="stream")
-        importer.rig("gate", keep="gate")
-        importer.tell("gate", "hold", Kept("stream"))
+        hold(importer)
         assert importer.said("cuMemFreeAsync", Kept("pointer"), Kept("stream")) == "SUCCESS"
         assert import_pointer(importer, data) == "SUCCESS"
 
@@ -552,17 +551,13 @@ class TestPlainMemory:
         assert said(rig.raw.cuMemFree(rig.disown(address))) == "SUCCESS"
         assert self.opened(peer, data) == there
 
-    def test_of_freed_memory(self, peer: Peer, rig: Rig) -> None:
+    @pytest.mark.parametrize("was_open", [False, True])
+    def test_of_freed_memory(self, peer: Peer, rig: Rig, was_open: bool) -> None:
         """Unlike a pool's."""
         address = self.memory(rig)
         data = self.handle(rig, address)
-        assert said(rig.raw.cuMemFree(rig.disown(address))) == "SUCCESS"
-        assert self.open(peer, data) == "INVALID_VALUE"
-
-    def test_of_freed_memory_that_was_open(self, peer: Peer, rig: Rig) -> None:
-        address = self.memory(rig)
-        data = self.handle(rig, address)
-        assert peer.said("cuIpcCloseMemHandle", self.opened(peer, data)) == "SUCCESS"
+        if was_open:
+            assert peer.said("cuIpcCloseMemHandle", self.opened(peer, data)) == "SUCCESS"
         assert said(rig.raw.cuMemFree(rig.disown(address))) == "SUCCESS"
         assert self.open(peer, data) == "INVALID_VALUE"
 
@@ -614,10 +609,6 @@ class TestEvents:
     def held(peer: Peer) -> bool:
         return bool(peer.rig("held", Kept("stream")))
 
-    def hold_there(self, peer: Peer) -> None:
-        peer.rig("gate", keep="gate")
-        peer.tell("gate", "hold", Kept("stream"))
-
     def test_handle_stays_the_same(self, rig: Rig, event: Any) -> None:
         assert self.handle(rig, event) == self.handle(rig, event)
 
@@ -666,7 +657,7 @@ class TestEvents:
         assert said(rig.raw.cuEventQuery(event)) == "SUCCESS"
 
     def test_recorded_there_behind_a_gate(self, opener: Peer, rig: Rig, event: Any) -> None:
-        self.hold_there(opener)
+        hold(opener)
         opener.value("cuEventRecord", Kept("event"), Kept("stream"))
         assert said(rig.raw.cuEventQuery(event)) == "NOT_READY"
         stream = rig.stream()
@@ -700,7 +691,7 @@ class TestEvents:
         owner, waiting = another(), another()
         owner.rig("event", UNTIMED | INTERPROCESS, keep="event")
         owner.rig("stream", keep="stream")
-        self.hold_there(owner)
+        hold(owner)
         owner.value("cuEventRecord", Kept("event"), Kept("stream"))
         handle = Opaque("CUipcEventHandle", owner.value("cuIpcGetEventHandle", Kept("event")))
         waiting.value("cuIpcOpenEventHandle", handle, keep="event")
