@@ -208,11 +208,16 @@ def test_dependencies(nodes: Nodes) -> None:
     assert said(raw.cuGraphCreate(1)) == "INVALID_VALUE"
 
 
-def connect(nodes: Nodes, before: Any, behind: Any, call: str = "cuGraphAddDependencies") -> str:
+def with_edges(call: Callable[..., Answer], *arguments: Any) -> Answer:
+    """The answer to a call with no data of edges: None, an argument which the bindings before CUDA 13 lack."""
     try:
-        return said(getattr(nodes.raw, call)(nodes.graph, [before], [behind], None, 1))
-    except TypeError:  # the bindings before CUDA 13 take no data of edges
-        return said(getattr(nodes.raw, call)(nodes.graph, [before], [behind], 1))
+        return call(*arguments)
+    except TypeError:
+        return call(*(one for one in arguments if one is not None))
+
+
+def connect(nodes: Nodes, before: Any, behind: Any, call: str = "cuGraphAddDependencies") -> str:
+    return said(with_edges(getattr(nodes.raw, call), nodes.graph, [before], [behind], None, 1))
 
 
 def test_edges_can_be_changed_until_the_graph_has_memory(nodes: Nodes) -> None:
@@ -526,11 +531,7 @@ UPDATES: dict[str, tuple[Build, Build, bool]] = {
     "nothing": (lambda n, p, q: n.empty(), lambda n, p, q: None, False),
     "another kind": (lambda n, p, q: n.fill(p), lambda n, p, q: n.copy(p, q), False),
     "one more": (lambda n, p, q: n.fill(p), lambda n, p, q: (n.fill(p), n.fill(q)), False),
-    "other edges": (
-        lambda n, p, q: (n.fill(p), n.fill(q)),
-        lambda n, p, q: n.fill(q, value(n.fill(p))),
-        False,
-    ),
+    "other edges": (lambda n, p, q: (n.fill(p), n.fill(q)), lambda n, p, q: n.fill(q, value(n.fill(p))), False),
     "order of adding": (lambda n, p, q: (n.fill(p), n.copy(p, q)), lambda n, p, q: (n.copy(p, q), n.fill(p)), False),
 }
 
@@ -621,10 +622,7 @@ class TestCapturesIntoAGraph:
 
     def put_behind(self, nodes: Nodes, stream: Any, *after: Any, flags: int) -> str:
         call = nodes.raw.cuStreamUpdateCaptureDependencies
-        try:
-            return said(call(stream, list(after), None, len(after), flags))
-        except TypeError:  # the bindings before CUDA 13 take no data of edges
-            return said(call(stream, list(after), len(after), flags))
+        return said(with_edges(call, stream, list(after), None, len(after), flags))
 
     def kinds(self, nodes: Nodes) -> list[str]:
         found, count = value(nodes.raw.cuGraphGetNodes(nodes.graph, 9))
@@ -677,11 +675,7 @@ def test_nodes_of_any_kind(nodes: Nodes) -> None:
         return made
 
     def add(given: Any, *after: Any) -> Answer:
-        try:
-            answer: Answer = raw.cuGraphAddNode(nodes.graph, list(after), None, len(after), given)
-        except TypeError:  # the bindings before CUDA 13 take no data of edges
-            answer = raw.cuGraphAddNode(nodes.graph, list(after), len(after), given)
-        return answer
+        return with_edges(raw.cuGraphAddNode, nodes.graph, list(after), None, len(after), given)
 
     allocation = params("MEM_ALLOC")
     allocation.alloc.poolProps, allocation.alloc.bytesize = rig.pool_props(), 64

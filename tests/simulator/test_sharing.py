@@ -25,6 +25,14 @@ SHARED_EVENT = 6
 CHUNK = 32 * MiB
 
 
+@pytest.fixture
+def other() -> Iterator[Rig]:
+    """A rig on another machine of the same host, as another process has it."""
+    other = new_rig()
+    yield other
+    other.close()
+
+
 @pytest.fixture(scope="module")
 def process() -> Iterator[Peer]:
     with Peer(False) as process:
@@ -61,6 +69,32 @@ def import_pool(rig: Rig, fd: int) -> Any:
     return value(rig.raw.cuMemPoolImportFromShareableHandle(fd, handle_type(rig), 0))
 
 
+def shared_pool(rig: Rig, other: Rig) -> tuple[Any, Any]:
+    """A pool, and what it is to the other."""
+    pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
+    fd = export_pool(rig, pool)
+    imported = import_pool(other, fd)
+    os.close(fd)
+    return pool, imported
+
+
+def lend(peer: Peer, fd: int) -> None:
+    """Let the other process have a pool as "pool"."""
+    peer.value("cuMemPoolImportFromShareableHandle", Descriptor(fd), FD, 0, keep="pool")
+
+
+def imported_there(peer: Peer, data: bytes) -> Any:
+    return peer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
+
+
+def event_handle(rig: Rig, event: Any) -> bytes:
+    return bytes_of(value(rig.raw.cuIpcGetEventHandle(event)))
+
+
+def memory_handle(rig: Rig, address: Any) -> bytes:
+    return bytes_of(value(rig.raw.cuIpcGetMemHandle(address)))
+
+
 def pointer(rig: Rig, pool: Any, data: bytes) -> Any:
     struct = opaque(rig.raw.CUmemPoolPtrExportData(), data)
     return rig.keep(rig.raw.cuMemPoolImportPointer(pool, struct))
@@ -89,11 +123,11 @@ class TestPools:
     def test_growth_after_the_export(self, peer: Peer, rig: Rig) -> None:
         pool, stream = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.stream()
         fd = export_pool(rig, pool)
-        peer.value("cuMemPoolImportFromShareableHandle", Descriptor(fd), FD, 0, keep="pool")
+        lend(peer, fd)
         os.close(fd)
         for byte in range(1, 5):
             _, data = allocate(rig, pool, CHUNK, byte, stream)
-            there = peer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
+            there = imported_there(peer, data)
             assert peer.rig("read", there + CHUNK - 4, 4) == [byte] * 4
         assert rig.reserved(pool) == 4 * CHUNK
 
@@ -101,8 +135,8 @@ class TestPools:
         pool, free = rig.pool(UINT64_MAX, handle_types=POSIX_FD), peer.rig("device_free")
         fd = export_pool(rig, pool)
         _, data = allocate(rig, pool, CHUNK, 1, rig.stream())
-        peer.value("cuMemPoolImportFromShareableHandle", Descriptor(fd), FD, 0, keep="pool")
-        peer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
+        lend(peer, fd)
+        imported_there(peer, data)
         os.close(fd)
         assert peer.rig("device_free") == free
 
@@ -126,8 +160,8 @@ class TestPools:
         pool, stream = rig.pool(handle_types=POSIX_FD), rig.stream()
         fd = export_pool(rig, pool)
         address, data = allocate(rig, pool, MiB, 7, stream)
-        importer.value("cuMemPoolImportFromShareableHandle", Descriptor(fd), FD, 0, keep="pool")
-        there = importer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
+        lend(importer, fd)
+        there = imported_there(importer, data)
         importer.value("cuMemsetD8", there, 4, MiB)
         importer.rig("synchronize")
         importer.kill()
@@ -148,9 +182,8 @@ class TestPools:
         assert other.grant(imported, (DEVICE, 1, READWRITE)) == "SUCCESS"
         assert other.access_flags(imported, DEVICE, 1) == READWRITE
 
-    def test_thousands_in_one_process(self, rig: Rig) -> None:
+    def test_thousands_in_one_process(self, rig: Rig, other: Rig) -> None:
         """Kept as well as destroyed: none takes the addresses of a whole device."""
-        other = new_rig()
         kept, handles = [], set()
         for _ in range(2000):
             pool = value(rig.create_pool(handle_types=POSIX_FD))
@@ -167,12 +200,9 @@ class TestPools:
             assert said(other.raw.cuMemPoolDestroy(imported)) == "INVALID_VALUE"
         assert len(other.raw._machine.banks.arenas.at) == arenas - 2000
 
-    def test_destroying_one_waits_for_what_uses_it(self, rig: Rig) -> None:
-        other, stream = new_rig(), rig.stream()
-        pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
-        fd = export_pool(rig, pool)
-        imported = import_pool(other, fd)
-        os.close(fd)
+    def test_destroying_one_waits_for_what_uses_it(self, rig: Rig, other: Rig) -> None:
+        stream = rig.stream()
+        pool, imported = shared_pool(rig, other)
         _, data = allocate(rig, pool, MiB, 7, stream)
         there, gate, using = value(pointer(other, imported, data)), other.gate(), other.stream()
         assert said(other.raw.cuMemPoolDestroy(imported)) == "INVALID_VALUE"
@@ -184,13 +214,10 @@ class TestPools:
             assert gate.is_open
         value(other.raw.cuStreamSynchronize(using))
 
-    def test_one_that_is_large(self, rig: Rig) -> None:
+    def test_one_that_is_large(self, rig: Rig, other: Rig) -> None:
         """Its first allocations are where they were, whatever else is imported."""
-        other, stream = new_rig(), rig.stream()
-        pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
-        fd = export_pool(rig, pool)
-        imported = import_pool(other, fd)
-        os.close(fd)
+        stream = rig.stream()
+        pool, imported = shared_pool(rig, other)
         _, small = allocate(rig, pool, MiB, 7, stream)
         first = value(pointer(other, imported, small))
         large = int(value(rig.raw.cuMemAllocFromPoolAsync(20 << 30, pool, stream)))
@@ -201,8 +228,8 @@ class TestPools:
         assert other.read(first, 4) == [7] * 4
         assert int(value(pointer(other, imported, small))) == int(first)
 
-    def test_what_is_not_modelled(self, rig: Rig) -> None:
-        other, stream = new_rig(), rig.stream()
+    def test_what_is_not_modelled(self, rig: Rig, other: Rig) -> None:
+        stream = rig.stream()
         pool, node = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.pool(location=HOST_NUMA, handle_types=POSIX_FD)
         fds = [export_pool(rig, one) for one in (pool, node)]
         imported = import_pool(other, fds[0])
@@ -221,11 +248,8 @@ class TestPools:
 
 
 class TestDamage:
-    def test_of_pointer_data(self, rig: Rig) -> None:
-        pool, other = rig.pool(UINT64_MAX, handle_types=POSIX_FD), new_rig()
-        fd = export_pool(rig, pool)
-        imported = import_pool(other, fd)
-        os.close(fd)
+    def test_of_pointer_data(self, rig: Rig, other: Rig) -> None:
+        pool, imported = shared_pool(rig, other)
         _, data = allocate(rig, pool, MiB, 1, rig.stream())
         for damaged in each_byte_damaged(data):
             assert said(pointer(other, imported, damaged)) == "INVALID_VALUE"
@@ -234,14 +258,14 @@ class TestDamage:
         _, foreign = allocate(rig, another_pool, MiB, 1, rig.stream())
         assert said(pointer(other, imported, foreign)) == "INVALID_VALUE"
 
-    def test_of_event_handles(self, rig: Rig) -> None:
-        data, other = bytes_of(value(rig.raw.cuIpcGetEventHandle(rig.event(SHARED_EVENT)))), new_rig()
+    def test_of_event_handles(self, rig: Rig, other: Rig) -> None:
+        data = event_handle(rig, rig.event(SHARED_EVENT))
         for damaged in each_byte_damaged(data):
             handle = opaque(other.raw.CUipcEventHandle(), damaged)
             assert said(other.raw.cuIpcOpenEventHandle(handle)) == "MAP_FAILED"
 
-    def test_of_memory_handles(self, rig: Rig) -> None:
-        data, other = bytes_of(value(rig.raw.cuIpcGetMemHandle(rig.plain(MiB)))), new_rig()
+    def test_of_memory_handles(self, rig: Rig, other: Rig) -> None:
+        data = memory_handle(rig, rig.plain(MiB))
         unread = [*range(8), *range(32, 40)]
         for byte, damaged in enumerate(each_byte_damaged(data)):
             answer = other.raw.cuIpcOpenMemHandle(opaque(other.raw.CUipcMemHandle(), damaged), 1)
@@ -296,12 +320,12 @@ def each_byte_damaged(data: bytes) -> Iterator[bytes]:
 
 class TestEvents:
     def opened(self, rig: Rig, event: Any, other: Rig) -> Any:
-        handle = opaque(other.raw.CUipcEventHandle(), bytes_of(value(rig.raw.cuIpcGetEventHandle(event))))
+        handle = opaque(other.raw.CUipcEventHandle(), event_handle(rig, event))
         return other.own(value(other.raw.cuIpcOpenEventHandle(handle)), other.raw.cuEventDestroy)
 
-    def test_many(self, rig: Rig) -> None:
+    def test_many(self, rig: Rig, other: Rig) -> None:
         """More than one table has place for."""
-        stream, gate, other = rig.stream(), rig.gate(), new_rig()
+        stream, gate = rig.stream(), rig.gate()
         events = [rig.event(SHARED_EVENT) for _ in range(TABLE_EVENTS + 1)]
         opened = [self.opened(rig, event, other) for event in events]
         gate.hold(stream)
@@ -317,7 +341,7 @@ class TestEvents:
         raw, stream, rounds = rig.raw, rig.stream(), 40
         ours, theirs = rig.event(SHARED_EVENT), rig.event(SHARED_EVENT)
         for name, event in (("ours", ours), ("theirs", theirs)):
-            handle = Opaque("CUipcEventHandle", bytes_of(value(raw.cuIpcGetEventHandle(event))))
+            handle = Opaque("CUipcEventHandle", event_handle(rig, event))
             peer.value("cuIpcOpenEventHandle", handle, keep=name)
         peer.rig("stream", keep="stream")
         gate = rig.gate()
@@ -332,8 +356,8 @@ class TestEvents:
         value(raw.cuStreamSynchronize(stream))
         assert (time.perf_counter() - start) / (2 * rounds) < 0.002
 
-    def test_during_a_capture(self, rig: Rig) -> None:
-        event, stream, other = rig.event(SHARED_EVENT), rig.stream(), new_rig()
+    def test_during_a_capture(self, rig: Rig, other: Rig) -> None:
+        event, stream = rig.event(SHARED_EVENT), rig.stream()
         opened = self.opened(rig, event, other)
         captured = other.stream()
         other.begin_capture(captured, 2)
@@ -343,13 +367,12 @@ class TestEvents:
         assert said(other.raw.cuStreamWaitEvent(captured, opened, 0)) == "STREAM_CAPTURE_UNSUPPORTED"
         assert said(other.end_capture(captured)) == "STREAM_CAPTURE_INVALIDATED"
         value(rig.raw.cuEventRecord(event, stream))
-        other.close()
 
     def test_the_interpreter_ends_while_a_stream_waits(self, another: Callable[..., Peer], rig: Rig) -> None:
         event, stream, gate, waiting = rig.event(SHARED_EVENT), rig.stream(), rig.gate(), another(fresh=True)
         gate.hold(stream)
         value(rig.raw.cuEventRecord(event, stream))
-        handle = Opaque("CUipcEventHandle", bytes_of(value(rig.raw.cuIpcGetEventHandle(event))))
+        handle = Opaque("CUipcEventHandle", event_handle(rig, event))
         waiting.value("cuIpcOpenEventHandle", handle, keep="event")
         waiting.rig("stream", keep="stream")
         waiting.value("cuStreamWaitEvent", Kept("stream"), Kept("event"), 0)
@@ -362,9 +385,8 @@ class TestEvents:
 
 
 class TestMemory:
-    def test_plain_memory_is_unmapped_with_its_context(self, rig: Rig) -> None:
-        other = new_rig()
-        raw, handle = other.raw, bytes_of(value(rig.raw.cuIpcGetMemHandle(rig.plain(MiB))))
+    def test_plain_memory_is_unmapped_with_its_context(self, rig: Rig, other: Rig) -> None:
+        raw, handle = other.raw, memory_handle(rig, rig.plain(MiB))
         there = int(value(raw.cuIpcOpenMemHandle(opaque(raw.CUipcMemHandle(), handle), 1)))
         value(raw.cuDevicePrimaryCtxReset(0))
         value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
@@ -372,11 +394,10 @@ class TestMemory:
         again = int(value(raw.cuIpcOpenMemHandle(opaque(raw.CUipcMemHandle(), handle), 1)))
         value(raw.cuMemsetD8(again, 1, MiB))
 
-    def test_plain_memory_is_closed_once_work_is_done(self, rig: Rig) -> None:
-        other = new_rig()
+    def test_plain_memory_is_closed_once_work_is_done(self, rig: Rig, other: Rig) -> None:
         raw, stream, gate = other.raw, other.stream(), other.gate()
         address = int(rig.plain(MiB))
-        handle = opaque(raw.CUipcMemHandle(), bytes_of(value(rig.raw.cuIpcGetMemHandle(address))))
+        handle = opaque(raw.CUipcMemHandle(), memory_handle(rig, address))
         there = value(raw.cuIpcOpenMemHandle(handle, 1))
         gate.hold(stream)
         value(raw.cuMemsetD8Async(there, 8, MiB, stream))
@@ -404,7 +425,7 @@ class TestFabric:
             ("memory", "cuMemImportFromShareableHandle", ()),
         ):
             assert importer.said(function, handles[name], fabric, *flags, keep=name) == "SUCCESS"
-        there = importer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
+        there = imported_there(importer, data)
         assert importer.rig("read", there, 4) == [7] * 4
         assert len(descriptors(importer.pid)) == before + 1  # of the memory
         free = rig.device_free()
@@ -432,15 +453,14 @@ class TestWhatIsLeft:
         pool, event = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.event(SHARED_EVENT)
         fds = [export_pool(rig, pool)]
         address, data = allocate(rig, pool, MiB, 1, stream)
-        peer.value("cuMemPoolImportFromShareableHandle", Descriptor(fds[0]), FD, 0, keep="pool")
-        there = peer.value("cuMemPoolImportPointer", Kept("pool"), Opaque("CUmemPoolPtrExportData", data))
+        lend(peer, fds[0])
+        there = imported_there(peer, data)
         peer.value("cuMemFree", there)
-        handle = Opaque("CUipcEventHandle", bytes_of(value(raw.cuIpcGetEventHandle(event))))
+        handle = Opaque("CUipcEventHandle", event_handle(rig, event))
         peer.value("cuIpcOpenEventHandle", handle, keep="event")
         peer.value("cuEventSynchronize", Kept("event"))
         peer.value("cuEventDestroy", Kept("event"))
-        plain = rig.plain(MiB)
-        handle = Opaque("CUipcMemHandle", bytes_of(value(raw.cuIpcGetMemHandle(plain))))
+        handle = Opaque("CUipcMemHandle", memory_handle(rig, rig.plain(MiB)))
         peer.value("cuIpcCloseMemHandle", peer.value("cuIpcOpenMemHandle", handle, 1))
         memory = rig.memory(PAGE, handle_types=POSIX_FD)
         fds.append(int(value(raw.cuMemExportToShareableHandle(memory, handle_type(rig), 0))))
@@ -464,7 +484,9 @@ class TestWhatIsLeft:
         assert len(descriptors()) <= len(mine)  # machines of other tests may close late
         assert len(descriptors(peer.pid)) == len(theirs)
         for folder, names in files.items():
-            assert not [name for name in set(os.listdir(folder)) - names if "streamalloc" in name]
+            made = set(os.listdir(folder)) - names
+            # folders of testing.children are of programs that run beside this one
+            assert not [name for name in made if "streamalloc" in name and not name.startswith("streamalloc-")]
 
     def test_nothing_of_a_machine_that_is_forgotten(self) -> None:
         def use() -> None:
@@ -473,15 +495,13 @@ class TestWhatIsLeft:
             fd = export_pool(one, pool)
             _, data = allocate(one, pool, MiB, 1, one.stream())
             value(pointer(two, import_pool(two, fd), data))
-            event = opaque(
-                two.raw.CUipcEventHandle(), bytes_of(value(one.raw.cuIpcGetEventHandle(one.event(SHARED_EVENT))))
-            )
+            event = opaque(two.raw.CUipcEventHandle(), event_handle(one, one.event(SHARED_EVENT)))
             value(two.raw.cuIpcOpenEventHandle(event))
             memory = one.memory(PAGE, handle_types=POSIX_FD)
             lent = int(value(one.raw.cuMemExportToShareableHandle(memory, handle_type(one), 0)))
             value(two.raw.cuMemImportFromShareableHandle(lent, handle_type(two)))
             one.release(memory)
-            handle = bytes_of(value(one.raw.cuIpcGetMemHandle(one.plain(MiB))))
+            handle = memory_handle(one, one.plain(MiB))
             value(two.raw.cuIpcOpenMemHandle(opaque(two.raw.CUipcMemHandle(), handle), 1))
             os.close(fd)
             os.close(lent)
@@ -505,12 +525,10 @@ class TestWhatIsLeft:
 
 
 @in_a_thread
-def test_a_pointer_is_shared_at_little_cost(rig: Rig) -> None:
+def test_a_pointer_is_shared_at_little_cost(rig: Rig, other: Rig) -> None:
     value(rig.raw.cuCtxSetCurrent(rig.context))
-    pool, stream, other = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.stream(), new_rig()
-    fd = export_pool(rig, pool)
-    imported = import_pool(other, fd)
-    os.close(fd)
+    stream = rig.stream()
+    pool, imported = shared_pool(rig, other)
     addresses = [rig.allocate(pool, 4096, stream) for _ in range(1000)]
 
     def share(address: int) -> None:
