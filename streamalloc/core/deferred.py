@@ -39,8 +39,8 @@ item call nothing, so an item is never in no place. Work that needs a lock is a 
 block of a lock: if a handler raises between the start of a block written in Python and its body, the traceback keeps
 the block, and with it the lock.
 
-An item is independent of other items. Virtual memory and multicast objects must be released in an order, which
-:mod:`streamalloc.vmm.release_order` records; each dropped one of those is also one item.
+An item is independent of other items. Virtual memory and multicast objects must be released in an order, see
+:mod:`streamalloc.vmm.ownership`; each dropped one of those is also one item.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
-from streamalloc.vmm.allocation_handles import GenericAllocation, OwnsNode
+from streamalloc.vmm.ownership import GenericAllocation, Kind, OwnsNode
 from streamalloc.vmm.physical_memory import spec_of
-from streamalloc.vmm.release_order import Kind
 from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
 
 

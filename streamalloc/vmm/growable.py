@@ -12,8 +12,8 @@ from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, c
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
-from streamalloc.vmm.allocation_handles import GenericAllocation
 from streamalloc.vmm.claims import claimed, claiming
+from streamalloc.vmm.ownership import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights

@@ -12,20 +12,22 @@ from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
 from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, mappings_text
-from streamalloc.vmm.allocation_handles import (
+from streamalloc.vmm.backup import Backup, BackupRange, copying
+from streamalloc.vmm.growable import RemappableBuffer
+from streamalloc.vmm.ownership import (
     AllocationHandle,
     AllocationState,
     GenericAllocation,
     HandleNode,
+    Kind,
     MappedMemory,
     MappingWatcher,
+    Node,
     OwnedHandle,
+    Team,
     allocations_of,
 )
-from streamalloc.vmm.backup import Backup, BackupRange, copying
-from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
-from streamalloc.vmm.release_order import Kind, Node
 from streamalloc.vmm.reservation import MappedBytes
 
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

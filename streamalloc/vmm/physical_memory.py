@@ -35,8 +35,7 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.internal import pool_holders
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.allocation_handles import AllocationHandle, Allocations, GenericAllocation, allocations_of
-from streamalloc.vmm.release_order import Kind
+from streamalloc.vmm.ownership import AllocationHandle, Allocations, GenericAllocation, Kind, allocations_of
 from streamalloc.vmm.reservation import MappedBytes
 
 _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL

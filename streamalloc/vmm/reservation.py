@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -18,8 +18,8 @@ from streamalloc.core.internal import HandleEnd
 from streamalloc.core.properties import MemAccess, checked_size
 from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
-from streamalloc.vmm.allocation_handles import AllocationState, GenericAllocation, HandleNode, allocations_of
-from streamalloc.vmm.release_order import NOTHING, Kind, Node
+from streamalloc.vmm.backup import Copies
+from streamalloc.vmm.ownership import AllocationState, GenericAllocation, HandleNode, Kind, Node, allocations_of
 
 _START, _STOP = attrgetter("offset"), attrgetter("stop")
 
@@ -38,8 +38,9 @@ class MappedBytes(Node):
         # Inlined Node.__init__(), because a growing buffer makes one entry per step.
         self.given_up: bool = False
         self.gone: bool = False
+        self.first: dict[Node, None] = {}
         self._busy = False
-        self._first = self._then = NOTHING
+        self._dropped: int | None = None
         self.reservation: Reservation = reservation
         self.offset: int = offset
         self.stop: int = stop
@@ -71,20 +72,19 @@ class MappedBytes(Node):
         return raw is not None and int(raw) not in self.reservation.allocations.by_handle
 
     @property
-    def users(self) -> set[int]:
+    def users(self) -> Collection[int]:
         """Ordinals of the devices with access."""
         return accessing((self.rights,))
 
     def set_memory(self, memory: GenericAllocation) -> None:
         """Set the memory object, and relate the mapping to the nodes of multicast objects."""
         handle = memory._node
-        order = self.reservation.allocations.order
         self._memory, self.state = memory, handle.state
-        if handle._first:
-            for first in order.before(handle, Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
-                order.relate(first, self)
+        if handle.first:
+            for first in handle.preceding(Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
+                self.first[first] = None
         if self.kind is Kind.OBJECT_MAPPING:
-            order.relate(self, handle)
+            handle.first[self] = None
         handle.state.mappings[self] = None
 
     def map(self, raw: Any) -> None:
@@ -137,7 +137,7 @@ class MappedBytes(Node):
             for watcher in allocations.watchers:
                 watcher.unmapped(address)
         self.gone = True
-        allocations.order.cut(self)
+        self.forget()
 
     def release_handle(self) -> None:
         """Call ``cuMemRelease`` if the mapping holds the handle. After an error the finaliser attempts it again."""
@@ -168,6 +168,8 @@ class MappedBytes(Node):
         state = getattr(self, "state", None)
         if state is not None:
             state.mappings.pop(self, None)
+            for handle in list(state.handles):
+                handle.first.pop(self, None)
             if not state.handles:
                 self.reservation.allocations.forget(state)
 
@@ -189,12 +191,14 @@ class MappedObject(MappedBytes):
 
 
 class Reservation(HandleNode):
-    """A reserved address range; ``cuMemAddressFree`` releases it. :attr:`raw` is its first address."""
+    """A reserved address range, which owns its mappings. ``cuMemAddressFree`` releases it. :attr:`raw` is its first
+    address.
+    """
 
-    __slots__ = ("entries", "maker", "nbytes", "stale")
+    __slots__ = ("copies", "entries", "maker", "nbytes", "stale")
 
     def __init__(self, session: Session, nbytes: int) -> None:
-        super().__init__(allocations_of(session), Kind.RESERVATION)
+        super().__init__(allocations_of(session), Kind.RANGE)
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
         """Mappings in the order of addresses; if :attr:`stale`, unmapped ones too. The list object stays the same."""
@@ -202,6 +206,8 @@ class Reservation(HandleNode):
         """:class:`MemorySpec` of memory whose handles the mappings hold."""
         self.stale: bool = False
         """True if :attr:`entries` lists unmapped entries."""
+        self.copies: Copies | None = None
+        """The last copies to the range that may run when it is dropped, perhaps on a stream that nobody else knows."""
 
     def table(self) -> list[MappedBytes]:
         """Return the mappings, in the order of addresses."""
@@ -336,34 +342,39 @@ class Reservation(HandleNode):
             for entry in run:
                 (entry.unmapped if entry.gone else entry.unmap)()
             raise
-        finally:
-            allocations = self.allocations
-            if allocations.order.ready:
-                allocations.order.pass_on(allocations.drop)
-                allocations.work()
+
+    def _live(self) -> list[MappedBytes]:
+        return [entry for entry in list(self.entries) if not entry.gone]
+
+    @property
+    def users(self) -> Collection[int]:
+        """Ordinals of the devices with access to a mapping."""
+        return {device for entry in self._live() for device in entry.users}
+
+    def in_use(self, session: Session) -> bool:
+        """Whether work that may use the range has not completed."""
+        return super().in_use(session) or (self.copies is not None and not self.copies.fence.done())
 
     def give_up(self) -> None:
-        """Unmap everything after the work that may use it."""
-        if not self.given_up:
-            order = self.allocations.order
-            mapped = [entry for entry in self.entries if not entry.gone]
-            for entry in mapped:
-                order.relate(entry, self)
-                if hasattr(entry, "state"):
-                    for team in list(entry.state.teams):
-                        order.relate(team, self)
-                # The memory object has a finaliser of its own.
-                entry._memory = None
-            self.allocations.drop_after({device for entry in mapped for device in entry.users}, mapped)
-            for entry in mapped:
-                self.allocations.drop(entry)
+        """Give up the mappings, too. The memory objects have finalisers of their own."""
+        for entry in () if self.given_up else self._live():
+            entry.given_up, entry._memory = True, None
+            for team in list(entry.state.teams) if hasattr(entry, "state") else ():
+                self.first[team] = None
         super().give_up()
 
+    def unmap_owned(self) -> None:
+        """Unmap everything that no other node precedes, and release the handles of the mappings."""
+        self.allocations.attempt_all(self._live())
+
     def release(self) -> None:
-        """Call ``cuMemAddressFree``."""
-        self.give_back("cuMemAddressFree", self.nbytes)
+        """Call ``cuMemAddressFree`` once nothing is mapped."""
+        if not self._live():
+            self.release_by("cuMemAddressFree", self.nbytes)
 
     def forget(self) -> None:
         """Remove it from the table of reservations, and break the reference cycle with its entries."""
+        for entry in self._live():
+            entry.gone = True  # the driver or the context is gone
         self.allocations.reservations.pop(self, None)
         self.entries.clear()

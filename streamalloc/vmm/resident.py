@@ -13,7 +13,7 @@ from streamalloc.core.internal import Device
 from streamalloc.core.session import members, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
-from streamalloc.vmm.allocation_handles import allocations_of
+from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
 from streamalloc.vmm.reservation import Reservation
 

@@ -32,9 +32,8 @@ from streamalloc.core.properties import checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
-from streamalloc.vmm.allocation_handles import HandleNode, OwnsNode, allocations_of
+from streamalloc.vmm.ownership import HandleNode, Kind, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
-from streamalloc.vmm.release_order import Kind
 
 _LAYERED, _SPARSE = 0x01, 0x40  # CUDA_ARRAY3D_LAYERED, CUDA_ARRAY3D_SPARSE
 _SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
@@ -94,7 +93,7 @@ class TilePool(Closes):
         self.memory: PhysicalMemory = PhysicalMemory(device, nbytes, tile_pool=True, round_up=round_up)
         """Physical memory of the tiles."""
         # Driver 580 crashes if the memory is released while an operation on it is queued.
-        self.memory._node.users = (device.ordinal,)
+        self.memory._node.used_unmapped = (device.ordinal,)
         self.tiles: int = self.memory.nbytes // _TILE
         """Number of tiles of 64 KiB."""
         self._free: deque[_FreeTile] = deque(_FreeTile(tile, None, None) for tile in range(self.tiles))
@@ -175,26 +174,23 @@ class _Array(HandleNode):
 
     def use(self, pool: TilePool) -> None:
         """Order the release of the array before the release of a pool."""
-        self.allocations.order.relate(self, pool.memory._node)
+        pool.memory._node.first[self] = None
 
     def done(self, pool: TilePool) -> None:
         """Remove the order of :meth:`use` once the array has no tiles of the pool."""
         if all(user is not pool for user, _ in self.map.values()):
-            self.allocations.order.unrelate(self, pool.memory._node)
+            pool.memory._node.first.pop(self, None)
 
-    def give_up(self) -> None:
-        """Give up the array. It is released after queued work: the driver does not document that cuArrayDestroy
-        waits.
-        """
-        if not self.given_up:
-            self.allocations.drop_after((self.device.ordinal,), (self,))
-        super().give_up()
+    @property
+    def users(self) -> tuple[int, ...]:
+        """The device of the array: the driver does not document that ``cuArrayDestroy`` waits for queued work."""
+        return (self.device.ordinal,)
 
     def release(self) -> None:
         """Destroy the array and return its tiles to their pools. No work on it may be queued."""
         try:
             with self.device.current():
-                self.give_back("cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy")
+                self.release_by("cuMipmappedArrayDestroy" if self.mipmapped else "cuArrayDestroy")
         finally:
             if self.gone:
                 while self.map:

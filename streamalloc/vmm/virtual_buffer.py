@@ -17,9 +17,9 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, structs_of, wait_for_users
 from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text
-from streamalloc.vmm.allocation_handles import GenericAllocation, allocations_of
 from streamalloc.vmm.backup import Backup, Copies, copying
 from streamalloc.vmm.claims import Claim, Claimable, claimed
+from streamalloc.vmm.ownership import GenericAllocation, allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.tiers.disk import DiskTier, tier_of
@@ -343,6 +343,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     def _load(self, saved: SavedBytes, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
         """Queue the copy of the bytes into new memory."""
+        self.range._node.copies = copies
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)

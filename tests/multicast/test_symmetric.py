@@ -20,7 +20,7 @@ from streamalloc.core.session import session_of
 from streamalloc.multicast import SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.testing import Faults, Gate
-from streamalloc.vmm.release_order import ReleaseOrder
+from streamalloc.vmm.ownership import Allocations
 from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
 from tests.processes import Partner, There
@@ -699,6 +699,6 @@ class TestReleaseByTwoThreads:
             with contextlib.suppress(sa.OutOfMemoryError):
                 resources.release()
 
-        for resources in interleaved(ReleaseOrder.attempt, make, release, release):
+        for resources in interleaved(Allocations.attempt, make, release, release):
             resources.release()
             assert self.faults.seen.count("cuMemAddressFree") == 2

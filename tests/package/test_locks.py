@@ -30,88 +30,30 @@ from streamalloc.observing.records import Phase
 from streamalloc.pool.cache.state import CacheState
 from streamalloc.testing import leaks as objects
 from streamalloc.testing.leaks import Accounts
-from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.internal import unwatch_mappings, watch_mappings
+from streamalloc.vmm.ownership import Allocations, Kind, Node, allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec
-from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
 from tests.interleaving import interleaved
 from tests.support import names
 from tests.vmm.support import PAGE
 
 
-class TestReleaseOrder:
-    def test_two_threads_relate_the_same_node_to_others(self) -> None:
-        """Neither link is lost: both of the others wait."""
+def test_a_node_is_released_by_one_of_two_threads() -> None:
+    released: list[Node] = []
 
-        def make() -> tuple[ReleaseOrder, Node, Node, Node]:
-            return ReleaseOrder(), Node(Kind.MAPPING), Node(Kind.RESERVATION), Node(Kind.RESERVATION)
+    class Counted(Node):
+        def release(self) -> None:
+            released.append(self)
+            self.gone = True
 
-        for order, mapping, one, other in interleaved(
-            ReleaseOrder.relate, make, lambda it: it[0].relate(it[1], it[2]), lambda it: it[0].relate(it[1], it[3])
-        ):
-            assert set(order.after(mapping, Kind.RESERVATION)) == {one, other}
-
-    @pytest.mark.parametrize("read", [ReleaseOrder.before, ReleaseOrder.after])
-    def test_links_are_read_while_another_comes(self, read: Any) -> None:
-        """The list is that from before or after the change; the loop over the links does not fail."""
-        before = read is ReleaseOrder.before
-        kind = Kind.MAPPING if before else Kind.RESERVATION
-        found: list[list[Node]] = []
-
-        def make() -> tuple[ReleaseOrder, Node, Node, Node]:
-            order, node = ReleaseOrder(), Node(Kind.RESERVATION if before else Kind.MAPPING)
-            one, other = Node(kind), Node(kind)
-            order.relate(node, one)
-            return order, node, one, other
-
-        for _, _, one, other in interleaved(
-            read, make, lambda it: found.append(read(it[0], it[1], kind)), lambda it: it[0].relate(it[1], it[3])
-        ):
-            assert found.pop() in ([one], [one, other])
-
-    def test_a_link_is_removed_by_two_threads(self) -> None:
-        """The item that waited is ready once."""
-
-        def make() -> tuple[ReleaseOrder, Node, Node]:
-            order, mapping, range_ = ReleaseOrder(), Node(Kind.MAPPING), Node(Kind.RESERVATION)
-            order.relate(mapping, range_)
-            return order, mapping, range_
-
-        for order, mapping, range_ in interleaved(
-            ReleaseOrder._unlink, make, lambda it: it[0].unrelate(it[1], it[2]), lambda it: it[0].cut(it[1])
-        ):
-            assert order.after(mapping, Kind.RESERVATION) == order.before(range_, Kind.MAPPING) == []
-
-    def test_what_is_ready_is_passed_on_once(self) -> None:
-        passed: list[Node] = []
-
-        def make() -> ReleaseOrder:
-            order = ReleaseOrder()
-            order.ready[Node(Kind.MEMORY)] = None
-            return order
-
-        for order in interleaved(
-            ReleaseOrder.pass_on, make, lambda it: it.pass_on(passed.append), lambda it: it.pass_on(passed.append)
-        ):
-            assert len(passed) == 1 and not order.ready
-            passed.clear()
-
-    def test_a_node_is_released_by_one_of_two_threads(self) -> None:
-        released: list[Node] = []
-
-        class Counted(Node):
-            def release(self) -> None:
-                released.append(self)
-                self.gone = True
-
-        for _, node in interleaved(
-            ReleaseOrder.attempt,
-            lambda: (ReleaseOrder(), Counted(Kind.MEMORY)),
-            lambda it: it[0].attempt(it[1]),
-            lambda it: it[0].attempt(it[1]),
-        ):
-            assert released == [node]
-            released.clear()
+    for _, node in interleaved(
+        Allocations.attempt,
+        lambda: (Allocations(Session.of(sd.simulated())), Counted(Kind.MEMORY)),
+        lambda it: it[0].attempt(it[1]),
+        lambda it: it[0].attempt(it[1]),
+    ):
+        assert released == [node]
+        released.clear()
 
 
 def test_a_primary_context_is_retained_once() -> None:

@@ -144,36 +144,16 @@ class BindSource(NamedTuple):
         return f"cuMulticastBindMem{suffix}", (*target, handle, self.offset, self.nbytes, 0)
 
 
-# Objects of the user whose memory is bound, by their node in the release order. Because a global table refers to them,
-# the garbage collector cannot free bound memory before it is unbound.
-_bound_memory: dict[Node, object] = {}
-
-
-class _MemoryNode(Node):
-    """Keeps a user's object alive until the multicast object is released."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__(Kind.MEMORY)
-        self.given_up = True
-
-    def forget(self) -> None:
-        """Drop the reference to the user's object."""
-        _bound_memory.pop(self, None)
-
-
 class BindingNode(HandleNode):
     """One binding as a node of the release order. While it exists, :attr:`raw` is the multicast object's handle."""
 
-    __slots__ = ("confirmed", "device", "memory_node", "object", "offset", "source")
+    __slots__ = ("confirmed", "device", "object", "offset", "source")
 
     def __init__(self, object: AllocationHandle, source: BindSource, device: int, offset: int) -> None:
         super().__init__(object.allocations, Kind.BINDING)
         self.confirmed: bool = False
         """Whether the bind call returned success."""
         self.object: AllocationHandle = object
-        self.memory_node: _MemoryNode = _MemoryNode()
         self.device: int = device
         self.offset: int = offset
         self.source: BindSource = source
@@ -184,40 +164,37 @@ class BindingNode(HandleNode):
         return self.offset + self.source.nbytes
 
     def link(self, team: Node) -> None:
-        """Order the release: this binding, the object's mappings, the object, the memory."""
-        state, order = self.source.state, self.allocations.order
+        """Order the release: this binding, the object's mappings, the object, the memory, the addresses."""
+        state = self.source.state
         self._raw = self.object.raw
-        # Relate first: an interrupt between these lines must not leave an entry in the table.
-        order.relate(self, self.memory_node)
-        _bound_memory[self.memory_node] = self.source.memory
-        for node in (*order.before(self.object, Kind.OBJECT_MAPPING), self.object):
-            order.relate(self, node)
-        order.relate(self.object, self.memory_node)
+        # The object, which a global table lists, keeps the user's memory: it may be collected only after the object.
+        self.object.kept[self] = self.source.memory
+        for node in (*self.object.preceding(Kind.OBJECT_MAPPING), self.object):
+            node.first[self] = None
         if state is not None:
             state.teams[team] = None
             state.bindings[self] = None
             for handle in list(state.handles):
-                order.relate(self, handle)
-                order.relate(self.object, handle)
-                order.relate(handle, team)
+                handle.first.update({self: None, self.object: None})
+                team.first[handle] = None
             for mapping in list(state.mappings):
-                order.relate(self.object, mapping)
+                mapping.first[self.object] = None
 
     def unlink(self, team: Node) -> None:
         """Remove the order between object and memory, unless another binding still joins them."""
-        state, order = self.source.state, self.allocations.order
-        order.unrelate(self.object, self.memory_node)
+        state = self.source.state
+        self.object.kept.pop(self, None)
         if state is not None and all(other.object is not self.object for other in list(state.bindings)):
             state.teams.pop(team, None)
             for handle in list(state.handles):
-                order.unrelate(handle, team)
+                team.first.pop(handle, None)
             for node in (*state.handles, *state.mappings):
-                order.unrelate(self.object, node)
+                node.first.pop(self.object, None)
 
     def release(self) -> None:
         """Call ``cuMulticastUnbind``."""
         try:
-            self.give_back("cuMulticastUnbind", self.device, self.offset, self.source.nbytes)
+            self.release_by("cuMulticastUnbind", self.device, self.offset, self.source.nbytes)
         except InvalidValueError:
             if self.confirmed:
                 raise
@@ -229,6 +206,10 @@ class BindingNode(HandleNode):
         self.gone = True
 
     def forget(self) -> None:
-        """Remove the binding from the state of its memory."""
-        if self.source.state is not None:
-            self.source.state.bindings.pop(self, None)
+        """Remove the binding from the state of its memory, and from the nodes that it precedes: it keeps the memory."""
+        state = self.source.state
+        if state is not None:
+            state.bindings.pop(self, None)
+        handles = () if state is None else list(state.handles)
+        for node in (*handles, self.object, *self.object.preceding(Kind.OBJECT_MAPPING)):
+            node.first.pop(self, None)

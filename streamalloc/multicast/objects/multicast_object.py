@@ -30,8 +30,8 @@ from streamalloc.vmm.internal import (
     GenericAllocation,
     Kind,
     LoneMapping,
-    Node,
     Rights,
+    Team,
     map_alone,
     mappings_text,
     rights_of,
@@ -140,10 +140,9 @@ class MulticastObject(GenericAllocation):
         self._prop = prop
         self._granularity: int = step
         self._handle_types: MemHandleType = prop.handle_types
-        self._team = Node(Kind.TEAM)
-        self._team.given_up = True
+        self._team = Team()
         self._prepare(session, prop.size, Kind.OBJECT)
-        self._node.allocations.order.relate(self._node, self._team)
+        self._team.first[self._node] = None
         self._state.teams[self._team] = None
 
     def _open_handle(self, session: Session, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes) -> None:
@@ -424,7 +423,7 @@ class MulticastObject(GenericAllocation):
         wait(after, self._session, {device for node in self._mapping_nodes() for device in node.users})
 
     def _mapping_nodes(self) -> list[Any]:
-        return self._node.allocations.order.before(self._node, Kind.OBJECT_MAPPING)
+        return self._node.preceding(Kind.OBJECT_MAPPING)
 
     def _unbind(self, node: BindingNode, after: After) -> None:
         self._wait(after)
@@ -434,7 +433,7 @@ class MulticastObject(GenericAllocation):
             if node.gone:
                 node.unlink(self._team)
                 self._live_bindings()
-                self._node.allocations.settle()
+                self._node.allocations.work()  # the memory may have been closed, and waits for this
 
     def _end(self, after: After) -> None:
         self._wait(after)
@@ -443,21 +442,15 @@ class MulticastObject(GenericAllocation):
         for node in list(self._bound):
             allocations.end(node)
         for mapping in self._mapping_nodes():
-            # _wait() has waited for this work already.
-            for work in allocations.order.before(mapping, Kind.QUEUED_WORK):
-                allocations.order.unrelate(work, mapping)
             allocations.end(mapping)
         try:
             allocations.end(self._node)
         finally:
             self._live_bindings()
-            # A dropped address range that maps the object is freed after the team node, so keep the node.
-            if self._node.gone and not allocations.order.after(self._team, Kind.RESERVATION):
-                self._team.gone = True
-                allocations.order.cut(self._team)
-                for state in states:
-                    if state is not None:
-                        state.teams.pop(self._team, None)
+            for state in states if self._node.gone else ():
+                if state is not None:
+                    state.teams.pop(self._team, None)
+            allocations.work()  # memory or addresses may have been given up, and wait for this
 
     # -- checks ----------------------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ from streamalloc.core.session import Session, members, session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
-from streamalloc.vmm.allocation_handles import Allocations, OwnedHandle, allocations_of
 from streamalloc.vmm.claims import Claim, Claimable, claiming
+from streamalloc.vmm.ownership import Allocations, OwnedHandle, allocations_of
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes

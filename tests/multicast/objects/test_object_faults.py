@@ -243,6 +243,10 @@ class Leave(CloseView):
 CASES = [Make, Import, Export, Add, Bind, BindMapped, Unbind, Map, CloseView, Close, Leave]
 
 
+LATER = {"cuMemRelease", "cuThreadExchangeStreamCaptureMode"}
+"""Calls whose failure only delays the release of what waited for the step."""
+
+
 def assert_nothing_left(account: Account) -> None:
     gc.collect()
     assert account.left == {}
@@ -258,16 +262,22 @@ def test_every_call_fails_in_turn(machine: Any, kind: type[Case], again: bool) -
         account = Account(machine, number)
         case = kind(account, 2)
         assert len(account.driver.seen) == numbers.start - 1
-        with pytest.raises(sa.CudaError) as caught:
+        raised: list[tuple[str, str]] = []
+        try:
             case.step()
+        except sa.CudaError as error:
+            raised.append((error.call, error.name))
         (failed,) = account.driver.failed
-        assert (caught.value.call, caught.value.name) == (failed, "CUDA_ERROR_UNKNOWN")
         if failed == "cuCtxPopCurrent":
             machine.cuCtxPopCurrent()  # the context is still there
-        case.check_failed(failed)
+        if raised:
+            assert raised == [(failed, "CUDA_ERROR_UNKNOWN")]
+            case.check_failed(failed)
+        else:
+            assert failed in LATER
+            case.check_done()
         begun = len(account.traced.calls)
-        del caught
-        if again:
+        if again and raised:
             case.step()
             case.check_done()
             case.end()
@@ -329,11 +339,9 @@ class TestTwoFaults:
         for memory in memories:
             made.bind(memory)
             memory.close()
-        with pytest.raises(sa.CudaError) as caught:
-            made.close()
-        assert caught.value.call == "cuMemRelease" and "cuMemRelease" in "".join(getattr(caught.value, "__notes__", []))
-        assert made.closed and len(account.checked.outstanding()["physical memory"]) == 2
-        del caught, memory, memories
+        made.close()
+        assert made.closed and driver.failed == 2 * ["cuMemRelease"]
+        del memory, memories
         gc.collect()
         assert account.left == {}
 

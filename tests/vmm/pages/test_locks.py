@@ -23,8 +23,8 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
-from streamalloc.vmm.allocation_handles import allocations_of
 from streamalloc.vmm.claims import Claim, claiming
+from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.pages import physical as physical_module
 from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages import tiers

@@ -1,4 +1,17 @@
-"""Allocation handles of one driver, their owners, and the release of everything that depends on them.
+"""The ownership tree of virtual memory, and its release: first ``unmap``, then ``release``.
+
+A range owns its mappings; a mapping owns the handle of its memory, or an object does. A multicast object owns its
+bindings. Each driver resource is a :class:`Node`, which refers to no object of a user. A node is released once its
+owner has closed or dropped it, the work that may use it has completed, and all nodes of :attr:`Node.first` are gone.
+
+Driver 580 requires this order for multicast objects, whatever is closed or dropped first: unbind the memory, unmap and
+release the object, release the memory that was bound to it, free the addresses. Otherwise the process crashes, or the
+addresses cannot be freed. A mapping of physical memory alone needs no order to its handle: the driver keeps the memory
+until both are gone.
+
+``cuMemUnmap`` does not wait for queued work, and work that uses an unmapped address breaks the context of its device.
+So who closes a range waits for the work first. A finaliser cannot wait: it submits the node to the queue of
+:mod:`streamalloc.core.deferred`, which releases it once the work that was queued at that moment has completed.
 
 The same driver calls export, import, map and release physical memory and multicast objects
 (``CUmemGenericAllocationHandle``), see :class:`GenericAllocation`.
@@ -7,11 +20,12 @@ The same driver calls export, import, map and release physical memory and multic
 from __future__ import annotations
 
 import abc
+import enum
 import functools
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, Protocol
@@ -35,7 +49,105 @@ from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.vmm.access import Rights
-from streamalloc.vmm.release_order import Kind, Node, ReleaseOrder
+
+
+class Kind(enum.Enum):
+    """Kind of resource."""
+
+    BINDING = enum.auto()
+    """Memory bound to a multicast object."""
+    OBJECT_MAPPING = enum.auto()
+    """A mapping of a multicast object."""
+    OBJECT = enum.auto()
+    """The handle of a multicast object, or a sparse array."""
+    MAPPING = enum.auto()
+    """A mapping of physical memory."""
+    MEMORY = enum.auto()
+    """The handle of physical memory."""
+    TEAM = enum.auto()
+    """A multicast object together with all memory that is bound to it."""
+    RANGE = enum.auto()
+    """A reserved range of addresses."""
+
+
+class Node:
+    """One driver resource to release."""
+
+    __slots__ = ("_busy", "_dropped", "_fence", "first", "given_up", "gone", "kind")
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind: Kind = kind
+        self.given_up: bool = False
+        """True once the owner has closed or dropped it."""
+        self.gone: bool = False
+        """True once it is released."""
+        self.first: dict[Node, None] = {}
+        """Nodes that are released before this one. Several threads add to it."""
+        self._busy = False
+        self._dropped: int | None = None
+        """When the owner was dropped, in nanoseconds; None if it was closed, after the work that may use it."""
+        self._fence: Fence | None = None
+
+    @property
+    def users(self) -> Collection[int]:
+        """Ordinals of the devices whose queued work may use the resource."""
+        return ()
+
+    def preceding(self, kind: Kind) -> list[Any]:
+        """List the nodes of a kind that are released before this one."""
+        return [node for node in list(self.first) if node.kind is kind and not node.gone]
+
+    @property
+    def waits(self) -> bool:
+        """Whether a node must be released before this one."""
+        for node in list(self.first):
+            if not node.gone:
+                return True
+            self.first.pop(node, None)
+        return False
+
+    def in_use(self, session: Session) -> bool:
+        """Whether work that was queued when the owner dropped it has not completed."""
+        if self._dropped is None or not self.users:
+            return False
+        if self._fence is None:
+            self._fence = fence_since(session, self._dropped)
+        return not self._fence.done()
+
+    def give_up(self) -> None:
+        """Record that the owner has closed or dropped it; idempotent."""
+        self.given_up = True
+
+    def unmap_owned(self) -> None:
+        """Unmap or unbind the nodes that this one owns, as far as possible now. Must not block."""
+
+    def release(self) -> None:
+        """Release the resource and set :attr:`gone`, or leave it unset for a later attempt. Must not block."""
+        self.gone = True
+
+    def forget(self) -> None:
+        """Remove the released node from the tables that list it; idempotent."""
+
+
+class Team(Node):
+    """A multicast object together with all memory that is bound to it. It has no resource of its own.
+
+    Addresses at which the object or the memory was mapped are freed after all of these are released.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(Kind.TEAM)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the object and the memory are released."""
+        return not self.waits
+
+    @gone.setter
+    def gone(self, value: bool) -> None:
+        """Derived."""
 
 
 class AllocationState:
@@ -57,7 +169,7 @@ class AllocationState:
         self.bindings: dict[Any, None] = {}
         """Bindings to multicast objects."""
         self.teams: dict[Node, None] = {}
-        """Teams of all multicast objects that the memory was ever bound to."""
+        """Teams of all multicast objects that the memory is bound to."""
 
 
 class HandleNode(Node):
@@ -75,7 +187,7 @@ class HandleNode(Node):
         """Driver handle or address; None before creation and after release."""
         return self._raw
 
-    def give_back(self, call: str, *args: Any) -> None:
+    def release_by(self, call: str, *args: Any) -> None:
         """Release the handle by this driver call, once."""
         try:
             self.allocations.session.release(self, call, *args)
@@ -128,12 +240,14 @@ class OwnsNode(Closes, Drawn):
 class AllocationHandle(HandleNode):
     """One object's reference to a ``CUmemGenericAllocationHandle``; ``cuMemRelease`` ends it."""
 
-    __slots__ = ("state", "users")
+    __slots__ = ("kept", "state", "used_unmapped")
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
         super().__init__(allocations, kind)
-        self.users: tuple[int, ...] = ()
+        self.used_unmapped: tuple[int, ...] = ()
         """Ordinals of devices that may use the memory without a mapping."""
+        self.kept: dict[Node, object] = {}
+        """Objects of the user that stay alive until a multicast object is released, by their binding."""
         self.state: AllocationState = AllocationState()
         self.state.handles[self] = None
 
@@ -147,52 +261,32 @@ class AllocationHandle(HandleNode):
         before.imported = before.imported or state.imported
         before.mappings.update(state.mappings)
         self.state = before
-        order = self.allocations.order
         for other in list(before.handles):
-            for first in order.before(other, Kind.BINDING) + order.before(other, Kind.OBJECT):
-                order.relate(first, self)
-            for team in order.after(other, Kind.TEAM):
-                order.relate(self, team)
+            for first in other.preceding(Kind.BINDING) + other.preceding(Kind.OBJECT):
+                self.first[first] = None
+        for team in list(before.teams):
+            team.first[self] = None
         before.handles[self] = None
 
-    def give_up(self) -> None:
-        """Give up the handle. It is released after the work that may use the memory, and after its bindings."""
-        if not self.given_up:
-            order = self.allocations.order
-            bindings = order.before(self, Kind.BINDING) if self.kind is Kind.OBJECT else []
-            mappings: list[Any] = order.before(self, Kind.OBJECT_MAPPING)
-            devices = {*self.users, *(device for mapping in mappings for device in mapping.users)}
-            self.allocations.drop_after(devices, [*bindings, self])
-            for binding in bindings:
-                self.allocations.drop(binding)
-        super().give_up()
+    @property
+    def users(self) -> Collection[int]:
+        """Ordinals of the devices that may use the memory without a mapping, or map the multicast object."""
+        mappings = self.preceding(Kind.OBJECT_MAPPING)
+        return {*self.used_unmapped, *(device for mapping in mappings for device in mapping.users)}
+
+    def unmap_owned(self) -> None:
+        """Unbind the memory of a multicast object."""
+        self.allocations.attempt_all(self.preceding(Kind.BINDING) if self.kind is Kind.OBJECT else ())
 
     def release(self) -> None:
         """Call ``cuMemRelease``."""
-        self.give_back("cuMemRelease")
+        self.release_by("cuMemRelease")
 
     def forget(self) -> None:
         """Remove this node from the state of its driver handle."""
+        self.kept.clear()
         self.state.handles.pop(self, None)
         self.allocations.forget(self.state)
-
-
-class FenceNode(Node):
-    """Work that was queued when a resource was dropped. The resource is released after it."""
-
-    __slots__ = ("_dropped", "_fence", "_session")
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(Kind.QUEUED_WORK)
-        self._session = session
-        self._dropped = time.monotonic_ns()
-        self._fence: Fence | None = None
-
-    def release(self) -> None:
-        """Check whether the work has completed. The first attempt records its end."""
-        if self._fence is None:
-            self._fence = fence_since(self._session, self._dropped)
-        self.gone: bool = self._fence.done()
 
 
 class MappedMemory(Protocol):
@@ -233,13 +327,12 @@ class Allocations:
         self.specs: dict[object, Any] = {}
         """:class:`MemorySpec` by ``MemAllocationProp``."""
         self.deferred: DeferredQueue = deferred_queue(session)
-        self.order: ReleaseOrder = ReleaseOrder()
         self.by_handle: dict[int, AllocationState] = {}
         """States by driver handle. Handles that only a mapping holds are not listed."""
         self.reservations: dict[Any, None] = {}
         """All reserved address ranges."""
         self.lock: AbstractContextManager[bool] = RLock()
-        """Held to move a handle from a mapping to an object, and to change watchers."""
+        """Held to move a handle from a mapping to an object, to change watchers, and to begin a release."""
 
     def mapped_at(self, address: int, nbytes: int) -> list[AllocationState]:
         """Return the states of all memory mapped within ``nbytes`` bytes from ``address``."""
@@ -271,56 +364,55 @@ class Allocations:
         return work(self.session)
 
     def drop(self, node: Node) -> None:
-        """Queue a node for release; for finalisers."""
-        self.deferred.submit(_Dropped(self, node))
-
-    def drop_after(self, devices: Iterable[int], nodes: Iterable[Node]) -> None:
-        """Keep nodes until the devices have completed the work queued so far."""
-        if devices:
-            queued = FenceNode(self.session)
-            # Submit the work before any node depends on it: if the submit failed, those nodes would wait forever.
-            self.drop(queued)
-            for node in nodes:
-                self.order.relate(queued, node)
+        """Submit a node to be released after the work that is queued now; for finalisers."""
+        node._dropped = time.monotonic_ns()
+        self.deferred.submit(_Later(self, node))
 
     def end(self, node: Node) -> None:
-        """Release a node now, or as soon as no other node precedes it.
+        """Release a node now. If other nodes come first, it is released once they are gone.
 
         Raises
         ------
         CudaError
-            The driver refused to release this node, which stays usable; or a node that waited for it, which is
-            attempted again later.
+            The driver refused to release the node, which stays usable.
         """
-        before = node.given_up
-        node.given_up = True
+        before, node.given_up = node.given_up, True
         try:
-            self.order.attempt(node)
-            if node.gone:
-                self.settle()
+            gone = self.attempt(node)
         except BaseException:
             if not node.gone:
                 node.given_up = before
-            else:
-                self.drop(node)  # its next attempt makes the nodes that waited for it ready
             raise
+        if not gone:
+            self.deferred.submit(_Later(self, node))
 
-    def settle(self) -> None:
-        """Release the nodes that have become ready. The queue attempts a node again if the driver refuses it."""
-        ready: list[Node] = []
+    def attempt(self, node: Node) -> bool:
+        """Unmap what a node owns, then release it, unless work or other nodes come first. Returns whether it is gone.
 
-        def take(node: Node) -> None:
-            self.drop(node)
-            ready.append(node)
+        One thread at a time attempts a node: two would call the driver twice with one handle.
+        """
+        with self.lock:
+            mine = not (node.gone or node._busy)
+            node._busy = node._busy or mine
+        if mine:
+            try:
+                if not node.in_use(self.session):
+                    node.unmap_owned()
+                    if not node.waits:
+                        node.release()
+            finally:
+                node._busy = False
+        if node.gone:
+            node.forget()
+        return node.gone
 
-        while self.order.ready:
-            ready.clear()
-            self.order.pass_on(take)
-            undo_all(functools.partial(self.order.attempt, node) for node in ready)
+    def attempt_all(self, nodes: Iterable[Node]) -> None:
+        """Attempt all of these nodes, even if the driver refuses one."""
+        undo_all(functools.partial(self.attempt, node) for node in nodes)
 
 
-class _Dropped(Deferred):
-    """The release of a node whose owner was dropped."""
+class _Later(Deferred):
+    """The release of a node whose owner was dropped, or for which other nodes come first."""
 
     __slots__ = ("_allocations", "_node")
 
@@ -329,18 +421,14 @@ class _Dropped(Deferred):
         self._node = node
 
     def attempt(self) -> bool:
-        """Release the node. A node that must wait for others is queued again once it is ready."""
+        """Release the node if possible now."""
         self._node.give_up()
-        try:
-            return self._allocations.order.attempt(self._node)
-        finally:
-            self._allocations.order.pass_on(self._allocations.drop)
+        return self._allocations.attempt(self._node)
 
     def forget(self) -> None:
         """Mark the node as released, because its context or driver is gone."""
         self._node.gone = True
-        self._allocations.order.cut(self._node)
-        self._allocations.order.pass_on(self._allocations.drop)
+        self._node.forget()
 
 
 allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
