@@ -14,7 +14,7 @@ from typing import Any
 from streamalloc.cli import bench_calls, bench_processes, bench_vmm
 from streamalloc.cli.info import versions
 from streamalloc.cli.machine import Chosen
-from streamalloc.cli.measuring import Bench, Row, measured
+from streamalloc.cli.measuring import UNITS, Bench, Row, measured
 from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument
 
 ROWS: tuple[Row, ...] = (*bench_calls.ROWS, *bench_vmm.ROWS, *bench_processes.ROWS)
@@ -28,7 +28,6 @@ _EXTRA = {
 """Column title and number format of each further figure."""
 _FIGURES = {"ratio_to_raw": "ratio to the raw calls ", "reserved_over_used": "reserved / used "}
 """Titles of target figures other than times."""
-_UNITS = {"us": "microseconds", "ms": "milliseconds"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +78,8 @@ def show_row(terminal: Terminal, report: Mapping[str, Any], names: int) -> None:
     rows = [row for row in report["rows"] if "unavailable" not in row]
     extra = [key for key in _EXTRA if any(key in row for row in rows)]
     medians = [row["median"] for row in rows]
-    fine = {"us": max(medians) < 1000, "ms": min(medians) < 100}.get(report["unit"])
-    places = ",.2f" if fine else ",.0f"
-    header = [_UNITS[report["unit"]], "median", "p10", "p90", "ratio", *(_EXTRA[key][0] for key in extra)]
+    places = ",.2f" if max(medians) < 1000 else ",.0f"
+    header = [UNITS[report["unit"]][0], "median", "p10", "p90", "ratio", *(_EXTRA[key][0] for key in extra)]
     cells = []
     for row in rows:
         spread = [format(row[key], places) for key in ("median", "p10", "p90")]

@@ -27,8 +27,8 @@ SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
 BLOCK = 0.01
 """Seconds that one block of calls should take, and a fifth of it with ``--quick``."""
-UNITS = {"us": 1e6, "ms": 1e3}
-"""Units of rows, by the number in a second."""
+UNITS = {"us": ("microseconds", 1e6), "ms": ("milliseconds", 1e3)}
+"""Units of rows: name, and the number in a second."""
 
 _LIBRARIES = ("cuda.core", "CuPy", "PyTorch")
 """First words of other libraries' variants, which need a GPU."""
@@ -296,7 +296,7 @@ def _times(bench: Bench, row: Row, ready: dict[str, Measured]) -> dict[str, list
         # In random order, so that no variant always follows the same other.
         for name in shuffled.sample(list(ready), len(ready)):
             bench.device.synchronize()
-            times[name].append(ready[name].measure(numbers[name]) * UNITS[row.unit])
+            times[name].append(ready[name].measure(numbers[name]) * UNITS[row.unit][1])
     return times
 
 

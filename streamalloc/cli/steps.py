@@ -67,9 +67,9 @@ class Part(NamedTuple):
 
 
 class Parts(list[Part]):
-    """Parts of the tour in order; :meth:`part` adds one."""
+    """Parts of the tour in order; :meth:`add` adds one."""
 
-    def part(self, title: str, about: str) -> Callable[[Callable[[Tour, sa.Stream], None]], None]:
+    def add(self, title: str, about: str) -> Callable[[Callable[[Tour, sa.Stream], None]], None]:
         """Decorate a function: it becomes the next part."""
         return lambda show: self.append(Part(title, about, show))
 

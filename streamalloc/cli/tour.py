@@ -20,14 +20,15 @@ from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverMisuseError, checked, use
 from streamalloc.testing import Gate
 
-POOL_PARTS, VMM_PARTS = Parts(), Parts()
-part = POOL_PARTS.part
+POOLS, VMM = Parts(), Parts()
 
 
 # --- pools ----------------------------------------------------------------------------------------------------------
 
 
-@part("Allocate, use, free", "Reserved: memory that the pool holds. Used: memory in allocations that are not freed.")
+@POOLS.add(
+    "Allocate, use, free", "Reserved: memory that the pool holds. Used: memory in allocations that are not freed."
+)
 def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
     with tour.pool(stream) as pool:
         buffer = pool.allocate(16 * MiB, stream)
@@ -40,7 +41,7 @@ def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
         tour.step("using it now raises an error before any driver call", refused)
 
 
-@part("Two streams and an event", "One stream writes, another reads; the host waits for neither.")
+@POOLS.add("Two streams and an event", "One stream writes, another reads; the host waits for neither.")
 def two_streams(tour: Tour, producer: sa.Stream) -> None:
     need_gates(tour.device)
     consumer = tour.device.create_stream()
@@ -61,7 +62,7 @@ def two_streams(tour: Tour, producer: sa.Stream) -> None:
         tour.step("gate opened: the copy ran after the fill", equal("the event is complete", done.query(), True), copy)
 
 
-@part("Reuse of freed memory", "A gate holds the stream on which 20 MiB are freed, so the free is still pending.")
+@POOLS.add("Reuse of freed memory", "A gate holds the stream on which 20 MiB are freed, so the free is still pending.")
 def reuse(tour: Tour, first: sa.Stream) -> None:
     need_gates(tour.device)
     second = tour.device.create_stream()
@@ -92,7 +93,7 @@ def reuse(tour: Tour, first: sa.Stream) -> None:
                 tour.pool_step(text, pool, *claims, used=20 * MiB)
 
 
-@part("Release threshold and trim", "The memory that a pool keeps at a synchronization, and how to release it.")
+@POOLS.add("Release threshold and trim", "The memory that a pool keeps at a synchronization, and how to release it.")
 def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
     size = 128 * MiB
     with tour.pool(stream) as pool:
@@ -125,7 +126,7 @@ def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
             )
 
 
-@part("Two GPUs", "One GPU uses memory of another GPU's pool.")
+@POOLS.add("Two GPUs", "One GPU uses memory of another GPU's pool.")
 def two_gpus(tour: Tour, here: sa.Stream) -> None:
     _, peer, *_ = need_peers(tour.device.driver)
     there = peer.create_stream()
@@ -147,7 +148,7 @@ def two_gpus(tour: Tour, here: sa.Stream) -> None:
         tour.step("access revoked", access(sa.MemAccess.NONE))
 
 
-@part("Host memory and numpy", "A pool of memory that CPU and GPU use at the same address.")
+@POOLS.add("Host memory and numpy", "A pool of memory that CPU and GPU use at the same address.")
 def host_pool(tour: Tour, stream: sa.Stream) -> None:
     location = need_host_pool(tour.device)
     with (
@@ -176,7 +177,7 @@ def host_pool(tour: Tour, stream: sa.Stream) -> None:
         del numbers
 
 
-@part("Stream capture", "Allocations in a captured stream belong to the graph.")
+@POOLS.add("Stream capture", "Allocations in a captured stream belong to the graph.")
 def capture(tour: Tour, stream: sa.Stream) -> None:
     memory = tour.device.graph_memory
     memory.trim()
@@ -220,7 +221,7 @@ def capture(tour: Tour, stream: sa.Stream) -> None:
         step(f"graph_memory.trim() released {size_text(released)}", all_of_it, held=0)
 
 
-@part("Out of memory", "The error carries the figures of the pool.")
+@POOLS.add("Out of memory", "The error carries the figures of the pool.")
 def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
     limit, requested = 64 * MiB, 128 * MiB
     with tour.pool(stream, max_size=limit) as pool, pool.allocate(16 * MiB, stream):
@@ -243,14 +244,12 @@ def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
 
 # --- virtual memory -------------------------------------------------------------------------------------------------
 
-part = VMM_PARTS.part
-
 
 def _access(what: str, mapping: vmm.Mapping, device: sa.Device, expected: sa.MemAccess) -> Claim:
     return equal(what, mapping.access(device), expected, lambda access: access.name)
 
 
-@part(
+@VMM.add(
     "Virtual memory by hand",
     "Physical memory has no address, and an address range has no memory. Mapping joins them; access permits "
     "use. Ranges are drawn in brackets: 0 for memory of GPU 0, a dot for unmapped addresses.",
@@ -294,7 +293,7 @@ def by_hand(tour: Tour, stream: sa.Stream) -> None:
         second.close()
 
 
-@part("A buffer that grows in place", "New memory is mapped after the old: no byte moves.")
+@VMM.add("A buffer that grows in place", "New memory is mapped after the old: no byte moves.")
 def growth(tour: Tour, stream: sa.Stream) -> None:
     need_virtual_memory(tour.device)
     chunk, chunks = 4 * MiB, 8
@@ -346,7 +345,7 @@ def _mapped(address: int) -> bool:
     return True
 
 
-@part("Evict and restore", "The memory is released, the addresses stay, and the bytes are restored later.")
+@VMM.add("Evict and restore", "The memory is released, the addresses stay, and the bytes are restored later.")
 def eviction(tour: Tour, stream: sa.Stream) -> None:
     need_virtual_memory(tour.device)
     location = need_host_pool(tour.device)
@@ -396,10 +395,10 @@ def eviction(tour: Tour, stream: sa.Stream) -> None:
 
 
 TOURS: dict[str, list[Part]] = {
-    "pools": POOL_PARTS,
-    "vmm": VMM_PARTS,
-    "ipc": tour_sharing.IPC_PARTS,
-    "multicast": tour_sharing.MULTICAST_PARTS,
+    "pools": POOLS,
+    "vmm": VMM,
+    "ipc": tour_sharing.IPC,
+    "multicast": tour_sharing.MULTICAST,
 }
 PARTS = [one for parts in TOURS.values() for one in parts]
 

@@ -29,8 +29,7 @@ from streamalloc.driver import checked, simulated
 from streamalloc.multicast import MulticastObject, SymmetricMemory
 from streamalloc.testing import Gate
 
-IPC_PARTS, MULTICAST_PARTS = Parts(), Parts()
-part = IPC_PARTS.part
+IPC, MULTICAST = Parts(), Parts()
 
 
 # --- the other process ----------------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def _holds(worker: Worker, name: str, value: int) -> Claim:
 _SHARED: dict[str, Any] = {"handle_types": POSIX, "release_threshold": KEEP_ALL}
 
 
-@part(
+@IPC.add(
     "One buffer in two processes",
     "A second Python process opens memory of this one, reads and writes it, and closes it.",
 )
@@ -130,7 +129,9 @@ def two_processes(tour: Tour, stream: sa.Stream) -> None:
         tour.pool_step("both closed there and freed here", pool, used=0)
 
 
-@part("The lease", "The driver would reuse freed memory even if another process still reads it. Here the free waits.")
+@IPC.add(
+    "The lease", "The driver would reuse freed memory even if another process still reads it. Here the free waits."
+)
 def lease(tour: Tour, stream: sa.Stream) -> None:
     worker = _worker(tour)
     with tour.pool(stream, **_SHARED) as pool:
@@ -149,7 +150,7 @@ def lease(tour: Tour, stream: sa.Stream) -> None:
             tour.pool_step("closed there: now its memory is free", pool, used=8 * MiB)
 
 
-@part("A ring", "A sequence of items, sent through slots that are shared once.")
+@IPC.add("A ring", "A sequence of items, sent through slots that are shared once.")
 def ring(tour: Tour, stream: sa.Stream) -> None:
     worker = _worker(tour)
     slots, items = 4, 20
@@ -173,8 +174,6 @@ def ring(tour: Tour, stream: sa.Stream) -> None:
 
 
 # --- multicast ------------------------------------------------------------------------------------------------------
-
-part = MULTICAST_PARTS.part
 
 _PERMISSION = "STREAMALLOC_TEST_MULTICAST"
 """Environment variable that permits multicast objects on shared NVSwitches."""
@@ -203,7 +202,9 @@ def _on_several(show: Callable[[Tour, Any], None]) -> Callable[[Tour, sa.Stream]
     return run
 
 
-@part("Multicast", "One address for memory on several GPUs: the switches between them copy a store to all of them.")
+@MULTICAST.add(
+    "Multicast", "One address for memory on several GPUs: the switches between them copy a store to all of them."
+)
 @_on_several
 def multicast(tour: Tour, driver: Any) -> None:
     # Checked first: without permission no multicast call reaches real hardware.
@@ -278,7 +279,7 @@ def _write(tour: Tour, view: vmm.Mapping, own: list[vmm.Mapping], streams: list[
     tour.step("ordinary reads of the mapping are undefined, so a copy from it raises an error", refused)
 
 
-@part(
+@MULTICAST.add(
     "Symmetric memory",
     "Memory of the same size on every GPU, mapped for all of them, set up in one call: on all or on none.",
 )
