@@ -1,46 +1,49 @@
-"""Deferred releases: each driver has one queue of items, which are attempted at points of work.
+"""The queue of ends: releases that are made later. Each driver has one queue; items are attempted at points of work.
 
 A release that cannot be made yet is an item (:class:`Deferred`), such as a free that waits for importers or for the end
-of a capture, or a pool that waits for its last free. The rules:
+of a capture, or a pool that waits for its last free. An item is independent of the others. Virtual memory and multicast
+objects must be released in an order, see :mod:`streamalloc.vmm.ownership`; each dropped one of those is also one item.
 
-* Any code submits items. :meth:`DeferredQueue.submit` takes no lock and makes no driver call, so finalisers and signal
-  handlers may call it.
-* A finaliser makes at most one driver call itself, one that waits for nothing and needs no state of ours: the free of
-  a buffer, the end of an event or a stream. A finaliser of a stream also asks whether its work is done, and records an
-  event after that if not; so does that of a thread for its default stream. A finaliser of the bridges also records an
-  event and has a stream wait for it, so that the memory is ordered for code that allocates by a pool's handle.
-* Items are attempted at these points of work, and nowhere else:
+**Why finalisers only hand in.** The garbage collector runs them between any two lines of any thread, also while that
+thread holds our locks or a lock of the driver. A finaliser that took a lock would wait for its own thread for ever, and
+one that waited for a stream would stop a thread that is about to queue what the stream waits for. So it appends its
+item to a deque, which is one atomic step, and returns. It makes at most one driver call itself, one that waits for
+nothing and needs no state of ours: the free of a buffer, the end of an event or a stream. A finaliser of a stream also
+asks whether its work is done, and records an event after that if not; so does that of a thread for its default stream.
+A finaliser of the bridges also records an event and has a stream wait for it, so that the memory is ordered for code
+that allocates by a pool's handle.
 
-  * the host has synchronised with a stream, an event or a device;
-  * a pool, physical memory or a range of addresses is made, and memory has run out;
-  * statistics are read: of a pool, of a device's memory;
-  * pages of an arena are released, or committed where it has no memory;
-  * an object is shared, opened, lent to a library or borrowed from one, or such an object is closed;
-  * a library that names no streams allocates or releases virtual memory, or a free of it was refused;
-  * a bridge of such a library is stopped;
-  * the last capture has ended.
+**Why items are taken off before they are worked on.** Two threads that end one handle crash the driver, or end a new
+handle that got the same number. So a thread moves an item, under the lock, from the queue to its own place before the
+attempt, and back if the item has not ended. No lock is held during an attempt: it calls the driver, and may drop the
+last reference to objects whose finalisers hand in more.
 
-* A thread takes an item off the queue, under the lock, before the attempt. So one thread has the item at a time. An
-  item that has not ended returns to the queue.
-* No lock is held during an attempt.
-* A capture may begin on another thread at any moment. Attempts run in the relaxed capture mode, in which calls break no
-  capture of streams that they do not name. No thread begins to capture a stream of ours while the stream's lock is held
-  (``ordered_after`` and ``may_queue`` of :mod:`streamalloc.core.fence`). Work on a default stream is queued while
-  no capture of ours can begin (:attr:`DeferredQueue.beginning`). No call is made for a whole context: items wait for
-  the work of each stream that is known (:class:`~streamalloc.core.fence.Fence`).
+**Why at named points only.** An attempt may take time and sees what other threads do. Users pay for it only where they
+wait anyway, or need the memory:
+
+* the host has synchronised with a stream, an event or a device;
+* a pool, physical memory or a range of addresses is made, and memory has run out;
+* statistics are read: of a pool, of a device's memory;
+* pages of an arena are released, or committed where it has no memory;
+* an object is shared, opened, lent to a library or borrowed from one, or such an object is closed;
+* a library that names no streams allocates or releases virtual memory, or a free of it was refused;
+* a bridge of such a library is stopped;
+* the last capture has ended.
+
+**Why never in a capture of ours, and always in the relaxed mode.** A driver call that names a captured stream becomes a
+node of its graph: a free would run at each launch. So nothing is attempted while this package captures. Other code may
+begin a capture on another thread at any moment. In the mode that threads have by default, a call such as ``cuMemFree``
+would invalidate it; in the relaxed mode only calls that name the captured stream do. No thread begins to capture a
+stream of ours while the stream's lock is held (``ordered_after`` and ``queue_if_allowed`` of
+:mod:`streamalloc.core.fence`). Work on a default stream is queued while no capture of ours can begin
+(:attr:`DeferredQueue.beginning`): the driver refuses it during a capture of any blocking stream, and invalidates that
+capture. No call is made for a whole context: items wait for the work of each stream that is known
+(:class:`~streamalloc.core.fence.Fence`).
 
 An explicit end or commit keeps to one rule beside captures. It waits for the streams or events that it names. If it
-names none, it waits for all work of the devices (:func:`~streamalloc.core.fence.all_work`), which breaks no
-capture either. What then cannot be released is an item of this queue. The first error propagates, with later ones
-attached (:func:`~streamalloc.core.errors.undoing`).
-
-A signal handler may raise between any two calls, but not between two lines that call nothing. The lines that move an
-item call nothing, so an item is never in no place. Work that needs a lock is a function, or the body of the ``with``
-block of a lock: if a handler raises between the start of a block written in Python and its body, the traceback keeps
-the block, and with it the lock.
-
-An item is independent of other items. Virtual memory and multicast objects must be released in an order, see
-:mod:`streamalloc.vmm.ownership`; each dropped one of those is also one item.
+names none, it waits for all work of the devices (:func:`~streamalloc.core.fence.all_work`), which breaks no capture
+either. What then cannot be released is an item of this queue. The first error propagates, with later ones attached
+(:func:`~streamalloc.core.errors.undoing`).
 """
 
 from __future__ import annotations
@@ -104,9 +107,10 @@ class DeferredQueue:
 
     ``guard`` makes the context manager in which items are attempted. An item moves between these tables::
 
-        while its owner lives:  _owned -> (the owner is dropped) -> _orphaned -+
-        submit():               submitted <------------------------------------+
-        under _lock:            submitted -> _new -> _working -> ended, or _waiting -> _working again
+        end_with():  _owned -> (the owner is dropped) -> _orphaned -+
+        submit():    submitted -------------------------------------+-> _new -> _working -> ended
+                                                                               |     ^
+                                                                               +-> _waiting
     """
 
     def __init__(self, guard: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext) -> None:
@@ -119,10 +123,12 @@ class DeferredQueue:
         _queues.add(self)
         self._guard = guard
         self._lock = Lock()
-        """Held to move items, never during another call. No finaliser takes it."""
+        """Held to move items. Only :meth:`work` takes it, which does nothing on a thread that is in it already, so a
+        finaliser or signal handler that comes while the lock is held does not wait for its own thread.
+        """
         self._rounds = itertools.count(1)
         self.submitted: deque[Deferred] = deque()
-        """Items not yet taken over. The same object for the queue's whole life."""
+        """Items not yet taken over. Appending to it needs no lock. The same object for the queue's whole life."""
         self._owned: dict[weakref.ref[object], Deferred] = {}
         """Items that end with their owner, by weak reference to it."""
         self._orphaned: deque[weakref.ref[object]] = deque()
@@ -131,8 +137,8 @@ class DeferredQueue:
         """Items taken over and not yet attempted."""
         self._waiting: dict[Deferred, None] = {}
         """Items attempted without success, oldest attempt first."""
-        self._working: dict[int, Deferred] = {}
-        """Items under attempt, by thread."""
+        self._working: dict[int, Deferred | None] = {}
+        """Threads in :meth:`work`, each with the item that it attempts."""
         self.has_work: Callable[[], bool] = functools.partial(
             any, (self.submitted, self._orphaned, self._new, self._waiting)
         )
@@ -140,8 +146,8 @@ class DeferredQueue:
 
     def __len__(self) -> int:
         """Number of items that have not ended."""
-        submitted = len(self.submitted) + len(self._orphaned) + len(self._new)
-        return submitted + len(self._waiting) + len(self._working)
+        working = sum(item is not None for item in [*self._working.values()])
+        return len(self.submitted) + len(self._orphaned) + len(self._new) + len(self._waiting) + working
 
     @property
     def paused(self) -> bool:
@@ -226,18 +232,23 @@ class DeferredQueue:
             Most failed attempts on items that were attempted before. The longest waiting are attempted first. This
             bounds the cost of a frequent point of work, and every item is attempted in time.
         """
-        # The usual case, at points that come often.
-        if not self.has_work() or self.paused:
-            return 0
         me = threading.get_ident()
-        if me in self._working:
+        if not self.has_work() or self.paused or me in self._working:
             return 0
         total, left = 0, [math.inf if most is None else most]  # left: attempts that may still be made in vain
-        # Not raised: the caller's own act is done.
-        with contextlib.suppress(CudaError), self._guard():
-            # As long as some items end: another one, such as a pool, may have waited for them.
-            while ended := self._work(me, left):
-                total += ended
+        try:
+            self._working[me] = None
+            # Errors of the guard are not raised: the caller's own act is done.
+            with contextlib.suppress(CudaError), self._guard():
+                # As long as some items end: another one, such as a pool, may have waited for them.
+                while ended := self._round(me, left):
+                    total += ended
+        finally:
+            # Something other than an error of the driver, such as an exception of a signal handler, ended an attempt.
+            item = self._working[me]
+            del self._working[me]
+            if item is not None:
+                self.submitted.append(item)
         self._leave_if_empty()
         return total
 
@@ -254,72 +265,78 @@ class DeferredQueue:
             if self.submitted:
                 _unfinished.add(self)
 
-    def _work(self, me: int, left: list[float]) -> int:
-        ended = 0
-        now = next(self._rounds)
-        while True:
+    def _round(self, me: int, left: list[float]) -> int:
+        """Attempt each item once, new ones first; returns the number that ended."""
+        ended, now = 0, next(self._rounds)
+        while (item := self._take(me, now, left)) is not None:
             try:
-                if not self._take_off(me, now, left):
-                    return ended
-                item = self._working[me]
-                try:
-                    done = item.attempt()
-                except item.gone:
-                    item.forget()
-                    done = True
-                if done:
-                    del self._working[me]
-                    # `_take_over` has set `_round` to -1: the item was submitted again. State added since may have come
-                    # after the attempt, so the item is attempted again. The order of these lines matters: the other
-                    # thread's submission either is seen here, or finds the item outside `_working`.
-                    if item._round != now:
-                        self.submitted += (item,)
-                    else:
-                        ended += 1
-                        left[0] += 1
-                        self._disown(item)
+                done = item.attempt()
+            except item.gone:
+                item.forget()
+                done = True
             except CudaError:
-                pass  # The item is attempted again later. The caller is not concerned.
-            finally:
-                # These lines call nothing, so no signal handler can interrupt them: see the module's docstring.
-                if me in self._working:
-                    self._waiting[self._working[me]] = None
-                    del self._working[me]
+                done = False  # The item is attempted again later. The caller is not concerned.
+            if done and self._let_go(me, now):
+                ended += 1
+                left[0] += 1
+                self._disown(item)
+        return ended
 
-    def _take_over(self) -> None:
-        """Move one submitted item to the new ones."""
-        # No loop: on Python 3.12 and 3.13 a signal handler that raises at a loop's jump back leaves the lock held.
-        with self._lock:
-            if self._orphaned:
-                if self._orphaned[0] in self._owned:
-                    self.submitted += (self._owned[self._orphaned[0]],)
-                    del self._owned[self._orphaned[0]]
-                del self._orphaned[0]
-            elif self.submitted:
-                if self.submitted[0] not in self._waiting:
-                    self.submitted[0]._round = -1
-                    if self.submitted[0] not in self._working.values():
-                        self._new[self.submitted[0]] = None
-                del self.submitted[0]
-
-    def _take_off(self, me: int, now: int, left: list[float]) -> bool:
-        """Take a new item, or the one whose attempt is the longest ago, off the queue; False if none is left in this
+    def _take(self, me: int, now: int, left: list[float]) -> Deferred | None:
+        """Take a new item, or the one whose attempt is the longest ago, off the queue; None if none is left in this
         round.
         """
-        while self._orphaned or self.submitted:
-            self._take_over()
         with self._lock:
+            self._put_back(me)
+            self._take_over()
             items = self._new or self._waiting
-            for item in items:
-                if items is self._waiting:
-                    if item._round >= now or left[0] <= 0:
-                        return False
-                    left[0] -= 1
+            item = next(iter(items), None)
+            if items is self._waiting and item is not None:
+                if item._round >= now or left[0] <= 0:
+                    return None
+                left[0] -= 1
+            if item is not None:
                 item._round = now
                 self._working[me] = item
                 del items[item]
-                return True
-            return False
+            return item
+
+    def _take_over(self) -> None:
+        """Move submitted items to the new ones. Each is added before it is removed, so that none is lost if a signal
+        handler raises in between: one that is added twice is there once.
+        """
+        while self._orphaned:
+            if self._orphaned[0] in self._owned:
+                self._add(self._owned[self._orphaned[0]])
+                del self._owned[self._orphaned[0]]
+            self._orphaned.popleft()
+        while self.submitted:
+            self._add(self.submitted[0])
+            self.submitted.popleft()
+
+    def _add(self, item: Deferred) -> None:
+        if item in self._working.values():
+            item._round = -1  # submitted again during its attempt
+        elif item not in self._waiting:
+            self._new[item] = None
+
+    def _put_back(self, me: int) -> None:
+        """Return the item that this thread has attempted in vain to the queue."""
+        item = self._working.get(me)
+        if item is not None:
+            (self._new if item._round < 0 else self._waiting)[item] = None
+            self._working[me] = None
+
+    def _let_go(self, me: int, now: int) -> bool:
+        """Forget the item of this thread, which has ended. False if it was submitted again meanwhile: state added since
+        may have come after the attempt, so it is attempted again.
+        """
+        with self._lock:
+            item = self._working[me]
+            if item is None or item._round != now:
+                return False
+            self._working[me] = None
+            return True
 
 
 def unless_busy(act: Callable[[], T], otherwise: T, lock: threading.RLock, *more: threading.RLock) -> T:

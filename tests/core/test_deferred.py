@@ -111,7 +111,7 @@ def test_each_item_ends_once(given_scripts: list[list[Callable[[Item], bool]]], 
     assert len(ended) == len(set(ended)) and set(made) <= set(ended)
 
 
-@pytest.mark.parametrize("function", [DeferredQueue._work, Item.attempt])
+@pytest.mark.parametrize("function", [DeferredQueue._round, Item.attempt])
 def test_two_threads_that_work(function: Callable[..., object]) -> None:
     def make() -> tuple[DeferredQueue, list[Item], list[Item]]:
         later, ended = DeferredQueue(), list[Item]()

@@ -280,7 +280,7 @@ class TestDeferred:
             assert self.over.wait(20)
             return False
 
-    @pytest.mark.parametrize("function", [DeferredQueue._take_over, DeferredQueue._take_off])
+    @pytest.mark.parametrize("function", [DeferredQueue._take, DeferredQueue._let_go])
     def test_each_item_is_attempted_once(self, function: Any) -> None:
         items: list[TestDeferred.Item] = []
 
@@ -318,7 +318,7 @@ class TestDeferred:
             for _ in range(3):
                 state[0].work()
 
-        for queue, item in interleaved(DeferredQueue._work, queue_of_one, lambda it: it[0].work(), work_often):
+        for queue, item in interleaved(DeferredQueue._round, queue_of_one, lambda it: it[0].work(), work_often):
             before = item.attempts
             queue.work()
             assert item.attempts == before + 1
