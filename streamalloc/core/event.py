@@ -107,7 +107,7 @@ class Event(Closes, Shown):
         if interprocess:
             made_for_sharing()
         with device.current():
-            self._session.create(self, "_raw", "cuEventCreate", flags)
+            self._raw = self._session.call("cuEventCreate", flags)
 
     def _adopt(self, device: Device, interprocess: bool) -> None:
         self._spare: Spares | None = None
@@ -248,7 +248,7 @@ def opened_event(device: Device, handle: Any) -> Event:
     event._adopt(device, interprocess=False)
     with device.current():
         hint = "the process that made the event has ended"
-        event._session.create(event, "_raw", "cuIpcOpenEventHandle", handle, hint=hint)
+        event._raw = event._session.call("cuIpcOpenEventHandle", handle, hint=hint)
     return event
 
 

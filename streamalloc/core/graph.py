@@ -101,7 +101,7 @@ class Graph(Closes):
             with self.device.current():
                 flags = int(flag) if auto_free_on_launch else 0
                 hint = "a fill or copy may use memory that was freed after its capture"
-                self._session.create(self._executable, "_raw", "cuGraphInstantiate", raw, flags, hint=hint)
+                self._executable._raw = self._session.call("cuGraphInstantiate", raw, flags, hint=hint)
         return self
 
     def launch(self, stream: StreamLike) -> None:
@@ -208,7 +208,7 @@ class Capture(contextlib.AbstractContextManager[Graph]):
     def _end(self) -> None:
         try:
             with self._origin._context():
-                self._session.create(self.graph._handle, "_raw", "cuStreamEndCapture", self._origin._raw)
+                self.graph._handle._raw = self._session.call("cuStreamEndCapture", self._origin._raw)
         finally:
             # The streams execute their work again.
             for stream in self._streams:

@@ -23,10 +23,10 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from streamalloc.core.errors import LOST, attach, error_from, undoing, unsupported
+from streamalloc.core.errors import LOST, attach, error_from, unsupported
 from streamalloc.driver import DriverMisuseError, ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, RLock, as_asked, cuda, version_that_added
 
@@ -178,13 +178,6 @@ class Session(_Direct):
             raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
         return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
 
-    def create(self, owner: object, attribute: str, name: str, *args: Any, hint: str | Callable[[], str] = "") -> None:
-        """Call driver function ``name``, which creates a handle, and store the handle in ``owner.attribute``.
-
-        Errors as for :meth:`call`; the attribute is set only on success.
-        """
-        setattr(owner, attribute, self.call(name, *args, hint=hint))
-
     def release(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
         """Call driver function ``name``, which ends the handle in ``owner._raw``, at most once.
 
@@ -228,7 +221,9 @@ class Session(_Direct):
     def context(self, ordinal: int) -> Any:
         """The primary context of a device (``cuDevicePrimaryCtxRetain``), retained once and never released.
 
-        The context must outlast every object of the device, and the garbage collector drops those in any order.
+        The context must outlast every object of the device. The garbage collector drops those in any order, also after
+        the session's last user, and other libraries share the context: the last release destroys it with their streams
+        and memory, and a handle that somebody uses after that crashes the process.
         """
         context = self._contexts.get(ordinal)
         if context is None:
@@ -252,19 +247,13 @@ class Session(_Direct):
         with _Current(self, context):
             return int(self.call("cuCtxGetDevice"))
 
-    @contextlib.contextmanager
-    def relaxed(self) -> Iterator[None]:
+    def relaxed(self) -> _Relaxed:
         """A ``with`` block in which this thread's calls invalidate no capture of other streams.
 
         It sets the thread's capture mode (``cuThreadExchangeStreamCaptureMode``). A call that names a captured stream
         can still invalidate that stream's capture.
         """
-        # A signal handler may raise before the old mode is stored. The default of every thread is global.
-        name, mode = "cuThreadExchangeStreamCaptureMode", GLOBAL
-        with undoing(lambda: self.call(name, mode)):
-            mode = self.call(name, RELAXED)
-            yield
-            self.call(name, mode)  # here, as a handler may raise before it, too
+        return _Relaxed(self)
 
     def shut_with_me(self, holder: _ShutsAfterFork) -> None:
         """Register an object with bound driver functions, to replace them in a forked child."""
@@ -330,7 +319,12 @@ def session_of(thing: _HasSession) -> Session:
 
 
 class _Current:
-    """Push a context on entry and pop it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``)."""
+    """Push a context on entry and pop it on exit (``cuCtxPushCurrent``, ``cuCtxPopCurrent``).
+
+    A push and a pop, not a set: the caller's own context is current again afterwards, whatever library set it. A thread
+    that was left with our context would queue its work on default streams on another device, without an error. So both
+    blocks make the second call also if a signal handler raises right after the first.
+    """
 
     __slots__ = ("_context", "_session")
 
@@ -345,21 +339,47 @@ class _Current:
         try:
             result = driver.cuCtxPushCurrent(self._context)[0]
         except BaseException:
-            # A signal handler raised after the call. `__exit__` will not run, so pop the context here.
             driver.cuCtxPopCurrent()
             raise
         if result:
             raise error_from(result, "cuCtxPushCurrent")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         result = (refuse_after_fork if self._session.forked else self._session.driver.cuCtxPopCurrent)()[0]
         if result:
-            if error is None:
-                # No local name for the error, see Session.release.
-                raise error_from(result, "cuCtxPopCurrent")
-            attach(error, error_from(result, "cuCtxPopCurrent"))
+            _fail(result, "cuCtxPopCurrent", error)
+
+
+class _Relaxed:
+    """Set the relaxed capture mode on entry, and the earlier one on exit."""
+
+    __slots__ = ("_mode", "_session")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        exchange = self._session.cuThreadExchangeStreamCaptureMode
+        try:
+            result, self._mode = exchange(RELAXED)
+        except BaseException:
+            exchange(GLOBAL)  # the mode that every thread begins with
+            raise
+        if result:
+            raise error_from(result, "cuThreadExchangeStreamCaptureMode")
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        result = self._session.cuThreadExchangeStreamCaptureMode(self._mode)[0]
+        if result:
+            _fail(result, "cuThreadExchangeStreamCaptureMode", error)
+
+
+def _fail(result: Any, call: str, error: BaseException | None) -> None:
+    """Raise the driver's error at the end of a block, or attach it to the error of the block."""
+    if error is None:
+        # No local name for the error, see Session.release.
+        raise error_from(result, call)
+    attach(error, error_from(result, call))
 
 
 _FORKED = (

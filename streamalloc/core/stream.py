@@ -550,7 +550,7 @@ class OwnStream(Stream):
         # No other code knows the stream until its handle leaves us.
         stream._prepare(device, None, capturable=False)
         with device.current():
-            stream._session.create(stream, "_raw", "cuStreamCreateWithPriority", int(flags), priority)
+            stream._raw = stream._session.call("cuStreamCreateWithPriority", int(flags), priority)
         stream._open()
         if name:
             _named(stream._session)[stream._number] = stream

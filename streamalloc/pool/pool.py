@@ -164,7 +164,7 @@ class MemoryPool(Allocator, Closes, Drawn):
         struct = properties.to_driver()
         self._end = end = PoolEnd(session, properties.location, properties.alloc_type)
         deferred_queue(session).end_with(self, end)
-        session.create(end, "_raw", "cuMemPoolCreate", struct, hint=_why_refused(properties))
+        end._raw = session.call("cuMemPoolCreate", struct, hint=_why_refused(properties))
         self._open(session, end.raw, properties.location, properties.alloc_type)
         self.properties = properties
         self.name = name

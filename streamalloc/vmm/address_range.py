@@ -80,7 +80,7 @@ class AddressRange(OwnsNode):
         self._node: Reservation = Reservation(self._session, self.nbytes)
         self._node.allocations.work()
         try:
-            self._session.create(self._node, "_raw", "cuMemAddressReserve", self.nbytes, alignment, self._asked, 0)
+            self._node._raw = self._session.call("cuMemAddressReserve", self.nbytes, alignment, self._asked, 0)
         except OutOfMemoryError as error:
             limit = address_space_limit()
             why = f"`ulimit -v` allows {size_text(limit)}" if limit else "a process has 128 TiB; the driver uses some"

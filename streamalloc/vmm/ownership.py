@@ -465,7 +465,7 @@ class GenericAllocation(OwnsNode):
 
     def _create(self, name: str, *args: Any, hint: str = "") -> None:
         """Call the driver function that creates the handle."""
-        self._session.create(self._node, "_raw", name, *args, hint=hint)
+        self._node._raw = self._session.call(name, *args, hint=hint)
         self._node.known()
 
     def _import(self, handle: Fd | int | bytes) -> None:

@@ -340,7 +340,7 @@ class PhysicalMemory(GenericAllocation):
         memory._prepare(session, 0, Kind.MEMORY)
         handle, place = memory._node, checked_size("address", address)
         handle.allocations.mapped_at(place, 1)  # lists the handle if only a mapping holds it
-        session.create(handle, "_raw", "cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
+        handle._raw = session.call("cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
         known = handle.allocations.by_handle.get(int(handle.raw))
         if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
             memory.close()

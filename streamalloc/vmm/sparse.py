@@ -295,10 +295,10 @@ class SparseArray(OwnsNode):
         hint = f"an array of shape {self.shape}, {self.levels} levels: more than the device can have?"
         with self.device.current():
             if self.levels:
-                session.create(self._node, "_raw", "cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
+                self._node._raw = session.call("cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
                 found = session.call("cuMipmappedArrayGetSparseProperties", self._node.raw)
             else:
-                session.create(self._node, "_raw", "cuArray3DCreate", descriptor, hint=hint)
+                self._node._raw = session.call("cuArray3DCreate", descriptor, hint=hint)
                 found = session.call("cuArrayGetSparseProperties", self._node.raw)
         extent = found.tileExtent
         extents = (int(extent.depth), int(extent.height), int(extent.width))

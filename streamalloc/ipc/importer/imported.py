@@ -487,7 +487,7 @@ class LegacySource(_Source):
         """Open it (``cuIpcOpenMemHandle``)."""
         handle = opaque_struct("CUipcMemHandle", imported.key)
         with self.device.current():
-            self.session.create(imported, "_raw", "cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
+            imported._raw = self.session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
 
     def count_open(self, imported: ImportedAllocation, words: ImporterWords, generation: int) -> None:
         """Count the open in a lease; errors as for a pool."""

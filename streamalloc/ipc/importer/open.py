@@ -234,7 +234,7 @@ class Importer(Imports):
                 if pool is None:
                     new = PoolHandle(self)
                     name = "cuMemPoolImportFromShareableHandle"
-                    self.session.create(new, "_raw", name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
+                    new._raw = self.session.call(name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
                     pool = self.pools[described.origin] = self.handles.setdefault(int(new._raw), new)
         return pool
 

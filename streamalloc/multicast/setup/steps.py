@@ -246,7 +246,7 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     # A bare handle is cheaper than a Stream object, and no ordering is needed here.
     later, stream = deferred_queue(session), HandleEnd(session, "cuStreamDestroy", None)
     with undoing(lambda: later.submit(stream)), device.current():
-        session.create(stream, "_raw", "cuStreamCreateWithPriority", _NON_BLOCKING, 0)
+        stream._raw = session.call("cuStreamCreateWithPriority", _NON_BLOCKING, 0)
         if layout.total - first > _HOST_IMAGE:
             session.call("cuMemsetD8Async", start + first, 0, layout.counters - first, stream.raw)
             first = layout.counters
