@@ -60,8 +60,15 @@ class Bench:
         self.a.synchronize()
         return made
 
-    def order(self, before: sa.Stream, after: sa.Stream) -> None:
-        after.wait(before.record(self.event()))
+    def order(self, before: sa.Stream, after: sa.Stream, right: bool = True) -> None:
+        """Order one stream after another, unless the program is a wrong one."""
+        if right:
+            after.wait(before.record(self.event()))
+
+    def wait(self, stream: Any, right: bool) -> None:
+        """Have the host wait for a stream, an event or a device, unless the program is a wrong one."""
+        if right:
+            stream.synchronize()
 
     def read(self, memory: sa.Memory, stream: sa.Stream) -> None:
         memory.used(stream, write=False)

@@ -78,8 +78,7 @@ def a_batch_may_read_before_earlier_work(b: Bench, right: bool) -> None:
     """A copy in any order reads its source at once or later, also of its own stream's work."""
     x, y = b.new(b.a), b.new(b.a)
     x.fill(1, b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     _batch(b, [y.address], [x.address], SIZE, cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
 
 
@@ -173,8 +172,7 @@ def a_batch_of_boxes_reads_what_is_written(b: Bench, right: bool) -> None:
     x, y = b.new(b.a), b.new(b.b)
     b.device.synchronize()
     x.fill(1, b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.raw("cuMemcpy3DBatchAsync", 1, [_box(x.address, y.address, SIZE)], 0, cuda.CUstream(b.b.handle))
 
 
@@ -192,8 +190,7 @@ def the_target_of_a_box_is_written_in_stream_order(b: Bench, right: bool) -> Non
     address, x = b.word(), b.new(b.a, 64)
     b.a.synchronize()
     b.raw("cuMemcpy3DBatchAsync", 1, [_box(address, x.address, 64, 2)], 0, cuda.CUstream(b.b.handle))
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     x.fill(1, b.a)
 
 
@@ -205,8 +202,7 @@ def the_host_looks_at_memory_under_a_copy(b: Bench, right: bool) -> None:
     x, y = b.new(b.a), pool.allocate(SIZE, b.a)
     b.a.synchronize()
     y.copy_from(x, b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     y.as_array()
     b.done(x, y)
 
@@ -227,8 +223,7 @@ def the_host_writes_the_source_of_a_copy(b: Bench, right: bool) -> None:
     there = source.as_array()
     there[:] = 1
     x.copy_from(source, b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     there[7] = 2
     b.done(x, source)
 
@@ -259,8 +254,7 @@ def the_host_writes_an_array_of_memory_that_is_read(b: Bench, right: bool) -> No
     b.a.record(done)
     there = source.as_array()
     assert there[0] == 1
-    if right:
-        done.synchronize()
+    b.wait(done, right)
     there[:64] = 2
     b.done(x, source)
 
@@ -273,8 +267,7 @@ def the_host_writes_what_a_graph_reads(b: Bench, right: bool) -> None:
     with b.a.capture() as graph:
         x.copy_from(source, b.a)
     b.keep(graph).launch(b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     there[:] = 5
     b.a.synchronize()
     b.done(x, source)
@@ -286,8 +279,7 @@ def the_host_writes_a_registered_source(b: Bench, right: bool) -> None:
     x, source = b.new(b.a), np.zeros(SIZE, np.uint8)
     b.raw("cuMemHostRegister", source.ctypes.data, SIZE, 0)
     b.raw("cuMemcpyHtoDAsync", x.address, source.ctypes.data, SIZE, cuda.CUstream(b.a._raw))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     source[:] = 2
     b.a.synchronize()
     b.raw("cuMemHostUnregister", source.ctypes.data)
@@ -298,8 +290,7 @@ def the_host_reports_a_write_of_a_source(b: Bench, right: bool) -> None:
     x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
     b.a.synchronize()
     x.copy_from(source, b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     source.used(on_host=True)
     b.done(x, source)
 
@@ -399,8 +390,7 @@ def the_host_reads_a_few_bytes_too_early(b: Bench, right: bool) -> None:
     """Small results are no flags of their own."""
     x, result = b.ready(), _pinned(b)
     b.raw("cuMemcpyDtoHAsync", result, x.address, 4, cuda.CUstream(b.a._raw))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.driver.used(result, 4, None, False)
 
 

@@ -115,8 +115,7 @@ def _variable(b: Bench) -> tuple[Any, int]:
 def a_variable_is_copied_to_while_it_is_read(b: Bench, right: bool) -> None:
     module, address = _variable(b)
     b.raw("cuMemsetD8Async", address, 1, SIZE, _raw(b))
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.at(address, b.b, write=False)
     b.device.synchronize()
     b.raw("cuModuleUnload", module)
@@ -178,8 +177,7 @@ def a_value_is_unmapped_while_a_stream_writes_it(b: Bench, right: bool) -> None:
     addresses, memory = b.keep(vmm.AddressRange(PAGE, driver=b.driver)), b.keep(vmm.PhysicalMemory(b.device, PAGE))
     mapping = addresses.map(memory, 0, access=b.device)
     b.raw("cuStreamWriteValue32", _raw(b), addresses.address, 1, 0)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     mapping.close(after=())
 
 
@@ -196,8 +194,7 @@ def host_memory_at_the_addresses_of_a_mapping(b: Bench, right: bool) -> None:
     x = b.new(b.a)
     b.order(b.a, b.b)
     b.raw("cuMemcpyHtoDAsync", x.address, there, SIZE, _raw(b))
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.write(x, b.b)
     b.done(x)
     _LIBC.munmap(ctypes.c_void_p(there), ctypes.c_size_t(PAGE))
@@ -216,8 +213,7 @@ def a_function_of_a_graph_follows_a_gate_that_the_host_opens(b: Bench, right: bo
     b.keep(graph)
     b.raw("cuStreamWaitValue32", _raw(b), gate, 1, 0)
     graph.launch(b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.write(x, b.b)
     ctypes.c_uint32.from_address(gate).value = 1
     assert called.wait(10)

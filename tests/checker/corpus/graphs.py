@@ -73,8 +73,7 @@ def memory_is_freed_by_the_next_launch(b: Bench, right: bool) -> None:
     graph.launch(b.a)
     b.order(b.a, b.b)
     b.at(x.address, b.b)
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     graph.launch(b.a)
     b.raw("cuMemFreeAsync", x.address, cuda.CUstream(b.a.handle))
 
@@ -86,8 +85,7 @@ def unmapped_while_a_graph_runs(b: Bench, right: bool) -> None:
     with b.a.capture() as graph:
         b.at(addresses.address, b.a)
     graph.launch(b.b)
-    if right:
-        b.b.synchronize()
+    b.wait(b.b, right)
     mapping.close(after=())
     b.device.synchronize()
     graph.close()
@@ -114,8 +112,7 @@ def a_function_of_a_graph_reads_what_another_stream_copies(b: Bench, right: bool
         graph.launch(b.a)
         b.a.synchronize()
     b.raw("cuMemcpyDtoHAsync", address, x.address, 64, cuda.CUstream(b.b.handle))
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     graph.launch(b.a)
 
 
@@ -130,8 +127,7 @@ def a_node_calls_a_function_too_early(b: Bench, right: bool) -> None:
     graph.add("Host", [filled], params)
     assert int(params.fn) == ctypes.cast(function, ctypes.c_void_p).value
     b.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(b.b.handle))
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     graph.launch(b.a)
     b.device.synchronize()
 
@@ -193,8 +189,7 @@ def the_host_writes_pageable_memory_that_a_graph_reads(b: Bench, right: bool) ->
     with b.a.capture() as graph:
         b.raw("cuMemcpyHtoDAsync", x.address, source.ctypes.data, SIZE, cuda.CUstream(b.a._raw))
     b.keep(graph).launch(b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     source[:] = 2
     b.a.synchronize()
 

@@ -62,8 +62,7 @@ class Mapped:
 def unmapped_while_a_stream_writes(b: Bench, right: bool) -> None:
     memory = Mapped(b)
     b.at(memory.at[0], b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     memory.unmap(memory.at[0])
 
 
@@ -97,8 +96,7 @@ def the_middle_of_a_range_was_unmapped(b: Bench, right: bool) -> None:
 def two_mappings_of_the_same_bytes(b: Bench, right: bool) -> None:
     memory = Mapped(b, count=2)
     b.at(memory.at[0], b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.at(memory.at[1], b.b)
 
 
@@ -120,8 +118,7 @@ def a_mapping_of_a_handle_that_was_imported(b: Bench, right: bool) -> None:
         one.released = False
         one.map(one.at[0])
     b.at(first.at[0], b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.at(second.at[0], b.b)
 
 
@@ -134,8 +131,7 @@ def a_mapping_of_a_handle_that_was_retained(b: Bench, right: bool) -> None:
     memory.grant(other)
     b.raw("cuMemRelease", retained)
     b.at(memory.at[0], b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.at(other, b.b)
     b.device.synchronize()
     b.raw("cuMemUnmap", other, PAGE)
@@ -188,8 +184,7 @@ def pinned_memory_freed_while_it_is_copied_to(b: Bench, right: bool) -> None:
     address = b.raw("cuMemHostAlloc", 64, 0)
     x = b.new(b.a, 64)
     b.raw("cuMemcpyAsync", address, x.address, 64, cuda.CUstream(b.a.handle))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.raw("cuMemFreeHost", address)
 
 
@@ -200,8 +195,7 @@ def host_memory_unregistered_while_it_is_copied_from(b: Bench, right: bool) -> N
     b.raw("cuMemHostRegister", address, 4096, 0)
     x = b.new(b.a)
     b.raw("cuMemcpyAsync", x.address, address, 4096, cuda.CUstream(b.a.handle))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.raw("cuMemHostUnregister", address)
 
 
@@ -260,8 +254,7 @@ def an_array_is_left(b: Bench, right: bool) -> None:
 def access_is_taken_away_from_a_stream_that_works(b: Bench, right: bool) -> None:
     memory = Mapped(b)
     b.at(memory.at[0], b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     memory.grant(memory.at[0], 0)
 
 

@@ -150,8 +150,7 @@ def a_graph_within_a_graph(b: Bench, right: bool) -> None:
     inner.fill(x.address)
     outer.add("ChildGraph", [], inner.handle)
     outer.launch(b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.read(x, b.b)
 
 
@@ -193,8 +192,7 @@ def the_node_between_two_was_destroyed(b: Bench, right: bool) -> None:
     last = graph.fill(x.address, middle)
     b.raw("cuGraphDestroyNode", middle)
     graph.launch(b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     x.fill(2, b.b)
     b.done(x, y)
     assert last

@@ -27,8 +27,7 @@ def pinned_memory_is_written_while_it_is_copied(b: Bench, right: bool) -> None:
     address = b.word()
     x = b.new(b.a, 64)
     b.raw("cuMemcpyAsync", x.address, address, 64, cuda.CUstream(b.a.handle))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.driver.used(address, 64, None, True)
 
 
@@ -56,8 +55,7 @@ def per_thread_streams_of_two_threads(b: Bench, right: bool) -> None:
 
     def other() -> None:
         b.write(x, b.device.per_thread_stream)
-        if right:
-            b.device.per_thread_stream.synchronize()
+        b.wait(b.device.per_thread_stream, right)
 
     _in_thread(other)
     b.write(x, mine)
@@ -69,8 +67,7 @@ def work_of_another_thread(b: Bench, right: bool) -> None:
 
     def other() -> None:
         b.write(x, b.b)
-        if right:
-            b.b.synchronize()
+        b.wait(b.b, right)
 
     _in_thread(other)
     b.write(x, b.c)
@@ -96,8 +93,7 @@ def a_new_stream_knows_what_the_host_knows(b: Bench, right: bool) -> None:
     x = b.ready()
     b.write(x, b.a)
     early = b.stream()
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.write(x, early)
 
 
@@ -124,8 +120,7 @@ def a_host_function_holds_a_stream(b: Bench, right: bool) -> None:
     b.b.launch_host_func(lambda: go.wait(10) and None)
     b.write(x, b.b)
     b.write(x, b.c)
-    if right:
-        b.c.synchronize()
+    b.wait(b.c, right)
     go.set()
     b.b.synchronize()
 
@@ -189,8 +184,7 @@ def threads_one_after_the_other_have_streams_of_their_own(b: Bench, right: bool)
     def work() -> None:
         stream = b.device.per_thread_stream
         x.fill(1, stream)
-        if right:
-            stream.synchronize()
+        b.wait(stream, right)
 
     for _ in range(2):
         thread = threading.Thread(target=work)
@@ -305,8 +299,7 @@ def freed_elsewhere_while_a_gate_holds_the_use(b: Bench, right: bool) -> None:
     gate = b.word()
     b.raw("cuStreamWaitValue32", cuda.CUstream(b.a.handle), gate, 1, 0)
     b.write(x, b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     x.free(b.b)
     ctypes.c_uint32.from_address(gate).value = 1
     b.device.synchronize()

@@ -16,8 +16,7 @@ from tests.support import KEEP
 @hazard("use before allocation")
 def used_on_another_stream_at_once(b: Bench, right: bool) -> None:
     x = b.new(b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.write(x, b.b)
 
 
@@ -35,8 +34,7 @@ def an_event_query_of_another_event(b: Bench, right: bool) -> None:
 def the_host_uses_pinned_memory_of_a_pool_too_early(b: Bench, right: bool) -> None:
     with sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.host_numa(0)), driver=b.driver) as pool:
         x = pool.allocate(SIZE, b.a)
-        if right:
-            b.a.synchronize()
+        b.wait(b.a, right)
         x.used(on_host=True)
         b.done(x)
 
@@ -47,8 +45,7 @@ def the_host_uses_pinned_memory_of_a_pool_too_early(b: Bench, right: bool) -> No
 @hazard("free before allocation")
 def freed_on_another_stream_at_once(b: Bench, right: bool) -> None:
     x = b.new(b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     x.free(b.b)
 
 
@@ -57,8 +54,7 @@ def freed_while_another_stream_reads(b: Bench, right: bool) -> None:
     x = b.new(b.a)
     b.order(b.a, b.b)
     b.read(x, b.b)
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     x.free()
 
 
@@ -66,8 +62,7 @@ def freed_while_another_stream_reads(b: Bench, right: bool) -> None:
 def freed_at_once_while_in_use(b: Bench, right: bool) -> None:
     address = int(b.raw("cuMemAllocFromPoolAsync", SIZE, cuda.CUmemoryPool(b.pool.handle), cuda.CUstream(b.a.handle)))
     b.at(address, b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.raw("cuMemFree", address)
 
 
@@ -254,8 +249,7 @@ def an_exception_leaves_the_block(b: Bench, right: bool) -> None:
     with contextlib.suppress(KeyError), b.new(b.a) as x:
         b.order(b.a, b.b)
         x.fill(1, b.b)
-        if right:
-            b.b.synchronize()
+        b.wait(b.b, right)
         raise KeyError
 
 
@@ -264,8 +258,7 @@ def dropped_while_another_stream_works(b: Bench, right: bool) -> None:
     x = b.pool.allocate(SIZE, b.a)
     b.order(b.a, b.b)
     b.write(x, b.b)
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     del x
     gc.collect()
     b.device.synchronize()
@@ -315,8 +308,7 @@ def a_pool_is_taken_away_from_a_peer_that_works(b: Bench, right: bool) -> None:
     x = b.ready()
     with peer.create_stream() as stream:
         x.used(stream)
-        if right:
-            stream.synchronize()
+        b.wait(stream, right)
         b.pool.set_access(peer, sa.MemAccess.NONE)
         stream.synchronize()
 

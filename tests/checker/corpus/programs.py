@@ -64,8 +64,7 @@ def a_loader_waits_for_the_other_slot(b: Bench, right: bool) -> None:
 def computed_before_the_batch_is_there(b: Bench, right: bool) -> None:
     batch, memory = Host(b), b.ready()
     batch.to(memory.address, b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.read(memory, b.b)
 
 
@@ -76,8 +75,7 @@ def the_next_batch_overwrites_the_one_in_use(b: Bench, right: bool) -> None:
         batch.to(memory.address, b.a)
         b.order(b.a, b.b)
         b.read(memory, b.b)
-        if right:
-            b.order(b.b, b.a)
+        b.order(b.b, b.a, right)
 
 
 @hazard("race")
@@ -101,8 +99,7 @@ def a_batch_is_freed_on_the_stream_that_loaded_it(b: Bench, right: bool) -> None
     batch.fill(1, b.a)
     b.order(b.a, b.b)
     b.read(batch, b.b)
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     batch.free(b.a)
 
 
@@ -141,8 +138,7 @@ def an_array_is_registered_and_read_at_once(b: Bench, right: bool) -> None:
     at = array.ctypes.data
     b.raw("cuMemHostRegister", at, array.nbytes, 0)
     b.raw("cuMemcpyDtoHAsync", at, memory.address, SIZE, cuda.CUstream(b.a.handle))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.driver.used(at, SIZE, None, False)
     b.device.synchronize()
     b.raw("cuMemHostUnregister", at)
@@ -204,8 +200,7 @@ def one_of_two_parts_is_waited_for(b: Bench, right: bool) -> None:
     b.write(memory[:1024], b.a)
     b.write(memory[1024:2048], b.b)
     b.order(b.a, b.c)
-    if right:
-        b.order(b.b, b.c)
+    b.order(b.b, b.c, right)
     b.read(memory[:2048], b.c)
 
 
@@ -215,8 +210,7 @@ def the_way_back_is_not_ordered(b: Bench, right: bool) -> None:
     b.write(memory, b.a)
     b.order(b.a, b.b)
     b.read(memory, b.b)
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     memory.fill(0, b.a)
 
 
@@ -228,8 +222,7 @@ def joined_before_the_second_kernel(b: Bench, right: bool) -> None:
     if not right:
         b.order(b.b, b.a)
     b.write(memory[64:128], b.b)
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     b.read(memory, b.a)
 
 
@@ -277,8 +270,7 @@ def a_worker_hands_back_memory_that_its_stream_uses(b: Bench, right: bool) -> No
 
     def work() -> None:
         b.write(memory, b.b)
-        if right:
-            b.b.synchronize()
+        b.wait(b.b, right)
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
@@ -308,8 +300,7 @@ def freed_after_an_event_between_two_uses(b: Bench, right: bool) -> None:
 def a_view_outlives_its_buffer(b: Bench, right: bool) -> None:
     memory = b.ready()
     b.at(memory.address + 1024, b.b, write=False, nbytes=16)
-    if right:
-        b.order(b.b, b.a)
+    b.order(b.b, b.a, right)
     memory.free(b.a)
 
 
@@ -388,8 +379,7 @@ def two_graphs_share_a_workspace(b: Bench, right: bool) -> None:
     memory = b.ready()
     one, other = (_captured(b, lambda: memory.fill(1, b.a)) for _ in range(2))
     one.launch(b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     other.launch(b.b)
 
 
@@ -401,16 +391,14 @@ def the_input_of_a_graph_is_replaced_while_it_runs(b: Bench, right: bool) -> Non
         batch.to(given.address, b.b)
         b.order(b.b, b.a)
         graph.launch(b.a)
-        if right:
-            b.order(b.a, b.b)
+        b.order(b.a, b.b, right)
 
 
 @hazard("free racing a use")
 def memory_of_a_graph_is_freed_beside_its_launch(b: Bench, right: bool) -> None:
     memory = b.ready()
     _captured(b, lambda: memory.fill(1, b.a)).launch(b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     memory.free(b.b)
 
 
@@ -441,8 +429,7 @@ def a_graph_copies_into_what_the_host_reads(b: Bench, right: bool) -> None:
     result, memory = Host(b), b.ready()
     graph = _captured(b, lambda: result.back(memory.address, b.a))
     graph.launch(b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     result.used()
 
 
@@ -454,8 +441,7 @@ def a_page_is_mapped_elsewhere_beside_a_kernel(b: Bench, right: bool) -> None:
     mapped = Mapped(b)
     (at,) = mapped.at
     b.at(at, b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     mapped.unmap(at)
     b.device.synchronize()
     mapped.map(at)
@@ -465,8 +451,7 @@ def a_page_is_mapped_elsewhere_beside_a_kernel(b: Bench, right: bool) -> None:
 def an_alias_is_written_while_the_page_is_read(b: Bench, right: bool) -> None:
     one, other = Mapped(b, count=2).at
     b.at(one, b.a, write=False)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.at(other, b.b)
 
 
@@ -486,8 +471,7 @@ def a_peer_reads_before_the_copy_is_there(b: Bench, right: bool) -> None:
         memory, source = pool.allocate(SIZE, theirs), b.ready()
         theirs.synchronize()
         source.copy_to(memory, b.a)
-        if right:
-            b.order(b.a, theirs)
+        b.order(b.a, theirs, right)
         memory.used(theirs, write=False)
         b.a.synchronize()
         theirs.synchronize()

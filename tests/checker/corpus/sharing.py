@@ -42,8 +42,7 @@ def exported_while_it_is_filled(b: Bench, right: bool) -> None:
     shared = Imported(b)
     x = shared.pool.allocate(SIZE, b.a)
     x.fill(1)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.raw("cuMemPoolExportPointer", x.address)
     b.done(x)
 
@@ -153,8 +152,7 @@ def reduced_while_a_replica_is_written(b: Bench, right: bool) -> None:
 def unbound_while_the_object_is_written(b: Bench, right: bool) -> None:
     team = Team(b)
     multimem_st(b.a, team.view, np.ones(64, np.uint32))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.raw("cuMulticastUnbind", cuda.CUmemGenericAllocationHandle(team.object.handle), 0, 0, PAGE)
     memory = cuda.CUmemGenericAllocationHandle(team.memories[0].handle)
     b.device.synchronize()
@@ -169,8 +167,7 @@ def the_object_is_unmapped_while_it_is_written(b: Bench, right: bool) -> None:
     given = sa.MemAccessDesc(sa.MemLocation.device(0), sa.MemAccess.READWRITE).to_driver()
     b.raw("cuMemSetAccess", at, PAGE, [given], 1)
     multimem_st(b.a, at, np.ones(64, np.uint32))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.raw("cuMemUnmap", at, PAGE)
     b.device.synchronize()
     b.raw("cuMemAddressFree", at, PAGE)
@@ -204,8 +201,7 @@ def exported_with_an_event_of_another_stream(b: Bench, right: bool) -> None:
 def plain_memory_is_exported_while_it_is_filled(b: Bench, right: bool) -> None:
     address = int(b.raw("cuMemAlloc", SIZE))
     b.raw("cuMemsetD8Async", address, 1, SIZE, cuda.CUstream(b.a.handle))
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     b.raw("cuIpcGetMemHandle", address)
     b.device.synchronize()
     b.raw("cuMemFree", address)
@@ -217,8 +213,7 @@ def physical_memory_is_exported_while_it_is_written(b: Bench, right: bool) -> No
     memory = b.keep(vmm.PhysicalMemory(b.device, PAGE, handle_types=_POSIX))
     addresses.map(memory, access=b.device)
     b.at(addresses.address, b.a)
-    if right:
-        b.a.synchronize()
+    b.wait(b.a, right)
     handle = cuda.CUmemGenericAllocationHandle(memory.handle)
     os.close(int(b.raw("cuMemExportToShareableHandle", handle, _FILE, 0)))
     b.device.synchronize()
@@ -244,8 +239,7 @@ def two_imports_of_one_file(b: Bench, right: bool) -> None:
         b.raw("cuMemMap", at + number * PAGE, PAGE, 0, handle, 0)
     b.raw("cuMemSetAccess", at, 2 * PAGE, [given], 1)
     b.at(at, b.a)
-    if right:
-        b.order(b.a, b.b)
+    b.order(b.a, b.b, right)
     b.at(at + PAGE, b.b)
     b.device.synchronize()
     b.raw("cuMemUnmap", at, 2 * PAGE)
