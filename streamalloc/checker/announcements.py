@@ -1,12 +1,10 @@
 """Announcements between the checkers of several processes: open imports, and work on exported memory that is not
 complete. All checkers of a user share one directory.
 
-Each open import of an allocation is a file, named by the export data and the importing process. The next reader removes
-the files of ended processes.
-
-Each announcing process has a *board*: a file of fixed entries that all checkers of a user can read. An entry is either
-an *event*, with the number of its recordings, or a *post*. A post announces an export that is not complete, or a later
-use of a part of shared memory by the exporter or an importer.
+Each announcing process has a *board*: a file of fixed entries that all checkers of a user can read. The next reader
+removes the boards of ended processes. An entry is an *event*, with the number of its recordings, an open *import* of an
+allocation, or a *post*. A post announces an export that is not complete, or a later use of a part of shared memory by
+the exporter or an importer.
 
 A post names the event recordings that other processes may wait for. It is removed once the host has waited for the
 work, because the host may then notify others in ways that no checker sees. It is also removed when a stream writes a
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import os
 import secrets
 import tempfile
@@ -31,19 +28,9 @@ import numpy as np
 
 from streamalloc.driver.processes import alive
 
-_numbers = itertools.count()
-
 
 def _path() -> str:
     return os.path.join(tempfile.gettempdir(), f"streamalloc-checker-{os.getuid()}")
-
-
-def directory() -> Path:
-    """The directory, which only this user can read."""
-    found = Path(_path())
-    with contextlib.suppress(FileExistsError):
-        found.mkdir(mode=0o700)
-    return found
 
 
 def digest(exported: bytes) -> bytes:
@@ -51,38 +38,10 @@ def digest(exported: bytes) -> bytes:
     return hashlib.sha256(exported).hexdigest()[:32].encode()
 
 
-def add_import(exported: bytes) -> Path | None:
-    """Add a file for an import by this process; returns None if the directory is not writable."""
-    path = directory() / f"{digest(exported).decode()}-{os.getpid()}-{next(_numbers)}"
-    try:
-        path.touch()
-    except OSError:
-        return None
-    return path
-
-
-def remove_import(entry: Path) -> None:
-    """Remove an entry."""
-    with contextlib.suppress(OSError):
-        entry.unlink()
-
-
-def importers(exported: bytes) -> list[int]:
-    """The other processes that have an import of this export data."""
-    found = []
-    for entry in directory().glob(f"{digest(exported).decode()}-*"):
-        process = int(entry.name.split("-")[1])
-        if process == os.getpid():
-            continue
-        if alive(process):
-            found.append(process)
-        else:
-            remove_import(entry)
-    return sorted(set(found))
-
-
-EVENTS, POSTS = 256, 768
-"""Entries of a board for events, and for posts."""
+EVENTS, POSTS = 1024, 768
+"""Entries of a board for events and imports, and for posts."""
+IMPORT = b"import"
+"""End of the name of an import, after the export data."""
 COVERS = 4
 """Recordings that a post names at most."""
 _ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("covers", "u8", (COVERS, 2))])
@@ -127,22 +86,24 @@ class Board:
         """Whether other processes can read the board; False if the directory is not writable."""
         if self._entries is None:
             with contextlib.suppress(OSError):
-                path = _folder() / f"{os.getpid()}-{secrets.token_hex(4)}"
+                folder = Path(_path())
+                folder.mkdir(mode=0o700, exist_ok=True)
+                path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
                 self._entries = np.asarray(np.memmap(path, _ENTRY, "w+", shape=EVENTS + POSTS))
                 self.close = weakref.finalize(self, _unlink, path, os.getpid())
         return self._entries is not None
 
     def add_event(self) -> int | None:
-        """Return the index of a new event; None if the board is full."""
+        """Return the index of a new event or import; None if the board is full."""
         return self._free.pop() if self._free else None
 
     def drop_event(self, index: int) -> None:
-        """Remove the name of a destroyed event. The next event at this index continues its number."""
+        """Remove an event or import. The next event at this index continues the number of recordings."""
         self._entries["name"][index] = b""
         self._free.insert(0, index)
 
     def name_event(self, index: int, name: bytes) -> None:
-        """Set the name by which other processes look up an event."""
+        """Set the name by which other processes look up an event or import."""
         self._entries["name"][index] = digest(name)
 
     def record(self, index: int) -> int:
@@ -206,15 +167,9 @@ _boards: dict[str, Any] = {}
 """Boards of other processes by file name."""
 
 
-def _folder() -> Path:
-    found = directory() / "boards"
-    found.mkdir(mode=0o700, exist_ok=True)
-    return found
-
-
 def _look() -> None:
     """Map the boards of other live processes, and remove those of ended processes."""
-    folder, there = os.path.join(_path(), "boards"), set()
+    folder, there = _path(), set()
     for name in os.listdir(folder):
         if name in _boards:
             there.add(name)
@@ -247,6 +202,11 @@ def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEnt
 def events_of(name: bytes) -> list[BoardEntry]:
     """Entries of other processes for an event, found by its export data."""
     return [found for _, found in _find((name,), posts=False)]
+
+
+def importers(exported: bytes) -> list[int]:
+    """The other processes that have an import of this export data."""
+    return sorted({one.process for one in events_of(exported + IMPORT) if alive(one.process)})
 
 
 def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:

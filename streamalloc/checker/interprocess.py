@@ -17,7 +17,6 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from streamalloc.checker import announcements
@@ -89,8 +88,8 @@ class Interprocess:
         """Exported memory by its export data."""
         self.names: dict[Range, bytes] = {}
         """Export data of exported and imported memory."""
-        self.entries: dict[Range, Path] = {}
-        """File of each open import, see :func:`announcements.add_import`."""
+        self.entries: dict[Range, int] = {}
+        """Entry of each open import on the board."""
         self.leaving: dict[Range, TrackedStream] = {}
         """Streams of the pending frees of imports."""
         self.uses: dict[Range, list[_Use]] = {}
@@ -116,18 +115,19 @@ class Interprocess:
 
     def begins_import(self, range_: Range, exported: bytes) -> None:
         """Tell other processes of an import, by its export data."""
-        entry = announcements.add_import(exported)
-        if entry is None:
+        index = self.board.add_event() if self.board.is_open() else None
+        if index is None:
             self._untold()
         else:
-            self.entries[range_] = entry
+            self.board.name_event(index, exported + announcements.IMPORT)
+            self.entries[range_] = index
 
     def import_ended(self, range_: Range) -> None:
         """Remove the entry of an import."""
         self.leaving.pop(range_, None)
-        entry = self.entries.pop(range_, None)
-        if entry is not None:
-            announcements.remove_import(entry)
+        index = self.entries.pop(range_, None)
+        if index is not None:
+            self.board.drop_event(index)
 
     def notifies(self, stream: TrackedStream) -> None:
         """Record that a stream notifies other processes of its queued work, including frees of imports."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -73,61 +73,61 @@ class Executable:
     """End of the latest launch."""
 
 
+@dataclass(eq=False)
 class State:
     """All that is known of a driver. Its recorder guards it by a lock."""
 
-    def __init__(self, driver: Any, on_hazard: Callable[[Hazard], None], uninitialized: bool = False) -> None:
-        self.on_hazard: Callable[[Hazard], None] = on_hazard
-        self.uninitialized: bool = uninitialized
-        """Whether to report reads of unwritten memory."""
-        self.unseen_upto: int = -1
-        """Highest number of memory that a kernel without declared uses may have written."""
+    driver: InitVar[Any]
+    on_hazard: Callable[[Hazard], None]
+    uninitialized: bool = False
+    """Whether to report reads of unwritten memory."""
+    unseen_upto: int = -1
+    """Highest number of memory that a kernel without declared uses may have written."""
+    account: HandleCounts = field(default_factory=HandleCounts)
+    reserved: AddressMap = field(default_factory=AddressMap)
+    """Address ranges of ``cuMemAddressReserve``."""
+    # Objects by handle.
+    events: dict[int, TrackedEvent] = field(default_factory=dict)
+    graphs: dict[int, TrackedGraph] = field(default_factory=dict)
+    executables: dict[int, Executable] = field(default_factory=dict)
+    host_calls: dict[int, Any] = field(default_factory=dict)
+    """Host functions by the pointer passed to the driver (``HostCall``)."""
+    physical: dict[int, TrackedMemory] = field(default_factory=dict)
+    arrays: dict[int, TrackedArray] = field(default_factory=dict)
+    array_end: int = _ARRAYS
+    variables: dict[int, list[Range]] = field(default_factory=dict)
+    """Variables by the handle of their module."""
+    primary: dict[int, int] = field(default_factory=dict)
+    """Primary context by device."""
+    access: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Access of devices to the plain memory of each context."""
+    pools: dict[int, dict[int, int] | None] = field(default_factory=dict)
+    """Access of devices by pool handle; None: all have access."""
+    host_pools: set[int] = field(default_factory=set)
+    """Pools of host memory."""
+    current_pools: dict[int, int] = field(default_factory=dict)
+    """Current pool by device."""
+
+    def __post_init__(self, driver: Any) -> None:
         # Order.
-        self.ask: Questions = Questions(driver)
-        self.timeline: Timeline = Timeline()
+        self.ask = Questions(driver)
+        self.timeline = Timeline()
         self.notes = self.timeline.notes
-        self.streams: Streams = Streams(self.ask, self.timeline)
-        self.place: Callable[..., Stack] = self.streams.place
-        """Returns the place of the present call in the program."""
-        self.notes.place = partial(self.place, 1)
-        self.context, self.thread = self.streams.context, self.streams.thread
+        self.streams = Streams(self.ask, self.timeline)
+        self.judge = Judge(self.timeline, self.on_hazard, self.timeline.published)
+        # The present call.
+        self.place, self.context, self.thread = self.streams.place, self.streams.context, self.streams.thread
         self.stream, self.capture_of = self.streams.find, self.streams.capture_of
-        self.judge: Judge = Judge(self.timeline, on_hazard, self.timeline.published)
+        self.notes.place = partial(self.place, 1)
         # Memory by address.
-        self.account: HandleCounts = HandleCounts()
-        self.addresses: AddressMap = AddressMap(self.notes)
-        self.reserved: AddressMap = AddressMap()
-        """Address ranges of ``cuMemAddressReserve``."""
-        self.types: ElementTypes = ElementTypes(self.addresses, self.judge, self.place)
-        self.sources: QueuedSources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)
-        # What orders streams.
-        self.values: WaitValues = WaitValues(self.timeline, self.addresses, self.ask.is_host_memory)
-        self.events: dict[int, TrackedEvent] = {}
-        self.interprocess: Interprocess = Interprocess(
-            self.timeline, self.addresses, self.values, self.events, self.judge
-        )
-        # Objects by handle.
-        self.graphs: dict[int, TrackedGraph] = {}
-        self.executables: dict[int, Executable] = {}
-        self.host_calls: dict[int, Any] = {}
-        """Host functions by the pointer passed to the driver (``HostCall``)."""
-        self.physical: dict[int, TrackedMemory] = {}
+        self.addresses = AddressMap(self.notes)
+        self.types = ElementTypes(self.addresses, self.judge, self.place)
+        self.sources = QueuedSources(self.timeline, self.streams.foreign, self.judge, self.place)
+        # Values in memory, and other processes.
+        self.values = WaitValues(self.timeline, self.addresses, self.ask.is_host_memory)
+        self.interprocess = Interprocess(self.timeline, self.addresses, self.values, self.events, self.judge)
         self.files: OpenFiles[TrackedMemory] = OpenFiles(self.notes)
         """Exported and imported physical memory, by open file."""
-        self.arrays: dict[int, TrackedArray] = {}
-        self.array_end: int = _ARRAYS
-        self.variables: dict[int, list[Range]] = {}
-        """Variables by the handle of their module."""
-        self.primary: dict[int, int] = {}
-        """Primary context by device."""
-        self.access: dict[int, dict[int, int]] = {}
-        """Access of devices to the plain memory of each context."""
-        self.pools: dict[int, dict[int, int] | None] = {}
-        """Access of devices by pool handle; None: all have access."""
-        self.host_pools: set[int] = set()
-        """Pools of host memory."""
-        self.current_pools: dict[int, int] = {}
-        """Current pool by device."""
 
     def look(self) -> None:
         """Read the awaited values in host memory, and query the work of other libraries: both change without a call."""
