@@ -490,11 +490,10 @@ def _aside_of(device: Device) -> Stream:
 class Ledger:
     """Memory by address, for libraries whose callbacks pass only addresses."""
 
-    __slots__ = ("_held", "_last", "sources")
+    __slots__ = ("_held", "sources")
 
     def __init__(self, sources: Sources) -> None:
         self.sources: Sources = sources
-        self._last = sources.last
         self._held: dict[int, tuple[Memory, int, int]] = {}
         """Memory by address, with the thread and the stream's handle of its allocation."""
 
@@ -503,11 +502,7 @@ class Ledger:
 
     def allocate(self, nbytes: int, ordinal: int, handle: int, owner: object = None, *, in_capture: bool = True) -> int:
         """Allocate by :meth:`Sources.allocate`, keep the memory, and return its address."""
-        used = self._last.get(ordinal)
-        if used is not None and used[0] == handle and used[1] is owner and in_capture:
-            memory = used[3](nbytes, used[2])
-        else:
-            memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
+        memory = self.sources.allocate(nbytes, ordinal, handle, owner, in_capture=in_capture)
         address = memory.address
         if address:
             self._held[address] = memory, this_thread.number, handle
