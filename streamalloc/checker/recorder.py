@@ -100,6 +100,8 @@ class Recorder:
         A call of a finaliser that ran at the end of the previous record is recorded first, because it came before this
         call.
         """
+        # A finaliser may run between any two lines of a step, on this very thread, and free memory by a driver call.
+        # The lock is reentrant, so that it does not wait for itself; its record waits, as the state is half changed.
         with self._lock:
             self._recording = threading.get_ident()
             try:

@@ -1,4 +1,10 @@
-"""Uses of memory, and waits of the host."""
+"""Uses of memory by streams and by the host, and waits of the host: what the rules of several calls share.
+
+A use is queued by the call (:func:`queue_use`) and judged when its stream runs it (:func:`touch`). The two moments
+differ if the stream waits for something that has not happened: a value, a host function, an event behind these. Judged
+at the call, the use would miss the order that the wait gives. The host may free or write the memory meanwhile, so
+queued uses are recorded separately (:func:`held`, ``QueuedSources``).
+"""
 
 from __future__ import annotations
 
@@ -69,7 +75,7 @@ def kernel_name(state: State, call: str, function: Any = 0, *_: Any) -> str:
 
 
 def kernel_nodes(state: State, call: str, stack: Stack, where: str, runs: bool, *launch: Any) -> list[TrackedNode]:
-    """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. See :meth:`check_extent`."""
+    """The nodes of a kernel launch: one for its plain uses, one for its atomic ones. See :func:`check_extent`."""
     what, uses = kernel_name(state, call, *launch), kernel_uses(state, *launch)
     if uses is None:
         return [TrackedNode("use", what, stack, kernel=True, unseen=Unseen(_named(state, *launch[1:])))]
@@ -141,6 +147,7 @@ def wait_for_device(state: State) -> None:
 
 
 def all_pieces(state: State, touched: Iterable[Touch]) -> Pieces:
+    """The ranges behind addresses, freed ones included."""
     return [(piece, write) for at, size, write in touched for piece in state.addresses.pieces(number_of(at), int(size))]
 
 
@@ -185,7 +192,7 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
 
 
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
-    """Report a kernel that goes beyond its memory. For copies and fills, the driver refuses this itstate.
+    """Report a kernel that goes beyond its memory. For copies and fills, the driver refuses this itself.
 
     ``runs`` is False for a kernel in a graph, because memory may be mapped before the launch.
     """

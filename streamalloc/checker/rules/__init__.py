@@ -1,1 +1,1 @@
-"""The rules of all driver calls, by area; :mod:`.all_calls` lists them by name."""
+"""The rules of all driver calls, by area; :mod:`.table` lists them by name."""
