@@ -17,10 +17,9 @@ import streamalloc.core.resource
 
 if TYPE_CHECKING:
     from streamalloc import driver, interop, ipc, multicast, observing, plots, testing, traces, vmm
-    from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags, MulticastObjectProp
     from streamalloc.core.buffer import Buffer, GraphBuffer
     from streamalloc.core.capabilities import Capabilities
-    from streamalloc.core.copy_batches import CopyOptions, copy_batch
+    from streamalloc.core.copies import CopyOptions, copy_batch
     from streamalloc.core.device import Device, MemoryInfo
     from streamalloc.core.errors import (
         AddressSpaceError,
@@ -47,21 +46,24 @@ if TYPE_CHECKING:
         SystemNotReadyError,
     )
     from streamalloc.core.event import Event
-    from streamalloc.core.fd import Fd
     from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
-    from streamalloc.core.managed import MemRangeAttributes
     from streamalloc.core.memory import BufferView, Memory, TypedView
+    from streamalloc.core.memory_base import MemRangeAttributes
     from streamalloc.core.properties import (
         MemAccess,
         MemAccessDesc,
         MemAdvise,
+        MemAllocationProp,
         MemAllocationType,
+        MemAllocFlags,
         MemHandleType,
         MemLocality,
         MemLocation,
         MemLocationType,
         MemPoolProps,
+        MulticastObjectProp,
     )
+    from streamalloc.core.resource import Fd
     from streamalloc.core.stream import Stream, StreamLike
     from streamalloc.driver import DriverNotFoundError, ForkedProcessError
     from streamalloc.observing import Observer, observe
@@ -173,7 +175,7 @@ _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "tes
 _NAMES_BY_MODULE = {
     "core.buffer": "Buffer GraphBuffer",
     "core.capabilities": "Capabilities",
-    "core.copy_batches": "CopyOptions copy_batch",
+    "core.copies": "CopyOptions copy_batch",
     "core.device": "Device MemoryInfo",
     "core.errors": (
         "AddressSpaceError CaptureError ClosedError CudaError DeviceLostError EvictedError InUseError "
@@ -181,16 +183,15 @@ _NAMES_BY_MODULE = {
         "NotInitializedError NotPermittedError NotReadyError NotSupportedError OutOfMemoryError PeerAccessError "
         "PendingFreesWarning StaleDescriptorError StillImportedError SystemNotReadyError"
     ),
-    "core.fd": "Fd",
     "core.graph": "Graph GraphMemory GraphMemoryStatistics",
-    "core.managed": "MemRangeAttributes",
+    "core.memory_base": "MemRangeAttributes",
     "core.memory": "BufferView Memory TypedView",
-    "core.allocation_properties": "MemAllocFlags MemAllocationProp MulticastObjectProp",
     "core.properties": (
-        "MemAccess MemAccessDesc MemAdvise MemAllocationType MemHandleType MemLocality MemLocation MemLocationType "
-        "MemPoolProps"
+        "MemAccess MemAccessDesc MemAdvise MemAllocFlags MemAllocationProp MemAllocationType MemHandleType MemLocality "
+        "MemLocation MemLocationType MemPoolProps MulticastObjectProp"
     ),
     "core.event": "Event",
+    "core.resource": "Fd",
     "core.stream": "Stream StreamLike",
     "driver": "DriverNotFoundError ForkedProcessError",
     "observing": "Observer observe",

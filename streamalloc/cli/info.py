@@ -20,9 +20,9 @@ from streamalloc import ipc, vmm
 from streamalloc.cli.machine import POSIX, Chosen, cuda_version
 from streamalloc.cli.terminal import Terminal, add_json_argument, plural
 from streamalloc.cli.worker import Worker, WorkerBase, WorkerError, read
-from streamalloc.core.allocation_properties import MemAllocFlags
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import address_space_limit, imex_channels, missing_for
+from streamalloc.core.properties import MemAllocFlags
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
 from streamalloc.multicast import MulticastObject

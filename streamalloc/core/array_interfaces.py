@@ -1,25 +1,129 @@
 """Array interfaces of memory: numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack.
 
-The CUDA array interface and DLPack have a fast path (:mod:`streamalloc.core.session`) for memory whose
-:attr:`MemoryBase._ptr` is set. :mod:`streamalloc.core.dlpack` makes the capsules.
+A DLPack capsule's deleter must be C code, because consumers may call it while an exception is being raised, and a
+Python callback fails then. numpy has such a deleter. If an array came from a DLPack capsule, numpy exports it and every
+slice with the device of that capsule. So each device has one array of all addresses, a window, which is never released.
+A slice of the window that keeps the memory alive is exported. The window's elements are never read or written.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from streamalloc.core import dlpack
 from streamalloc.core.memory_base import MemoryBase
 from streamalloc.core.stream import LEGACY, Stream, order_handle_after
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_cuda_windows = dlpack.cuda_windows
+# DLDeviceType of dlpack.h.
+_CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
+_NAME = b"dltensor_versioned"
+_UINT = 1
+_ADDRESSES = 2**63 - 1
+
+
+class Tensor(ctypes.Structure):
+    """``DLTensor`` of ``dlpack.h``, the first member of ``DLManagedTensor``."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """``DLManagedTensorVersioned`` of ``dlpack.h``. It has no deleter, because it is never deleted."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("dl_tensor", Tensor),
+    )
+
+
+_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
+class _Everything:
+    """DLPack exporter of a managed tensor. Its device is pinned host memory, because NumPy imports no GPU memory."""
+
+    def __init__(self, managed: _Managed) -> None:
+        self._managed = managed
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_CUDA_HOST, 0)
+
+    def __dlpack__(self, **_: object) -> Any:
+        return _new_capsule(ctypes.addressof(self._managed), _NAME, None)
+
+
+class Window(np.ndarray[Any, Any]):
+    """All addresses of one device as an array of bytes: the byte at ``address`` is ``window[address - 1]``.
+
+    The attribute ``memory`` of a slice keeps the memory alive.
+    """
+
+    __slots__ = ("memory",)
+
+    memory: object
+
+
+_windows: dict[tuple[int, int], Window] = {}
+_cuda_windows: dict[int | None, Window] = {}
+"""Windows of GPUs, by ordinal."""
+
+
+def _window(device: tuple[int, int]) -> Window:
+    """The window of a DLPack device, which is a pair of type and number."""
+    found = _windows.get(device)
+    if found is None:
+        # From address 1: for an array at address 0, numpy would allocate memory.
+        shape = (ctypes.c_int64 * 1)(_ADDRESSES)
+        managed = _Managed(1, 0, None, None, 0, Tensor(1, _CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # for ever: modules go before arrays do at exit
+        made = np.from_dlpack(_Everything(managed)).view(Window)
+        managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
+        found = _windows.setdefault(device, made)
+        if device[0] == _CUDA:
+            _cuda_windows[device[1]] = found
+    return found
+
+
+def _exported(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> Any:
+    """Return a byte array that keeps ``memory`` alive and that DLPack exports with ``device``."""
+    first = (address or 1) - 1
+    made: Any = _window(device)[first : first + nbytes]
+    made.memory = memory
+    return made
+
+
+def tensor_in(capsule: object) -> Tensor:
+    """The tensor of a ``dltensor`` capsule; valid while the capsule lives."""
+    return Tensor.from_address(_pointer_in(capsule, b"dltensor"))
+
+
 _WRITABLE = 1  # PyBUF_WRITABLE
 
 
@@ -91,30 +195,13 @@ class Exportable(MemoryBase):
                 and self._ordinal == stream.device.ordinal
                 and stream._session.listener is None
             ):
-                return {
-                    "shape": (self._nbytes,),
-                    "typestr": "|u1",
-                    "data": (int(ptr), False),
-                    "strides": None,
-                    "version": 3,
-                    "stream": stream._number,
-                }
-        return self._cuda_interface_slowly()
-
-    def _cuda_interface_slowly(self) -> dict[str, Any]:
+                return _flat_bytes(self._nbytes, int(ptr), False, stream._number)
         self._check_usable()
         unreadable = self._unreadable()
         if unreadable or not self.device_accessible:
             raise AttributeError(unreadable or f"{self!r} is not accessible from a device")
-        return {
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, self._read_only(on_host=False)),
-            "strides": None,
-            "version": 3,
-            # The interface does not allow 0; 1 is the legacy default stream.
-            "stream": self.stream.handle or 1,
-        }
+        # The interface does not allow 0; 1 is the legacy default stream.
+        return _flat_bytes(self.nbytes, self.address, self._read_only(on_host=False), self.stream.handle or LEGACY)
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -130,10 +217,10 @@ class Exportable(MemoryBase):
     def __dlpack_device__(self) -> tuple[int, int]:
         """The DLPack device type and number."""
         if not self.host_accessible:
-            return (dlpack.CUDA, self.location.id)
+            return (_CUDA, self.location.id)
         if not self.location.on_host:
-            return (dlpack.CUDA_MANAGED, self.stream.device.ordinal)
-        return (dlpack.CUDA_HOST if self.device_accessible else dlpack.CPU, 0)
+            return (_CUDA_MANAGED, self.stream.device.ordinal)
+        return (_CUDA_HOST if self.device_accessible else _CPU, 0)
 
     def __dlpack__(
         self,
@@ -178,7 +265,7 @@ class Exportable(MemoryBase):
             )
         if copy:
             raise BufferError("the memory is shared as it is; copy it on your side")
-        on_host = device[0] == dlpack.CPU
+        on_host = device[0] == _CPU
         # A consumer that names no stream for host-accessible memory, such as NumPy, is the host. It may access the
         # memory at once.
         of_host = on_host or (stream is None and self.host_accessible)
@@ -194,10 +281,15 @@ class Exportable(MemoryBase):
         if of_host:
             self.used(write=False, on_host=True)
         address = self.address if of_host or stream == -1 else self._at
-        part = dlpack.part(self, address, self.nbytes, device)
+        part = _exported(self, address, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False
         return part
+
+
+def _flat_bytes(nbytes: int, address: int, read_only: bool, stream: int) -> dict[str, Any]:
+    data = address, read_only
+    return {"shape": (nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 3, "stream": stream}
 
 
 class _Interface:

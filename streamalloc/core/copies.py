@@ -1,25 +1,29 @@
-"""Fills and copies of memory, and the two sides of a copy.
+"""Fills and copies of memory, the two sides of a copy, and batches of copies.
 
-Both have a fast path (:mod:`streamalloc.core.session`) for memory whose :attr:`MemoryBase._ptr` is set.
+Fills and single copies begin with the plain case: memory whose :attr:`MemoryBase._ptr` is set, and a stream that is
+ready for a direct call.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from streamalloc.core.array_interfaces import cuda_array
-from streamalloc.core.device import Device
+from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.elements import fill_pattern
-from streamalloc.core.errors import error_from
-from streamalloc.core.memory_base import MemoryBase, kinds
+from streamalloc.core.errors import CaptureError, error_from, refused, unsupported
+from streamalloc.core.memory_base import MemoryBase, kinds, refuse_legacy
 from streamalloc.core.places import place_of
+from streamalloc.core.properties import MemLocation, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike, library_stream, queue_handle
-from streamalloc.driver.internal import cuda
+from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle
+from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,9 +68,6 @@ class Copyable(MemoryBase):
                 if result:
                     raise error_from(result, "cuMemsetD8Async", self._access_hint(self._ordered_on(stream)))
                 return
-        self._fill_slowly(value, stream, width)
-
-    def _fill_slowly(self, value: int | bytes | np.generic, stream: StreamLike | None, width: int | None) -> None:
         number, width = fill_pattern(value, width)
         count, rest = divmod(self.nbytes, width)
         if rest or self._at % width:
@@ -101,7 +102,8 @@ class Copyable(MemoryBase):
             The target is none of these, is read-only or not contiguous, or has another size.
         """
         if not _copied(self, target, stream, False):
-            self._copy_slowly(target, self, stream)
+            ordered = self._ordered_on(stream)
+            copy_bytes(CopySide.writable(target, self._session), CopySide.readable(self, self._session), ordered)
 
     def copy_from(self, source: Any, stream: StreamLike | None = None) -> None:
         """Copy all bytes from ``source``, which must have the same size. Otherwise as :meth:`copy_to`.
@@ -111,11 +113,8 @@ class Copyable(MemoryBase):
         graph keeps both alive.
         """
         if not _copied(self, source, stream, True):
-            self._copy_slowly(self, source, stream)
-
-    def _copy_slowly(self, target: Any, source: Any, stream: StreamLike | None) -> None:
-        ordered = self._ordered_on(stream)
-        copy_bytes(CopySide.writable(target, self._session), CopySide.readable(source, self._session), ordered)
+            ordered = self._ordered_on(stream)
+            copy_bytes(CopySide.writable(self, self._session), CopySide.readable(source, self._session), ordered)
 
 
 class CopySide:
@@ -205,7 +204,9 @@ class CopySide:
 
 
 def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bool) -> bool:
-    """Copy by the fast path if it applies; returns whether it did. ``writing``: ``ours`` is the target."""
+    """Make the plain copies, of equal size on one device, by a direct call. Returns False for all others. ``writing``:
+    ``ours`` is the target.
+    """
     ptr, ordinal = ours._ptr, ours._ordinal
     if ptr is None or ordinal is None:
         return False
@@ -299,3 +300,132 @@ def queue_batch(
     pointers = [list(map(cuda.CUdeviceptr, addresses)) for addresses in (targets, sources)]
     settings = list(attributes), list(runs), len(runs)
     session.call("cuMemcpyBatchAsync", *pointers, list(sizes), len(sizes), *settings, raw, hint=hint)
+
+
+_CALL = "cuMemcpyBatchAsync"
+_Order = Literal["stream", "during_api_call", "any"]
+_Overlap = Literal["default", "prefer_overlap_with_compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """Options of a copy of :func:`copy_batch` (``CUmemcpyAttributes``).
+
+    Attributes
+    ----------
+    src_access_order
+        When the source is read: in ``"stream"`` order; ``"during_api_call"``, after which it may change; or at
+        ``"any"`` time until the copy is done.
+    src_location_hint, dst_location_hint
+        Location to assume for managed memory; None for no hint.
+    overlap_mode
+        ``"prefer_overlap_with_compute"`` asks to run beside kernels.
+    """
+
+    src_access_order: _Order = "stream"
+    src_location_hint: Device | MemLocation | None = None
+    dst_location_hint: Device | MemLocation | None = None
+    overlap_mode: _Overlap = "default"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("src_access_order", get_args(_Order)), ("overlap_mode", get_args(_Overlap))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
+        for name in ("src_location_hint", "dst_location_hint"):
+            if getattr(self, name) is not None:
+                location_of(name, getattr(self, name))
+
+    def _to_driver(self, session: Session) -> Any:
+        made = cuda.CUmemcpyAttributes()
+        order = get_args(_Order).index(self.src_access_order) + 1
+        made.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(order)
+        made.flags = get_args(_Overlap).index(self.overlap_mode)
+        for field, hint in (("srcLocHint", self.src_location_hint), ("dstLocHint", self.dst_location_hint)):
+            if hint is not None:
+                place = location_of(field, hint)
+                check_location(session, place)
+                setattr(made, field, place.to_driver())
+        return made
+
+
+def copy_batch(
+    stream: StreamLike,
+    srcs: Sequence[Any],
+    dsts: Sequence[Any],
+    *,
+    options: CopyOptions | Sequence[CopyOptions] | None = None,
+) -> None:
+    """Copy all bytes of each source to its target in one driver call (``cuMemcpyBatchAsync``).
+
+    The copies run after earlier work of the stream, in any order among each other. So no target may be the source of
+    another copy.
+
+    Parameters
+    ----------
+    stream
+        The stream to queue on: not the legacy default stream, and not a captured stream.
+    srcs, dsts
+        Memory as for :meth:`Memory.copy_from` and :meth:`Memory.copy_to`. A target has the size of its source.
+    options
+        One for all copies, or a sequence with one for each; None for the default.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The sequences have different lengths, are empty, or an entry cannot be copied; the message has its index.
+    CaptureError
+        The stream is being captured; use ``copy_to`` there.
+    NotSupportedError
+        The bindings are older than 13.0.
+    """
+    for name, given in (("srcs", srcs), ("dsts", dsts)):
+        if isinstance(given, MemoryBase) or not isinstance(given, Sequence):
+            raise TypeError(f"{name} must be a sequence of memory, not {type(given).__name__}; copy_to makes one copy")
+    if len(srcs) != len(dsts) or not srcs:
+        raise ValueError(f"{len(srcs)} srcs and {len(dsts)} dsts: a batch has as many of both, and at least one")
+    wanted = [options or CopyOptions()] * len(srcs) if options is None or isinstance(options, CopyOptions) else options
+    if len(wanted) != len(srcs):
+        raise ValueError(f"{len(wanted)} options for {len(srcs)} copies")
+    for one in wanted:
+        checked_type("options", one, CopyOptions)
+    if not hasattr(cuda, "CUmemcpyAttributes") or not hasattr(cuda, "cuMemGetDefaultMemPool"):
+        raise unsupported(_CALL, "cuda-bindings 13.0", f"cuda-bindings {BINDINGS_VERSION}")
+    ordered = as_stream(stream, _session_of(stream, (*srcs, *dsts)))
+    session = ordered._session
+    refuse_legacy(ordered, _CALL)
+    if ordered.capturing:
+        raise refused(CaptureError, _CALL, "the stream is being captured, where copy_to makes a node of the graph")
+    pairs = [_pair(number, session, *ends) for number, ends in enumerate(zip(dsts, srcs, strict=True))]
+    filled = [(pair, option) for pair, option in zip(pairs, wanted, strict=True) if pair[0].nbytes]
+    if not filled:
+        return
+    changes = groupby(range(len(filled)), lambda number: filled[number][1])
+    runs, attributes = zip(*((next(numbers), option._to_driver(session)) for option, numbers in changes), strict=True)
+    for (target, source), _ in filled:
+        for side in (target, source):
+            side.ordered_before(ordered)
+    targets, sources = ([pair[side].address for pair, _ in filled] for side in (0, 1))
+    sizes = [target.nbytes for (target, _), _ in filled]
+    hint = functools.partial(access_hint, [side for pair, _ in filled for side in pair], ordered)
+    with ordered.device.current():
+        queue_batch(session, ordered._checked_raw(), targets, sources, sizes, attributes, runs, hint)
+
+
+def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:
+    if isinstance(stream, Stream):
+        return stream._session
+    ours = next((one for one in ends if type(one) in kinds), None)
+    if ours is None:
+        raise TypeError("srcs and dsts have no memory of streamalloc, and the stream is of another library")
+    session: Session = ours._session
+    return session
+
+
+def _pair(number: int, session: Session, target: Any, source: Any) -> tuple[CopySide, CopySide]:
+    try:
+        sides = CopySide.writable(target, session), CopySide.readable(source, session)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"copy {number}: {error}") from None
+    if sides[0].nbytes != sides[1].nbytes:
+        raise ValueError(f"copy {number}: the source has {sides[1].nbytes} bytes and the target {sides[0].nbytes}")
+    return sides

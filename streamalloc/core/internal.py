@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from streamalloc.core.allocation_hooks import Watcher, holders, look, notify_freed, watching_of, without_notifying
 from streamalloc.core.allocator import Allocator, free_function, read_or_none
-from streamalloc.core.array_interfaces import check_dense, cuda_array
+from streamalloc.core.array_interfaces import check_dense, cuda_array, tensor_in
 from streamalloc.core.buffer import (
     Buffer,
     GraphBuffer,
@@ -35,9 +35,7 @@ from streamalloc.core.device import (
     location_of,
     session_for,
 )
-from streamalloc.core.dlpack import tensor_in
 from streamalloc.core.event import Event, Spares, opened_event
-from streamalloc.core.fd import Fd
 from streamalloc.core.fence import (
     Fence,
     all_work,
@@ -64,6 +62,7 @@ from streamalloc.core.places import (
     pool_locations,
     set_current_pool,
 )
+from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (
     LEGACY,
     NOT_CAPTURED,

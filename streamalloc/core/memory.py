@@ -19,7 +19,7 @@ from streamalloc.core.copies import Copyable
 from streamalloc.core.elements import Index, fill_steps, interface_type, part_of, to_element
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.html import Row
-from streamalloc.core.managed import Migrating
+from streamalloc.core.memory_base import Migrating
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Stream, StreamLike
 
@@ -71,13 +71,10 @@ class Memory(Copyable, Exportable, Migrating):
         return self[start:stop]
 
     def __getitem__(self, item: slice) -> BufferView:
-        if type(item) is slice and item.step is None:
+        if type(item) is slice and item.step is None and type(item.start) is type(item.stop) is int:
             first, last = item.start, item.stop
-            if type(first) is int and type(last) is int and 0 <= first <= last <= self.nbytes:
+            if 0 <= first <= last <= self.nbytes:
                 return BufferView(self, first, last - first)
-        return self._view_slowly(item)
-
-    def _view_slowly(self, item: slice) -> BufferView:
         if not isinstance(item, slice):
             raise TypeError(
                 f"{item!r} is no range of bytes such as 0:16; copy_to reads single bytes, or as_array in host memory"

@@ -1,4 +1,4 @@
-"""Base class of all memory: address, size, location, stream and access.
+"""Base classes of all memory: address, size, location, stream and access; and what managed memory adds.
 
 The operations use only these attributes. :mod:`~streamalloc.core.copies` and :mod:`~streamalloc.core.array_interfaces`
 define them, and :class:`~streamalloc.core.memory.Memory` combines both.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.html import Row, Shown, mib, place
-from streamalloc.core.properties import MemLocation, MemLocationType
+from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike, as_stream
+from streamalloc.core.stream import LEGACY, Stream, StreamLike, as_stream
+from streamalloc.driver.internal import cuda
 
 kinds: set[type] = set()
 """All memory classes: a look-up is five times faster than ``isinstance``."""
@@ -161,3 +164,162 @@ class MemoryBase(Unique, Shown, abc.ABC):
             f"the memory is at {self.location} and the stream runs on device {stream.device.ordinal}; "
             f"grant it access: pool.set_access(device, MemAccess.READWRITE)"
         )
+
+
+_PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
+_WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
+_INT = 4
+_CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
+
+
+@dataclass(frozen=True, slots=True)
+class MemRangeAttributes:
+    """Attributes of all pages of managed memory (``cuMemRangeGetAttributes``).
+
+    :attr:`Memory.range_attributes` returns it.
+
+    Attributes
+    ----------
+    read_mostly
+        Whether each reader gets a copy of its own.
+    preferred_location, last_prefetch_location
+        None if there is none, or if pages differ.
+    accessed_by
+        Devices, or the host, whose page tables keep the memory mapped.
+    """
+
+    read_mostly: bool
+    preferred_location: MemLocation | None
+    last_prefetch_location: MemLocation | None
+    accessed_by: tuple[MemLocation, ...]
+
+
+class Migrating(MemoryBase):
+    """Memory that may be managed. The methods raise ``ValueError`` for other memory."""
+
+    __slots__ = ()
+
+    @property
+    def managed(self) -> bool:
+        """Whether the memory is managed: one address for all devices and the host. The driver migrates it."""
+        return False
+
+    def prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
+        """Migrate managed memory in stream order, in whole host pages (``cuMemPrefetchAsync``).
+
+        Parameters
+        ----------
+        location
+            A device, host memory, or a NUMA node of the host.
+        stream
+            The stream to queue on (default: the memory's own).
+
+        Raises
+        ------
+        ValueError
+            The memory is not managed, or this driver does not have the device.
+        """
+        self._check_managed()
+        place = self._known("location", location)
+        self._queue(stream, "cuMemPrefetchAsync", self._at, self.nbytes, place.to_driver(), 0)
+
+    def discard(self, stream: StreamLike | None = None) -> None:
+        """Discard the contents of managed memory in stream order, so they need no migration
+        (``cuMemDiscardBatchAsync``).
+
+        Until the memory is written, reads return indeterminate values. Other arguments and errors as for
+        :meth:`prefetch`; the legacy default stream is refused with ``ValueError``.
+        """
+        self._check_managed()
+        self._queue(stream, "cuMemDiscardBatchAsync", [cuda.CUdeviceptr(self._at)], [self.nbytes], 1, 0)
+
+    def discard_prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
+        """:meth:`discard` and :meth:`prefetch` in one call, which copies nothing
+        (``cuMemDiscardAndPrefetchBatchAsync``).
+        """
+        self._check_managed()
+        place = self._known("location", location).to_driver()
+        name, pointers = "cuMemDiscardAndPrefetchBatchAsync", [cuda.CUdeviceptr(self._at)]
+        self._queue(stream, name, pointers, [self.nbytes], 1, [place], [0], 1, 0)
+
+    def advise(self, advice: MemAdvise, location: Device | MemLocation | None = None) -> None:
+        """Advise the driver on the use of managed memory (``cuMemAdvise``). The advice takes effect at once, for whole
+        pages.
+
+        Parameters
+        ----------
+        advice
+            Advice to set or to unset.
+        location
+            Preferred location, or the device or host that accesses the memory; None for other advice.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The memory is not managed, or the location is missing, superfluous, or of the wrong kind for this advice.
+        """
+        self._check_managed()
+        checked_type("advice", advice, MemAdvise)
+        if (location is not None) != (advice in _WITH_LOCATION):
+            needed = "needs a location" if advice in _WITH_LOCATION else "takes no location"
+            raise ValueError(f"advice={advice}: it {needed}")
+        place = MemLocation.none() if location is None else self._known("location", location)
+        if advice in _PROCESSOR and place.type not in (MemLocationType.DEVICE, MemLocationType.HOST):
+            raise ValueError(f"location={place}: {advice} takes a device or the host")
+        if self.nbytes:
+            self._session.call("cuMemAdvise", self._at, self.nbytes, cuda.CUmem_advise(int(advice)), place.to_driver())
+
+    def range_attributes(self) -> MemRangeAttributes:
+        """Query advice and last prefetch of all pages (``cuMemRangeGetAttributes``)."""
+        self._check_managed()
+        if not self.nbytes:
+            return MemRangeAttributes(False, None, None, ())
+        session = self._session
+        count = int(session.call("cuDeviceGetCount")) + 1
+        sizes = [_INT, _INT, _INT, _INT, _INT, _INT * count]
+        attributes = [getattr(cuda.CUmem_range_attribute, f"CU_MEM_RANGE_ATTRIBUTE_{name}") for name in _ATTRIBUTES]
+        found = session.call("cuMemRangeGetAttributes", sizes, attributes, len(sizes), self._at, self.nbytes)
+        mostly, *places, users = found
+        by = (MemLocation.host() if one == _CPU else MemLocation.device(one) for one in users if one != _NONE)
+        return MemRangeAttributes(bool(mostly), _place(*places[:2]), _place(*places[2:]), tuple(by))
+
+    def _check_managed(self) -> None:
+        self._check_usable()
+        if not self.managed:
+            raise ValueError(f"{self!r} is not managed: memory of a pool with MemAllocationType.MANAGED is")
+
+    def _known(self, name: str, where: Device | MemLocation) -> MemLocation:
+        place = location_of(name, where)
+        check_location(self._session, place)
+        if place.type is MemLocationType.NONE:
+            raise ValueError(f"{name}={place}: allowed are a device, the host and its NUMA nodes")
+        return place
+
+    def _queue(self, stream: StreamLike | None, name: str, *args: Any) -> None:
+        ordered = self._ordered_on(stream)
+        if not self.nbytes:
+            return
+        if name.endswith("BatchAsync"):
+            refuse_legacy(ordered, name)
+        with ordered._context():
+            self._session.call(name, *args, ordered._checked_raw())
+
+
+_ATTRIBUTES = (
+    "READ_MOSTLY",
+    *(f"{what}_LOCATION_{part}" for what in ("PREFERRED", "LAST_PREFETCH") for part in ("TYPE", "ID")),
+    "ACCESSED_BY",
+)
+
+
+def _place(kind: Any, number: Any) -> MemLocation | None:
+    """The location with a type and an id; the id matters for devices and NUMA nodes only."""
+    found = MemLocationType(int(kind))
+    numbered = found in (MemLocationType.DEVICE, MemLocationType.HOST_NUMA)
+    return None if found is MemLocationType.NONE else MemLocation(found, int(number) if numbered else 0)
+
+
+def refuse_legacy(stream: Stream, call: str) -> None:
+    """Raise for the legacy default stream, which batched calls refuse."""
+    if int(stream._checked_raw()) in (0, LEGACY):
+        raise ValueError(f"stream={stream!r}: {call} refuses the legacy default stream; name another one")

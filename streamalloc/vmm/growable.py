@@ -5,10 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import PeerAccessError, error_from, refused, size_text, undoing
 from streamalloc.core.internal import Device, StreamLike, check_device, check_location
-from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size, checked_type
+from streamalloc.core.properties import (
+    MemAccess,
+    MemAllocationProp,
+    MemHandleType,
+    MemLocation,
+    checked_size,
+    checked_type,
+)
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Fd
+from streamalloc.core.properties import MemAllocationProp
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from streamalloc.core.allocation_properties import MemAllocationProp, MemAllocFlags
 from streamalloc.core.errors import (
     CudaError,
     NotSupportedError,
@@ -28,7 +27,14 @@ from streamalloc.core.internal import (
     location_of,
     session_for,
 )
-from streamalloc.core.properties import MemHandleType, MemLocation, MemLocationType, checked_size
+from streamalloc.core.properties import (
+    MemAllocationProp,
+    MemAllocFlags,
+    MemHandleType,
+    MemLocation,
+    MemLocationType,
+    checked_size,
+)
 from streamalloc.core.resource import made_for_sharing
 from streamalloc.core.session import OwnsHandle, Session
 from streamalloc.driver import Driver

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamalloc import testing
-from streamalloc.core.fd import Fd
+from streamalloc.core.resource import Fd
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import opaque_bytes
 from tests.facts.enums import DEVICE, NO_ACCESS, POSIX_FD, READWRITE

@@ -28,7 +28,7 @@ LAYERS = (
 # Rooms of one place take nothing from each other.
 ROOMS = {"ipc": ("transport", "wire", "exporter importer", "ring store"), "multicast": ("objects", "setup")}
 # Modules of core that are faces beside ``internal``: the words in which all areas speak of memory and of failures.
-VOCABULARY = ("errors", "html", "properties", "allocation_properties", "resource", "session")
+VOCABULARY = ("errors", "html", "properties", "resource", "session")
 # They name each other in their types, which no order of files could change; no import at the top goes in a circle.
 KNOW_EACH_OTHER = [
     {f"streamalloc.core.{name}" for name in names.split()}

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from secrets import token_bytes
 from typing import Any
 
-from streamalloc.core.allocation_properties import MemAllocationProp
 from streamalloc.core.errors import AddressSpaceError, size_text, undoing
 from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, work
-from streamalloc.core.properties import MemAccess
+from streamalloc.core.properties import MemAccess, MemAllocationProp
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.importer.imported import Announcement

@@ -13,11 +13,10 @@ from typing import Any
 
 from typing_extensions import Self
 
-from streamalloc.core.allocation_properties import MulticastObjectProp
 from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, refused, size_text, unsupported
 from streamalloc.core.html import Row, mib, place, table
 from streamalloc.core.internal import Device, Fd, Memory, check_device, session_for
-from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
+from streamalloc.core.properties import MemHandleType, MemLocation, MulticastObjectProp, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.driver import Driver
