@@ -33,7 +33,7 @@ VOCABULARY = ("errors", "html", "properties", "resource", "session")
 KNOW_EACH_OTHER = [
     {f"streamalloc.core.{name}" for name in names.split()}
     for names in ("device event graph stream", "allocator buffer")
-] + [{f"streamalloc.vmm.pages.{name}" for name in ("physical", "places")}]
+]
 
 
 def _name(path: Path) -> str:

@@ -12,7 +12,7 @@ from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.driver import Driver
 from streamalloc.vmm.pages.budget import PageBudget
-from streamalloc.vmm.pages.physical import PhysicalPages
+from streamalloc.vmm.pages.places import PhysicalPages
 from streamalloc.vmm.pages.space import PageSpace
 
 

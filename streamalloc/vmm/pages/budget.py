@@ -229,7 +229,7 @@ class PageBudget(Closes):
                 self._listen()
             self._users.add(user)
 
-    def settle(self, asking: User | None = None) -> bool:
+    def settle(self, asking: object = None) -> bool:
         """Write the bytes of this process to the file; return False if they have grown and the limit has no room.
 
         Then nothing is written, and memory is requested from the other processes. With ``asking``, the unused pages of

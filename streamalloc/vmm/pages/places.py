@@ -29,20 +29,46 @@ A committed, parked or kept place holds a page, except one that is parked for a 
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import functools
+import math
+import time
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import groupby, islice
+from threading import get_ident
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, CudaError, attach, error_from
-from streamalloc.core.internal import Deferred, Fence, Stream, deferred_queue
+from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, attach, error_from, undoing
+from streamalloc.core.internal import Deferred, Device, Fence, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess
-from streamalloc.vmm.pages.physical import Page, PhysicalPages
+from streamalloc.core.session import members
+from streamalloc.vmm.claims import Claim, Claimable, claiming
+from streamalloc.vmm.pages.budget import PageBudget
+from streamalloc.vmm.pages.physical import Page, PageStock
 from streamalloc.vmm.reservation import MappedBytes, Reservation
 from streamalloc.vmm.tiers.blocks import Kept, drop_contents
 
 T = TypeVar("T")
+
+
+_STREAMS = 16
+"""Most streams that clear pages. Each may be waiting for other work."""
+_CLEARING = 0.05
+"""Most seconds that ``make_room`` waits for pages to be cleared."""
+_STEP = 5e-5
+"""Seconds between queries of the work of parked pages."""
+
+
+def _finish(parkings: Iterable[Parking], _: Claim) -> None:
+    for one in parkings:
+        one.finish()
 
 
 class Places(MappedBytes):
@@ -431,6 +457,294 @@ class Parking(Deferred):
             ahead.fence.record()
             physical.clearing[ahead] = None
         return ahead
+
+
+class PhysicalPages(PageStock, Claimable):
+    """The physical pages of an arena and its spaces. The object lives as long as any of these.
+
+    :attr:`lock` protects the spare pages and all counts. It is the innermost lock: no driver call is made under it.
+    :meth:`changing` claims this object, so that only one thread changes mappings of any space: a commit in one space
+    may take a page that another space keeps. :attr:`kept` and the page lists of spaces change only under the lock and
+    the claim together, so a reader needs one of them only.
+    """
+
+    def __init__(
+        self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None, patience: float | None
+    ) -> None:
+        self.patience: float | None = patience
+        """Most seconds that :meth:`changing` waits for parked pages; None for no limit."""
+        self.kept: dict[Page, tuple[Places, int]] = {}
+        """Released and cleared pages that are still mapped, each with its place; the oldest first."""
+        self.newly_watched: dict[int, None] = {}
+        """Addresses of newly committed pages that watchers are not yet notified of."""
+        self.clearing: dict[Parking, None] = {}
+        """Parkings of released places for which zeros are queued."""
+        self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
+        """Places of each space."""
+        self._claim = None
+        self._tasks: deque[tuple[Future[int], Callable[[], int]]] = deque()
+        """Functions to call in the background."""
+        self._streams: dict[Stream, Fence] = {}
+        """Streams that clear pages, each with the fence of its last zeros."""
+        super().__init__(device, page_size, limit, budget)
+        self.allocations.arenas.add(self)
+        if budget is not None:
+            budget.join(self)
+
+    def _shut_after_fork(self) -> None:
+        super()._shut_after_fork()
+        self._working = False
+        """Whether the background thread is running."""
+
+    def usage(self) -> str:
+        """Count pages in use and parked ones, without those that a committed place shares."""
+        places = Counter(places.backing[place] for places in members(self.spaces) for place in list(places.parked))
+        parked = sum(page is not None and page.users == count for page, count in places.items())
+        return f"{self.count - self.available - parked} pages are in use, and {parked} parked behind queued work"
+
+    def __repr__(self) -> str:
+        return f"<pages of device {self.device.ordinal}>"
+
+    @property
+    def parked(self) -> int:
+        """Number of places that wait for the work that uses them."""
+        return sum(len(places.parked) for places in members(self.spaces))
+
+    def notify_watchers(self) -> None:
+        """Notify watchers of newly committed pages. Call without locks: watchers may call functions of the user."""
+        while self.newly_watched:
+            try:
+                at, _ = self.newly_watched.popitem()
+            except KeyError:
+                return  # another thread has taken the last address
+            for watcher in self.allocations.watchers:
+                watcher.mapped(at, self)
+
+    def give(self, nbytes: int) -> int:
+        """Release unused pages of at most ``nbytes``, rounded up to whole pages. Returns the bytes released."""
+        return self.trim(max(self.available - -(-nbytes // self.size), 0)) * self.size
+
+    @property
+    def available(self) -> int:
+        """Number of pages available without creating one."""
+        return len(self.spare) + len(self.kept)
+
+    def idle_stream(self) -> Stream | None:
+        """Return a stream without queued work, to clear pages; None if all are busy. Call within :meth:`changing`."""
+        for stream, fence in self._streams.items():
+            if fence.done():
+                return stream
+        if len(self._streams) >= _STREAMS:
+            return None
+        stream = self.device.create_stream()
+        self._streams[stream] = Fence(self.session, ())
+        return stream
+
+    def used(self, stream: Stream, fence: Fence) -> None:
+        """Record the last work of a stream, if the stream is one that the arena made to clear pages."""
+        if stream in self._streams:
+            self._streams[stream] = fence
+
+    def changing(self, act: Callable[[], T]) -> T:
+        """Call ``act`` while no other thread changes mappings or creates pages.
+
+        ``act`` makes driver calls and waits for no stream. If it finds no memory, wait for the work that parked pages
+        wait for, without the claim, and call ``act`` again each time that some have come back: until it succeeds, no
+        parked page is left, or :attr:`patience` has run out.
+
+        Raises
+        ------
+        InUseError
+            A signal handler called this during such a call of its thread.
+        """
+        parked: list[Parking] = []
+        waited: set[Parking] = set()
+        until = math.inf
+
+        def attempt(_: Claim) -> T:
+            try:
+                return act()
+            except OutOfMemoryError as error:
+                if error.call == "cuMemCreate":
+                    # Listed here, because no other thread can end a parking between the failure and this line.
+                    every = {one for places in members(self.spaces) for one in places.parked.values()}
+                    parked[:] = [one for one in every if one not in waited and one.fence.queueing != get_ident()]
+                raise
+
+        while True:
+            try:
+                return claiming((self,), attempt, level=1)
+            except OutOfMemoryError:
+                if not waited and self.patience is not None:
+                    until = time.monotonic() + self.patience
+                done = self._first_done(parked, until)
+                if not done:
+                    raise
+                # The driver may refuse to end a parking. It is not waited for again.
+                waited.update(done)
+                self.allocations.work()
+                # The queue attempts nothing during a capture, and a refused item is attempted again by the next call.
+                with contextlib.suppress(CudaError):
+                    claiming((self,), functools.partial(_finish, done), level=1)
+
+    def _first_done(self, parked: Collection[Parking], until: float) -> list[Parking]:
+        """Wait until the work of some of these has completed; return those. None at the time ``until``.
+
+        Queries, because any of them may be the first, and others may wait for an act of this thread.
+        """
+        done: list[Parking] = []
+        while parked and not done and time.monotonic() < until:
+            time.sleep(_STEP)
+            done = [one for one in parked if one.fence.done()]
+        return done
+
+    def try_changing(self, act: Callable[[], T], otherwise: T) -> T:
+        """Call ``act`` as :meth:`changing` does, or return ``otherwise`` while another call is changing mappings. For
+        deferred items, which must not wait.
+        """
+        return claiming((), lambda claim: act() if claim.take((self,), wait=False) else otherwise, level=1)
+
+    def take(self, count: int, besides: Collection[Page] = ()) -> list[Page]:
+        """Return ``count`` pages: spare ones, then kept ones, which are unmapped, then new ones.
+
+        Each has one user. Pages of ``besides`` are not taken. Call within :meth:`changing`.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The device has not enough memory, or the limit of the arena is reached.
+        ClosedError
+            The arena was closed.
+        """
+        self._check_open()
+        missing = count - len(self.spare)
+        victims: dict[Page, tuple[Places, int]] = {}
+        if missing > 0:
+            usable = len(self.kept) - sum(page in self.kept for page in besides)
+            self._check_limit(missing - usable)
+            if usable:
+                others = ((page, where) for page, where in self.kept.items() if page not in besides)
+                victims = dict(islice(others, missing))
+        self.vacate(victims)
+        with self.lock:
+            first = max(len(self.spare) - count, 0)
+            taken = self.spare[first:]
+            del self.spare[first:]
+            for page in taken:
+                page.users = 1
+        if len(taken) == count:
+            return taken
+        with undoing(lambda: self.drop(taken)), self._room(count - len(taken)) as room:
+            while len(taken) < count:
+                taken.append(self._create(room))
+        return taken
+
+    def vacate(self, kept: Mapping[Page, tuple[Places, int]]) -> None:
+        """Unmap kept pages, which become spare. Each space changes completely or not at all. Call within
+        :meth:`changing`.
+        """
+        by_space = sorted(kept.values(), key=lambda where: id(where[0]))
+        for places, group in groupby(by_space, lambda where: where[0]):
+            places.retire([place for _, place in group])
+
+    def fill(self, count: int) -> int:
+        """Create pages until ``count`` are spare or kept. Return the number of spare and kept pages."""
+
+        def create() -> None:
+            if self.available < count:
+                with self._room(1) as room:
+                    self.drop([self._create(room)])
+
+        while self.available < count and not self.closed:
+            # Claimed, so that take() on another thread does not find a page that counts but is not spare yet.
+            self.changing(create)
+        return self.available
+
+    def finish_clearing(self, *, wait: bool = False) -> None:
+        """Keep the pages that are cleared by now. Call within :meth:`changing`.
+
+        With ``wait``, instead only wait until zeros are written that no earlier work delays. Call that form without
+        locks and outside of :meth:`changing`.
+        """
+        for parking in list(self.clearing):
+            if not wait:
+                parking.finish()
+            elif parking.before.done():
+                parking.fence.synchronize()
+
+    def trim(self, keep: int) -> int:
+        """Release spare pages, then kept ones, until ``keep`` are left; return how many were released."""
+        self.finish_clearing(wait=True)
+
+        def vacate() -> None:
+            self.finish_clearing()
+            self._vacate_most(keep)
+
+        self.changing(vacate)
+        return self._trim_spare(max(keep - len(self.kept), 0))
+
+    def _vacate_most(self, keep: int) -> None:
+        self.vacate(dict(islice(self.kept.items(), max(len(self.kept) - keep, 0))))
+
+    def close(self) -> None:
+        """Release all pages that no space uses, and keep no pages from now on; idempotent."""
+        with self.lock:
+            first, self.closed = not self.closed, True
+        for future, _ in list(self._tasks):
+            future.cancel()  # without a lock, because cancel() calls callbacks of the user
+        if first:
+            self.drop([self.zero])
+        self.trim(0)
+
+    def in_background(self, function: Callable[[], int]) -> Future[int]:
+        """Call a function on the background thread, after earlier ones.
+
+        Raises
+        ------
+        ClosedError
+            The arena was closed.
+        """
+        with self.lock:
+            self._check_open()
+            if not self._working:
+                # Written in C: a thread pool would keep a lock if a signal handler raised in submit().
+                _thread.start_new_thread(self._work, ())
+                self._working = True
+            # Queue the task after the start of the thread, which may fail. The thread waits for the lock.
+            future: Future[int] = Future()
+            self._tasks.append((future, function))
+            return future
+
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                if not self._tasks:
+                    self._working = False
+                    return
+                future, function = self._tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, function
+
+    def make_room(self) -> int:
+        """Release all unused pages, because another user needs the memory. Returns the bytes released."""
+        before, until = self.count, time.monotonic() + _CLEARING
+
+        def vacate() -> None:
+            while time.monotonic() < until:
+                self.finish_clearing()
+                if not any(parking.before.done() for parking in self.clearing):
+                    break
+            self._vacate_most(0)
+
+        with contextlib.suppress(CudaError):
+            self.try_changing(vacate, None)
+        with contextlib.suppress(CudaError):
+            self._trim_spare(0)
+        return (before - self.count) * self.size
 
 
 def adjacent(places: Iterable[int]) -> Iterator[range]:

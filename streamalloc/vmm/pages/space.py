@@ -33,8 +33,8 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for_users
 from streamalloc.vmm.address_range import AddressRange
-from streamalloc.vmm.pages.physical import Page, PhysicalPages
-from streamalloc.vmm.pages.places import Parking, Places
+from streamalloc.vmm.pages.physical import Page
+from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
 from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Kept, by_contents, drop_contents
 from streamalloc.vmm.tiers.disk_file import DamagedBackupError
 from streamalloc.vmm.tiers.queued import PER_THREAD, ends_or_all
@@ -51,31 +51,8 @@ class _ParkedAgainError(Exception):
     """Another thread has parked some of the places since the wait, so the caller must wait again."""
 
 
-class PageSpace(Memory, Closes):
-    """A range of addresses with memory at the pages that are committed; made by :meth:`PageArena.space`.
-
-    All addresses can be read: uncommitted pages map the arena's page of zeros, which devices cannot write. So one
-    tensor can cover the whole space, at a constant address. ::
-
-        with vmm.PageArena(device) as arena, arena.space(1 << 40) as cache:
-            cache.commit(range(64))
-            tensor = sa.interop.torch.tensor(cache, torch.float16)
-            cache.release([7, 9], after=stream)   # parked until the work queued on the stream has completed
-
-    Mapping is not stream-ordered. While a page is committed, aliased or made private, it may be unmapped for a moment.
-    Work that uses *this page* then breaks the context; other pages can be used. So operations take ``after``: events or
-    streams whose work still uses the pages. In :meth:`release` the host does not wait for that work; in the other
-    operations it does.
-
-    A released page is cleared, and keeps its memory until another page of the arena needs the memory. So the next
-    commit of the page usually makes no mapping call. The driver does not refuse writes to a released page, but
-    :func:`streamalloc.driver.checked` reports them.
-
-    Each operation takes an index, a range or an array of indices. It changes all these pages, or none after an error.
-    Pages that need no change are skipped. Thread-safe: operations on one space wait for each other.
-
-    A space that is dropped is unmapped after all queued work of the device; its pages return to the arena.
-    """
+class SpaceMemory(Memory, Closes):
+    """The addresses of a :class:`PageSpace`, and the changes of its pages that wait for each other."""
 
     __slots__ = ("__weakref__", "_given_stream", "_nbytes_asked", "_physical", "_places", "_range", "owner")
 
@@ -100,6 +77,19 @@ class PageSpace(Memory, Closes):
         node.add(self._places)
         with undoing(lambda: self.close(after=())):
             self._places.put(dict.fromkeys(range(self.page_count), physical.zero))
+
+    def close(self, after: After = None) -> None:
+        """Wait for ``after`` and for the work of parked pages, unmap all pages, and free the addresses.
+
+        Default: all work of the device. Idempotent.
+        """
+        if self._range.closed:
+            return
+        places = self._places
+        wait_for_users(after, self._session, (places.rights,))
+        self._locked_after(lambda: set(places.parked.values()), places.unmap_all, closing=True)
+        self._range._free()
+        self._physical.notify_watchers()
 
     @property
     def page_size(self) -> int:
@@ -149,182 +139,141 @@ class PageSpace(Memory, Closes):
             found = [self._places.backing[place] for place in chosen]
             return np.array([page is not None and page.users > 1 for page in found], np.bool_)
 
-    def commit(self, pages: Pages, after: After = (), *, zero: bool = False) -> None:
-        """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Without ``zero`` the contents of newly
-        committed pages are undefined.
-
-        Pages that have kept their memory use it again, without a driver call. The others get spare physical pages of
-        the arena; if there are none, memory that other pages keep; then new physical pages. If a page is still parked,
-        the host waits for the work that uses it. If there is no memory, the host waits for that of other parked pages,
-        see ``patience`` of :class:`PageArena`.
-
-        Parameters
-        ----------
-        pages
-            An index, a range or an array of indices. Committed pages are skipped.
-        after
-            Events or streams that may still read the zeros of these pages; the host waits for them. None means all work
-            of the device. Default: none.
-        zero
-            Whether newly committed pages read as zeros, on every stream. Pages that have kept their memory are cleared
-            already. For other pages the host waits until they are cleared (``cuMemsetD8Async``).
+    @property
+    def address(self) -> int:
+        """Address of the space; constant until it is closed.
 
         Raises
         ------
-        OutOfMemoryError
-            The device has not enough memory, or the limit of the arena is reached.
-        EvictedError
-            A page is swapped out: :meth:`swap_in` or :meth:`release` it.
-        InUseError
-            A signal handler called this during another call of its thread.
-        CaptureError
-            A stream of ``after`` is being captured.
         ClosedError
-            Space or arena was closed.
-        CudaError
-            The driver refused a call. In all these cases no page is changed.
+            The space was closed.
         """
-        chosen = self._unique(pages)
+        return self._range.address
 
-        def commit() -> list[int]:
-            self._check_here(chosen)
-            numbers = self._places.numbers[chosen].tolist()
-            new = [place for place, number in zip(chosen, numbers, strict=True) if number < 0]
-            ready, others = self._places.claim(new)
-            if zero:
-                self._clear_first(ready, others)
-            if others:
-                self._places.exchange(others, ready)
-            else:
-                self._places.unpark(ready)
-            return new
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as requested."""
+        return self._nbytes_asked
 
-        new = self._change(chosen, after, commit)
-        if self._physical.newly_watched:
-            with undoing(lambda: self.release(new, ())):
-                self._physical.notify_watchers()
+    @property
+    def stream(self) -> Stream:
+        """Stream of operations that name none; default: the device's default stream."""
+        return self._physical.device.default_stream if self._given_stream is None else self._given_stream
 
-    def _clear_first(self, ready: Sequence[int], others: Mapping[int, Page]) -> None:
-        """Map ``others``, and queue zeros for the places that are not cleared, which are parked behind the zeros. Call
-        within :meth:`Places.locked`.
+    @property
+    def device(self) -> Device:
+        """Device of the memory."""
+        return self._physical.device
 
-        Raises
-        ------
-        _ParkedAgainError
-            Zeros were queued. Commit the places after them.
-        """
+    @property
+    def location(self) -> MemLocation:
+        """Location of the memory."""
+        return self._physical.device.location
+
+    @property
+    def device_accessible(self) -> bool:
+        """Whether the stream's device has access."""
+        return self.stream.device.ordinal == self._physical.device.ordinal
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._range.closed or self._places.gone
+
+    @property
+    def _session(self) -> Session:
+        return self._physical.session
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._places.broken:
+            # The driver takes unmapped addresses for host addresses.
+            why = "a call has failed, and its undo too: the next commit or release maps them again"
+            raise EvictedError(f"pages of {self!r} are not mapped: {why}")
+
+    def _access_hint(self, stream: Stream) -> str:
+        if stream.device.ordinal != self._physical.device.ordinal:
+            return f"{stream.device!r} has no access to {self!r}"
+        return "only pages that are committed can be written: commit() them"
+
+    def _about(self) -> Iterator[Row]:
+        self._check_open()
+        yield from super()._about()
+        yield "committed", gauge(len(self.committed) * self.page_size, self._range.nbytes)
+        yield "pages", f"{self.page_count} of {size_text(self.page_size)}, {self.parked} parked"
+
+    def _text(self) -> str:
+        if self.closed:
+            return ", closed"
+        pages = f"{len(self.committed)} of {self.page_count} pages of {size_text(self.page_size)} committed"
+        return f" of {size_text(self.nbytes)} at {self._at:#x}, {pages}"
+
+    def _addresses(self, places: Sequence[int]) -> Addresses:
+        return self.address + np.array(places, np.int64) * self.page_size
+
+    def _chosen(self, pages: Pages) -> list[int]:
+        """Check indices of pages; return them in the given order."""
+        count = self.page_count
+        if isinstance(pages, np.ndarray):
+            if pages.dtype.kind not in "iu":
+                raise TypeError(f"pages must be indices, not an array of {pages.dtype}")
+            chosen: list[int] = pages.ravel().tolist()
+        else:
+            listed = list(pages) if isinstance(pages, Iterable) else [pages]
+            kinds = set(map(type, listed))
+            if isinstance(pages, (bytes, bytearray, str)) or bool in kinds:
+                raise TypeError(f"pages must be indices, not {pages!r}")
+            chosen = listed if kinds <= {int} else [operator.index(page) for page in listed]
+        if chosen and not 0 <= min(chosen) <= max(chosen) < count:
+            wrong = next(page for page in chosen if not 0 <= page < count)
+            raise ValueError(f"pages: {wrong} is none of the {count} pages of {self!r}")
+        return chosen
+
+    def _unique(self, pages: Pages) -> list[int]:
+        return sorted(set(self._chosen(pages)))
+
+    def _change(self, chosen: Sequence[int], after: After, act: Callable[[], T]) -> T:
+        """Wait for ``after`` and for the work of parked places, then call ``act``, which changes places."""
+        self._check_open()
         places, physical = self._places, self._physical
-        stale = [place for place in ready if place in places.parked and not places.parked[place].cleared]
-        if not (stale or others):
-            return
-        with undoing(lambda: physical.drop(others.values())):
-            physical._check_open()
-            with physical.session.relaxed():
-                stream = physical.idle_stream() or self.device.create_stream()
-        parking = Parking(places, Fence(self._session, ()))
-        places.exchange(others, parking=parking)
-        places.park([*others, *stale], parking)
-        self._begin(parking, stream)
-        raise parking.refused or _ParkedAgainError
+        wait(after, self._session, (physical.device.ordinal,))
+        return self._locked_after(lambda: places.parkings(chosen), act, len(chosen))
 
-    def prepare(self, pages: Pages) -> Future[int]:
-        """Map memory at pages in the background, so that their commit makes no driver call.
+    def _locked_after(
+        self, parkings: Callable[[], set[Parking]], act: Callable[[], T], needed: int = 0, *, closing: bool = False
+    ) -> T:
+        """Wait for the work of all ``parkings()``, then call ``act`` while no other thread changes the places.
 
-        Afterwards the pages are kept, as after a release: they read as zeros, and other pages may take their memory.
-        Spare pages of the arena are used first, then new ones are created. Work must not use the pages during the call.
-
-        Parameters
-        ----------
-        pages
-            An index, a range or an array of indices. Pages that have memory, or are swapped out, are skipped.
-
-        Returns
-        -------
-        concurrent.futures.Future
-            Its result is the number of pages that got memory. Its errors are those of :meth:`commit`; some batches of
-            pages may have got memory before an error.
-
-        Raises
-        ------
-        ClosedError
-            Space or arena was closed.
+        If fewer than ``needed`` pages are available, first wait for released pages to be cleared.
         """
-        chosen = self._unique(pages)
-        self._check_open()
-        return self._physical.in_background(functools.partial(self._prepare, chosen))
+        physical = self._physical
 
-    def _prepare(self, chosen: Sequence[int]) -> int:
-        places, physical, made = self._places, self._physical, 0
+        def attempt(short: bool) -> T:
+            if not all(parking.fence.done() for parking in parkings()):
+                raise _ParkedAgainError
+            if short:
+                physical.finish_clearing()
+            return act()
 
-        def prepare(batch: Sequence[int]) -> tuple[int, Parking]:
-            # Skip parked places without a page: swap_in() on another thread gives them one.
-            new = [place for place in batch if places.backing[place] is None]
-            new = [place for place in new if place not in places.stored and place not in places.parked]
-            parking = Parking(places, Fence(self._session, ()))
-            places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
-            return len(new), self._begin(parking) or parking
+        while True:
+            for parking in parkings():
+                parking.fence.synchronize()
+            short = physical.available < needed and physical.parked > 0
+            if short:
+                # Keep the pages of other parked places whose work has completed. No lock may be held here.
+                physical.allocations.work()
+                physical.finish_clearing(wait=True)
+            with contextlib.suppress(_ParkedAgainError):
+                return self._places.locked(functools.partial(attempt, short), closing=closing)
 
-        for first in range(0, len(chosen), _BATCH):
-            count, parking = places.locked(functools.partial(prepare, chosen[first : first + _BATCH]))
-            made += count
-            parking.fence.synchronize()
-            places.locked(parking.finish)
-        return made
+    def _check_here(self, chosen: Sequence[int]) -> None:
+        stored = self._places.stored
+        for place in chosen if stored else ():
+            if place in stored:
+                raise EvictedError(f"page {place} of {self!r} is swapped out: swap_in() or release() it")
 
-    def release(self, pages: Pages, after: After = None) -> None:
-        """Return the memory of pages to the arena. The pages then read as zeros (``cuMemsetD8Async``).
-
-        The host does not wait, and the pages stay mapped. Zeros are queued after the work of ``after``. If ``after`` is
-        one stream, the zeros are queued on that stream, and its later work reads zeros. Otherwise the zeros are queued
-        on a stream of the arena. If the work has completed already, later work of the space's stream also reads zeros.
-        Other work may read a page once the page is no longer parked, or after the device has synchronised. From then on
-        other pages may take the memory. If pages share memory, only the page that is released last is cleared; the
-        others are unmapped after the work. If the driver refuses to clear pages, they are unmapped after the work, too.
-
-        Parameters
-        ----------
-        pages
-            An index, a range or an array of indices. Uncommitted pages are skipped. Contents of swapped-out pages are
-            dropped.
-        after
-            Events or streams whose work may still use these pages; ``()`` for none. Default: all present work of the
-            device.
-
-        Raises
-        ------
-        CaptureError
-            A stream of ``after`` is being captured.
-        InUseError, ClosedError, CudaError
-            As for :meth:`commit`. No page is changed.
-        """
-        chosen = self._unique(pages)
-        places = self._places
-        self._check_open()
-        ends = listed(after)
-        fence, stream = Fence(self._session, ends_or_all(ends, self.device)), self._single(ends)
-        zeros, now = None, False
-        dropped: dict[int, Kept] = {}
-
-        def release() -> None:
-            nonlocal zeros, now
-            committed = [place for place in chosen if places.numbers[place] >= 0]
-            if committed:
-                now = stream is None and fence.done()
-                parking = Parking(places, fence)
-                places.park(committed, parking)
-                zeros = self._begin(parking, stream)
-            dropped.update({place: places.stored.pop(place) for place in chosen if place in places.stored})
-
-        places.locked(release)
-        if zeros is not None and now:
-            # An error of the stream is suppressed: the user's next call raises it. A captured stream does not wait for
-            # these zeros.
-            with contextlib.suppress(CudaError):
-                queue_if_allowed(self.stream, functools.partial(zeros.fence.precede, self.stream), mine=True)
-        drop_contents(dropped)
-        self._physical.notify_watchers()
-        # Attempt more items than one release submits, so that the queue does not grow.
-        deferred_queue(self._session).work(4)
+    def _copying_stream(self, stream: StreamLike | None) -> Stream:
+        return copying_stream(self.stream if stream is None else stream, self._session)
 
     def _begin(self, parking: Parking, behind: Stream | None = None) -> Parking | None:
         """Queue zeros for parked places; returns the new parking of these places, or None if no zeros were queued.
@@ -352,117 +301,17 @@ class PageSpace(Memory, Closes):
         mine = stream.device.ordinal == self.device.ordinal and int(raw_handle(stream)) != PER_THREAD
         return stream if mine and not stream.capturing else None
 
-    def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:
-        """Let pages share the memory of committed pages in this space, or in another space of the same arena.
 
-        Both pages then have the same bytes. The memory returns to the arena when its last page is released. Before a
-        write, :meth:`make_private` protects the other pages.
+class SwapSpace(SpaceMemory):
+    """A space whose pages can move to a tier and back.
 
-        Parameters
-        ----------
-        pages
-            Pages that are not committed, or that already share the memory of their counterpart.
-        of, its_pages
-            A space of the same arena, and as many committed pages of it, in the same order.
-        after
-            As for :meth:`commit`.
+    A move queues its copies under no lock, because disks and long copies would block other pages. Until its copies are
+    queued, its places are parked with a fence that only this thread ends, so that no other call uses them meanwhile.
+    The contents are stored before the places are parked, and forgotten after they are committed: at any moment the
+    bytes of a place are in its page or in the tier.
+    """
 
-        Raises
-        ------
-        ValueError
-            A page is committed, a page of ``of`` is not, or the numbers of pages or the arenas differ.
-        EvictedError, InUseError, ClosedError, CudaError
-            As for :meth:`commit`. No page is changed.
-        """
-        of._check_open()
-        chosen, sources = self._chosen(pages), of._chosen(its_pages)
-        if of._physical is not self._physical:
-            raise ValueError(f"of={of!r} is a space of another arena than {self!r}")
-        if len(chosen) != len(sources) or len(set(chosen)) != len(chosen):
-            raise ValueError(f"{len(chosen)} pages are to share {len(sources)}: give as many, and each page once")
-        places, physical = self._places, self._physical
-
-        def alias() -> None:
-            self._check_here(chosen)
-            theirs = of._places
-            found = [theirs.backing[place] if theirs.numbers[place] >= 0 else None for place in sources]
-            if None in found:
-                raise ValueError(f"its_pages: page {sources[found.index(None)]} of {of!r} is not committed")
-            pairs = {place: page for place, page in zip(chosen, found, strict=True) if page is not None}
-            wanted = {place: page for place, page in pairs.items() if page.number != places.numbers[place]}
-            taken = [place for place in wanted if places.numbers[place] >= 0]
-            if taken:
-                raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
-            physical.add_users(wanted.values())
-            places.exchange(wanted)
-
-        self._change(chosen, after, alias)
-        physical.notify_watchers()
-
-    def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
-        """Give each of these pages that shares memory a copy of its own. Returns the number of copies.
-
-        The host waits for the copies. Call it before the first write to a page that was aliased (copy on write).
-
-        Parameters
-        ----------
-        pages
-            An index, a range or an array of indices. Uncommitted and unshared pages are skipped.
-        stream
-            Stream of the copies, ordered after the work that wrote the pages; default: the space's.
-        after
-            Further events or streams whose work may still use these pages, as for :meth:`commit`.
-
-        Raises
-        ------
-        OutOfMemoryError, InUseError, ClosedError, CudaError
-            As for :meth:`commit`. No page is changed.
-        CaptureError
-            ``stream`` is being captured.
-        """
-        chosen = self._unique(pages)
-        ordered = self._copying_stream(stream)
-        places, physical = self._places, self._physical
-
-        old: dict[int, Page] = {}
-        unused: list[Page] = []
-
-        def take() -> None:
-            nonlocal old, unused
-            found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
-            shared = {place: page for place, page in found.items() if page is not None and page.users > 1}
-            taken = physical.take(len(shared))
-            physical.add_users(shared.values())
-            old, unused = shared, taken
-
-        def exchange() -> int:
-            nonlocal unused
-            # Another thread may have released a page meanwhile.
-            still = [place for place, page in old.items() if places.numbers[place] == page.number]
-            new = dict(zip(old, unused, strict=True))
-            mine = {place: new.pop(place) for place in still}
-            unused = [*new.values()]
-            places.exchange(mine)
-            return len(still)
-
-        try:
-            self._change((), after, take)
-            if old:
-                self._copy([*old.values()], unused, ordered)
-            count = places.locked(exchange)
-        finally:
-            physical.drop(unused)
-            physical.drop(old.values())
-        physical.notify_watchers()
-        return count
-
-    def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
-        """Copy pages through a separate mapping, which other threads cannot unmap. Blocks the host."""
-        nbytes = len(sources) * self.page_size
-        with self._physical.mapped([*sources, *targets], stream) as address:
-            ordinal = self._physical.device.ordinal
-            source, target = (CopySide(at, nbytes, ordinal, self) for at in (address, address + nbytes))
-            copy_bytes(target, source, stream)
+    __slots__ = ()
 
     def swap_out(self, pages: Pages, tier: BlockTier, stream: StreamLike | None = None, after: After = ()) -> int:
         """Move the contents of pages to host memory or to disk, and release the pages. Returns the number of pages.
@@ -644,155 +493,320 @@ class PageSpace(Memory, Closes):
         stored = self._places.stored
         return {place: stored[place] for place in chosen if place in stored}
 
-    def close(self, after: After = None) -> None:
-        """Wait for ``after`` and for the work of parked pages, unmap all pages, and free the addresses.
 
-        Default: all work of the device. Idempotent.
+class PageSpace(SwapSpace):
+    """A range of addresses with memory at the pages that are committed; made by :meth:`PageArena.space`.
+
+    All addresses can be read: uncommitted pages map the arena's page of zeros, which devices cannot write. So one
+    tensor can cover the whole space, at a constant address. ::
+
+        with vmm.PageArena(device) as arena, arena.space(1 << 40) as cache:
+            cache.commit(range(64))
+            tensor = sa.interop.torch.tensor(cache, torch.float16)
+            cache.release([7, 9], after=stream)   # parked until the work queued on the stream has completed
+
+    Mapping is not stream-ordered. While a page is committed, aliased or made private, it may be unmapped for a moment.
+    Work that uses *this page* then breaks the context; other pages can be used. So operations take ``after``: events or
+    streams whose work still uses the pages. In :meth:`release` the host does not wait for that work; in the other
+    operations it does.
+
+    A released page is cleared, and keeps its memory until another page of the arena needs the memory. So the next
+    commit of the page usually makes no mapping call. The driver does not refuse writes to a released page, but
+    :func:`streamalloc.driver.checked` reports them.
+
+    Each operation takes an index, a range or an array of indices. It changes all these pages, or none after an error.
+    Pages that need no change are skipped. Thread-safe: operations on one space wait for each other.
+
+    A space that is dropped is unmapped after all queued work of the device; its pages return to the arena.
+    """
+
+    __slots__ = ()
+
+    def commit(self, pages: Pages, after: After = (), *, zero: bool = False) -> None:
+        """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Without ``zero`` the contents of newly
+        committed pages are undefined.
+
+        Pages that have kept their memory use it again, without a driver call. The others get spare physical pages of
+        the arena; if there are none, memory that other pages keep; then new physical pages. If a page is still parked,
+        the host waits for the work that uses it. If there is no memory, the host waits for that of other parked pages,
+        see ``patience`` of :class:`PageArena`.
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Committed pages are skipped.
+        after
+            Events or streams that may still read the zeros of these pages; the host waits for them. None means all work
+            of the device. Default: none.
+        zero
+            Whether newly committed pages read as zeros, on every stream. Pages that have kept their memory are cleared
+            already. For other pages the host waits until they are cleared (``cuMemsetD8Async``).
+
+        Raises
+        ------
+        OutOfMemoryError
+            The device has not enough memory, or the limit of the arena is reached.
+        EvictedError
+            A page is swapped out: :meth:`swap_in` or :meth:`release` it.
+        InUseError
+            A signal handler called this during another call of its thread.
+        CaptureError
+            A stream of ``after`` is being captured.
+        ClosedError
+            Space or arena was closed.
+        CudaError
+            The driver refused a call. In all these cases no page is changed.
         """
-        if self._range.closed:
-            return
-        places = self._places
-        wait_for_users(after, self._session, (places.rights,))
-        self._locked_after(lambda: set(places.parked.values()), places.unmap_all, closing=True)
-        self._range._free()
-        self._physical.notify_watchers()
+        chosen = self._unique(pages)
 
-    def _addresses(self, places: Sequence[int]) -> Addresses:
-        return self.address + np.array(places, np.int64) * self.page_size
+        def commit() -> list[int]:
+            self._check_here(chosen)
+            numbers = self._places.numbers[chosen].tolist()
+            new = [place for place, number in zip(chosen, numbers, strict=True) if number < 0]
+            ready, others = self._places.claim(new)
+            if zero:
+                self._clear_first(ready, others)
+            if others:
+                self._places.exchange(others, ready)
+            else:
+                self._places.unpark(ready)
+            return new
 
-    # -- pages -----------------------------------------------------------------------------------------------
+        new = self._change(chosen, after, commit)
+        if self._physical.newly_watched:
+            with undoing(lambda: self.release(new, ())):
+                self._physical.notify_watchers()
 
-    def _chosen(self, pages: Pages) -> list[int]:
-        """Check indices of pages; return them in the given order."""
-        count = self.page_count
-        if isinstance(pages, np.ndarray):
-            if pages.dtype.kind not in "iu":
-                raise TypeError(f"pages must be indices, not an array of {pages.dtype}")
-            chosen: list[int] = pages.ravel().tolist()
-        else:
-            listed = list(pages) if isinstance(pages, Iterable) else [pages]
-            kinds = set(map(type, listed))
-            if isinstance(pages, (bytes, bytearray, str)) or bool in kinds:
-                raise TypeError(f"pages must be indices, not {pages!r}")
-            chosen = listed if kinds <= {int} else [operator.index(page) for page in listed]
-        if chosen and not 0 <= min(chosen) <= max(chosen) < count:
-            wrong = next(page for page in chosen if not 0 <= page < count)
-            raise ValueError(f"pages: {wrong} is none of the {count} pages of {self!r}")
-        return chosen
+    def _clear_first(self, ready: Sequence[int], others: Mapping[int, Page]) -> None:
+        """Map ``others``, and queue zeros for the places that are not cleared, which are parked behind the zeros. Call
+        within :meth:`Places.locked`.
 
-    def _unique(self, pages: Pages) -> list[int]:
-        return sorted(set(self._chosen(pages)))
-
-    def _change(self, chosen: Sequence[int], after: After, act: Callable[[], T]) -> T:
-        """Wait for ``after`` and for the work of parked places, then call ``act``, which changes places."""
-        self._check_open()
+        Raises
+        ------
+        _ParkedAgainError
+            Zeros were queued. Commit the places after them.
+        """
         places, physical = self._places, self._physical
-        wait(after, self._session, (physical.device.ordinal,))
-        return self._locked_after(lambda: places.parkings(chosen), act, len(chosen))
+        stale = [place for place in ready if place in places.parked and not places.parked[place].cleared]
+        if not (stale or others):
+            return
+        with undoing(lambda: physical.drop(others.values())):
+            physical._check_open()
+            with physical.session.relaxed():
+                stream = physical.idle_stream() or self.device.create_stream()
+        parking = Parking(places, Fence(self._session, ()))
+        places.exchange(others, parking=parking)
+        places.park([*others, *stale], parking)
+        self._begin(parking, stream)
+        raise parking.refused or _ParkedAgainError
 
-    def _locked_after(
-        self, parkings: Callable[[], set[Parking]], act: Callable[[], T], needed: int = 0, *, closing: bool = False
-    ) -> T:
-        """Wait for the work of all ``parkings()``, then call ``act`` while no other thread changes the places.
+    def prepare(self, pages: Pages) -> Future[int]:
+        """Map memory at pages in the background, so that their commit makes no driver call.
 
-        If fewer than ``needed`` pages are available, first wait for released pages to be cleared.
-        """
-        physical = self._physical
+        Afterwards the pages are kept, as after a release: they read as zeros, and other pages may take their memory.
+        Spare pages of the arena are used first, then new ones are created. Work must not use the pages during the call.
 
-        def attempt(short: bool) -> T:
-            if not all(parking.fence.done() for parking in parkings()):
-                raise _ParkedAgainError
-            if short:
-                physical.finish_clearing()
-            return act()
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Pages that have memory, or are swapped out, are skipped.
 
-        while True:
-            for parking in parkings():
-                parking.fence.synchronize()
-            short = physical.available < needed and physical.parked > 0
-            if short:
-                # Keep the pages of other parked places whose work has completed. No lock may be held here.
-                physical.allocations.work()
-                physical.finish_clearing(wait=True)
-            with contextlib.suppress(_ParkedAgainError):
-                return self._places.locked(functools.partial(attempt, short), closing=closing)
-
-    def _check_here(self, chosen: Sequence[int]) -> None:
-        stored = self._places.stored
-        for place in chosen if stored else ():
-            if place in stored:
-                raise EvictedError(f"page {place} of {self!r} is swapped out: swap_in() or release() it")
-
-    def _copying_stream(self, stream: StreamLike | None) -> Stream:
-        return copying_stream(self.stream if stream is None else stream, self._session)
-
-    # -- memory ----------------------------------------------------------------------------------------------
-
-    @property
-    def address(self) -> int:
-        """Address of the space; constant until it is closed.
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is the number of pages that got memory. Its errors are those of :meth:`commit`; some batches of
+            pages may have got memory before an error.
 
         Raises
         ------
         ClosedError
-            The space was closed.
+            Space or arena was closed.
         """
-        return self._range.address
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, as requested."""
-        return self._nbytes_asked
-
-    @property
-    def stream(self) -> Stream:
-        """Stream of operations that name none; default: the device's default stream."""
-        return self._physical.device.default_stream if self._given_stream is None else self._given_stream
-
-    @property
-    def device(self) -> Device:
-        """Device of the memory."""
-        return self._physical.device
-
-    @property
-    def location(self) -> MemLocation:
-        """Location of the memory."""
-        return self._physical.device.location
-
-    @property
-    def device_accessible(self) -> bool:
-        """Whether the stream's device has access."""
-        return self.stream.device.ordinal == self._physical.device.ordinal
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._range.closed or self._places.gone
-
-    @property
-    def _session(self) -> Session:
-        return self._physical.session
-
-    def _check_usable(self) -> None:
+        chosen = self._unique(pages)
         self._check_open()
-        if self._places.broken:
-            # The driver takes unmapped addresses for host addresses.
-            why = "a call has failed, and its undo too: the next commit or release maps them again"
-            raise EvictedError(f"pages of {self!r} are not mapped: {why}")
+        return self._physical.in_background(functools.partial(self._prepare, chosen))
 
-    def _access_hint(self, stream: Stream) -> str:
-        if stream.device.ordinal != self._physical.device.ordinal:
-            return f"{stream.device!r} has no access to {self!r}"
-        return "only pages that are committed can be written: commit() them"
+    def _prepare(self, chosen: Sequence[int]) -> int:
+        places, physical, made = self._places, self._physical, 0
 
-    def _about(self) -> Iterator[Row]:
+        def prepare(batch: Sequence[int]) -> tuple[int, Parking]:
+            # Skip parked places without a page: swap_in() on another thread gives them one.
+            new = [place for place in batch if places.backing[place] is None]
+            new = [place for place in new if place not in places.stored and place not in places.parked]
+            parking = Parking(places, Fence(self._session, ()))
+            places.exchange(dict(zip(new, physical.take(len(new), physical.kept), strict=True)), parking=parking)
+            return len(new), self._begin(parking) or parking
+
+        for first in range(0, len(chosen), _BATCH):
+            count, parking = places.locked(functools.partial(prepare, chosen[first : first + _BATCH]))
+            made += count
+            parking.fence.synchronize()
+            places.locked(parking.finish)
+        return made
+
+    def release(self, pages: Pages, after: After = None) -> None:
+        """Return the memory of pages to the arena. The pages then read as zeros (``cuMemsetD8Async``).
+
+        The host does not wait, and the pages stay mapped. Zeros are queued after the work of ``after``. If ``after`` is
+        one stream, the zeros are queued on that stream, and its later work reads zeros. Otherwise the zeros are queued
+        on a stream of the arena. If the work has completed already, later work of the space's stream also reads zeros.
+        Other work may read a page once the page is no longer parked, or after the device has synchronised. From then on
+        other pages may take the memory. If pages share memory, only the page that is released last is cleared; the
+        others are unmapped after the work. If the driver refuses to clear pages, they are unmapped after the work, too.
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Uncommitted pages are skipped. Contents of swapped-out pages are
+            dropped.
+        after
+            Events or streams whose work may still use these pages; ``()`` for none. Default: all present work of the
+            device.
+
+        Raises
+        ------
+        CaptureError
+            A stream of ``after`` is being captured.
+        InUseError, ClosedError, CudaError
+            As for :meth:`commit`. No page is changed.
+        """
+        chosen = self._unique(pages)
+        places = self._places
         self._check_open()
-        yield from super()._about()
-        yield "committed", gauge(len(self.committed) * self.page_size, self._range.nbytes)
-        yield "pages", f"{self.page_count} of {size_text(self.page_size)}, {self.parked} parked"
+        ends = listed(after)
+        fence, stream = Fence(self._session, ends_or_all(ends, self.device)), self._single(ends)
+        zeros, now = None, False
+        dropped: dict[int, Kept] = {}
 
-    def _text(self) -> str:
-        if self.closed:
-            return ", closed"
-        pages = f"{len(self.committed)} of {self.page_count} pages of {size_text(self.page_size)} committed"
-        return f" of {size_text(self.nbytes)} at {self._at:#x}, {pages}"
+        def release() -> None:
+            nonlocal zeros, now
+            committed = [place for place in chosen if places.numbers[place] >= 0]
+            if committed:
+                now = stream is None and fence.done()
+                parking = Parking(places, fence)
+                places.park(committed, parking)
+                zeros = self._begin(parking, stream)
+            dropped.update({place: places.stored.pop(place) for place in chosen if place in places.stored})
+
+        places.locked(release)
+        if zeros is not None and now:
+            # An error of the stream is suppressed: the user's next call raises it. A captured stream does not wait for
+            # these zeros.
+            with contextlib.suppress(CudaError):
+                queue_if_allowed(self.stream, functools.partial(zeros.fence.precede, self.stream), mine=True)
+        drop_contents(dropped)
+        self._physical.notify_watchers()
+        # Attempt more items than one release submits, so that the queue does not grow.
+        deferred_queue(self._session).work(4)
+
+    def alias(self, pages: Pages, of: PageSpace, its_pages: Pages, after: After = ()) -> None:
+        """Let pages share the memory of committed pages in this space, or in another space of the same arena.
+
+        Both pages then have the same bytes. The memory returns to the arena when its last page is released. Before a
+        write, :meth:`make_private` protects the other pages.
+
+        Parameters
+        ----------
+        pages
+            Pages that are not committed, or that already share the memory of their counterpart.
+        of, its_pages
+            A space of the same arena, and as many committed pages of it, in the same order.
+        after
+            As for :meth:`commit`.
+
+        Raises
+        ------
+        ValueError
+            A page is committed, a page of ``of`` is not, or the numbers of pages or the arenas differ.
+        EvictedError, InUseError, ClosedError, CudaError
+            As for :meth:`commit`. No page is changed.
+        """
+        of._check_open()
+        chosen, sources = self._chosen(pages), of._chosen(its_pages)
+        if of._physical is not self._physical:
+            raise ValueError(f"of={of!r} is a space of another arena than {self!r}")
+        if len(chosen) != len(sources) or len(set(chosen)) != len(chosen):
+            raise ValueError(f"{len(chosen)} pages are to share {len(sources)}: give as many, and each page once")
+        places, physical = self._places, self._physical
+
+        def alias() -> None:
+            self._check_here(chosen)
+            theirs = of._places
+            found = [theirs.backing[place] if theirs.numbers[place] >= 0 else None for place in sources]
+            if None in found:
+                raise ValueError(f"its_pages: page {sources[found.index(None)]} of {of!r} is not committed")
+            pairs = {place: page for place, page in zip(chosen, found, strict=True) if page is not None}
+            wanted = {place: page for place, page in pairs.items() if page.number != places.numbers[place]}
+            taken = [place for place in wanted if places.numbers[place] >= 0]
+            if taken:
+                raise ValueError(f"page {taken[0]} of {self!r} is committed: release it before it shares memory")
+            physical.add_users(wanted.values())
+            places.exchange(wanted)
+
+        self._change(chosen, after, alias)
+        physical.notify_watchers()
+
+    def make_private(self, pages: Pages, stream: StreamLike | None = None, after: After = ()) -> int:
+        """Give each of these pages that shares memory a copy of its own. Returns the number of copies.
+
+        The host waits for the copies. Call it before the first write to a page that was aliased (copy on write).
+
+        Parameters
+        ----------
+        pages
+            An index, a range or an array of indices. Uncommitted and unshared pages are skipped.
+        stream
+            Stream of the copies, ordered after the work that wrote the pages; default: the space's.
+        after
+            Further events or streams whose work may still use these pages, as for :meth:`commit`.
+
+        Raises
+        ------
+        OutOfMemoryError, InUseError, ClosedError, CudaError
+            As for :meth:`commit`. No page is changed.
+        CaptureError
+            ``stream`` is being captured.
+        """
+        chosen = self._unique(pages)
+        ordered = self._copying_stream(stream)
+        places, physical = self._places, self._physical
+
+        old: dict[int, Page] = {}
+        unused: list[Page] = []
+
+        def take() -> None:
+            nonlocal old, unused
+            found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
+            shared = {place: page for place, page in found.items() if page is not None and page.users > 1}
+            taken = physical.take(len(shared))
+            physical.add_users(shared.values())
+            old, unused = shared, taken
+
+        def exchange() -> int:
+            nonlocal unused
+            # Another thread may have released a page meanwhile.
+            still = [place for place, page in old.items() if places.numbers[place] == page.number]
+            new = dict(zip(old, unused, strict=True))
+            mine = {place: new.pop(place) for place in still}
+            unused = [*new.values()]
+            places.exchange(mine)
+            return len(still)
+
+        try:
+            self._change((), after, take)
+            if old:
+                self._copy([*old.values()], unused, ordered)
+            count = places.locked(exchange)
+        finally:
+            physical.drop(unused)
+            physical.drop(old.values())
+        physical.notify_watchers()
+        return count
+
+    def _copy(self, sources: Sequence[Page], targets: Sequence[Page], stream: Stream) -> None:
+        """Copy pages through a separate mapping, which other threads cannot unmap. Blocks the host."""
+        nbytes = len(sources) * self.page_size
+        with self._physical.mapped([*sources, *targets], stream) as address:
+            ordinal = self._physical.device.ordinal
+            source, target = (CopySide(at, nbytes, ordinal, self) for at in (address, address + nbytes))
+            copy_bytes(target, source, stream)

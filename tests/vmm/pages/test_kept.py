@@ -190,7 +190,7 @@ class TestZeros:
         self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The pages of the others are unmapped after their work."""
-        monkeypatch.setattr("streamalloc.vmm.pages.physical._STREAMS", 2)
+        monkeypatch.setattr("streamalloc.vmm.pages.places._STREAMS", 2)
         space.commit(range(4))
         fill(space, range(4))
         space.stream.synchronize()

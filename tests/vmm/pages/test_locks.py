@@ -25,11 +25,11 @@ from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, claiming
 from streamalloc.vmm.ownership import allocations_of
-from streamalloc.vmm.pages import physical as physical_module
+from streamalloc.vmm.pages import places as places_module
 from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages import tiers
-from streamalloc.vmm.pages.physical import Page, PhysicalPages
-from streamalloc.vmm.pages.places import Parking, Places
+from streamalloc.vmm.pages.physical import Page
+from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
 from streamalloc.vmm.pages.tiers import _Contents as Stored
 from tests.interleaving import interleaved
 from tests.processes import fork
@@ -294,7 +294,7 @@ class TestPhysicalPages:
         started: list[Callable[[], None]] = []
         futures: list[Future[int]] = []
         starts = SimpleNamespace(start_new_thread=lambda function, _: started.append(function))
-        monkeypatch.setattr(physical_module, "_thread", starts)
+        monkeypatch.setattr(places_module, "_thread", starts)
 
         def submit(physical: PhysicalPages) -> None:
             futures.append(physical.in_background(int))
