@@ -40,7 +40,7 @@ class _Work:
     named: Callable[[State, Arguments], Iterable[Touch]] = lambda state, args: ()
     """Memory that must exist, but is neither read nor written."""
 
-    def __call__(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
+    def after(self, state: State, name: str, args: Arguments, answer: Answer) -> None:
         """Queue the work after the call has succeeded."""
         for address, nbytes, write in self.taken(state, args):
             uses.use_on_host(state, number_of(address), nbytes, write, name)
@@ -349,4 +349,7 @@ _WORK = {
     "cuMemPrefetchBatchAsync": _Work(-1, named=_discarded),
     "cuSignalExternalSemaphoresAsync": _Work(-1),
 }
-RULES = rules(before={name: work.before for name, work in _WORK.items()}, after={**_WORK})
+RULES = rules(
+    before={name: work.before for name, work in _WORK.items()},
+    after={name: work.after for name, work in _WORK.items()},
+)
