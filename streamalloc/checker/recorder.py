@@ -150,10 +150,10 @@ class Recorder:
     def feed(self, call: Call, context: int, place: Stack) -> None:
         """Record a call that another feed than the wrapper has seen, with the caller's context and place.
 
-        Its hazards are delivered as those of the wrapper's calls, but no call is refused. Calls are fed in the order in
-        which they were made, from one thread at a time.
+        Calls are fed in the order in which they were made, without the questions of the checker itself. Their hazards
+        are delivered like those of the wrapper's calls. It is too late to stop a wrong one: a free of an unknown handle
+        is reported only if the driver has refused it, since the handle may be older than the feed.
         """
-
         if call.name not in RULES and call.name not in COUNTED:
             self._skipped(call.name, call.answer)
             return
@@ -161,8 +161,9 @@ class Recorder:
         def record() -> list[Hazard]:
             self._state.streams.caller = Caller(call.thread, context, place)
             try:
-                finish, fresh = self._before(call.name, call.args)
-                return fresh + self._after(call.name, call.args, call.answer, finish or nothing)
+                unknown = call.answer[0] and self._ends_unknown(call.name, call.args)
+                finish = nothing if unknown else self._apply(call.name, call.args)
+                return self._after(call.name, call.args, call.answer, finish)
             finally:
                 self._state.streams.caller = None
 
@@ -175,15 +176,19 @@ class Recorder:
 
     def _before(self, name: str, args: tuple[Any, ...]) -> tuple[Finish | None, list[Hazard]]:
         """Returns the new hazards, too, under the lock: no other thread may take them."""
-        state = self._state
-        state.look()
+        finish = None if self._ends_unknown(name, args) else self._apply(name, args)
+        return finish, self._reports.take()
+
+    def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a call ends a handle that is not live. If so, reports it."""
         handle = _handle(args) if name in ENDERS else 0
-        if handle and not state.account.may_end(name, handle):
-            self._refuse(name, handle)
-            return None, self._reports.take()
-        return self._apply(name, args), self._reports.take()
+        if not handle or self._state.account.may_end(name, handle):
+            return False
+        self._refuse(name, handle)
+        return True
 
     def _apply(self, name: str, args: tuple[Any, ...]) -> Finish:
+        self._state.look()
         rule = RULES.get(name)
         try:
             return nothing if rule is None or rule.before is None else rule.before(self._state, name, args)

@@ -121,6 +121,24 @@ def test_calls_that_another_feed_has_seen(machine: Any) -> None:
     assert recorder.notes == ()
 
 
+def test_a_handle_that_is_older_than_its_feed(machine: Any) -> None:
+    """Its end is no double free, unless the driver refuses it."""
+    traced: Any = sd.traced(machine)
+    with sa.Device(0, driver=traced).current():
+        stream = traced.cuStreamCreate(1)[1]
+        before = len(traced.calls)
+        assert [traced.cuStreamDestroy(stream)[0].name for _ in range(2)] == [
+            "CUDA_SUCCESS",
+            "CUDA_ERROR_INVALID_HANDLE",
+        ]
+    recorder = Recorder(machine, "report")
+    found = []
+    for call in traced.calls[before : before + 2]:
+        recorder.feed(call, 0, ())
+        found.append([one.kind for one in recorder.hazards])
+    assert found == [[], ["double free"]]
+
+
 def test_the_facade_makes_the_same_calls(machine: Any) -> None:
     recorder = Notified()
     assert _share_and_open(machine, recorder) == _share_and_open(sd.simulated(), None)
