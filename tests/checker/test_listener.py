@@ -127,10 +127,7 @@ def test_a_handle_that_is_older_than_its_feed(machine: Any) -> None:
     with sa.Device(0, driver=traced).current():
         stream = traced.cuStreamCreate(1)[1]
         before = len(traced.calls)
-        assert [traced.cuStreamDestroy(stream)[0].name for _ in range(2)] == [
-            "CUDA_SUCCESS",
-            "CUDA_ERROR_INVALID_HANDLE",
-        ]
+        assert [bool(traced.cuStreamDestroy(stream)[0]) for _ in range(2)] == [False, True]
     recorder = Recorder(machine, "report")
     found = []
     for call in traced.calls[before : before + 2]:
