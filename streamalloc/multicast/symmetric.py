@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,185 @@ class SymmetricBuffer(BufferView):
         return f"<SymmetricBuffer of {size_text(self.nbytes)} {state}, of {self._symmetric!r}>"
 
 
-class SymmetricMemory(Closes, Shown):
+class _Replicas(Closes):
+    """Sizes, addresses and views of symmetric memory; :class:`SymmetricMemory` makes, orders and releases it."""
+
+    __slots__ = ()
+
+    _bases: tuple[int, ...]
+    """Address of each rank's memory in this process."""
+    _group: RankGroup
+    _plan: Plan
+    _resources: RankResources
+
+    # -- properties -------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 if this process has all ranks."""
+        return self._group.local[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of this process: one, or all."""
+        return self._group.local
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._group.size
+
+    @property
+    def nbytes(self) -> int:
+        """Size of each rank's memory in bytes, as requested."""
+        return self._plan.layout.nbytes
+
+    @property
+    def physical_bytes(self) -> int:
+        """Physical memory in bytes that each rank allocated."""
+        return self._resources.physical_bytes
+
+    @property
+    def device(self) -> Device:
+        """This rank's device."""
+        return self._resources.devices[self.rank]
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices of :attr:`ranks`."""
+        return tuple(self._resources.devices.values())
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the devices."""
+        return self._resources.session.driver
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """The group of ranks; None if this process has all ranks."""
+        return self._group.communicator
+
+    @property
+    def handle_type(self) -> MemHandleType:
+        """Handle type that the ranks exchanged; ``NONE`` if this process has all ranks."""
+        return self._resources.kind
+
+    @property
+    def multicast(self) -> bool:
+        """Whether there is a multicast view."""
+        return self._resources.multicast is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` or :meth:`abandon` has released the memory."""
+        return not self._resources.made
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> tuple[SymmetricBuffer, ...]:
+        """Memory of every rank, indexed by rank, this rank's own included."""
+        return self._replicas(0, self._plan.layout.nbytes)
+
+    @property
+    def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
+        """Signal pad of every rank, indexed by rank: initially zero, and written by your kernels only."""
+        return self._replicas(self._plan.layout.signal_pad, self._plan.layout.signal_pad_bytes)
+
+    @property
+    def multicast_buffer(self) -> SymmetricBuffer | None:
+        """Multicast view of all ranks' memory, write-only; None without multicast.
+
+        A store, fill or copy to it writes the same offset of every rank's memory. Ordinary reads are undefined. Kernels
+        read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all ranks.
+
+        The view and :attr:`buffers` are different addresses of the same memory, and the hardware does not order
+        accesses through different addresses, even in one thread. Put ``fence.proxy.alias`` between a store to one and a
+        load from the other. The end of a kernel, a barrier and a signal also order them.
+        """
+        self._check_open()
+        mapping = self._resources.view
+        if mapping is None:
+            return None
+        return self._part(mapping, 0, self._plan.layout.nbytes, self.device)
+
+    @property
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Device address of each rank's memory in this process, indexed by rank."""
+        self._check_open()
+        return np.array(self._bases, np.uint64)
+
+    @property
+    def multicast_address(self) -> int | None:
+        """Device address of the multicast view; None without multicast.
+
+        The view has the same offsets as each rank's memory, so kernels can also write signal pads through it.
+        """
+        self._check_open()
+        mapping = self._resources.view
+        return None if mapping is None else mapping.address
+
+    @property
+    def signal_addresses(self) -> npt.NDArray[np.uint64]:
+        """Device address of each rank's signal pad in this process, indexed by rank."""
+        self._check_open()
+        return np.array([base + self._plan.layout.signal_pad for base in self._bases], np.uint64)
+
+    @property
+    def signal_offset(self) -> int:
+        """Bytes from the start of a rank's memory to its signal pad, equal on all ranks.
+
+        At this offset the multicast view (:attr:`multicast_address`) has the signal pads of all ranks.
+        """
+        return self._plan.layout.signal_pad
+
+    @property
+    def signal_pad_bytes(self) -> int:
+        """Size of each signal pad in bytes."""
+        return self._plan.layout.signal_pad_bytes
+
+    def tables(self, rank: int | None = None) -> Tables:
+        """Return the device addresses of the tables in a rank's memory, for use in kernels.
+
+        Parameters
+        ----------
+        rank
+            One of :attr:`ranks`; default: :attr:`rank`.
+        """
+        self._check_open()
+        base = self._bases[self.rank if rank is None else self._checked_rank(rank)]
+        return Tables(base + self._plan.layout.buffer_table, base + self._plan.layout.signal_table)
+
+    @property
+    def buffer_table(self) -> int:
+        """Device address of this rank's table of :attr:`addresses`, an array of ``uint64``: ``tables().buffers``."""
+        return self.tables().buffers
+
+    @property
+    def signal_table(self) -> int:
+        """Device address of this rank's table of :attr:`signal_addresses`: ``tables().signal_pads``."""
+        return self.tables().signal_pads
+
+    def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
+        self._check_open()
+        devices = self._resources.devices
+        return tuple(
+            self._part(mapping, start, nbytes, devices.get(rank, self.device))
+            for rank, mapping in self._resources.replicas.items()
+        )
+
+    def _part(self, mapping: Mapping, start: int, nbytes: int, device: Device) -> SymmetricBuffer:
+        # A view of addresses: it stays valid when ``wake()`` maps other memory there.
+        view = RangeView(mapping.range, mapping.offset, mapping.offset + mapping.nbytes)
+        return SymmetricBuffer(cast("SymmetricMemory", self), view, start, nbytes, device)
+
+    def _checked_rank(self, rank: int) -> int:
+        if rank not in self._resources.devices:
+            raise ValueError(f"rank={rank!r}: this process has {list(self.ranks)}")
+        return rank
+
+
+class SymmetricMemory(_Replicas, Shown):
     """Allocate memory of the same size on each rank's device, and map it on all ranks.
 
     Create it on all ranks at the same time, and close it on all ranks at the same time. Each rank allocates memory, the
@@ -236,162 +414,6 @@ class SymmetricMemory(Closes, Shown):
             devices, nbytes = nbytes, devices  # type: ignore[assignment]
         return cls(nbytes, devices=devices, multicast=multicast, signal_pad_bytes=signal_pad_bytes, timeout=timeout)
 
-    # -- properties -------------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """This process's rank; 0 if this process has all ranks."""
-        return self._group.local[0]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of this process: one, or all."""
-        return self._group.local
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._group.size
-
-    @property
-    def nbytes(self) -> int:
-        """Size of each rank's memory in bytes, as requested."""
-        return self._plan.layout.nbytes
-
-    @property
-    def physical_bytes(self) -> int:
-        """Physical memory in bytes that each rank allocated."""
-        return self._resources.physical_bytes
-
-    @property
-    def device(self) -> Device:
-        """This rank's device."""
-        return self._resources.devices[self.rank]
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices of :attr:`ranks`."""
-        return tuple(self._resources.devices.values())
-
-    @property
-    def driver(self) -> Driver:
-        """The driver of the devices."""
-        return self._resources.session.driver
-
-    @property
-    def communicator(self) -> Communicator | None:
-        """The group of ranks; None if this process has all ranks."""
-        return self._group.communicator
-
-    @property
-    def handle_type(self) -> MemHandleType:
-        """Handle type that the ranks exchanged; ``NONE`` if this process has all ranks."""
-        return self._resources.kind
-
-    @property
-    def multicast(self) -> bool:
-        """Whether there is a multicast view."""
-        return self._resources.multicast is not None
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` or :meth:`abandon` has released the memory."""
-        return not self._resources.made
-
-    # -- memory ----------------------------------------------------------------------------------------------
-
-    @property
-    def buffers(self) -> tuple[SymmetricBuffer, ...]:
-        """Memory of every rank, indexed by rank, this rank's own included."""
-        return self._replicas(0, self._plan.layout.nbytes)
-
-    @property
-    def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
-        """Signal pad of every rank, indexed by rank: initially zero, and written by your kernels only."""
-        return self._replicas(self._plan.layout.signal_pad, self._plan.layout.signal_pad_bytes)
-
-    @property
-    def multicast_buffer(self) -> SymmetricBuffer | None:
-        """Multicast view of all ranks' memory, write-only; None without multicast.
-
-        A store, fill or copy to it writes the same offset of every rank's memory. Ordinary reads are undefined. Kernels
-        read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all ranks.
-
-        The view and :attr:`buffers` are different addresses of the same memory, and the hardware does not order
-        accesses through different addresses, even in one thread. Put ``fence.proxy.alias`` between a store to one and a
-        load from the other. The end of a kernel, a barrier and a signal also order them.
-        """
-        self._check_open()
-        mapping = self._resources.view
-        if mapping is None:
-            return None
-        return SymmetricBuffer(self, _view_of(mapping), 0, self._plan.layout.nbytes, self.device)
-
-    @property
-    def addresses(self) -> npt.NDArray[np.uint64]:
-        """Device address of each rank's memory in this process, indexed by rank."""
-        self._check_open()
-        return np.array(self._bases, np.uint64)
-
-    @property
-    def multicast_address(self) -> int | None:
-        """Device address of the multicast view; None without multicast.
-
-        The view has the same offsets as each rank's memory, so kernels can also write signal pads through it.
-        """
-        self._check_open()
-        mapping = self._resources.view
-        return None if mapping is None else mapping.address
-
-    @property
-    def signal_addresses(self) -> npt.NDArray[np.uint64]:
-        """Device address of each rank's signal pad in this process, indexed by rank."""
-        self._check_open()
-        return np.array([base + self._plan.layout.signal_pad for base in self._bases], np.uint64)
-
-    @property
-    def signal_offset(self) -> int:
-        """Bytes from the start of a rank's memory to its signal pad, equal on all ranks.
-
-        At this offset the multicast view (:attr:`multicast_address`) has the signal pads of all ranks.
-        """
-        return self._plan.layout.signal_pad
-
-    @property
-    def signal_pad_bytes(self) -> int:
-        """Size of each signal pad in bytes."""
-        return self._plan.layout.signal_pad_bytes
-
-    def tables(self, rank: int | None = None) -> Tables:
-        """Return the device addresses of the tables in a rank's memory, for use in kernels.
-
-        Parameters
-        ----------
-        rank
-            One of :attr:`ranks`; default: :attr:`rank`.
-        """
-        self._check_open()
-        base = self._bases[self.rank if rank is None else self._checked_rank(rank)]
-        return Tables(base + self._plan.layout.buffer_table, base + self._plan.layout.signal_table)
-
-    @property
-    def buffer_table(self) -> int:
-        """Device address of this rank's table of :attr:`addresses`, an array of ``uint64``: ``tables().buffers``."""
-        return self.tables().buffers
-
-    @property
-    def signal_table(self) -> int:
-        """Device address of this rank's table of :attr:`signal_addresses`: ``tables().signal_pads``."""
-        return self.tables().signal_pads
-
-    def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
-        self._check_open()
-        devices = self._resources.devices
-        return tuple(
-            SymmetricBuffer(self, _view_of(mapping), start, nbytes, devices.get(rank, self.device))
-            for rank, mapping in self._resources.replicas.items()
-        )
-
     # -- order between ranks ---------------------------------------------------------------------------------
 
     def barrier(self, *streams: StreamLike, channel: int = 0) -> None:
@@ -465,11 +487,6 @@ class SymmetricMemory(Closes, Shown):
         if len(found) > 1:
             raise ValueError(f"ranks {found} are on the stream's device: choose one by rank=")
         return found[0]
-
-    def _checked_rank(self, rank: int) -> int:
-        if rank not in self._resources.devices:
-            raise ValueError(f"rank={rank!r}: this process has {list(self.ranks)}")
-        return rank
 
     # -- release ---------------------------------------------------------------------------------------------
 
@@ -686,11 +703,6 @@ class SymmetricMemory(Closes, Shown):
         awake = ", with multicast" if self.multicast else ""
         state = ", closed" if self.closed else ", asleep" if self._asleep is not None else awake
         return f" of {size_text(self.nbytes)} for each rank, {who}{state}"
-
-
-def _view_of(mapping: Mapping) -> RangeView:
-    """Return a view of a mapping's addresses. It stays valid when ``wake()`` maps other memory there."""
-    return RangeView(mapping.range, mapping.offset, mapping.offset + mapping.nbytes)
 
 
 class _SavedContents(NamedTuple):
