@@ -161,9 +161,9 @@ class Recorder:
         def record() -> list[Hazard]:
             self._state.streams.caller = Caller(call.thread, context, place)
             try:
-                unknown = call.answer[0] and self._ends_unknown(call.name, call.args)
-                finish = nothing if unknown else self._apply(call.name, call.args)
-                return self._after(call.name, call.args, call.answer, finish)
+                if call.answer[0] and self._ends_unknown(call.name, call.args):
+                    return self._reports.take()
+                return self._after(call.name, call.args, call.answer, self._apply(call.name, call.args))
             finally:
                 self._state.streams.caller = None
 
