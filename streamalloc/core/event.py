@@ -16,7 +16,7 @@ from streamalloc.core.session import PerDriver, Session, drained
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, Future, TimerHandle
+    from asyncio import AbstractEventLoop
 
     from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
@@ -160,8 +160,7 @@ class Event(Closes, Shown):
         """Wait in a coroutine of :mod:`asyncio` as :meth:`synchronize` does. The loop runs other tasks meanwhile.
 
         No thread is used: the loop queries the event at intervals of 1 to 10 ms (``cuEventQuery``), of up to 30 ms if
-        there are many waits or a query was slow. If the event is
-        recorded again during the wait, the wait ends with the later record.
+        there are many waits. If the event is recorded again during the wait, the wait ends with the later record.
 
         Raises
         ------
@@ -300,112 +299,41 @@ def has_passed(event: Event) -> bool:
 _TURNS = 1e-4
 """Seconds during which every loop turn queries a new wait."""
 _SHORTEST, _LONGEST = 1e-3, 1e-2
-"""Seconds between the rounds of queries of a loop."""
-_SHARE = 20
-"""Ratio of the pause after a round to its duration, so that many waits do not keep the loop busy."""
-_LONGEST_PAUSE = 3e-2
-"""Most seconds of that pause, as one slow query must not delay the end of a wait."""
+"""Seconds between two queries of a wait. The younger it is, the more often it is queried."""
+_PER_WAIT, _MANY = 3e-5, 3e-2
+"""Seconds per wait of the loop that each pause lasts at least, and the most of that: many waits do not keep the loop
+busy.
+"""
 
-
-class Poll:
-    """The waits of one event loop. A timer queries all their events, one round after another."""
-
-    def __init__(self) -> None:
-        self.waits: dict[Future[None], Event] = {}
-        """Events by the future of each wait."""
-        self._timer: TimerHandle | None = None
-        self._latest = 0.0
-        """Loop time at which the latest wait began."""
-        self._rested = 0.0
-        """Loop time from which the next round may begin."""
-
-    @staticmethod
-    def of(loop: AbstractEventLoop) -> Poll:
-        """The one of a loop. Its waits keep it alive."""
-        known = polls.get(loop)
-        found = None if known is None else known()
-        if found is None:
-            found = Poll()
-            polls[loop] = weakref.ref(found)
-        return found
-
-    async def wait(self, event: Event, loop: AbstractEventLoop) -> None:
-        """Wait until a round has found that the event has completed."""
-        future = loop.create_future()
-        self.waits[future] = event
-        self._latest = loop.time()
-        try:
-            self._plan(loop, _SHORTEST)
-            await future
-        finally:
-            del self.waits[future]
-
-    def _plan(self, loop: AbstractEventLoop, pause: float) -> None:
-        """Begin a round after a pause, or earlier if one is planned earlier."""
-        when = max(loop.time() + pause, self._rested)
-        if self._timer is None or when < self._timer.when():
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = loop.call_at(when, self._query, loop)
-
-    def _query(self, loop: AbstractEventLoop) -> None:
-        self._timer = None
-        began = loop.time()
-        try:
-            for session in {event._session for event in self.waits.values()}:
-                waits = [(future, event) for future, event in self.waits.items() if event._session is session]
-                with _errors_to(*(future for future, _ in waits)), session.relaxed():
-                    for future, event in waits:
-                        with _errors_to(future):
-                            if not future.done() and _has_finished(event):
-                                future.set_result(None)
-        finally:
-            if self.waits:
-                now = loop.time()
-                self._rested = now + min(_SHARE * (now - began), _LONGEST_PAUSE)
-                self._plan(loop, min(max((now - self._latest) / 8, _SHORTEST), _LONGEST))
-
-
-polls: weakref.WeakKeyDictionary[AbstractEventLoop, weakref.ref[Poll]] = weakref.WeakKeyDictionary()
-"""The polls of the loops that have waits."""
-
-
-@contextlib.contextmanager
-def _errors_to(*futures: Future[None]) -> Iterator[None]:
-    """Give errors of the block to futures that are not done."""
-    try:
-        yield
-    except Exception as error:
-        for future in futures:
-            if not future.done():
-                future.set_exception(error)
+waits: weakref.WeakKeyDictionary[AbstractEventLoop, int] = weakref.WeakKeyDictionary()
+"""Number of waits by event loop."""
 
 
 def _has_finished(event: Event) -> bool:
     """Whether an event has completed. The driver then has seen that the frees before it have run."""
-    if not event.query():
-        return False
-    event.synchronize()  # returns at once
-    return True
+    # A query in another mode would invalidate captures of other streams.
+    with event._session.relaxed():
+        if not event.query():
+            return False
+        event.synchronize()  # returns at once
+        return True
 
 
 async def finished(event: Event) -> None:
     """Wait as :meth:`Event.synchronize` does, without blocking the running loop.
 
-    The loop queries the event (``cuEventQuery``) at every turn during the first 0.1 ms, then every 1 to 10 ms: the more
-    often, the younger its latest wait is. Many waits or slow queries make the intervals longer, up to 30 ms.
+    No pause depends on how long a query took: one slow query must not delay the end of the wait.
     """
     # A running loop has already imported it. At module level the import would double the package's import time.
     from asyncio import get_running_loop, sleep
 
     loop = get_running_loop()
     began = loop.time()
-    while True:
-        # A query in another mode would invalidate captures of other streams.
-        with event._session.relaxed():
-            if _has_finished(event):
-                return
-        if loop.time() - began >= _TURNS:
-            break
-        await sleep(0)
-    await Poll.of(loop).wait(event, loop)
+    waits[loop] = waits.get(loop, 0) + 1
+    try:
+        while not _has_finished(event):
+            age = loop.time() - began
+            pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * waits[loop], _MANY))
+            await sleep(0 if age < _TURNS else pause)
+    finally:
+        waits[loop] -= 1

@@ -13,15 +13,15 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.event import polls
+from streamalloc.core import event as module
 from streamalloc.core.session import session_of
 from streamalloc.testing import Gate
 from tests.support import GROWTH, MiB, executed, names
 
 
 def waits() -> int:
-    """The waits that rounds of queries answer, of all loops."""
-    return sum(len(poll.waits) for poll in (known() for known in polls.values()) if poll is not None)
+    """The waits of all loops."""
+    return sum(module.waits.values())
 
 
 async def started(wait: Awaitable[None]) -> asyncio.Task[None]:
@@ -193,7 +193,7 @@ def virtual() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.mark.simulated_only("the time of the loop is no real time")
 def test_the_loop_rests(machine: Any, virtual: asyncio.AbstractEventLoop) -> None:
-    """Ten seconds: a tenth of a millisecond of turns, and then 1 to 10 ms between rounds of queries."""
+    """Ten seconds: a tenth of a millisecond of turns, and then 1 to 10 ms between queries."""
     driver = sd.traced(machine)
     device = sa.Device(0, driver=driver)
 
@@ -218,7 +218,7 @@ def test_the_loop_rests(machine: Any, virtual: asyncio.AbstractEventLoop) -> Non
 def test_the_end_comes_soon(
     machine: Any, virtual: Virtual, count: int, once: float, each: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 30 ms and two rounds of queries after the work, however long one query has taken."""
+    """At most 30 ms and two queries of each wait after the work, however long one query has taken."""
     device = sa.Device(0)
     session, queries = session_of(device), iter([0.0] * 3 * count + [once])
     query = session.cuEventQuery
