@@ -76,10 +76,10 @@ class Deferred(abc.ABC):
     restores it if the driver refuses (:meth:`Session.release`).
     """
 
-    __slots__ = ("_owner", "_round")
+    __slots__ = ("_dropped_with", "_round")
 
-    _owner: weakref.ref[object]
-    """Owner whose end submits the item (:meth:`DeferredQueue.end_with`); often unset."""
+    _dropped_with: weakref.ref[object]
+    """The object whose end submits the item (:meth:`DeferredQueue.end_with`); often unset."""
     _round: int
     """Round of the last attempt; -1 if not attempted since it was submitted."""
     gone: ClassVar[tuple[type[CudaError], ...]] = (*LOST, InvalidHandleError)
@@ -188,8 +188,8 @@ class DeferredQueue:
 
     def end_with(self, owner: object, item: Deferred) -> None:
         """Submit an item when ``owner`` is dropped, by a weak reference's callback."""
-        item._owner = weakref.ref(owner, self._orphaned.append)
-        self._owned[item._owner] = item
+        item._dropped_with = weakref.ref(owner, self._orphaned.append)
+        self._owned[item._dropped_with] = item
         _unfinished.add(self)
 
     def submit(self, item: Deferred) -> None:
@@ -253,11 +253,11 @@ class DeferredQueue:
         return total
 
     def _disown(self, item: Deferred) -> None:
-        reference = getattr(item, "_owner", None)
+        reference = getattr(item, "_dropped_with", None)
         if reference is not None:
             self._owned.pop(reference, None)
             with contextlib.suppress(AttributeError):  # another thread has ended the item, too
-                del item._owner
+                del item._dropped_with
 
     def _leave_if_empty(self) -> None:
         if not (len(self) or self._owned):

@@ -305,8 +305,8 @@ _PER_WAIT, _MANY = 3e-5, 3e-2
 busy.
 """
 
-waits: weakref.WeakKeyDictionary[AbstractEventLoop, int] = weakref.WeakKeyDictionary()
-"""Number of waits by event loop."""
+waits: weakref.WeakKeyDictionary[AbstractEventLoop, list[None]] = weakref.WeakKeyDictionary()
+"""One entry per wait of each event loop."""
 
 
 def _has_finished(event: Event) -> bool:
@@ -329,11 +329,12 @@ async def finished(event: Event) -> None:
 
     loop = get_running_loop()
     began = loop.time()
-    waits[loop] = waits.get(loop, 0) + 1
+    several = waits.setdefault(loop, [])
+    several.append(None)
     try:
         while not _has_finished(event):
             age = loop.time() - began
-            pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * waits[loop], _MANY))
+            pause = max(min(max(age / 8, _SHORTEST), _LONGEST), min(_PER_WAIT * len(several), _MANY))
             await sleep(0 if age < _TURNS else pause)
     finally:
-        waits[loop] -= 1
+        several.pop()  # the loop may be gone, with its entry

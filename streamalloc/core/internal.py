@@ -21,7 +21,6 @@ from streamalloc.core.buffer import (
     set_shared,
     shared_state,
     take_pointer,
-    unshared_parts,
 )
 from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
@@ -41,7 +40,6 @@ from streamalloc.core.fence import (
     all_work,
     await_all_work,
     await_device,
-    context_event,
     fence_since,
     ordered_after,
     ordered_after_end,
@@ -80,7 +78,6 @@ from streamalloc.core.stream import (
     is_captured,
     leave_stream,
     library_stream,
-    may_be_captured,
     moment,
     name_of_stream,
     of_this_thread,

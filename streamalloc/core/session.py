@@ -399,6 +399,14 @@ def sessions() -> tuple[Session, ...]:
         return tuple(_sessions.values())
 
 
+# What a forked child may touch. CUDA does not work in a forked child: a driver call may hang on a lock that a thread of
+# the parent held, or answer with the parent's handles, and the child that ends one of them ends it for the parent too.
+# The child inherits every object, and its collector drops them. So the child makes no driver call at all: the functions
+# of each session raise ForkedProcessError, finalisers find the session unusable, and locks are made anew, since the
+# threads that held the old ones do not exist here. What the operating system counts for the child as well, such as
+# descriptors and mappings of shared memory, the child may close.
+
+
 def refuse_after_fork(*_args: Any, **_kwargs: Any) -> Any:
     """Replacement for a driver function in a forked child."""
     raise ForkedProcessError(_FORKED)

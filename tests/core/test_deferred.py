@@ -288,7 +288,7 @@ def test_two_threads_end_the_item_of_one_owner() -> None:
 
     owner = Owner()
     for queue, item in interleaved(disown, make, disown, disown):
-        assert not queue._owned and not hasattr(item, "_owner")
+        assert not queue._owned and not hasattr(item, "_dropped_with")
 
 
 def test_what_another_item_waits_for_ends_first() -> None:
