@@ -38,7 +38,7 @@ def digest(exported: bytes) -> bytes:
     return hashlib.sha256(exported).hexdigest()[:32].encode()
 
 
-EVENTS, POSTS = 1024, 768
+ENTRIES, POSTS = 1024, 768
 """Entries of a board for events and imports, and for posts."""
 IMPORT = b"import"
 """End of the name of an import, after the export data."""
@@ -77,7 +77,7 @@ class Board:
         self._on_full = on_full
         """Called if a post replaces one that is not complete."""
         self._entries: Any = None
-        self._free = list(reversed(range(EVENTS)))
+        self._free = list(reversed(range(ENTRIES)))
         self._posts = 0
         self.close: Callable[[], object] = bool
         """Removes the board."""
@@ -89,20 +89,20 @@ class Board:
                 folder = Path(_path())
                 folder.mkdir(mode=0o700, exist_ok=True)
                 path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
-                self._entries = np.asarray(np.memmap(path, _ENTRY, "w+", shape=EVENTS + POSTS))
+                self._entries = np.asarray(np.memmap(path, _ENTRY, "w+", shape=ENTRIES + POSTS))
                 self.close = weakref.finalize(self, _unlink, path, os.getpid())
         return self._entries is not None
 
-    def add_event(self) -> int | None:
+    def add_entry(self) -> int | None:
         """Return the index of a new event or import; None if the board is full."""
         return self._free.pop() if self._free else None
 
-    def drop_event(self, index: int) -> None:
+    def drop_entry(self, index: int) -> None:
         """Remove an event or import. The next event at this index continues the number of recordings."""
         self._entries["name"][index] = b""
         self._free.insert(0, index)
 
-    def name_event(self, index: int, name: bytes) -> None:
+    def name_entry(self, index: int, name: bytes) -> None:
         """Set the name by which other processes look up an event or import."""
         self._entries["name"][index] = digest(name)
 
@@ -124,7 +124,7 @@ class Board:
         ``index``: index of an earlier post to replace.
         """
         if index is None:
-            index = EVENTS + self._posts % POSTS
+            index = ENTRIES + self._posts % POSTS
             self._posts += 1
             if self._entries["name"][index]:
                 self._on_full()
@@ -178,7 +178,7 @@ def _look() -> None:
             process, path = int(name.partition("-")[0]), Path(folder, name)
             if not alive(process):
                 path.unlink()
-            elif process != os.getpid() and path.stat().st_size == (EVENTS + POSTS) * _ENTRY.itemsize:
+            elif process != os.getpid() and path.stat().st_size == (ENTRIES + POSTS) * _ENTRY.itemsize:
                 _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
                 there.add(name)
     for gone in _boards.keys() - there:
@@ -190,7 +190,7 @@ def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEnt
     """Yield the entries with these names on the boards of other processes."""
     with contextlib.suppress(OSError):
         _look()
-    first, last = (EVENTS, EVENTS + POSTS) if posts else (0, EVENTS)
+    first, last = (ENTRIES, ENTRIES + POSTS) if posts else (0, ENTRIES)
     for path, board in _boards.items() if names else ():
         process, there = int(path.partition("-")[0]), board["name"][first:last]
         for name in names:
@@ -222,7 +222,7 @@ def post_of(name: bytes) -> Announced | None:
 def _read(found: BoardEntry) -> Announced:
     board, at = found.board, found.board[found.at]
     covers = [
-        (BoardEntry(board, event % EVENTS, bytes(board["name"][event % EVENTS]), found.process), number)
+        (BoardEntry(board, event % ENTRIES, bytes(board["name"][event % ENTRIES]), found.process), number)
         for event, number in at["covers"][: int(at["number"])].tolist()
     ]
     low, high = at["part"].tolist()

@@ -115,11 +115,11 @@ class Interprocess:
 
     def begins_import(self, range_: Range, exported: bytes) -> None:
         """Tell other processes of an import, by its export data."""
-        index = self.board.add_event() if self.board.is_open() else None
+        index = self.board.add_entry() if self.board.is_open() else None
         if index is None:
             self._untold()
         else:
-            self.board.name_event(index, exported + announcements.IMPORT)
+            self.board.name_entry(index, exported + announcements.IMPORT)
             self.entries[range_] = index
 
     def import_ended(self, range_: Range) -> None:
@@ -127,7 +127,7 @@ class Interprocess:
         self.leaving.pop(range_, None)
         index = self.entries.pop(range_, None)
         if index is not None:
-            self.board.drop_event(index)
+            self.board.drop_entry(index)
 
     def notifies(self, stream: TrackedStream) -> None:
         """Record that a stream notifies other processes of its queued work, including frees of imports."""
@@ -197,7 +197,7 @@ class Interprocess:
     def index(self, event: TrackedEvent) -> int | None:
         """The board index of an event's recordings; None if the board is full or missing."""
         if event.index is None:
-            event.index = self.board.add_event() if self.board.is_open() else None
+            event.index = self.board.add_entry() if self.board.is_open() else None
             if event.index is None:
                 self._untold()
             elif event.mark is not None:
@@ -212,7 +212,7 @@ class Interprocess:
             return
         self.events.pop(event.name, None)
         if event.index is not None:
-            self.board.drop_event(event.index)
+            self.board.drop_entry(event.index)
             event.index = None
 
     def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:

@@ -208,19 +208,6 @@ def test_words_in_a_batch(right: bool) -> None:
     assert calls.kinds() == ([] if right else ["race"])
 
 
-def test_memory_of_a_graph_that_was_built_by_hand() -> None:
-    calls = Calls()
-    graph = calls.make(cuda.CUgraph(0x30), "cuGraphCreate", 0)
-    node = SimpleNamespace(dptr=5 << 20, bytesize=4096)
-    calls.make(cuda.CUgraphNode(1), "cuGraphAddMemAllocNode", graph, [], 0, node)
-    launchable = calls.make(cuda.CUgraphExec(0x32), "cuGraphInstantiate", graph, 0)
-    calls.driver.cuGraphLaunch(launchable, calls.a)
-    calls.driver.used(5 << 20, 8, calls.a, True)
-    assert calls.kinds() == []
-    calls.use(0, of=5)
-    assert calls.kinds()[0] == "use before allocation"
-
-
 def test_an_event_of_another_library_may_have_been_recorded() -> None:
     """It was made and recorded past the checker, so that nobody knows after what."""
     calls = Calls()
@@ -260,22 +247,6 @@ def test_words_in_a_capture_order_each_launch() -> None:
     calls.driver.cuStreamWaitValue32(calls.b, word, 1, 0)
     calls.use(0)
     assert calls.kinds() == []
-
-
-def test_an_order_that_another_process_gives_is_no_hazard() -> None:
-    """We record an event that it waits for, and wait for one that it has recorded. What is between, nobody sees."""
-    calls = Calls()
-    ours = calls.make(cuda.CUevent(0x98), "cuEventCreate", 6)
-    calls.driver.used(1 << 20, 8, calls.a, True)
-    calls.driver.cuEventRecord(ours, calls.a)
-    theirs = calls.make(cuda.CUevent(0x97), "cuIpcOpenEventHandle", cuda.CUipcEventHandle())
-    calls.driver.cuStreamWaitEvent(calls.b, theirs, 0)
-    calls.use(0)
-    assert calls.kinds() == []
-    calls.driver.used(1 << 20, 8, calls.a, True)  # of which nobody was told
-    calls.driver.cuStreamWaitEvent(calls.b, theirs, 0)
-    calls.use(0)
-    assert "race" in calls.kinds()
 
 
 def test_addresses_are_those_of_ordinary_memory_again() -> None:

@@ -413,13 +413,13 @@ def test_another_event_has_the_same_name() -> None:
     """As a real driver gives handles of events again: the numbers of a place on the board go on."""
     board = announcements.Board()
     assert board.is_open()
-    first = board.add_event()
+    first = board.add_entry()
     assert first is not None
-    board.name_event(first, b"name")
+    board.name_entry(first, b"name")
     board.record(first)
-    board.drop_event(first)
-    places = [board.add_event() for _ in range(announcements.EVENTS)]
-    assert places[-1] == first and None not in places and board.add_event() is None
+    board.drop_entry(first)
+    places = [board.add_entry() for _ in range(announcements.ENTRIES)]
+    assert places[-1] == first and None not in places and board.add_entry() is None
     assert board.record(first) == 2
     board.close()
 

@@ -89,7 +89,7 @@ def _names_event(state: State, event: TrackedEvent, data: bytes) -> None:
     event.elsewhere, event.name = True, data
     index = state.interprocess.index(event)
     if index is not None:
-        state.interprocess.board.name_event(index, data)
+        state.interprocess.board.name_entry(index, data)
 
 
 def _opens_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
