@@ -48,7 +48,7 @@ class Registration:
     ipc: Answer
     """Other processes: :func:`streamalloc.ipc.share`."""
     dma_buf: Answer
-    """Other drivers of this machine: :func:`streamalloc.vmm.dma_buf`."""
+    """Other drivers of this machine: :func:`streamalloc.vmm.physical_memory`."""
     gpu_direct_storage: Answer
     """cuFile: ``cuFileBufRegister``, without a bounce buffer."""
     nccl: Answer

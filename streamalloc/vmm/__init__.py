@@ -1,20 +1,18 @@
 """Virtual memory management: physical memory, address ranges, mappings, and buffers made of them."""
 
 from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
-from streamalloc.vmm.dma_buf import dma_buf
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
 from streamalloc.vmm.pages.arena import ArenaStatistics, PageArena
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.space import PageSpace
 from streamalloc.vmm.pages.table import PageTable
-from streamalloc.vmm.pages.tiers import HostTier
-from streamalloc.vmm.physical_memory import PhysicalMemory
+from streamalloc.vmm.physical_memory import PhysicalMemory, dma_buf
 from streamalloc.vmm.resident import Residents
-from streamalloc.vmm.sleep import SleepGroup
+from streamalloc.vmm.sleep import RankRefusedError, SleepGroup
 from streamalloc.vmm.sparse import SparseArray, TilePool
-from streamalloc.vmm.tiers.agreement import RankRefusedError
-from streamalloc.vmm.tiers.disk import DiskTier
-from streamalloc.vmm.tiers.disk_file import DamagedBackupError
+from streamalloc.vmm.stores.disk import DiskTier
+from streamalloc.vmm.stores.disk_file import DamagedBackupError
+from streamalloc.vmm.stores.host import HostTier
 from streamalloc.vmm.virtual_buffer import VirtualBuffer
 
 __all__ = [

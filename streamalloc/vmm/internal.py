@@ -12,7 +12,6 @@ from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
 from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, mappings_text
-from streamalloc.vmm.backup import Backup, BackupRange, copying
 from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.ownership import (
     AllocationHandle,
@@ -29,6 +28,7 @@ from streamalloc.vmm.ownership import (
 )
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.stores.pool import Backup, BackupRange, copying
 
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -22,7 +23,9 @@ from streamalloc.core.internal import (
     FABRIC_NEEDS,
     Device,
     Fd,
+    Memory,
     check_location,
+    check_usable,
     holders,
     location_of,
     session_for,
@@ -36,7 +39,7 @@ from streamalloc.core.properties import (
     checked_size,
 )
 from streamalloc.core.resource import made_for_sharing
-from streamalloc.core.session import OwnsHandle, Session
+from streamalloc.core.session import OwnsHandle, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.internal import pool_holders
@@ -44,6 +47,7 @@ from streamalloc.vmm.access import Rights
 from streamalloc.vmm.ownership import AllocationHandle, Allocations, GenericAllocation, Kind, allocations_of
 from streamalloc.vmm.reservation import MappedBytes
 
+_PAGE = resource.getpagesize()
 _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 _COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
@@ -424,3 +428,37 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
 
 
 _NOT_MAPPED = "no memory is mapped by cuMemMap at this address"
+
+
+def dma_buf(memory: Memory, *, pcie: bool = False) -> Fd:
+    """Create a DMA-BUF descriptor for device memory, for example for an RDMA network card.
+
+    Calls ``cuMemGetHandleForAddressRange``. The descriptor does not keep the memory: close it before the memory. ::
+
+        with vmm.dma_buf(buffer) as fd:
+            register(fd.fileno(), buffer.nbytes)
+
+    Parameters
+    ----------
+    memory
+        Memory of this package that begins and ends at host pages (4 KiB).
+    pcie
+        If true, request a mapping over PCIe even if the device has another link to the host.
+
+    Raises
+    ------
+    ValueError
+        The memory is empty, or does not begin and end at a page.
+    NotSupportedError
+        The device has no DMA-BUF (:attr:`Capabilities.dma_buf`), or not this kind of mapping.
+    """
+    if not isinstance(memory, Memory):
+        raise TypeError(f"memory must be Memory, not {type(memory).__name__} ({memory!r})")
+    check_usable(memory)
+    if not memory.nbytes or memory.address % _PAGE or memory.nbytes % _PAGE:
+        raise ValueError(f"{memory!r} does not consist of host pages of {_PAGE} bytes, as a DMA-BUF does")
+    flags = int(cuda.CUmemRangeFlags.CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE) if pcie else 0
+    kind = cuda.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    session = session_of(memory)
+    with memory.stream.device.current():
+        return Fd.made_by(session, "cuMemGetHandleForAddressRange", memory.address, memory.nbytes, kind, flags)

@@ -18,8 +18,8 @@ from streamalloc.core.internal import HandleEnd
 from streamalloc.core.properties import MemAccess, checked_size
 from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
-from streamalloc.vmm.backup import Copies
 from streamalloc.vmm.ownership import AllocationState, GenericAllocation, HandleNode, Kind, Node, allocations_of
+from streamalloc.vmm.stores.pool import Copies
 
 _START, _STOP = attrgetter("offset"), attrgetter("stop")
 

@@ -17,13 +17,12 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, structs_of, wait_for_users
 from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text
-from streamalloc.vmm.backup import Backup, Copies, copying
 from streamalloc.vmm.claims import Claim, Claimable, claimed
 from streamalloc.vmm.ownership import GenericAllocation, allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.tiers.disk import DiskTier, tier_of
-from streamalloc.vmm.tiers.tier import SavedBytes
+from streamalloc.vmm.stores.disk import DiskTier, tier_of
+from streamalloc.vmm.stores.pool import Backup, Copies, SavedBytes, copying
 
 _BATCH = 64 << 20
 """Bytes per batch: unmapped after their copy, while later copies run."""

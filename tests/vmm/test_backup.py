@@ -20,7 +20,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm import virtual_buffer
-from streamalloc.vmm.backup import Copies
+from streamalloc.vmm.stores.pool import Copies
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import (
     KEEP,

@@ -59,8 +59,8 @@ class PageArena(Closes):
         Limit that the arena shares with other arenas, even of other processes.
     patience
         Most seconds that a call which finds no memory waits for the work that uses released or swapped-out pages. It
-        takes their memory as soon as there is enough, and raises :class:`OutOfMemoryError` if there is not. Default:
-        until that work is done. 0 to raise at once.
+        takes their memory as soon as there is enough, and raises :class:`OutOfMemoryError` if there is not. None to
+        wait until that work is done, 0 to raise at once.
 
     Raises
     ------
@@ -83,7 +83,7 @@ class PageArena(Closes):
         limit: int | None = None,
         *,
         budget: PageBudget | None = None,
-        patience: float | None = None,
+        patience: float | None = 1.0,
     ) -> None:
         check_device("device", device)
         if budget is not None and not isinstance(budget, PageBudget):

@@ -53,7 +53,7 @@ from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.physical import Page, PageStock
 from streamalloc.vmm.reservation import MappedBytes, Reservation
-from streamalloc.vmm.tiers.blocks import Kept, drop_contents
+from streamalloc.vmm.stores.blocks import Kept, drop_contents
 
 T = TypeVar("T")
 

@@ -35,9 +35,16 @@ from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page
 from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
-from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Kept, by_contents, drop_contents
-from streamalloc.vmm.tiers.disk_file import DamagedBackupError
-from streamalloc.vmm.tiers.queued import PER_THREAD, ends_or_all
+from streamalloc.vmm.stores.blocks import (
+    PER_THREAD,
+    Addresses,
+    BlockTier,
+    Kept,
+    by_contents,
+    drop_contents,
+    ends_or_all,
+)
+from streamalloc.vmm.stores.disk_file import DamagedBackupError
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
 """Index of a page, a range of indices, or an array of indices."""

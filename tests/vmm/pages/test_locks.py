@@ -27,10 +27,10 @@ from streamalloc.vmm.claims import Claim, claiming
 from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.pages import places as places_module
 from streamalloc.vmm.pages import space as space_module
-from streamalloc.vmm.pages import tiers
 from streamalloc.vmm.pages.physical import Page
 from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
-from streamalloc.vmm.pages.tiers import _Contents as Stored
+from streamalloc.vmm.stores import host as host_module
+from streamalloc.vmm.stores.host import _Contents as Stored
 from tests.interleaving import interleaved
 from tests.processes import fork
 from tests.support import holds, names, read
@@ -634,8 +634,8 @@ class TestTiers:
             made.append(Copied())
             return made[-1]
 
-        monkeypatch.setattr(tiers, "copy_batch", lambda *_: None)
-        monkeypatch.setattr(tiers, "Fence", behind)
+        monkeypatch.setattr(host_module, "copy_batch", lambda *_: None)
+        monkeypatch.setattr(host_module, "Fence", behind)
 
         def begin() -> Stored:
             made.clear()

@@ -16,7 +16,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.vmm.tiers import blocks, disk_file
+from streamalloc.vmm.stores import blocks, disk_file
 from tests.interleaving import interleaved
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import Account, in_a_thread, read

@@ -20,7 +20,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Faults, Gate
-from streamalloc.vmm.tiers import disk, disk_file
+from streamalloc.vmm.stores import disk, disk_file
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import Account, end_what_was_dropped, every, filled, in_a_thread, pattern, read, sampled, shows
 from tests.vmm.support import PAGE

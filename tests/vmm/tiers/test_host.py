@@ -13,7 +13,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults
 from streamalloc.vmm import virtual_buffer
-from streamalloc.vmm.tiers import host
+from streamalloc.vmm.stores import pool as host
 from tests.support import KEEP, Account, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, READWRITE
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from streamalloc.vmm.tiers.blocks import Chunk
+from streamalloc.vmm.stores.blocks import Chunk
 
 
 @pytest.mark.parametrize("handler", ["takes", "takes all", "takes and gives"])

@@ -17,13 +17,10 @@ from streamalloc.core.internal import CopySide, Device, Memory, Stream, copy_byt
 from streamalloc.core.properties import checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.backup import Copies
-from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Chunk, Stored
-from streamalloc.vmm.tiers.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned, padded
-from streamalloc.vmm.tiers.host import PoolTier
-from streamalloc.vmm.tiers.queued import copy_batch
-from streamalloc.vmm.tiers.staging import Loading, Saving, Staging
-from streamalloc.vmm.tiers.tier import Bytes, SavedBytes, Tier, overlapping, part_of
+from streamalloc.vmm.stores.blocks import Addresses, BlockTier, Chunk, Stored, copy_batch
+from streamalloc.vmm.stores.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned, padded
+from streamalloc.vmm.stores.pool import Bytes, Copies, PoolTier, SavedBytes, Tier, overlapping, part_of
+from streamalloc.vmm.stores.staging import Loading, Saving, Staging
 
 _SLOTS = 16
 _LONGEST = 255 - len("..part")

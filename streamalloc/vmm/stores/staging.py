@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import _thread
 import abc
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.internal import Event, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
-from streamalloc.vmm.tiers.disk_file import Block, DiskFile, aligned
-from streamalloc.vmm.tiers.tier import Bytes
+from streamalloc.vmm.stores.disk_file import Block, DiskFile, aligned
+from streamalloc.vmm.stores.pool import Bytes
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for all devices
 
@@ -91,53 +90,6 @@ class _Unregister(HandleEnd):
         return True
 
 
-class _Workers:
-    """Threads that call functions. The queues are written in C, so a signal handler that raises leaves no lock held."""
-
-    def __init__(self, count: int) -> None:
-        self._tasks: SimpleQueue[Any] = SimpleQueue()
-        self._ended: SimpleQueue[None] = SimpleQueue()
-        self._most = count
-        self._count = 0
-
-    def submit(self, function: Callable[..., object], *args: Any) -> SimpleQueue[BaseException | None]:
-        """Call a function on a thread. The returned queue gets None, or the exception."""
-        if self._count < self._most:
-            _thread.start_new_thread(self._run, ())
-            self._count += 1
-        result: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._tasks.put((result, function, args))
-        return result
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            result, function, args = task
-            try:
-                function(*args)
-                result.put(None)
-            except BaseException as error:
-                result.put(error)
-            del task, result, function, args
-        self._ended.put(None)
-
-    def close(self) -> None:
-        """Cancel the calls that have not begun. The threads end when the other calls return. Idempotent."""
-        with contextlib.suppress(Empty):
-            while True:
-                self._tasks.get_nowait()
-        count, self._count = self._count, 0
-        for _ in range(count):
-            self._tasks.put(None)
-        for _ in range(count):
-            self._ended.get()
-
-
-def _wait(result: SimpleQueue[BaseException | None]) -> None:
-    error = result.get()
-    if error is not None:
-        raise error
-
-
 class Step(NamedTuple):
     """Blocks on their way through a slot."""
 
@@ -150,7 +102,7 @@ class Step(NamedTuple):
     names: Sequence[int | None]
     """Index of each block, for error messages."""
     end: Any = None
-    """End of the part that has begun: event of the copies, or result queue of the read or write."""
+    """End of the part that has begun: event of the copies, or future of the read or write."""
 
 
 class _Transfer(abc.ABC):
@@ -170,7 +122,7 @@ class _Transfer(abc.ABC):
         self._free = list(staging.slots)
         self._first: deque[Step] = deque()
         self._second: deque[Step] = deque()
-        self._threads = _Workers(threads)
+        self._threads = ThreadPoolExecutor(threads)
 
     def move(
         self,
@@ -187,11 +139,11 @@ class _Transfer(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, step: Step) -> Any:
-        """Begin the first part of a step; return the event of the copy, or the result queue of the read."""
+        """Begin the first part of a step; return the event of the copy, or the future of the read."""
 
     @abc.abstractmethod
     def _begin_second(self, step: Step) -> Any:
-        """Wait for the first part of a step and begin the second; return its event or result queue."""
+        """Wait for the first part of a step and begin the second; return its event or future."""
 
     @abc.abstractmethod
     def _end_second(self, step: Step) -> None:
@@ -221,7 +173,7 @@ class _Transfer(abc.ABC):
         while self._second:
             self._end_oldest()
         self._complete()
-        self._threads.close()
+        self._threads.shutdown()
         self._give_back(self._staging)
 
     def _complete(self) -> None:  # noqa: B027 (a read ends with its blocks)
@@ -229,7 +181,7 @@ class _Transfer(abc.ABC):
 
     def abandon(self) -> None:
         """Stop after an error. Staging memory that copies may still use is released after them."""
-        self._threads.close()
+        self._threads.shutdown(cancel_futures=True)
         with contextlib.suppress(CudaError, ClosedError):
             self._stream.synchronize()
             self._give_back(self._staging)
@@ -251,13 +203,13 @@ class Saving(_Transfer):
         self._files[step.file] = None
         return self._copied(step)
 
-    def _begin_second(self, step: Step) -> SimpleQueue[BaseException | None]:
+    def _begin_second(self, step: Step) -> Future[None]:
         step.end.synchronize()
         step.end.close()
         return self._threads.submit(step.file.write, step.blocks, step.slot)
 
     def _end_second(self, step: Step) -> None:
-        _wait(step.end)
+        step.end.result()
 
     def _complete(self) -> None:
         for file in self._files:
@@ -267,11 +219,11 @@ class Saving(_Transfer):
 class Loading(_Transfer):
     """Blocks that are read from files and copied to device memory."""
 
-    def _begin(self, step: Step) -> SimpleQueue[BaseException | None]:
+    def _begin(self, step: Step) -> Future[None]:
         return self._threads.submit(step.file.read, step.blocks, step.slot, step.names)
 
     def _begin_second(self, step: Step) -> Event:
-        _wait(step.end)
+        step.end.result()
         return self._copied(step)
 
     def _end_second(self, step: Step) -> None:

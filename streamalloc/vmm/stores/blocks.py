@@ -10,13 +10,26 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undoing
-from streamalloc.core.internal import CopySide, Device, Fence, Memory, Stream, StreamLike, check_device, deferred_queue
+from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, refused, size_text, undoing
+from streamalloc.core.internal import (
+    CopySide,
+    Device,
+    Event,
+    Fence,
+    Memory,
+    Stream,
+    StreamLike,
+    all_work,
+    check_device,
+    deferred_queue,
+    queue_batch,
+    raw_handle,
+)
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
-from streamalloc.vmm.access import copying_stream
+from streamalloc.vmm.access import After, copying_stream, ends_of
 
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
 
@@ -30,7 +43,7 @@ Kept: TypeAlias = "tuple[Stored, int]"
 class Chunk:
     """One allocation or file of a tier, with room for blocks of one size. It is released once nothing refers to it."""
 
-    __slots__ = ("__weakref__", "_free", "_step", "_taken", "address", "count", "left", "nbytes")
+    __slots__ = ("__weakref__", "_free", "_step", "address", "count", "nbytes")
 
     def __init__(self, nbytes: int, count: int, address: int, step: int) -> None:
         self.nbytes: int = nbytes
@@ -38,48 +51,44 @@ class Chunk:
         self.count: int = count
         """Number of blocks."""
         self.address: int = address
-        """Address of the first block; unique within the tier."""
+        """Address of the first block; unique within the store."""
         self._step = step
-        self.left: int = 0
-        """Number of blocks without contents."""
-        self._taken = 0
-        """Number of times that addresses were taken: :meth:`give` checks whether a signal handler took some."""
-        self._free: list[tuple[Addresses, Sequence[Fence]]] = []
+        self._free: list[tuple[Addresses, Sequence[Fence]]] = [(self._every(), ())]
         """Free addresses, with the last copies from or to them. The addresses returned last are taken first."""
-        self.give(self._every(), ())
 
     def _every(self) -> Addresses:
         return self.address + np.arange(self.count) * self._step
 
+    @property
+    def left(self) -> int:
+        """Number of blocks without contents."""
+        return sum(len(addresses) for addresses, _ in list(self._free))
+
     def take(self, most: int) -> tuple[Addresses, Sequence[Fence]]:
         """Take at most ``most`` addresses; return them and their last copies. No addresses if no room is left."""
-        while self._free:
-            entry = self._free[-1]
-            addresses, fences = entry
-            taken, rest = addresses[:most], addresses[most:]
-            count, after = len(taken), [(rest, fences)] if len(rest) else []
-            # These lines call nothing, so no signal handler can change the room between them.
-            if self._free and self._free[-1] is entry:
-                self._taken += 1
-                self.left -= count
-                self._free[-1:] = after
-                return taken, fences
-        return self._every()[:0], ()
+        try:
+            addresses, fences = self._free.pop()
+        except IndexError:
+            return self._every()[:0], ()
+        if len(addresses) > most:
+            self._free.append((addresses[most:], fences))
+        return addresses[:most], fences
 
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
         """Make addresses free again. They are reused after the copies ``fences``."""
-        count = len(addresses)  # first: a handler that ran inside `+=` could change `left`
         self._free.append((addresses, fences))
-        self.left += count
-        taken = self._taken
-        if self.left == self.count and len(self._free) > 1:
-            # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one copy.
-            # Forget completed copies: contents that reuse only some addresses would keep them in the list forever.
-            last = {fence for _, several in self._free for fence in several if _may_run(fence)}
-            whole: list[tuple[Addresses, Sequence[Fence]]] = [(self._every(), tuple(last))]
-            # These lines call nothing, either.
-            if taken == self._taken:
-                self._free = whole
+        if self.left == self.count:
+            # Taken off the list first: a signal handler that takes room meanwhile cannot take the same.
+            free = []
+            with contextlib.suppress(IndexError):
+                while True:
+                    free.append(self._free.pop())
+            if sum(len(one) for one, _ in free) == self.count:
+                # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one
+                # copy. Forget completed copies: contents that reuse only some addresses would keep them forever.
+                last = {fence for _, several in free for fence in several if _may_run(fence)}
+                free = [(self._every(), tuple(last))]
+            self._free += free
 
 
 def _may_run(fence: Fence) -> bool:
@@ -380,3 +389,50 @@ class BlockTier(Closes):
         """Accept no more contents, and release the room once the last contents leave. Idempotent."""
         self.closed = True
         self.trim()
+
+
+PER_THREAD = 2  # handle of the per-thread default stream
+_LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
+_FIRST_BATCH, _MOST_IN_BATCH = 32, 128
+"""Number of copies in the first batch, and the most in later batches.
+
+While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
+each batch may have 1.5 times as many copies as the one before.
+"""
+
+
+def ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
+    """The events and streams that an argument names; for None an event after all work of the device."""
+    return all_work(device) if after is None else ends_of(after, session_of(device))
+
+
+def copy_batch(
+    targets: npt.NDArray[np.int64],
+    sources: npt.NDArray[np.int64],
+    nbytes: int,
+    memory: npt.NDArray[np.int64],
+    stream: Stream,
+) -> None:
+    """Queue copies of equal size, in any order among each other (``cuMemcpyBatchAsync``). Adjacent copies are merged.
+
+    ``memory``: for each copy a number that identifies its allocation, because a merged copy must stay within one
+    allocation. Without support for batches, and on the legacy default stream, each copy is one ``cuMemcpyAsync``.
+    """
+    session, raw = session_of(stream), raw_handle(stream)
+    apart = memory[1:] != memory[:-1]
+    for side in (targets, sources):
+        apart |= side[1:] - side[:-1] != nbytes
+    bounds = np.ones(len(targets) + 1, np.bool_)
+    bounds[1:-1] = apart
+    ends = bounds.nonzero()[0]
+    first = ends[:-1]
+    sides = targets[first], sources[first], (ends[1:] - first) * nbytes
+    done, count = 0, _FIRST_BATCH
+    with stream.device.current():
+        if len(first) > 1 and int(raw_handle(stream)) not in _LEGACY:
+            with contextlib.suppress(NotSupportedError):
+                while done < len(first):
+                    queue_batch(session, raw, *(side[done : done + count].tolist() for side in sides))
+                    done, count = done + count, min(count * 3 // 2, _MOST_IN_BATCH)
+        for copy in zip(*(side[done:].tolist() for side in sides), strict=True):
+            session.call("cuMemcpyAsync", *copy, raw)

@@ -12,9 +12,8 @@ import numpy.typing as npt
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import Device, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
-from streamalloc.vmm.tiers.blocks import Addresses, BlockTier, Chunk, Stored
-from streamalloc.vmm.tiers.disk_file import DamagedBackupError
-from streamalloc.vmm.tiers.queued import copy_batch
+from streamalloc.vmm.stores.blocks import Addresses, BlockTier, Chunk, Stored, copy_batch
+from streamalloc.vmm.stores.disk_file import DamagedBackupError
 
 _PORTABLE = 1
 

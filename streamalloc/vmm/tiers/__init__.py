@@ -1,1 +1,0 @@
-"""Tiers: stores in host memory or on disk for the bytes of released device memory."""
