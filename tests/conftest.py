@@ -224,6 +224,7 @@ def machine(streamalloc_machine: Any, request: pytest.FixtureRequest, on_cuda: b
     # What the test before has left in cycles ends now: some of it waits for the device, and would wait for ever for a
     # stream that this test holds.
     gc.collect()
+    end_what_was_dropped()
     yield streamalloc_machine
     if isinstance(streamalloc_machine, Faults):
         streamalloc_machine.stop()

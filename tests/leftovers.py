@@ -152,11 +152,11 @@ def lost_context(driver: Any) -> str:
     for ordinal in range(driver.cuDeviceGetCount()[1]):
         failed, context = driver.cuDevicePrimaryCtxRetain(ordinal)
         if not failed:
-            driver.cuDevicePrimaryCtxRelease(ordinal)
             (failed,) = driver.cuCtxPushCurrent(context)
-        if not failed:
-            (failed,) = driver.cuCtxSynchronize()
-            driver.cuCtxPopCurrent()
+            if not failed:
+                (failed,) = driver.cuCtxSynchronize()
+                driver.cuCtxPopCurrent()
+            driver.cuDevicePrimaryCtxRelease(ordinal)
         if failed and "CAPTURE" not in failed.name:  # a stream that still captures is no loss
             return f"device {ordinal}: {failed.name}"
     return ""
