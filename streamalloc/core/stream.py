@@ -735,9 +735,11 @@ class _ThreadEnd:
         self._stream = stream
 
     def __del__(self) -> None:
-        self._stream._ident = 0
-        if self._stream._session.usable:
-            self._stream._submit_endings()
+        stream = getattr(self, "_stream", None)  # unset in an object whose making has raised
+        if stream is not None:
+            stream._ident = 0
+            if stream._session.usable:
+                stream._submit_endings()
 
 
 _legacy_streams: PerDriver[dict[int, DefaultStream]] = PerDriver(lambda _: {})

@@ -1,0 +1,166 @@
+"""Fences: done, precede and synchronize mean the work queued before they were made, whatever happens to its streams."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc.core.fence import Fence, fence_since
+from streamalloc.core.session import session_of
+from streamalloc.testing import Faults, Gate
+from tests.support import executed, in_threads, names, pending
+
+ENDS: dict[str, Callable[[sa.Stream], Any]] = {
+    "a stream": lambda stream: [stream],
+    "an event": lambda stream: [stream.record()],
+    "both": lambda stream: [stream.record(), stream],
+    "all known": lambda stream: None,
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_ends_with_the_work_before_it(device: sa.Device, stream: sa.Stream, gate: Gate, name: str) -> None:
+    gate.hold(stream)
+    fence = Fence(session_of(device), ENDS[name](stream))
+    assert not fence.done()
+    with device.create_stream() as later, device.create_stream() as unordered:
+        fence.precede(later)
+        assert pending(later) and executed(unordered)
+        gate.open()
+        fence.synchronize()
+        assert fence.done() and executed(later)
+
+
+def test_does_not_wait_for_later_work(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    fence = Fence(session_of(device), [stream])
+    gate.hold(stream)
+    fence.synchronize()
+    assert fence.done() and not stream.query()
+
+
+@pytest.mark.parametrize("how", ["drop", "close"])
+def test_a_stream_that_ends_leaves_its_work(device: sa.Device, gate: Gate, how: str) -> None:
+    stream = device.create_stream()
+    gate.hold(stream)
+    early = Fence(session_of(device), [stream])
+    if how == "close":
+        stream.close()
+    del stream
+    gc.collect()
+    late = Fence(session_of(device))
+    assert not early.done() and not late.done()
+    gate.open()
+    late.synchronize()
+    assert early.done() and late.done()
+
+
+def test_a_captured_stream_is_recorded_after_its_capture(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    with device.create_stream() as later:
+        with stream.capture() as graph:
+            fences = [Fence(session_of(device), [stream]), Fence(session_of(device))]
+            for fence in fences:
+                assert not fence.done()
+                fence.synchronize()  # does not wait for it
+                with pytest.raises(sa.CaptureError):
+                    fence.precede(later)
+        assert graph.nodes == []
+        gate.hold(stream)
+        assert not any(fence.done() for fence in fences)
+        gate.open()
+        for fence in fences:
+            fence.synchronize()
+            assert fence.done()
+            fence.precede(later)
+
+
+@pytest.mark.parametrize("act", [Fence.done, Fence.synchronize, lambda fence: fence.precede(fence.later)])
+def test_an_event_that_its_owner_closes(device: sa.Device, stream: sa.Stream, gate: Gate, act: Any) -> None:
+    """Nobody knows whether its work is done: the fence stands for all known streams then."""
+    gate.hold(stream)
+    event = stream.record()
+    event._spare = None  # so that it is destroyed
+
+    class Followed(Fence):
+        later = device.create_stream()
+
+    fence = Followed(session_of(device), [event])
+    event.close()
+    threading.Timer(0.05, gate.open).start()
+    act(fence)
+    if act is Fence.synchronize:
+        assert stream.query()
+    Followed.later.close()
+    stream.synchronize()
+    fence.synchronize()
+    assert fence.done()
+
+
+def test_work_that_a_thread_is_still_queueing(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    fence = Fence(session_of(device), [stream], queueing=True)
+    assert executed(stream) and not fence.done()
+    with pytest.raises(sa.InUseError):
+        fence.synchronize()
+    fence.record()
+    gate.hold(stream)
+    with device.create_stream() as later:
+        fence.precede(later)
+        assert pending(later)
+        waiter = threading.Thread(target=fence.synchronize)
+        waiter.start()
+        assert waiter.is_alive() and not fence.done()
+        fence.queueing = 0
+        assert not fence.done()
+        gate.open()
+        waiter.join()
+        assert fence.done()
+
+
+def test_a_refused_record_is_made_later(device: sa.Device, gate: Gate) -> None:
+    faults = Faults(device.driver)
+    there = sa.Device(0, driver=faults)
+    with there.create_stream() as stream, there.create_stream() as later:
+        faults.fail("cuEventRecord", times=2)
+        fence = Fence(session_of(there), [stream])
+        with pytest.raises(sa.OutOfMemoryError):
+            fence.precede(later)
+        fence.precede(later)
+        fence.synchronize()
+        assert fence.done()
+
+
+def test_no_call_names_a_context_or_the_legacy_stream_in_a_capture(device: sa.Device) -> None:
+    driver = sd.traced(device.driver)
+    there = sa.Device(0, driver=driver)
+    there.default_stream.synchronize()
+    with there.create_stream(blocking=True) as stream, there.create_stream() as other:
+        with stream.capture() as graph:
+            driver.calls.clear()
+            fence = Fence(session_of(there))
+            assert not fence.done()
+            fence.synchronize()
+        assert graph.nodes == [] and not {"cuCtxRecordEvent", "cuCtxSynchronize"} & {*names(driver)}
+        other.synchronize()
+        fence.synchronize()
+        assert fence.done()
+
+
+def test_threads_that_ask_at_once(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    gate.hold(stream)
+    fence = Fence(session_of(device))
+    assert in_threads(*[fence.done] * 4) == [False] * 4
+    gate.open()
+    in_threads(*[fence.synchronize] * 4)
+    assert in_threads(*[fence.done] * 4) == [True] * 4
+
+
+def test_items_share_a_fence_that_is_younger(device: sa.Device) -> None:
+    session = session_of(device)
+    first = fence_since(session, 0)
+    assert fence_since(session, first.began - 1) is first
+    assert fence_since(session, first.began) is not first
