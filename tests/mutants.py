@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import difflib
+import itertools
 import json
+import os
+import queue
 import random
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cosmic_ray import plugins
 from cosmic_ray.ast import ast_nodes, get_ast_from_path
-from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Example, Operator
-from cosmic_ray.testing import run_tests
-from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome
+from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parent.parent
 AREAS = {
@@ -40,7 +49,7 @@ AREAS = {
     "testing": ("testing", "package/test_locks.py"),
 }
 """Tests that are run for the mutants of an area, the first that fails ends them."""
-_SECONDS = 300
+_SECONDS = 600
 """Seconds that the tests of one mutant may take."""
 
 
@@ -186,67 +195,139 @@ def mutants(area: str) -> Iterator[MutationSpec]:
 
 
 def sampled(area: str, count: int, seed: int) -> list[MutationSpec]:
-    """A sample of an area's mutants: the same number of each kind of operator, and each lock."""
+    """Each lock of an area, and a sample of its other mutants: the same number of each kind of operator."""
     by_kind: dict[str, list[MutationSpec]] = {}
     for mutant in mutants(area):
         by_kind.setdefault(mutant.operator_name.split("_")[0], []).append(mutant)
-    chosen = by_kind.pop("ours/LockNotTaken", [])
-    choice = random.Random(seed)
-    kinds = list(by_kind.values())
+    locks, others = by_kind.pop("ours/LockNotTaken", []), list[MutationSpec]()
+    choice, kinds = random.Random(seed), list(by_kind.values())
     for kind in kinds:
         choice.shuffle(kind)
-    while len(chosen) < count and any(kinds):
-        chosen += [kind.pop() for kind in kinds if kind]
-    return chosen[: max(count, sum(one.operator_name == "ours/LockNotTaken" for one in chosen))]
+    while len(others) < count and any(kinds):
+        choice.shuffle(kinds)
+        others += [kind.pop() for kind in kinds if kind]
+    return [*locks, *others[:count]]
+
+
+class Tree:
+    """A copy of the project in which mutants are planted; the project itself is never changed."""
+
+    def __init__(self, folder: Path) -> None:
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build")
+        self.path = Path(shutil.copytree(ROOT, folder, ignore=ignored))
+        self._times = itertools.count(int(time.time()))
+
+    def write(self, path: Path, source: str) -> None:
+        """Replace a module, at a time that no other version of it has: bytecode is found by time and size."""
+        path.write_text(source)
+        os.utime(path, (now := next(self._times), now))
+
+    def test(self, tests: list[Path]) -> tuple[bool, str]:
+        """Whether the tests pass in time, and their output."""
+        environment = dict(os.environ, PYTHONPATH=str(self.path), PYTHONDONTWRITEBYTECODE="")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--driver=simulated"]
+        with subprocess.Popen(
+            [*command, *map(str, tests)],
+            cwd=self.path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                output, _ = process.communicate(timeout=_SECONDS)
+            except subprocess.TimeoutExpired:
+                output = "it took too long"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what a test has started
+        return process.returncode == 0, output
+
+    def judge(self, mutant: MutationSpec, area: str) -> tuple[str, str]:
+        """``killed``, ``survived`` or ``equal``, and the change."""
+        path = self.path / mutant.module_path
+        source = path.read_text()
+        mutated = mutate_code(source, plugins.get_operator(mutant.operator_name)(), mutant.occurrence)
+        change = "".join(difflib.unified_diff(source.splitlines(True), mutated.splitlines(True), n=2))
+        try:
+            if ast.dump(ast.parse(source)) == ast.dump(ast.parse(mutated)):
+                return "equal", change
+            self.write(path, mutated)
+            passed, _ = self.test(tests_of(area, mutant.module_path))
+        except SyntaxError:
+            passed = False
+        finally:
+            self.write(path, source)
+        return "survived" if passed else "killed", change
+
+
+def tests_of(area: str, module: Path | None = None) -> list[Path]:
+    """Test modules of an area, those first that are named like a module."""
+    words = set(re.split(r"[/_.]", str(module))) - {"streamalloc", "py", area}
+    found: list[Path] = []
+    for path in (ROOT / "tests" / name for name in AREAS[area]):
+        found += [path] if path.suffix else sorted(path.rglob("test_*.py"))
+    return [path.relative_to(ROOT) for path in sorted(found, key=lambda one: -len(words & {*one.stem.split("_")}))]
+
+
+def run(area: str, chosen: list[MutationSpec], trees: list[Tree], out: Path | None) -> Counter[str]:
+    """Verdicts on the mutants of an area, by their number; those of locks twice."""
+    print(f"{area}: {len(chosen)} mutants", flush=True)
+    free: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+    passed, output = trees[0].test(tests_of(area))
+    if not passed:
+        raise SystemExit(f"{area}: the tests fail without a mutant\n{output}")
+    for tree in trees:
+        free.put(tree)
+
+    def judge(mutant: MutationSpec) -> tuple[str, str]:
+        tree = free.get()
+        try:
+            return tree.judge(mutant, area)
+        finally:
+            free.put(tree)
+
+    counts: Counter[str] = Counter()
+    with ThreadPoolExecutor(len(trees)) as threads:
+        for mutant, (verdict, change) in zip(chosen, threads.map(judge, chosen), strict=True):
+            counts[verdict] += 1
+            counts[f"locks {verdict}"] += mutant.operator_name == "ours/LockNotTaken"
+            if verdict != "killed":
+                place = f"{mutant.module_path}:{mutant.start_pos[0]}"
+                print(f"{verdict}: {place} {mutant.operator_name}\n{change}", flush=True)
+            if out is not None:
+                told = {"file": str(mutant.module_path), "verdict": verdict, "diff": change}
+                with out.open("a") as file:
+                    file.write(json.dumps(told) + "\n")
+    print(f"{area}: {_counted(counts)}", flush=True)
+    return counts
+
+
+def _counted(counts: Counter[str]) -> str:
+    return f"{counts['killed']} killed, {counts['survived']} survived, {counts['equal']} equal; " + (
+        f"{counts['locks survived']} of the locks survived"
+    )
 
 
 def main() -> int:
-    """Run the sample: 0 where the tests caught enough, 1 where they did not, 2 where they fail without a mutant."""
+    """Run the sample: 0 where the tests caught enough and every lock, 1 where they did not."""
     plugins.OPERATOR_PROVIDERS["ours"] = Provider()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("areas", nargs="*", metavar="AREA", help=f"of {', '.join(AREAS)} (default: all)")
-    parser.add_argument("--count", type=int, default=20, help="mutants of each area")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--least", type=float, default=0.92, help="share that the tests have to catch")
+    parser.add_argument("--count", type=int, default=20, help="mutants of each area, beside all locks")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    parser.add_argument("--least", type=float, default=0.92, help="share that the tests have to catch (default: 0.92)")
     parser.add_argument("--list", action="store_true", help="print the sample and run nothing")
-    parser.add_argument("--out", type=Path, help="file for the survivors, as JSON lines")
+    parser.add_argument("--out", type=Path, help="file for the verdicts, as JSON lines")
     asked = parser.parse_args()
-    caught = survived = 0
-    for area in asked.areas or AREAS:
-        chosen = sampled(area, asked.count, asked.seed)
-        if asked.list:
-            print(*(f"{one.module_path}:{one.start_pos[0]} {one.operator_name}" for one in chosen), sep="\n")
-            continue
-        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            # A copy: the tree itself is never changed.
-            ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "build", ".carry")
-            tree = shutil.copytree(ROOT, Path(folder) / "tree", ignore=ignored)
-            tests = " ".join(f"tests/{name}" for name in AREAS[area])
-            command = (
-                f"sh -c 'cd {tree} && PYTHONPATH={tree} {sys.executable} -m pytest -q -x -n 2 --dist loadfile "
-                f"-p no:cacheprovider --driver=simulated {tests}'"
-            )
-            outcome, output = run_tests(command, _SECONDS)
-            if outcome is not TestOutcome.SURVIVED:
-                print(f"{area}: the tests fail without a mutant\n{output}")
-                return 2
-            for mutant in chosen:
-                there = MutationSpec(
-                    tree / mutant.module_path, mutant.operator_name, mutant.occurrence, mutant.start_pos, mutant.end_pos
-                )
-                result = mutate_and_test([there], command, _SECONDS)
-                if result.worker_outcome is not WorkerOutcome.NORMAL:
-                    print(f"{mutant.module_path}:{mutant.start_pos[0]} {mutant.operator_name}: {result.output}")
-                    continue
-                alive = result.test_outcome is TestOutcome.SURVIVED
-                caught, survived = caught + (not alive), survived + alive
-                if alive:
-                    print(f"survived: {mutant.module_path}:{mutant.start_pos[0]} {mutant.operator_name}\n{result.diff}")
-                    if asked.out:
-                        with asked.out.open("a") as file:
-                            file.write(json.dumps({"file": str(mutant.module_path), "diff": result.diff}) + "\n")
-        print(f"{area}: {caught} of {caught + survived} caught so far", flush=True)
-    return int(not asked.list and caught < asked.least * (caught + survived))
+    samples = {area: sampled(area, asked.count, asked.seed) for area in asked.areas or AREAS}
+    if asked.list:
+        for one in itertools.chain.from_iterable(samples.values()):
+            print(f"{one.module_path}:{one.start_pos[0]} {one.operator_name}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees = [Tree(Path(folder) / str(number)) for number in range(asked.jobs)]
+        total = sum((run(area, chosen, trees, asked.out) for area, chosen in samples.items()), Counter[str]())
+    print(f"seed {asked.seed}: {_counted(total)}")
+    caught, survived = total["killed"], total["survived"]
+    return int(caught < asked.least * (caught + survived) or total["locks survived"] > 0)
 
 
 if __name__ == "__main__":
