@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
@@ -29,11 +29,11 @@ from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import NOT_CALLED, Session
-from streamalloc.core.stream import Stream, StreamLike, direct_handle, direct_view, library_stream, of_this_thread
+from streamalloc.core.stream import Stream, StreamLike, direct_handle, library_stream, of_this_thread
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
-    from streamalloc.core.allocator import Allocator
+    from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
 
 StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
@@ -67,6 +67,24 @@ class SharedState(abc.ABC):
         """Submit the free of a dropped buffer to the deferred queue. Called by the finaliser."""
 
 
+class BufferSource(Protocol):
+    """The allocator of buffers, as far as they need it."""
+
+    location: MemLocation
+    _free: Any
+    """Called with a pointer and the handle of a stream; returns the driver's answer."""
+    _ordinal: int | None
+    _session: Session
+
+    @property
+    def managed(self) -> bool:
+        """Whether the driver migrates the memory."""
+
+    def _pool_of(self, buffer: Buffer, /) -> object: ...
+
+    def _reachable_from(self, device: Device, /) -> bool: ...
+
+
 class Buffer(Memory, Closes):
     """An allocation of a memory pool, ordered by a stream.
 
@@ -77,7 +95,7 @@ class Buffer(Memory, Closes):
 
     __slots__ = ("__weakref__", "_allocator", "_nbytes", "_ptr", "_shared", "_stream")
 
-    _allocator: Allocator
+    _allocator: BufferSource
     _nbytes: int
     _ptr: Any
     """``CUdeviceptr``; None once the memory was freed or shared."""
@@ -414,31 +432,6 @@ class _FreeDropped(Deferred):
 
 
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
-
-
-class UnsharedParts(NamedTuple):
-    """Parts of a buffer that was neither shared nor freed."""
-
-    allocator: Allocator
-    pointer: Any
-    """``CUdeviceptr``."""
-    nbytes: int
-    stream: Stream
-    view: tuple[Any, bool]
-    """The stream's :func:`direct_view`."""
-
-
-_make = tuple.__new__  # a third of the cost of the constructor
-
-
-def unshared_parts(buffer: Buffer) -> UnsharedParts | None:
-    """Return the parts of a buffer; None if it was shared or freed."""
-    ptr = buffer._ptr
-    if ptr is None:
-        return None
-    stream, allocator = buffer._stream, buffer._allocator
-    view = direct_view(stream, allocator._session)
-    return _make(UnsharedParts, (allocator, ptr, buffer._nbytes, stream, view))
 
 
 def pool_of(buffer: Buffer) -> object:

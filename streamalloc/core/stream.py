@@ -1029,11 +1029,6 @@ def end_of(stream: Stream) -> Sequence[Event]:
     return stream._last
 
 
-def may_be_captured(stream: Stream) -> bool:
-    """Whether other code may capture the stream, so that only the driver knows whether it is being captured."""
-    return stream.capturable
-
-
 def sees_all_work(stream: Stream) -> bool:
     """Whether a query of the stream covers all work that the stream's later work waits for."""
     return stream._sees_all
