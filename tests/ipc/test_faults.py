@@ -16,7 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from tests.ipc.support import again, hold, make_pool, shared_pool
 from tests.ipc.test_samples import PoolBuffer
-from tests.processes import Partner, There, eventually, holds_there
+from tests.processes import Partner, There, eventually
 from tests.support import MiB, end_what_was_dropped, every
 
 RESULT = "CUDA_ERROR_UNKNOWN"
@@ -174,41 +174,6 @@ def test_waiting_for_the_owner(machine: Any, owner: Partner) -> None:
     sweep(machine, prepare, attempt, lambda: bool(owner.run(_unused)))
 
 
-class Kept:
-    """Resources of a failed close or free are kept for a second attempt."""
-
-    def __init__(self, *owned: Any) -> None:
-        self.owned = owned
-        self.it: Any = None
-
-    def close(self) -> None:
-        for one in reversed(self.owned):
-            one.close()
-
-
-@pytest.mark.parametrize("others", [0, 1, 2])
-def test_closing_again(machine: Any, owner: Partner, others: int) -> None:
-    """A close that fails can be called again, also where it is the first or the last of several."""
-
-    def prepare(driver: Any) -> Any:
-        owner.run(_make_buffer)
-        data, fds = owner.shared("it")
-        device = sa.Device(0, driver=driver)
-        streams = [device.create_stream() for _ in range(1 + others)]
-        kept = Kept(*streams)
-        kept.it = [
-            ipc.open(data, again(fds) if not place else (), stream=stream, driver=driver)
-            for place, stream in enumerate(streams)
-        ]
-        return kept
-
-    def attempt(driver: Any, kept: Kept) -> None:
-        for one in kept.it:
-            one.close()
-
-    sweep(machine, prepare, attempt, lambda: bool(owner.run(_unused)))
-
-
 # --- sharing and freeing
 
 
@@ -227,23 +192,6 @@ class Shares:
         self.stream.synchronize()
         self.pool.close()
         self.stream.close()
-
-
-def test_sharing_what_somebody_opens(machine: Any, partner: Partner) -> None:
-    """The other process opens what was shared, in whichever try, and closes it."""
-
-    def attempt(driver: Any, shares: Shares) -> None:
-        if shares.buffer is None:
-            shares.buffer = shares.pool.allocate(MiB, shares.stream)
-        shares.buffer.fill(3)
-        shared = ipc.share(shares.buffer)
-        opened = partner.open(shared, "it", fds=shared.fds)
-        assert partner.run(holds_there, "it", 3)
-        opened.close()
-        shares.buffer.free()
-        shares.buffer = None
-
-    sweep(machine, Shares, attempt)
 
 
 def _close_if_open(there: There) -> None:

@@ -250,17 +250,6 @@ class TestShared:
             del shared
         assert uses(pool)
 
-    def test_others_of_the_same_memory_go_on(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        with pool.allocate(SIZE, stream) as buffer:
-            first, second = (ipc.share(buffer, hold=True) for _ in range(2))
-        first.cancel()
-        assert pool.statistics().used == SIZE
-        opened = partner.open(second)
-        second.cancel()
-        assert pool.statistics().used == SIZE
-        opened.close()
-        assert uses(pool)
-
     def test_is_no_message_of_a_channel(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         with pool.allocate(SIZE, stream) as buffer:
             for thing in (buffer, ipc.share(buffer), pool):

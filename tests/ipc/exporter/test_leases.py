@@ -50,24 +50,6 @@ LOOKS: dict[str, Callable[[sa.MemoryPool, sa.Buffer, sa.Buffer], object]] = {
 
 
 class TestFreeWhileItIsOpen:
-    def test_is_deferred(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        opened = partner.give(buffer)
-        address = buffer.address
-        buffer.free()
-        assert buffer.freed
-        assert pool.statistics().used == SIZE
-        with pool.allocate(SIZE, buffer.stream) as other:
-            assert other.address != address
-            filled(other, 2)
-            other.stream.synchronize()
-            assert opened.shows(1)
-            opened.close()
-            assert uses(pool, SIZE)
-        buffer.stream.synchronize()
-        assert uses(pool, 0)
-        with pool.allocate(SIZE, buffer.stream) as other:
-            assert other.address == address
-
     @pytest.mark.parametrize("look", LOOKS)
     def test_happens_where_the_host_looks(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, look: str
@@ -98,16 +80,6 @@ class TestFreeWhileItIsOpen:
         partner.run(_close_stream, "second")
         buffer.free()
         opened.drop()
-        assert uses(pool, 0)
-
-    def test_dropped_by_the_owner(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        buffer = pool.allocate(SIZE, stream)
-        filled(buffer, 1)
-        opened = partner.give(buffer)
-        del buffer
-        gc.collect()
-        assert pool.statistics().used == SIZE and opened.shows(1)
-        opened.close()
         assert uses(pool, 0)
 
     def test_dropped_by_the_owner_in_one_cycle_with_its_descriptor(
@@ -191,16 +163,6 @@ class TestFreeWhileItIsOpen:
             opened.close()
             pool.allocate(64 * MiB, stream).free()
 
-    def test_many_at_once(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        """Freed in one order and closed in another."""
-        buffers = [pool.allocate(512, stream) for _ in range(40)]
-        opened = [partner.give(buffer) for buffer in buffers]
-        for buffer in buffers:
-            buffer.free()
-        for number, one in enumerate(reversed(opened), 1):
-            one.close()
-            assert uses(pool, 512 * (40 - number))
-
 
 def _in_a_cycle(there: There, name: str) -> None:
     class Holder:
@@ -223,35 +185,6 @@ def _close_stream(there: There, name: str) -> None:
 
 
 class TestPolicies:
-    def test_raise(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        """The buffer lives on: it can be used, and shared with others, and freed later."""
-        opened = partner.give(buffer)
-        with pytest.raises(sa.StillImportedError, match="another process"):
-            buffer.free(still_imported="raise")
-        assert not buffer.freed and shows(buffer, 1)
-        filled(buffer, 2)
-        again = partner.give(buffer)
-        assert again.shows(2)
-        for one in (again, opened):
-            one.close()
-        third = partner.give(buffer)
-        assert third.shows(2)
-        third.close()
-        buffer.free(still_imported="raise")
-        assert uses(pool, 0)
-
-    def test_shared_anew_after_it_raised(
-        self, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
-    ) -> None:
-        opened = partner.give(buffer)
-        old = ipc.share(buffer)
-        with pytest.raises(sa.StillImportedError):
-            buffer.free(still_imported="raise")
-        other = another()
-        assert other.give(buffer).shows(1)
-        assert other.open(old).shows(1)
-        opened.close()
-
     def test_wait_until_a_time(self, buffer: sa.Buffer, partner: Partner) -> None:
         opened = partner.give(buffer)
         with pytest.raises(sa.StillImportedError):
@@ -276,33 +209,10 @@ class TestPolicies:
         partner.run(release)
         assert executed(buffer.stream)
 
-    @pytest.mark.parametrize("policy", ["defer", "wait", "raise"])
-    def test_nobody_has_it_open(self, pool: sa.MemoryPool, buffer: Any, partner: Partner, policy: str) -> None:
-        partner.give(buffer).close()
-        buffer.free(still_imported=policy, timeout=0)
-        assert int(pool.attributes.used_mem_current) == 0
-
     def test_unknown(self, buffer: Any) -> None:
         ipc.share(buffer)
         with pytest.raises(ValueError, match="still_imported='never'"):
             buffer.free(still_imported="never")
-
-    def test_freed_twice(self, buffer: sa.Buffer, partner: Partner) -> None:
-        opened = partner.give(buffer)
-        buffer.free()
-        with pytest.raises(sa.ClosedError):
-            buffer.free()
-        buffer.close()
-        opened.close()
-
-    def test_on_the_way_and_opened_twice(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        """Against the rule; it must not keep the memory for ever."""
-        shared = ipc.share(buffer, hold=True)
-        first, second = partner.open(shared), partner.open(shared)
-        first.close()
-        second.close()
-        buffer.free()
-        assert uses(pool, 0)
 
 
 def _close_later(there: There, name: str, seconds: float) -> None:
@@ -546,43 +456,6 @@ class TestSlotsAreUsedAgain:
 
 
 class TestStaleDescriptors:
-    def test_after_the_memory_was_used_again(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        shared, address = ipc.share(buffer), buffer.address
-        buffer.free()
-        again = pool.allocate(SIZE, buffer.stream)
-        assert again.address == address
-        filled(again, 2)
-        fresh = ipc.share(again)
-        for _ in range(3):
-            with pytest.raises(sa.StaleDescriptorError):
-                partner.open(shared)
-        opened = partner.open(fresh)
-        assert opened.shows(2)
-        with pytest.raises(sa.StaleDescriptorError):
-            partner.open(shared)
-        again.free()
-        opened.close()
-        assert uses(pool, 0)
-
-    def test_after_the_importer_closed_it(self, buffer: sa.Buffer, partner: Partner) -> None:
-        shared = ipc.share(buffer)
-        opened = partner.open(shared)
-        buffer.free()
-        opened.close()
-        with pytest.raises(sa.StaleDescriptorError):
-            partner.open(shared)
-
-    def test_while_the_free_is_deferred(
-        self, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
-    ) -> None:
-        """Whoever has it open keeps it; nobody else can open it any more."""
-        shared = ipc.share(buffer)
-        opened = partner.open(shared)
-        buffer.free()
-        with pytest.raises(sa.StaleDescriptorError):
-            another().open(shared, fds=shared.fds)
-        assert opened.shows(1)
-
     def test_while_the_close_is_pending(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, partner: Partner
     ) -> None:

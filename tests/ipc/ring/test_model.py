@@ -24,13 +24,14 @@ from tests.support import end_what_was_dropped
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 SIZE, SLOTS = 512, 4
 WORKOUT = settings(
     max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 WHO = some.integers(0, 2)
@@ -90,6 +91,9 @@ class Model(RuleBasedStateMachine):
     # -- consumers -------------------------------------------------------------------------------------------
 
     @rule(any_stream=some.booleans())
+    def join_one(self, any_stream: bool) -> None:
+        self.join(any_stream)
+
     def join(self, any_stream: bool) -> None:
         if len(self.ends) == 3:
             return
@@ -120,9 +124,9 @@ class Model(RuleBasedStateMachine):
 
     @rule(who=WHO, fault=FAULT)
     def take(self, who: int, fault: int) -> None:
-        if who >= len(self.ends):
+        if not self.ends:
             return
-        end = self.ends[who]
+        end = self.ends[who % len(self.ends)]
         if not end.sent:
             with pytest.raises(TimeoutError):
                 end.consumer.next(0)
@@ -139,10 +143,10 @@ class Model(RuleBasedStateMachine):
 
     @rule(who=WHO, which=some.integers(0, SLOTS), fault=FAULT)
     def release(self, who: int, which: int, fault: int) -> None:
-        if who >= len(self.ends) or which >= len(self.ends[who].taken):
+        end = self.ends[who % len(self.ends)] if self.ends else None
+        if end is None or not end.taken:
             return
-        end = self.ends[who]
-        item, _ = end.taken.pop(which)
+        item, _ = end.taken.pop(which % len(end.taken))
         self.refusing(end.driver, fault, item.release)
         item.release()  # idempotent, and does what was refused
         with pytest.raises(sa.ClosedError):
@@ -165,6 +169,8 @@ class Model(RuleBasedStateMachine):
 
     @rule(value=some.integers(0, 255), size=some.integers(0, SIZE), fault=FAULT)
     def put(self, value: int, size: int, fault: int) -> None:
+        if not self.ends and value % 2:
+            self.join(any_stream=size % 2 == 0)
         error = TimeoutError if self.ends else ipc.PeerGoneError
         if not self.free or not self.ends:
             with pytest.raises(error):
@@ -186,9 +192,9 @@ class Model(RuleBasedStateMachine):
 
     @rule(which=some.integers(0, SLOTS), how=some.sampled_from(["hand off", "give back", "drop"]))
     def finish(self, which: int, how: str) -> None:
-        if which >= len(self.slots):
+        if not self.slots:
             return
-        slot, value = self.slots.pop(which)
+        slot, value = self.slots.pop(which % len(self.slots))
         if how == "hand off" and self.ends:
             slot.hand_off()
             self.handed_off += 1
