@@ -955,8 +955,9 @@ def direct_handle(stream: object, session: Session) -> Any | None:
 
 def direct_view(stream: object, session: Session) -> tuple[Any | None, bool]:
     """The results of :func:`direct_handle` and :func:`sees_all_work`, for fast paths."""
-    handle = direct_handle(stream, session)
-    return (None, False) if handle is None else (handle, cast("Stream", stream)._sees_all)
+    if isinstance(stream, Stream) and stream._session is session and not stream.capturable:
+        return stream.direct, stream._sees_all
+    return None, False
 
 
 def order_handle_after(handle: int, ours: Stream) -> None:

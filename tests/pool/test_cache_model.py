@@ -7,6 +7,7 @@ If memory were handed out too early, the copy or the next owner would have the o
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 from typing import Any, NamedTuple
@@ -289,8 +290,9 @@ class Cache(RuleBasedStateMachine):
 
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
 def test_a_cache_beside_a_model(machine: Any) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: Cache(machine),
+    make: Any = functools.partial(Cache, machine)
+    run_state_machine_as_test(
+        make,
         settings=settings(
             max_examples=80,
             stateful_step_count=40,
