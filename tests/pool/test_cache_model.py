@@ -108,7 +108,7 @@ class Cache(RuleBasedStateMachine):
     def free(self, which: int, named: bool) -> None:
         if owned := self.pop(which):
             with contextlib.suppress(sa.CaptureError):  # a block whose stream the cache has left is the pool's
-                owned.buffer.free(*([owned.buffer.stream] if named else []))
+                owned.buffer.free(owned.buffer.stream if named else None)
             if not owned.buffer.freed:
                 assert owned.at == self.captured
                 self.live.append(owned)
