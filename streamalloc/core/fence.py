@@ -411,11 +411,11 @@ def record_uncaptured(stream: Stream) -> Event | None:
     """Record an event after the queued work of any library's stream; None while the stream is being captured."""
 
     def record() -> Event | None:
-        if stream.capturing:
+        if stream._captured():
             return None
         event = stream.record()
         # If other code began a capture meanwhile, the record became a node of its graph.
-        return None if stream.capturing else event
+        return None if stream._captured() else event
 
     return _held_open(stream, record)
 

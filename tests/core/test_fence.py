@@ -69,7 +69,7 @@ def test_a_captured_stream_is_recorded_after_its_capture(device: sa.Device, stre
                 fence.synchronize()  # does not wait for it
                 with pytest.raises(sa.CaptureError):
                     fence.precede(later)
-        assert graph.nodes == []
+        assert graph.nodes == [], "a record is no node"
         gate.hold(stream)
         assert not any(fence.done() for fence in fences)
         gate.open()
@@ -79,26 +79,40 @@ def test_a_captured_stream_is_recorded_after_its_capture(device: sa.Device, stre
             fence.precede(later)
 
 
-@pytest.mark.parametrize("act", [Fence.done, Fence.synchronize, lambda fence: fence.precede(fence.later)])
-def test_an_event_that_its_owner_closes(device: sa.Device, stream: sa.Stream, gate: Gate, act: Any) -> None:
+@pytest.mark.parametrize("ask", ["done", "precede", "synchronize"])
+def test_an_event_that_its_owner_closes(device: sa.Device, stream: sa.Stream, gate: Gate, ask: str) -> None:
     """Nobody knows whether its work is done: the fence stands for all known streams then."""
     gate.hold(stream)
     event = stream.record()
     event._spare = None  # so that it is destroyed
-
-    class Followed(Fence):
-        later = device.create_stream()
-
-    fence = Followed(session_of(device), [event])
+    fence = Fence(session_of(device), [event])
     event.close()
-    threading.Timer(0.05, gate.open).start()
-    act(fence)
-    if act is Fence.synchronize:
-        assert stream.query()
-    Followed.later.close()
-    stream.synchronize()
+    with device.create_stream() as later:
+        if ask == "done":
+            assert not fence.done()
+        elif ask == "precede":
+            fence.precede(later)
+            assert pending(later)
+        else:
+            threading.Timer(0.05, gate.open).start()
+            fence.synchronize()
+            assert stream.query()
+        gate.open()
+        fence.synchronize()
+        assert executed(later) and fence.done()
+
+
+def test_a_default_stream_is_recorded_after_a_capture(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    """A call that names one would invalidate captures of blocking streams."""
+    mine = device.per_thread_stream
+    gate.hold(mine)
+    with stream.capture():
+        fence = Fence(session_of(device), [mine])
+        assert not fence.done()
+    assert not fence.done()
+    gate.open()
     fence.synchronize()
-    assert fence.done()
+    assert fence.done() and mine.query()
 
 
 def test_work_that_a_thread_is_still_queueing(device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
@@ -107,8 +121,10 @@ def test_work_that_a_thread_is_still_queueing(device: sa.Device, stream: sa.Stre
     with pytest.raises(sa.InUseError):
         fence.synchronize()
     fence.record()
-    gate.hold(stream)
     with device.create_stream() as later:
+        fence.precede(later)  # after what is queued so far
+        assert executed(later)
+        gate.hold(stream)
         fence.precede(later)
         assert pending(later)
         waiter = threading.Thread(target=fence.synchronize)
