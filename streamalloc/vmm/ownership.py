@@ -275,8 +275,10 @@ class AllocationHandle(HandleNode):
         return {*self.used_unmapped, *(device for mapping in mappings for device in mapping.users)}
 
     def unmap_owned(self) -> None:
-        """Unbind the memory of a multicast object."""
-        self.allocations.attempt_all(self.preceding(Kind.BINDING) if self.kind is Kind.OBJECT else ())
+        """Unbind the memory of a multicast object, then unmap the object where its mappings were given up."""
+        if self.kind is Kind.OBJECT:
+            self.allocations.attempt_all(self.preceding(Kind.BINDING))
+            self.allocations.attempt_all([one for one in self.preceding(Kind.OBJECT_MAPPING) if one.given_up])
 
     def release(self) -> None:
         """Call ``cuMemRelease``."""
