@@ -150,6 +150,12 @@ class Session(_Direct):
                     _kept.append(session)
             return session
 
+    def __del__(self) -> None:
+        # The collector clears the weak references to a session that is in a cycle before it drops the other objects of
+        # the cycle. Their releases keep this session alive, and would wait for ever if another one served the driver.
+        if hasattr(self, "_lock") and self.usable:  # it was made
+            _sessions.setdefault(id(self.driver), self)
+
     @property
     def usable(self) -> bool:
         """The opposite of :attr:`unusable`."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.interop.loans import borrow, form
 from streamalloc.pool import CachingAllocator
@@ -156,3 +157,20 @@ def test_everything_ends_once(
         assert account.left == {}
         refused = [call for call in account.traced.calls[made:] if call.answer[0].name not in ANSWERS]
         assert not refused and not unraisable
+
+
+def test_of_the_last_objects_of_a_driver(machine: Any) -> None:
+    """The state of the package for the driver is in the cycle, too, and goes on until all of it is released."""
+    traced = sd.traced(machine)
+
+    def drop() -> None:
+        device = sa.Device(0, driver=traced)
+        addresses, memory = vmm.AddressRange(2 * MiB, driver=traced), vmm.PhysicalMemory(device, 2 * MiB)
+        cycle: Objects = [addresses, memory, addresses.map(memory)]
+        cycle.append(cycle)
+
+    drop()
+    gc.collect()
+    sa.Device(0, driver=traced).synchronize()
+    ends = [call.name for call in traced.calls if call.name in ("cuMemUnmap", "cuMemRelease", "cuMemAddressFree")]
+    assert sorted(ends) == ["cuMemAddressFree", "cuMemRelease", "cuMemUnmap"]
