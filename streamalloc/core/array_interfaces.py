@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from streamalloc.core.memory_base import MemoryBase
-from streamalloc.core.stream import LEGACY, Stream, order_handle_after
+from streamalloc.core.stream import LEGACY, Stream
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -275,7 +275,7 @@ class Exportable(MemoryBase):
             ours = self.stream
             handle = LEGACY if stream is None else stream
             if handle != ours._number:
-                order_handle_after(handle, ours)
+                Stream.of_handle(ours.device, handle, ours).wait(ours)
                 if self._session.listener is not None and not of_host:
                     self.used(Stream.of_handle(ours.device, handle, self), write=False)
         if of_host:

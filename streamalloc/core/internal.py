@@ -78,7 +78,6 @@ from streamalloc.core.stream import (
     is_captured,
     leave_stream,
     library_stream,
-    moment,
     name_of_stream,
     of_this_thread,
     raw_handle,

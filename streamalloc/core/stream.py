@@ -87,8 +87,20 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _host_functions: dict[int, Any] = {}
 """Callbacks of host functions, by address, until the driver has called them."""
 
-moment: Callable[[], int] = itertools.count().__next__
-"""Returns a higher number at each call, on any thread."""
+
+def _host_function(function: Callable[[], object]) -> int:
+    """The address of a callback that calls a function once. The driver gives it that address as its token."""
+
+    def run(token: int | None) -> None:
+        try:
+            function()
+        finally:
+            _host_functions.pop(token or 0, None)
+
+    callback = _HOST_FUNCTION(run)
+    pointer = ctypes.cast(callback, ctypes.c_void_p).value or 0
+    _host_functions[pointer] = callback
+    return pointer
 
 
 class Stream(Closes, Shown):
@@ -344,7 +356,7 @@ class Stream(Closes, Shown):
         raw = self._checked_raw() if handle is None else handle
         reused = False
         if event is None:
-            event = None if timing or self._capture else self._spare_event()
+            event = None if timing or self._capture else _spare_event(self)
             reused = event is not None
             if event is None:
                 event = Event(self.device, timing=timing)
@@ -367,18 +379,6 @@ class Stream(Closes, Shown):
             raise error_from(result, "cuEventRecord")
         event._capture = self._capture
         event._foreign_captures |= self.capturable
-        return event
-
-    def _spare_event(self) -> Event | None:
-        """A closed event of this stream, to be recorded again."""
-        try:
-            raw = self._spare.pop()
-        except IndexError:
-            return None
-        event = Event.__new__(Event)
-        event._adopt(self.device, interprocess=False)
-        event._spare = self._spare
-        event._raw = raw
         return event
 
     def wait(self, other: Event | EventLike | StreamLike) -> None:
@@ -430,11 +430,7 @@ class Stream(Closes, Shown):
         """
         refuse_capture(self, "cuEventQuery", "await it after the capture")
 
-        async def wait() -> None:
-            with self.record() as event:
-                await finished(event)
-
-        return wait().__await__()
+        return _finished(self).__await__()
 
     def query(self) -> bool:
         """Whether all work queued so far is done (``cuStreamQuery``)."""
@@ -455,21 +451,10 @@ class Stream(Closes, Shown):
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
         if self.capturing:
-            raise refused(
-                CaptureError,
-                "cuLaunchHostFunc",
-                "the bindings let a Python function run once, and a graph may be launched more often",
-            )
+            why = "the bindings let a Python function run once, and a graph may be launched more often"
+            raise refused(CaptureError, "cuLaunchHostFunc", why)
 
-        def run(token: int | None) -> None:
-            try:
-                function()
-            finally:
-                _host_functions.pop(token or 0, None)
-
-        callback = _HOST_FUNCTION(run)
-        pointer = ctypes.cast(callback, ctypes.c_void_p).value or 0
-        _host_functions[pointer] = callback
+        pointer = _host_function(function)
         with undoing(lambda: _host_functions.pop(pointer, None)):
             self._call("cuLaunchHostFunc", cuda.CUhostFn(pointer), pointer)
 
@@ -524,6 +509,24 @@ class Stream(Closes, Shown):
         name = f" {self.name!r}" if self.name else ""
         state = " closed" if self._closed else " capturing" if self._capture else ""
         return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
+
+
+def _spare_event(stream: Stream) -> Event | None:
+    """A closed event of a stream, to be recorded again."""
+    try:
+        raw = stream._spare.pop()
+    except IndexError:
+        return None
+    event = Event.__new__(Event)
+    event._adopt(stream.device, interprocess=False)
+    event._spare = stream._spare
+    event._raw = raw
+    return event
+
+
+async def _finished(stream: Stream) -> None:
+    with stream.record() as event:
+        await finished(event)
 
 
 # -- streams of Device.create_stream -----------------------------------------------------------------------------
@@ -638,11 +641,14 @@ class _LateEnd(HandleEnd):
 # -- default streams ---------------------------------------------------------------------------------------------
 
 
+_numbers = itertools.count(1)
+
+
 class _ThisThread(threading.local):
     """Values of the calling thread."""
 
     def __init__(self) -> None:
-        self.number: int = moment() + 1
+        self.number: int = next(_numbers)
         """Number of the thread, never reused, unlike ``threading.get_ident``."""
 
 
@@ -958,11 +964,6 @@ def direct_view(stream: object, session: Session) -> tuple[Any | None, bool]:
     if isinstance(stream, Stream) and stream._session is session and not stream.capturable:
         return stream.direct, stream._sees_all
     return None, False
-
-
-def order_handle_after(handle: int, ours: Stream) -> None:
-    """Order later work of another library's stream, given by its ``CUstream``, after all queued work of ``ours``."""
-    Stream.of_handle(ours.device, handle, ours).wait(ours)
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------

@@ -432,9 +432,6 @@ class MemoryPool(Allocator, Closes, Drawn):
         Allocations that are alive stay usable and can be freed. The pool is destroyed once all its allocations are
         freed and the frees have run, at a synchronisation of the host. If the pool is current, the default pool of
         its location becomes current.
-
-        Allocations that were lost to exceptions of signal handlers are freed after the pool object is dropped, unless
-        other code has the pool's handle or the pool was current.
         """
         if self._closed or self._end is None:
             return

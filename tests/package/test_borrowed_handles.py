@@ -17,7 +17,7 @@ import streamalloc as sa
 from streamalloc import interop, multicast, observing, vmm
 from streamalloc.core.fence import Fence, ordered_after, queue_behind
 from streamalloc.core.session import session_of
-from streamalloc.core.stream import as_stream, order_handle_after
+from streamalloc.core.stream import as_stream
 from streamalloc.driver.account import ENDERS, MAKERS
 from streamalloc.driver.bindings import cuda
 from tests.support import end_what_was_dropped
@@ -208,7 +208,7 @@ def _waited_for(world: World, memory: sa.Memory, stream: int) -> None:
     ours.wait(_cuda_stream(stream))
     ours.wait(world.event)
     ours.wait(ours.record())
-    order_handle_after(stream, ours)
+    sa.Stream.of_handle(world.device, stream, ours).wait(ours)
     Fence(session_of(ours)).precede(as_stream(_cuda_stream(stream), session_of(ours)))
 
 
