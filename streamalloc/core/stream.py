@@ -692,7 +692,7 @@ class DefaultStream(Stream):
         return self._may_ask and (self._ident is None or self._ident == get_ident())
 
     def ready(self) -> Any | None:
-        if not self.here():
+        if not self._may_ask or (self._ident is not None and self._ident != get_ident()):  # :meth:`here`, in one frame
             return None
         current = self._session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
         return self._raw if current() == self._current else None

@@ -128,58 +128,6 @@ class TestReuse:
             with cache.allocate(GROWTH, other) as theirs:
                 assert theirs.address == address
 
-    @pytest.mark.parametrize("seed", range(4))
-    def test_nothing_is_overwritten(self, device: sa.Device, pool: sa.MemoryPool, seed: int) -> None:
-        """Random work on streams that gates hold: what each buffer held until its free is what was written there."""
-        choose = random.Random(seed)
-        streams = [device.create_stream() for _ in range(3)]
-        read: list[tuple[int, np.ndarray[Any, Any]]] = []
-        live: list[tuple[int, sa.Buffer]] = []
-        with sa.CachingAllocator(pool) as cache, sa.MemoryPool(sa.MemLocation.host(), driver=device.driver) as host:
-            host.set_access(device, sa.MemAccess.READWRITE)
-            targets = []
-            gates = [Gate(device) for _ in streams]
-            for number in range(120):
-                step = choose.random()
-                if step < 0.15:
-                    which = choose.randrange(3)
-                    gates[which].hold(streams[which])
-                elif step < 0.3:
-                    gates[choose.randrange(3)].open()
-                elif step < 0.65 or not live:
-                    buffer = cache.allocate(choose.choice((500, 3000, 4096)), choose.choice(streams))
-                    buffer.fill(number)
-                    live.append((number, buffer))
-                else:
-                    value, buffer = live.pop(choose.randrange(len(live)))
-                    target = host.allocate(buffer.nbytes, buffer.stream)
-                    target.copy_from(buffer, buffer.stream)
-                    targets.append(target)
-                    read.append((value, target.as_array()))
-                    end = choose.random()
-                    if end < 0.3:
-                        user = choose.choice(streams)
-                        user.wait(buffer.stream)
-                        buffer.free(user)
-                    elif end < 0.8:
-                        buffer.free()
-                    del buffer
-            for gate in gates:
-                gate.open()
-            for gate in gates:
-                gate.close()
-            device.synchronize()
-            assert all((array == value).all() for value, array in read) and len(read) > 20
-            for _, buffer in live:
-                assert holds(buffer, _)
-                buffer.free()
-            read.clear()
-            for target in targets:
-                target.free()
-            for one in streams:
-                one.close()
-            assert pool.statistics().used == 0
-
 
 class TestSizes:
     def test_classes(self) -> None:
