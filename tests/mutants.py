@@ -54,7 +54,7 @@ _SECONDS = 600
 
 
 _LOCK = re.compile(
-    r"(\b|_)(lock|in_use|beginning|serving|phases|opening|filling|changing|growing|snapshots|tables|unmapping|locked\(\))$"
+    r"(\b|_)(lock|end|filling|in_use|installed|opening|phases|process|serving|slots|snapshots|locked\(\))$"
 )
 """Names of locks."""
 
