@@ -61,10 +61,10 @@ _SHORT: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 _SLOW = re.compile(
-    "_(backup|communicator|deaths|disk|endurance|faults|interrupts|kill|leaks|life|lifetimes?|model|multiprocessing"
-    r"|processes|programs|samples|sweeps)\.py$"
+    "_(backup|claims|communicator|deaths|disk|endurance|faults|interrupts|kill|leaks|life|lifetimes?|locks|model"
+    r"|multiprocessing|processes|programs|samples|sweeps)\.py$"
 )
-"""Modules of sweeps, and of processes that begin and end."""
+"""Modules of sweeps, of faults and interleavings among others, and of processes that begin and end."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
