@@ -128,7 +128,9 @@ class Model(RuleBasedStateMachine):
         def attempt() -> Any:
             return ipc.open(data, again(fds), stream=side.streams[stream], driver=side.driver, kind=ipc.ImportedBuffer)
 
-        stale = thing.freed and not (thing.held or held)
+        # A process that has it open can open it once more, whatever its owner does.
+        here = any(one._session.driver is side.driver for one in thing.opened)
+        stale = thing.freed and not (thing.held or held or here)
         try:
             opened = side.twice(0 if held else fault, attempt)
         except sa.StaleDescriptorError:
