@@ -2,8 +2,8 @@
 
 Each allocator has two bound functions, to allocate and to free. While the allocator has watchers, these are the methods
 of a :class:`Tap`, which make the same driver calls and notify the watchers; afterwards they are the driver's own
-functions. A cache (:mod:`streamalloc.pool.cache`) makes no driver calls on its fast path, and leaves that path while it
-has watchers.
+functions. A cache (:mod:`streamalloc.pool.cache`) makes no driver calls for memory of its free lists, and does not
+use them while it has watchers.
 
 Finalisers also free memory. They notify watchers, so a watcher only records the event and returns.
 """

@@ -52,7 +52,7 @@ class Allocator(Unique):
     """Ordinal of the device that owns the memory, see :attr:`Memory._ordinal`."""
 
     def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
-        """Bind the two functions of the fast path. ``alloc`` takes the size, ``raw`` and the handle of the stream.
+        """Bind the two functions of direct calls. ``alloc`` takes the size, ``raw`` and the handle of the stream.
 
         ``location`` and the state behind ``managed`` must be set before.
         """

@@ -28,9 +28,9 @@ class MemoryBase(Unique, Shown, abc.ABC):
 
     __slots__ = ()
 
-    # For fast paths. They read `_ptr` first: if it is None, the other attributes may be missing.
+    # For direct calls. They read `_ptr` first: if it is None, the other attributes may be missing.
     _ptr: Any = None
-    """Pointer for the driver, ``CUdeviceptr`` or int; None for the slow path."""
+    """Pointer for the driver, ``CUdeviceptr`` or int; None for the checked way."""
     _nbytes: int
     _stream: Stream
     _ordinal: int | None = None

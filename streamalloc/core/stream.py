@@ -960,7 +960,7 @@ def direct_handle(stream: object, session: Session) -> Any | None:
 
 
 def direct_view(stream: object, session: Session) -> tuple[Any | None, bool]:
-    """The results of :func:`direct_handle` and :func:`sees_all_work`, for fast paths."""
+    """The results of :func:`direct_handle` and :func:`sees_all_work`, by one call."""
     if isinstance(stream, Stream) and stream._session is session and not stream.capturable:
         return stream.direct, stream._sees_all
     return None, False

@@ -338,7 +338,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             error.holders = holders(self._session, self.location, (self.pool,))
             raise error
 
-    # -- frees off the fast path ---------------------------------------------------------------------------
+    # -- frees that no free list takes directly ------------------------------------------------------------
 
     def _return_home(
         self, buffer: CachedBuffer, block: Block, stream: Stream, event: Event | None = None

@@ -48,7 +48,7 @@ from streamalloc.pool.pool import POOL_STEP, MemoryPool
 _LARGEST_FIT = 5
 """A request may take a free block of up to five times its size."""
 _LARGEST_KEPT = 2
-"""The fast path keeps taking from a larger class only below this multiple of the request's class. From the multiple on,
+"""A free list of a larger class keeps serving only below this multiple of the request's class. From the multiple on,
 if the request's class has blocks of its own, each request first searches its own class. Otherwise half-precision
 tensors would use up the blocks of full-precision ones.
 """
@@ -116,7 +116,7 @@ class StreamCache(Deferred):
         return found
 
     def take(self, wanted: SizeClass, nbytes: int) -> Block | None:
-        """Remove the smallest free block that fits. The fast path then takes from that free list until it is empty."""
+        """Remove the smallest free block that fits. Its list then serves requests of this size until it is empty."""
         if self.returning:
             self.collect()
         block, served_from = None, wanted.free
