@@ -5,6 +5,9 @@ all, and descriptors travel in it (``SCM_RIGHTS``). A message is one packet, or 
 receiver joins these, and drops incomplete messages. The peer's user is checked before the first byte is read
 (``SO_PEERCRED``).
 
+File descriptors travel in no other way: what :func:`streamalloc.ipc.send` sends, the answers of the handle server, the
+requests of a store, and the exchanges of a group are messages of channels.
+
 If a signal handler raises, the packet that is being received may be lost, with its descriptors. The receiver detects a
 lost packet of a larger message and closes the channel.
 """

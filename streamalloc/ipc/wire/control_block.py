@@ -230,16 +230,17 @@ class ControlBlock:
         self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        shape = len(EXPORTER_WORDS), SLOTS
-        self.exporter_words: Words = np.frombuffer(self._map, np.uint32, shape[0] * SLOTS, _HEADER_BYTES).reshape(shape)
+        kinds = len(EXPORTER_WORDS)
+        words = np.frombuffer(self._map, np.uint32, kinds * SLOTS, _HEADER_BYTES)
+        self.exporter_words: Words = words.reshape(kinds, SLOTS)
         """Words by kind, as in ``EXPORTER_WORDS``, and by slot or mark."""
-        shape = len(_IMPORTER_WORDS), SLOTS * IMPORTERS
-        words = np.frombuffer(self._map, np.uint32, shape[0] * shape[1], _LAYOUT["opened"][0])
+        kinds = len(_IMPORTER_WORDS)
+        words = np.frombuffer(self._map, np.uint32, kinds * SLOTS * IMPORTERS, _LAYOUT["opened"][0])
         # Words by slot and importer.
-        opened, closing, closed = words.reshape(shape[0], SLOTS, IMPORTERS)
-        self.opened: Words = opened
-        self.closing: Words = closing
-        self.closed: Words = closed
+        self.opened: Words
+        self.closing: Words
+        self.closed: Words
+        self.opened, self.closing, self.closed = words.reshape(kinds, SLOTS, IMPORTERS)
         # Locks belong to the open file, which a received descriptor shares with the sender: open it anew.
         self._own = _reopened(fd)
         self.slots: dict[int, SlotWords] = {}
@@ -248,8 +249,12 @@ class ControlBlock:
         self._raw: int | None = None
         """Address registered with the driver; None if not registered."""
         session.shut_with_me(self)
-        if not for_streams:
-            return
+        if for_streams:
+            self._register()
+
+    def _register(self) -> None:
+        """Let streams wait for words and write them (``cuMemHostRegister``)."""
+        session = self.session
         # Registered memory is portable. A context of its own on another device would cost half a gigabyte there.
         self._ordinal = next(iter(session.ordinals), 0)
         with session.current(self._ordinal):

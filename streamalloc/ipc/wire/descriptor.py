@@ -216,6 +216,18 @@ def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]
     return payload[:start], dtype, shape
 
 
+def _checked_kind(mechanism: int, flags: int, handle_type: int) -> Mechanism:
+    """Return the mechanism, if there is one with these flags and handles."""
+    kind = _MECHANISMS.get(mechanism)
+    if kind is None:
+        raise ValueError(f"a descriptor of mechanism {mechanism}: allowed are 1 to {max(Mechanism)}")
+    if flags & ~_FLAGS or handle_type not in _HANDLE_TYPES:
+        raise ValueError(f"the descriptor has unknown flags ({flags:#x}) or handle type ({handle_type})")
+    if handle_type == FABRIC and kind is not Mechanism.PHYSICAL:
+        raise ValueError(f"a descriptor of a {kind.name} with fabric handles: only physical memory is shared by them")
+    return kind
+
+
 class Descriptor(NamedTuple):
     """The fields of a descriptor; sizes and offsets in bytes.
 
@@ -314,15 +326,7 @@ class Descriptor(NamedTuple):
         form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != _SHORTEST + extra + form.size * count:
             raise ValueError("the descriptor is damaged: its parts do not fit its length")
-        kind = _MECHANISMS.get(mechanism)
-        if kind is None:
-            raise ValueError(f"a descriptor of mechanism {mechanism}: allowed are 1 to {max(Mechanism)}")
-        if flags & ~_FLAGS or handle_type not in _HANDLE_TYPES:
-            raise ValueError(f"the descriptor has unknown flags ({flags:#x}) or handle type ({handle_type})")
-        if handle_type == FABRIC and kind is not Mechanism.PHYSICAL:
-            raise ValueError(
-                f"a descriptor of a {kind.name} with fabric handles: only physical memory is shared by them"
-            )
+        kind = _checked_kind(mechanism, flags, handle_type)
         if base_size > _MOST_BYTES or offset + size > base_size:
             raise ValueError(f"the descriptor's {size} bytes at {offset} are outside of its {base_size} bytes")
         if kind in _WITHOUT_MEMORY and (count or base_size or flags & ~Flags.HELD):
