@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -265,8 +266,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         wait_for_users(after, self._session, (entry.rights for entry in entries))
         saved = self._backup(backup, ordered)
         kept = {} if saved is None else {self: saved}
-        with undoing(lambda: leave_all(kept)), copying(ordered) as copies:
-            run(unmapping({self: entries}, kept, copies, ordered))
+        with copying(ordered) as copies:
+            drop = (nothing, functools.partial(leave_all, kept))
+            run(itertools.chain((drop,), unmapping({self: entries}, kept, copies, ordered)))
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:

@@ -1,4 +1,4 @@
-"""Blocks in tiers: the contents of pages or of smaller pieces of memory, and the reuse of a tier's memory or files."""
+"""Blocks of equal size in a store: the contents of pages or of smaller pieces of memory, and the reuse of their room."""
 
 from __future__ import annotations
 

@@ -168,8 +168,6 @@ class Copies:
 
     def end(self) -> None:
         """Record the end of the copies, if they use a backup that is not released yet."""
-        self.stream = None
-        self.fence.queueing = 0
         if any(not backup.released for backup in self.backups):
             self.fence.record()
         self.backups.clear()
@@ -182,6 +180,9 @@ def copying(stream: Stream) -> Iterator[Copies]:
     try:
         yield copies
     finally:
+        # First, and by lines that call nothing: if a signal handler raises below, the fence must not stay open, because
+        # memory is released behind it.
+        copies.stream, copies.fence.queueing = None, 0
         copies.abandon()
         copies.end()
 

@@ -22,8 +22,8 @@ from tests.interrupting import Interrupt, Interrupted
 from tests.support import Account, in_a_thread, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, settled, values
+from tests.vmm.stores.test_disk import deleted
 from tests.vmm.support import PAGE
-from tests.vmm.tiers.test_disk import deleted
 
 
 @pytest.fixture
