@@ -1,4 +1,4 @@
-"""Blocks of equal size in a store: the contents of pages or of smaller pieces of memory, and the reuse of their room."""
+"""Blocks of equal size in a store: the contents of pages or of smaller pieces, and the reuse of their room."""
 
 from __future__ import annotations
 

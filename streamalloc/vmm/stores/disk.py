@@ -1,4 +1,4 @@
-"""Disk tier: a folder with one file per group of buffers, and unnamed files for pages."""
+"""Store on disk: a folder with one file per group of buffers, and unnamed files for pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory tier: pinned memory for the contents of swapped-out pages."""
+"""Store in pinned host memory for the contents of swapped-out pages."""
 
 from __future__ import annotations
 
