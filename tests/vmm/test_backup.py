@@ -556,24 +556,6 @@ def test_the_memory_is_taken_when_a_sleep_is_undone(
     assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
 
 
-def test_bytes_that_were_given_up_stay_where_the_sleep_fails(machine: Any) -> None:
-    """Until all sleep, nothing is released."""
-    faults = refusing(machine)
-    group = vmm.SleepGroup(sa.Device(0, driver=faults))
-    several = [group.allocate(SIZE) for _ in range(3)]
-    for seed, buffer in enumerate(several):
-        filled(buffer, seed)
-    for nth in (1, 2, 3):
-        faults.fail("cuMemUnmap", nth, result="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(sa.CudaError):
-            group.sleep(keep=False)
-        faults.stop()
-        assert not group.asleep and all(shows(buffer, seed) for seed, buffer in enumerate(several))
-    for buffer in several:
-        buffer.close()
-    group.close()
-
-
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
 @pytest.mark.parametrize("chunk", [0, PAGE])
 @pytest.mark.parametrize("objects", [False, True])

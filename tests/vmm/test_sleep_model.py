@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,10 +32,17 @@ WORKOUT = settings(
 )
 SIZES = (PAGE, PAGE + 5000, 3 * PAGE)
 NUMBERS = some.integers(0, 2)
-FAULTS = some.sampled_from(
-    [(0, 0)] * 2 + [(first, later) for first in (1, 3, 7, 12, 20, 31, 45) for later in (0, 1, 2, 5)]
+FAULTS = some.one_of(
+    some.just(()),
+    some.lists(some.integers(1, 60).map(lambda number: (number, 1)), min_size=1, max_size=2),
+    # A step that fails, and then its undo.
+    some.sampled_from(
+        [(("cuMemUnmap", nth), (undo, 1)) for nth in (2, 3) for undo in ("cuMemMap", "cuMemSetAccess")]
+        + [((step, nth), ("cuMemUnmap", 1)) for step in ("cuMemCreate", "cuMemSetAccess") for nth in (2, 3)]
+    ),
 )
-"""The call that fails, and the distance of another one; 0 for none."""
+"""Calls that the driver refuses, each by its name or number, and its count."""
+Fault = Sequence[tuple[Any, int]]
 
 
 class Sleeping(RuleBasedStateMachine):
@@ -62,14 +70,11 @@ class Sleeping(RuleBasedStateMachine):
         self.patterns: list[int | None] = [None] * 3
         self.seed = 0
 
-    def attempt(self, act: Any, fault: tuple[int, int]) -> bool:
+    def attempt(self, act: Any, fault: Fault) -> bool:
         """Act with refused calls; whether it has succeeded. One refused call changes nothing."""
         asleep = [buffer.evicted for buffer in self.buffers]
-        first, later = fault
-        if first:
-            self.outer.fail(first, result="CUDA_ERROR_UNKNOWN")
-        if later:
-            self.inner.fail(first + later - 1, result="CUDA_ERROR_UNKNOWN")
+        for layer, (call, nth) in zip((self.outer, self.inner), fault, strict=False):
+            layer.fail(call, *(() if isinstance(call, int) else (nth,)), result="CUDA_ERROR_UNKNOWN")
         try:
             act()
             done = True
@@ -82,6 +87,7 @@ class Sleeping(RuleBasedStateMachine):
             self.account.driver.cuCtxPopCurrent()  # the context is still there
         if not done and len(failed) == 1:
             assert [buffer.evicted for buffer in self.buffers] == asleep, failed
+            assert not any(buffer.evicted and buffer.range.mapped_bytes for buffer in self.buffers), failed
         self.check()
         return done
 
@@ -101,7 +107,7 @@ class Sleeping(RuleBasedStateMachine):
     @rule(
         tags=some.sampled_from([(), ("a",), ("b",), ("b", "a")]), kept=some.sampled_from([True, "a", "b"]), fault=FAULTS
     )
-    def sleep(self, tags: tuple[str, ...], kept: bool | str, fault: tuple[int, int]) -> None:
+    def sleep(self, tags: tuple[str, ...], kept: bool | str, fault: Fault) -> None:
         going = [number for number, tag in enumerate("aab") if (tag in tags or not tags)]
         going = [number for number in going if not self.buffers[number].evicted]
         if self.attempt(lambda: self.group.sleep(*tags, keep=kept, stream=self.stream), fault):
@@ -110,16 +116,16 @@ class Sleeping(RuleBasedStateMachine):
                     self.patterns[number] = None
 
     @rule(tags=some.sampled_from([(), ("a",), ("b",)]), fault=FAULTS)
-    def wake(self, tags: tuple[str, ...], fault: tuple[int, int]) -> None:
+    def wake(self, tags: tuple[str, ...], fault: Fault) -> None:
         self.attempt(lambda: self.group.wake(*tags, stream=self.stream), fault)
 
     @rule(number=NUMBERS, fault=FAULTS)
-    def evict(self, number: int, fault: tuple[int, int]) -> None:
+    def evict(self, number: int, fault: Fault) -> None:
         if not self.buffers[number].evicted:
             self.attempt(lambda: self.buffers[number].evict(self.store, stream=self.stream), fault)
 
     @rule(number=NUMBERS, fault=FAULTS)
-    def restore(self, number: int, fault: tuple[int, int]) -> None:
+    def restore(self, number: int, fault: Fault) -> None:
         if self.buffers[number].evicted:
             self.attempt(lambda: self.buffers[number].restore(stream=self.stream), fault)
 
