@@ -35,14 +35,15 @@ from cosmic_ray.operators.operator import Example, Operator
 from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parent.parent
+_ENDS = ("package/test_garbage_cycles.py", "package/test_half_made.py")
 AREAS = {
     "driver": ("driver", "package/test_locks.py"),
     "simulator": ("simulator", "facts"),
     "checker": ("checker", "package/test_locks.py"),
-    "core": ("core", "package/test_html.py", "package/test_locks.py"),
-    "pool": ("pool", "package/test_locks.py"),
-    "vmm": ("vmm", "package/test_locks.py", "ipc/test_locks.py"),
-    "ipc": ("ipc",),
+    "core": ("core", "package/test_html.py", "package/test_locks.py", *_ENDS),
+    "pool": ("pool", "package/test_locks.py", *_ENDS),
+    "vmm": ("vmm", "package/test_locks.py", "ipc/test_locks.py", *_ENDS),
+    "ipc": ("ipc", *_ENDS),
     "multicast": ("multicast",),
     "observing": ("observing", "package/test_locks.py"),
     "interop": ("interop", "package/test_locks.py"),
