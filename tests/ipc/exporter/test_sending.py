@@ -117,7 +117,7 @@ def test_a_steady_hand_off_crosses_few_modules(sides: Sides) -> None:
     theirs = sides.theirs
     options: dict[str, Any] = {"stream": theirs.stream, "kind": ipc.ImportedBuffer}
     received = frames_of(lambda: opened.append(ipc.receive(theirs.channel, **options)))
-    assert len(set(received)) <= 8 and len(received) <= 13, received
+    assert len(set(received)) <= 8 and len(received) <= 15, received
 
 
 @pytest.mark.unchecked("counts calls and modules")
@@ -129,7 +129,7 @@ def test_a_first_receive_crosses_few_modules(sides: Sides) -> None:
         ipc.send(ours, buffer)
         opened: list[ipc.ImportedBuffer] = []
         received = frames_of(lambda: opened.append(ipc.receive(theirs, stream=stream, kind=ipc.ImportedBuffer)))
-        assert len(set(received)) <= 10 and len(received) <= 130, sorted(set(received))
+        assert len(set(received)) <= 10 and len(received) <= 135, sorted(set(received))
         opened[0].close()
 
 
