@@ -235,7 +235,8 @@ def context_event(device: Device) -> Event | None:
     """Record an event after all queued work of a device's context, on streams of any library (``cuCtxRecordEvent``).
 
     The call invalidates every capture in the context. So it is not made while this library captures a stream, or other
-    code captures a stream that this library knows; then the result is None.
+    code captures a stream that this library knows; then the result is None. A host that waits anyway calls
+    :func:`await_device`, which also spares the captures of streams that this library does not know.
     """
     session = device._session
     queue = deferred_queue(session)
@@ -258,20 +259,12 @@ def all_work(device: Device) -> tuple[Event, ...]:
     return ()
 
 
-def await_all_work(device: Device) -> None:
-    """Block the host until all work of a device is done, without invalidating a capture of this library."""
-    session = device._session
-    with draining(session, device.ordinal), session.relaxed():
-        for event in all_work(device):
-            with event:
-                event.synchronize()
-
-
 def await_device(session: Session, ordinal: int) -> None:
     """Block the host until all work of a device is done, without invalidating captures of any code (``cuMemFree``).
 
-    ``cuCtxSynchronize`` would invalidate them, whatever the mode of the capture and of the thread. While ``cuMemFree``
-    waits, driver 580 blocks all threads that need the context. So the host first waits for the streams that are known.
+    ``cuCtxSynchronize`` and ``cuCtxRecordEvent`` would invalidate them, whatever the mode of the capture and of the
+    thread, and the captured stream may be one that only another library knows. While ``cuMemFree`` waits, driver 580
+    blocks all threads that need the context. So the host first waits for the streams that are known.
     """
     Fence(session).synchronize()
     with draining(session, ordinal), session.relaxed(), session.current(ordinal):

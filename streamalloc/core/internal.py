@@ -38,7 +38,6 @@ from streamalloc.core.event import Event, Spares, opened_event
 from streamalloc.core.fence import (
     Fence,
     all_work,
-    await_all_work,
     await_device,
     fence_since,
     ordered_after,

@@ -56,6 +56,7 @@ from streamalloc.core.library_streams import (
     device_of_library_stream,
     handle_of_library_stream,
     keep,
+    keeps_open,
     only_names,
     open_question,
 )
@@ -924,7 +925,7 @@ def _resolve(stream: Any, session: Session) -> Stream:
         # Not cuStreamGetDevice: on a captured stream it invalidates the capture.
         ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
         found = LibraryStream._borrow(Device._of(ordinal, session), number, stream, open_question(stream, number))
-        keeps = found.owned = not only_names(stream, number)
+        keeps, found.owned = not only_names(stream, number), keeps_open(stream, number)
     if not isinstance(stream, cuda.CUstream):
         found._notify_lent(found._raw, used=True)
     # A listener must be notified of each use of a library's stream.

@@ -14,7 +14,7 @@ from streamalloc.core.internal import (
     Stream,
     StreamLike,
     as_stream,
-    await_all_work,
+    await_device,
     check_location,
     location_of,
     refuse_capture,
@@ -83,10 +83,10 @@ def wait_for_users(after: After, session: Session, access: Iterable[dict[MemLoca
 
 
 def wait(after: After, session: Session, devices: Iterable[int]) -> None:
-    """Block the host until ``after`` has completed; None means all work of ``devices`` (``cuCtxRecordEvent``)."""
+    """Block the host until ``after`` has completed; None means all work of ``devices``."""
     if after is None:
         for ordinal in sorted(devices):
-            await_all_work(Device(ordinal, driver=session.driver))
+            await_device(session, ordinal)
         work(session)
         return
     for one in [*ends_of(after, session)]:

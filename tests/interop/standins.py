@@ -76,6 +76,8 @@ class _Owner:
 class FakeStream:
     """A stream that a library made."""
 
+    __module__ = "cupy.cuda"  # wrappers of other modules may outlive their stream
+
     def __init__(self, calls: Calls, handle: int | None = None) -> None:
         self.calls = calls
         self.device_id = calls.device if handle is None else -1

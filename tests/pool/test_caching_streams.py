@@ -30,6 +30,8 @@ SIZE = 4096
 class Theirs:
     """A stream of another library, which destroys it at the end of its object."""
 
+    __module__ = "cuda.core"  # wrappers of other modules may outlive their stream
+
     def __init__(self, device: sa.Device) -> None:
         driver: Any = device.driver
         self._driver = driver

@@ -26,7 +26,7 @@ from streamalloc.core.internal import (
     TypedView,
     all_work,
     as_stream,
-    await_all_work,
+    await_device,
     deferred_queue,
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
@@ -230,7 +230,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
         if block:
             for device in devices:
-                await_all_work(device)
+                await_device(session, device.ordinal)
         else:
             events = [event for device in devices for event in all_work(device)]
             if not all(event.query() for event in events):
