@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from streamalloc.core.deferred import Deferred, deferred_queue, unless_busy
+from streamalloc.core.deferred import Deferred, HandleEnd, deferred_queue, unless_busy
 from streamalloc.core.errors import (
     LOST,
     CaptureError,
@@ -266,12 +266,19 @@ def await_device(session: Session, ordinal: int) -> None:
     thread, and the captured stream may be one that only another library knows. While ``cuMemFree`` waits, driver 580
     blocks all threads that need the context. So the host first waits for the streams that are known.
     """
-    Fence(session).synchronize()
+    fence = Fence(session, queueing=True)
+    fence.queueing = 0  # recorded by the next line, which raises what the driver refuses
+    fence.synchronize()
     with draining(session, ordinal), session.relaxed(), session.current(ordinal):
         try:
-            session.call("cuMemFree", session.call("cuMemAlloc", 1))
+            byte = HandleEnd(session, "cuMemFree", session.call("cuMemAlloc", 1))
         except OutOfMemoryError:
-            session.call("cuMemFreeHost", session.call("cuMemHostAlloc", 1, 0))
+            byte = HandleEnd(session, "cuMemFreeHost", session.call("cuMemHostAlloc", 1, 0))
+        try:
+            byte.attempt()
+        except CudaError:
+            deferred_queue(session).submit(byte)
+            raise
 
 
 _latest_fence: PerDriver[list[Fence]] = PerDriver(lambda _: [])

@@ -330,12 +330,12 @@ class TestClosed:
         team = Team(account.driver)
         account.traced.calls.clear()
         team.bindings[0].close()
-        assert names(account.traced, "cuCtxRecordEvent", "cuMulticastUnbind") == [
-            *TEAM * ["cuCtxRecordEvent"], "cuMulticastUnbind",
+        assert names(account.traced, "cuMemFree", "cuMulticastUnbind") == [
+            *TEAM * ["cuMemFree"], "cuMulticastUnbind",
         ]  # fmt: skip
         account.traced.calls.clear()
         team.bindings[1].close(())
-        assert names(account.traced, "cuCtxRecordEvent", "cuMulticastUnbind") == ["cuMulticastUnbind"]
+        assert names(account.traced, "cuMemFree", "cuMulticastUnbind") == ["cuMulticastUnbind"]
 
 
 EXIT = """

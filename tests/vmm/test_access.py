@@ -237,14 +237,14 @@ class TestReadOnly:
 class TestWaiting:
     """Work that uses the memory has to pass before access to it is taken away."""
 
-    WAITS = ("cuCtxRecordEvent", "cuStreamSynchronize", "cuEventSynchronize")
+    WAITS = ("cuMemFree", "cuStreamSynchronize", "cuEventSynchronize")
 
     @pytest.mark.parametrize(
         ("before", "now", "waits"),
         [
-            (READWRITE, NONE, ["cuCtxRecordEvent", "cuEventSynchronize"]),
-            (READWRITE, READ, ["cuCtxRecordEvent", "cuEventSynchronize"]),
-            (READ, NONE, ["cuCtxRecordEvent", "cuEventSynchronize"]),
+            (READWRITE, NONE, ["cuMemFree"]),
+            (READWRITE, READ, ["cuMemFree"]),
+            (READ, NONE, ["cuMemFree"]),
             (READ, READWRITE, []),
             (READWRITE, READWRITE, []),
             (NONE, READWRITE, []),
@@ -281,7 +281,7 @@ class TestWaiting:
                 ([stream, event], ["cuStreamSynchronize", "cuEventSynchronize"]),
                 (iter([event]), ["cuEventSynchronize"]),
                 ({stream}, ["cuStreamSynchronize"]),
-                (None, ["cuCtxRecordEvent", "cuEventSynchronize"]),
+                (None, ["cuEventSynchronize", "cuMemFree"]),
             ):
                 mapping.set_access(device)
                 done = len(account.calls(*self.WAITS))
@@ -406,9 +406,9 @@ class TestTwoDevices:
         one, two = (sa.Device(ordinal, driver=account.driver) for ordinal in (0, 1))
         with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(one, PAGE) as memory:
             mapping = addresses.map(memory, access=[one, two])
-            recorded = len(account.calls("cuCtxRecordEvent"))
+            recorded = len(account.calls("cuMemFree"))
             mapping.revoke(two)
-            assert len(account.calls("cuCtxRecordEvent")) == recorded + 1
+            assert len(account.calls("cuMemFree")) == recorded + 1
             assert mapping.rights == {one.location: READWRITE}
             assert (mapping.access(one), mapping.access(two)) == (READWRITE, NONE)
             mapping.fill(1)

@@ -29,7 +29,7 @@ class TestQueuedWork:
             buffer.fill(5, stream)
             del buffer
             gc.collect()
-            assert "cuCtxRecordEvent" not in account.calls()
+            assert "cuMemFree" not in account.calls()
             for _ in range(3):
                 vmm.PhysicalMemory(device, PAGE).close()
                 assert len(account.mapped) == 2

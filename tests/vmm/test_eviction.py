@@ -134,14 +134,13 @@ class TestWithoutBackup:
     def test_what_it_waits_for(self, machine: Any) -> None:
         account = Account(machine)
         device = account.device
-        waits = ("cuCtxRecordEvent", "cuStreamSynchronize", "cuEventSynchronize", "cuMemUnmap")
+        waits = ("cuMemFree", "cuStreamSynchronize", "cuEventSynchronize", "cuMemUnmap")
         with (
             device.create_stream() as stream,
             stream.record() as event,
             vmm.GrowableBuffer(device, PAGE, PAGE) as buffer,
         ):
             for after, expected in (
-                (None, ["cuCtxRecordEvent", "cuEventSynchronize"]),
                 ((), []),
                 (stream, ["cuStreamSynchronize"]),
                 ([event], ["cuEventSynchronize"]),
@@ -150,6 +149,8 @@ class TestWithoutBackup:
                 buffer.evict(after=after)
                 assert account.calls(*waits)[done:] == [*expected, "cuMemUnmap"]
                 buffer.restore()
+            buffer.evict()  # after all work of the device
+            assert account.calls("cuMemFree", "cuMemUnmap")[-2:] == ["cuMemFree", "cuMemUnmap"]
 
 
 class TestWithBackup:

@@ -629,7 +629,8 @@ def test_every_call_fails_in_turn(machine: Any, kind: type[Case], count: int) ->
             machine.cuCtxPopCurrent()  # the context is still there
         if raised is None:
             # Without an answer to cuCtxGetCurrent, calls take the path that pushes the context.
-            assert failed in {"cuCtxGetCurrent", *case.survived}
+            # Without memory for the allocation that waits for a device, the host's memory does. An event ends later.
+            assert failed in {"cuCtxGetCurrent", "cuEventDestroy", "cuMemAlloc", *case.survived}
         else:
             assert raised == (failed, result)
             case.check_failed(failed)
