@@ -19,7 +19,7 @@ WITH_BLOCKS = [
     kind
     for kind in classes()
     if getattr(getattr(kind, "__exit__", None), "__module__", "").startswith("streamalloc")
-    and kind not in (session._Current, graph.Capture)
+    and kind not in (session._Current, session._Relaxed, graph.Capture)
 ]
 
 
