@@ -83,7 +83,7 @@ class PageArena(Closes):
         limit: int | None = None,
         *,
         budget: PageBudget | None = None,
-        patience: float | None = 1.0,
+        patience: float | None = 5.0,
     ) -> None:
         check_device("device", device)
         if budget is not None and not isinstance(budget, PageBudget):

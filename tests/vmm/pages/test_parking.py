@@ -170,7 +170,7 @@ class TestAgain:
                 sa.OutOfMemoryError, match="room for 2 pages of 2 MiB: 2 pages are in use, and 2 parked"
             ):
                 space.commit([10, 11, 12])
-            arena._physical.patience = None  # as by default
+            arena._physical.patience = None  # no limit
             with opening(gate):
                 if act == "commit":
                     space.commit([10, 11])
