@@ -233,6 +233,7 @@ def machine(streamalloc_machine: Any, request: pytest.FixtureRequest, on_cuda: b
     modes = streamalloc_machine.CUstreamCaptureMode
     streamalloc_machine.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_GLOBAL)
     leftovers.unbind_contexts(streamalloc_machine)
+    leftovers.forget_library_streams(streamalloc_machine)
     lost = leftovers.lost_context(streamalloc_machine)
     if lost:
         pytest.exit(f"{request.node.nodeid} lost the context of {lost}; every later test would fail", returncode=1)

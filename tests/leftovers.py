@@ -132,6 +132,13 @@ def _mode(driver: Any) -> Any:
     return mode
 
 
+def forget_library_streams(driver: Any) -> None:
+    """Forget the streams of stand-ins for libraries, which the tests have destroyed."""
+    session = Session.of(driver)
+    session.library_streams.clear()
+    session.latest_library_stream = object(), None
+
+
 def unbind_contexts(driver: Any) -> None:
     """Leave this thread without a current context, as it was before the first test.
 
