@@ -15,6 +15,7 @@ from streamalloc.core.buffer import Buffer, GraphBuffer, PoolBuffer
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, error_from
+from streamalloc.core.fence import await_closed_streams
 from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
@@ -190,6 +191,7 @@ class Allocator(Unique):
     def _release_unused(self, stream: Stream) -> tuple[bool, str]:
         """Release what can be released now; returns whether an allocation may succeed then, and an error's text."""
         try:
+            await_closed_streams(self._session)
             freed = work(self._session)
             released = self._make_room(stream) or bool(freed)
         except CudaError as error:

@@ -19,11 +19,12 @@ from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
     CudaError,
+    NotReadyError,
     error_from,
     refused,
     size_text,
 )
-from streamalloc.core.fence import ordered_after
+from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.html import Row
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation
@@ -224,6 +225,7 @@ class Buffer(Memory, Closes):
         if not self._stream.closed:
             self.free()
             return
+        await_closed(self._stream)
         ordered_after(self._stream, self.free)
 
     def _free_checked(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
@@ -420,7 +422,7 @@ class _FreeDropped(Deferred):
         try:
             ordered_after(self._stream, self._free)
         except CudaError as error:
-            if not isinstance(error, (*self.gone, CaptureError)) and not self._warned:
+            if not isinstance(error, (*self.gone, CaptureError, NotReadyError)) and not self._warned:
                 self._warned = True
                 warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
             raise

@@ -343,12 +343,16 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     the stream or begins to capture it. Work on a default stream would invalidate captures of other streams, so for one
     this package begins no capture at all.
 
-    The work of a library's stream that was closed is done only once the device is idle: the host waits for that.
+    The work of a library's stream that was closed is done only once the device was idle. :func:`await_closed` waits for
+    that. This function does not, because deferred items call it, and the device may be waiting for the thread that
+    attempts them.
 
     Raises
     ------
     CaptureError
         The stream is being captured.
+    NotReadyError
+        The stream's library has closed it, and the device was not synchronised since then.
     """
     if isinstance(stream, DefaultStream):
         stream = default_stream(stream.device, LEGACY)
@@ -367,13 +371,26 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
         return used[0]
     if isinstance(stream, LibraryStream):
         if not stream.drained:
-            await_device(stream._session, stream.device.ordinal)
+            why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
+            raise refused(NotReadyError, "cuMemFreeAsync", why)
         with stream.device.create_stream() as substitute:
             result = act(substitute)
             # Then the pool may give memory that was freed to any stream.
             substitute._call("cuStreamSynchronize")
             return result
     return ordered_after_end(stream.device, stream._last, act)
+
+
+def await_closed(stream: Stream) -> None:
+    """Block the host until the work of a stream is done if its library has closed it."""
+    if _may_work(stream):
+        await_device(stream._session, stream.device.ordinal)
+
+
+def await_closed_streams(session: Session) -> None:
+    """Block the host as :func:`await_closed` does, for all known streams."""
+    for stream in members(known_streams(session)):
+        await_closed(stream)
 
 
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:

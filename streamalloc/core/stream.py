@@ -823,6 +823,8 @@ class LibraryStream(Stream):
         # object is then in the garbage too, and weak references to it are cleared.
         if self._alive() is None:
             self._end_use()
+            # The item that frees the memory keeps this object, which is in no set of weak references any more.
+            known_streams(self._session).add(self)
             return None
         return self.direct or self.ready()
 

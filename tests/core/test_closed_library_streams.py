@@ -168,7 +168,7 @@ def test_it_can_be_named_no_more(scene: Scene) -> None:
 @pytest.mark.parametrize("end", ["drop", "close", "out of memory"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_the_memory_is_free_once_the_device_is_idle(scene: Scene, end: str, cached: bool) -> None:
-    """Not before: work of the stream may still write it. The host waits at a point of work, or in ``close``."""
+    """Not before: work of the stream may still write it. The host waits where memory runs out, or in ``close``."""
     with sa.MemoryPool(scene.device, max_size=32 * MiB) as pool:
         cache = sa.CachingAllocator(pool)
         source: Any = cache if cached else pool
@@ -395,6 +395,7 @@ def test_a_garbage_cycle_with_a_stream(scene: Scene, kind: Any, kept: bool) -> N
     assert len(destroyed) == (not kept and kind is not OfCudaCore)
     if destroyed:
         assert not any(names_it(call.args, was) for call in scene.driver.calls[destroyed[0] + 1 :])
+    scene.device.synchronize()
     end_what_was_dropped()
     assert scene.used == 0
 

@@ -214,6 +214,7 @@ class TestBoxes:
         batch.array[:256] = range(256)
         value(batch.raw.cuMemcpyHtoD(batch.places["other"], batch.array, 256))
         value(batch.raw.cuMemsetD8(batch.places["plain"], 255, 256))
+        value(batch.raw.cuCtxSynchronize())  # the stream of the copy does not wait for the legacy one
         assert self.copy(batch, self.box(batch, "plain other", **given)) == "SUCCESS"
         expected = [255] * 64
         for target, source in places.items():

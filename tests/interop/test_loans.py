@@ -25,7 +25,7 @@ from tests.interop.conftest import Get
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import MiB, holds, pending, read
 
-pytestmark = pytest.mark.leaves("current contexts", "finalisers of libraries' arrays make their own context current")
+pytestmark = pytest.mark.leaves("current context", "finalisers of libraries' arrays make their own context current")
 
 
 @contextlib.contextmanager

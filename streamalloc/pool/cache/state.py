@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, OutOfMemoryError, error_from
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, OutOfMemoryError, error_from
 from streamalloc.core.internal import (
     DefaultStream,
     Deferred,
@@ -222,7 +222,7 @@ class StreamCache(Deferred):
         self.lists.clear()
         self.cache.collect_dropped()
         if self.free_bytes:
-            with contextlib.suppress(CaptureError):
+            with contextlib.suppress(CaptureError, NotReadyError):
                 self.ordered(self.release)
         if self.free_bytes:
             return False
@@ -313,15 +313,17 @@ class CacheState(Deferred):
         with self._opening:
             found = self.of(stream)
             if found is None:
-                before = self.stream_caches.pop(id(stream), None)
-                for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
-                    if one.ended and one.free_bytes:  # a buffer was freed since
-                        self.queue.submit(one)
-                self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
+                self._forget_ended(self.stream_caches.pop(id(stream), None))
                 found = self.stream_caches[id(stream)] = StreamCache(self, stream)
                 self.session.shut_with_me(stream)
                 stream.free_lists[self.key] = found.lists
         return found
+
+    def _forget_ended(self, before: StreamCache | None) -> None:
+        for one in [*self.stream_caches.values(), *([] if before is None else [before])]:
+            if one.ended and one.free_bytes:  # a buffer was freed since
+                self.queue.submit(one)
+        self.stream_caches = {at: one for at, one in self.stream_caches.items() if not one.finished}
 
     def live(self) -> list[StreamCache]:
         """The stream caches that have not ended."""

@@ -794,6 +794,7 @@ class TestShared:
             assert all(a is b for a, b in zip(first.fds, second.fds, strict=True))
             assert not any(fd.closed for fd in first.fds)
 
+    @pytest.mark.simulated_only("several drivers in one process, which stand for several processes")
     def test_opening_it_here_leaves_its_handles(self, pool: sa.MemoryPool, machine: Any) -> None:
         """As another driver of this process does, and a test that plays both parts."""
         shared = ipc.share(pool)

@@ -18,6 +18,7 @@ from streamalloc.core.internal import Deferred, Fence, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.pages.places import Places
+from tests.processes import eventually
 from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, opening, page, settled, values
@@ -376,8 +377,13 @@ def test_a_space_ends_with_its_contents(arena: vmm.PageArena, tier: AnyTier, how
         space.close()
     del space
     gc.collect()
-    arena.device.synchronize()
-    assert settled(arena) == (3, 3, 0) and tier.used == 0
+
+
+    def ended() -> bool:
+        arena.device.synchronize()
+        return settled(arena) == (3, 3, 0) and tier.used == 0
+
+    assert eventually(ended)
 
 
 def test_what_is_refused(space: vmm.PageSpace, device: sa.Device, tier: AnyTier) -> None:
