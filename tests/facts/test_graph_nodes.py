@@ -578,6 +578,7 @@ def test_single_nodes_of_an_instance_can_be_changed(nodes: Nodes) -> None:
     assert copy((DEVICE_KIND, DEVICE_KIND), plain + 1024, plain, **PLANE) == "INVALID_VALUE"
     assert copy((DEVICE_KIND, DEVICE_KIND), plain + 2048, plain) == "SUCCESS"
     value(raw.cuMemsetD8(plain, 0, 4096))
+    rig.synchronize()  # the stream of the launch does not wait for the legacy one
     value(raw.cuGraphLaunch(instance, stream))
     assert rig.read(plain, 64) == [5] * 64
     assert (rig.read(plain + 1024, 1), rig.read(plain + 2048, 16)) == ([0], [5] * 16)
@@ -588,6 +589,7 @@ def test_single_nodes_of_an_instance_can_be_changed(nodes: Nodes) -> None:
     assert said(raw.cuGraphNodeSetEnabled(instance, copying, 0)) == "SUCCESS"
     assert value(raw.cuGraphNodeGetEnabled(instance, copying)) == 0
     value(raw.cuMemsetD8(plain, 0, 4096))
+    rig.synchronize()  # the stream of the launch does not wait for the legacy one
     value(raw.cuGraphLaunch(instance, stream))
     assert (rig.read(plain, 1), rig.read(plain + 2048, 1)) == ([5], [0])
 

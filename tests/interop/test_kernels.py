@@ -17,6 +17,7 @@ from tests.support import KEEP, MiB, library
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.usefixtures("watchdog"),
+    pytest.mark.leaves("current context", "finalisers of libraries' arrays make their own context current"),
 ]
 
 SLOW = r"""
