@@ -15,7 +15,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop, multicast, observing, vmm
-from streamalloc.core.fence import Fence, ordered_after, queue_behind
+from streamalloc.core.fence import Fence, await_closed, ordered_after, queue_behind
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream
 from streamalloc.driver.account import ENDERS, MAKERS
@@ -219,6 +219,7 @@ def _closed(world: World, memory: sa.Memory, stream: int) -> None:
     with sa.Stream.of_handle(world.device, stream, None) as borrowed:
         borrowed.record().close()
     sa.Stream.of_handle(world.device, stream, None).record().close()
+    await_closed(borrowed)
     ordered_after(borrowed, sa.Stream.record)
     world.device.default_stream.close()
     queue_behind(sa.Stream.of_handle(world.device, stream, None), interop.bridge.FreeAfterAll(_plain(world)))

@@ -79,16 +79,18 @@ class Chunk:
         self._free.append((addresses, fences))
         if self.left == self.count:
             # Taken off the list first: a signal handler that takes room meanwhile cannot take the same.
-            free = []
-            with contextlib.suppress(IndexError):
-                while True:
-                    free.append(self._free.pop())
-            if sum(len(one) for one, _ in free) == self.count:
-                # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one
-                # copy. Forget completed copies: contents that reuse only some addresses would keep them forever.
-                last = {fence for _, several in free for fence in several if _may_run(fence)}
-                free = [(self._every(), tuple(last))]
-            self._free += free
+            free: list[tuple[Addresses, Sequence[Fence]]] = []
+            try:
+                with contextlib.suppress(IndexError):
+                    while True:
+                        free.append(self._free.pop())
+                if sum(len(one) for one, _ in free) == self.count:
+                    # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one
+                    # copy. Forget completed copies: contents that reuse only some addresses would keep them forever.
+                    last = {fence for _, several in free for fence in several if _may_run(fence)}
+                    free = [(self._every(), tuple(last))]
+            finally:
+                self._free += free
 
 
 def _may_run(fence: Fence) -> bool:
