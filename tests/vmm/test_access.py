@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, holds, names, read
+from tests.support import Account, holds, in_threads, names, read
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each
 
 NUMA = sa.MemLocation.host_numa(0)
@@ -326,6 +326,20 @@ class TestWaiting:
             assert mapping.closed or mapping.access(device) == NONE
         assert graph.nodes == []
         graph.close()
+
+    def test_beside_a_capture_of_an_unknown_stream(self, raw: Any, device: sa.Device) -> None:
+        """The host waits for the device without a call that ends captures of the context."""
+        mode = raw.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _, theirs = raw.cuStreamCreate(1)
+        with vmm.GrowableBuffer(device, 2 * PAGE, PAGE) as buffer, vmm.SleepGroup(device) as group:
+            group.add(buffer)
+            assert raw.cuStreamBeginCapture(theirs, mode)[0] == 0
+            for end in (group.sleep, group.wake, buffer.close):
+                in_threads(end)
+            ended, graph = raw.cuStreamEndCapture(theirs)
+            assert (ended, int(graph) != 0) == (0, True)
+            raw.cuGraphDestroy(graph)
+        raw.cuStreamDestroy(theirs)
 
     def test_for_nothing_in_a_capture(self, device: sa.Device, pages: vmm.AddressRange, stream: sa.Stream) -> None:
         with stream.capture():
