@@ -613,14 +613,14 @@ def _release_awaited(buffer: VirtualBuffer, entries: Iterable[MappedBytes]) -> N
     """Release memory after the work that may use it, such as that of a hook of a wake that failed."""
     several = list(entries)
     if several:
-        wait_for_users(None, buffer._session, (entry.rights for entry in several))
+        wait_for_users(None, session_of(buffer), (entry.rights for entry in several))
         buffer._release(several)
 
 
 def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
     """Unmap the memory of :attr:`Eviction.held`, and keep it."""
     mapped = [entry for entry in eviction.held if not entry.gone]
-    wait_for_users(None, buffer._session, (entry.rights for entry in mapped))
+    wait_for_users(None, session_of(buffer), (entry.rights for entry in mapped))
     buffer._evicted = eviction
     buffer.range._node.unmap(mapped)
 

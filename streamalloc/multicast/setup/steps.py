@@ -244,19 +244,19 @@ def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
     start, first = int(bases[rank]), layout.signal_pad
     # A bare handle is cheaper than a Stream object, and no ordering is needed here.
-    later, stream = deferred_queue(session), HandleEnd(session, "cuStreamDestroy", None)
-    with undoing(lambda: later.submit(stream)), device.current():
-        stream._raw = session.call("cuStreamCreateWithPriority", _NON_BLOCKING, 0)
+    later, end = deferred_queue(session), HandleEnd(session, "cuStreamDestroy", None)
+    with undoing(lambda: later.submit(end)), device.current():
+        end._raw = session.call("cuStreamCreateWithPriority", _NON_BLOCKING, 0)
         if layout.total - first > _HOST_IMAGE:
-            session.call("cuMemsetD8Async", start + first, 0, layout.counters - first, stream.raw)
+            session.call("cuMemsetD8Async", start + first, 0, layout.counters - first, end.raw)
             first = layout.counters
         image = np.zeros(layout.total - first, np.uint8)
         signal_pads = bases + np.uint64(layout.signal_pad)
         for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, signal_pads)):
             image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
-        session.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, stream.raw)
-        session.call("cuStreamSynchronize", stream.raw)
-    later.end(stream)
+        session.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, end.raw)
+        session.call("cuStreamSynchronize", end.raw)
+    later.end(end)
 
 
 def _has(device: Device, attribute: str) -> bool:
