@@ -161,8 +161,7 @@ class Fence:
         for end in self._recorded():
             if not isinstance(end, Event):
                 if _may_work(end):
-                    why = f"the library of {end!r} has closed it, and its work may not be done: synchronise the device"
-                    raise refused(NotReadyError, "cuStreamWaitEvent", why)
+                    raise _unknown_end(end, "cuStreamWaitEvent")
                 raise refused(CaptureError, "cuStreamWaitEvent", f"{end!r} is being captured")
             try:
                 stream.wait(end)
@@ -222,6 +221,12 @@ def _known_streams(session: Session, *, closed: bool = False) -> list[Stream]:
 def _may_work(end: Event | Stream) -> bool:
     """Whether an end is a library's stream that was closed, and the device has not been idle since then."""
     return isinstance(end, LibraryStream) and end.closed and not end.drained
+
+
+def _unknown_end(stream: Event | Stream, call: str) -> CudaError:
+    """The error of a call that has to come after the work of such a stream."""
+    why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
+    return refused(NotReadyError, call, why)
 
 
 def _captured_elsewhere(stream: Stream) -> bool:
@@ -371,8 +376,7 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
         return used[0]
     if isinstance(stream, LibraryStream):
         if not stream.drained:
-            why = f"the library of {stream!r} has closed it, and its work may not be done: synchronise the device first"
-            raise refused(NotReadyError, "cuMemFreeAsync", why)
+            raise _unknown_end(stream, "cuMemFreeAsync")
         with stream.device.create_stream() as substitute:
             result = act(substitute)
             # Then the pool may give memory that was freed to any stream.

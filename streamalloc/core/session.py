@@ -405,7 +405,7 @@ def sessions() -> tuple[Session, ...]:
         return tuple(_sessions.values())
 
 
-# What a forked child may touch. CUDA does not work in a forked child: a driver call may hang on a lock that a thread of
+# Rules for a forked child. CUDA does not work in a forked child: a driver call may hang on a lock that a thread of
 # the parent held, or answer with the parent's handles, and the child that ends one of them ends it for the parent too.
 # The child inherits every object, and its collector drops them. So the child makes no driver call at all: the functions
 # of each session raise ForkedProcessError, finalisers find the session unusable, and locks are made anew, since the

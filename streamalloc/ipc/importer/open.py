@@ -84,7 +84,7 @@ class Handles:
     """16 bytes, address of the handle server; zeros without one."""
 
     def __init__(self, handles: Sequence[Fd]) -> None:
-        # Those that this process has shared stay its own: without them it could not share the memory again.
+        # Handles that this process has shared stay its own: without them it could not share the memory again.
         ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
         self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles]
         self._by_id: dict[bytes, Fd] = {}
