@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial, wraps
@@ -52,7 +51,7 @@ def _notification(delivers: bool = False) -> Callable[[F], F]:
     def decorate(step: F) -> F:
         @wraps(step)
         def notify(self: Recorder, *args: Any, **named: Any) -> None:
-            if self._is_recording():
+            if self._turn.mine():
                 self._postponed.append(partial(step, self, *args, **named))
                 return
             self._alone(partial(step, self, *args, **named))
@@ -64,21 +63,46 @@ def _notification(delivers: bool = False) -> Callable[[F], F]:
     return decorate
 
 
+class _Turn:
+    """The lock that guards the state, and the thread that changes it."""
+
+    def __init__(self) -> None:
+        # Reentrant, because a finaliser may run while its own thread records.
+        self.lock = RLock()
+        self.thread = 0
+        """Identifier of the thread that changes the state; 0: none does."""
+
+    def take(self) -> None:
+        """Note that this thread, which has the lock, changes the state."""
+        self.thread = threading.get_ident()
+
+    def mine(self) -> bool:
+        """Whether this thread changes the state now: a finaliser has interrupted it and makes a call."""
+        return self.thread == threading.get_ident()
+
+    def outside(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """Call a driver function without the lock: the driver may wait for a thread whose finaliser waits for it."""
+        self.thread = 0
+        self.lock.release()
+        try:
+            return function(*args)
+        finally:
+            self.lock.acquire()
+            self.take()
+
+
 class Recorder:
     """Records the calls of one driver, and finds hazards."""
 
     def __init__(self, driver: Any, on: On, uninitialized: bool = False) -> None:
-        # Guards the state. Reentrant, because a finaliser may run while its own thread records.
-        self._lock = RLock()
-        self._recording = 0
-        """Identifier of the thread that changes the state."""
+        self._turn = _Turn()
         self._postponed: deque[Callable[[], None]] = deque()
         """Records of finalisers' calls that ran while their own thread changed the state."""
         self._destroyed: dict[int, Stack] = {}
         """Places of the calls that destroyed handles."""
         self._on = on
         found: list[Hazard] = []
-        self._state = State(_WithoutLock(driver, self), found.append, uninitialized)
+        self._state = State(_WithoutLock(driver, self._turn), found.append, uninitialized)
         self._state.streams.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
         self._reports = Reports(on, self._state.notes, found)
         self.hazards: list[Hazard] = self._reports.all
@@ -90,10 +114,6 @@ class Recorder:
 
     # -- one record at a time ----------------------------------------------------------------------------------
 
-    def _is_recording(self) -> bool:
-        """Whether this thread changes the state now: a finaliser has interrupted it and makes a call."""
-        return self._recording == threading.get_ident()
-
     def _alone(self, step: Callable[..., T], *args: Any) -> T:
         """Call a function under the lock. Also record the calls of finalisers that ran meanwhile.
 
@@ -102,8 +122,9 @@ class Recorder:
         """
         # A finaliser may run between any two lines of a step, on this very thread, and free memory by a driver call.
         # The lock is reentrant, so that it does not wait for itself; its record waits, as the state is half changed.
-        with self._lock:
-            self._recording = threading.get_ident()
+        turn = self._turn
+        with turn.lock:
+            turn.take()
             try:
                 self._record_postponed()
                 result = step(*args)
@@ -111,22 +132,12 @@ class Recorder:
                 self._record_postponed()
                 return result
             finally:
-                if self._is_recording():  # False if a signal handler raised while `_unlocked` waited for the lock
-                    self._recording = 0
+                if turn.mine():  # False if a signal handler raised while `outside` waited for the lock
+                    turn.thread = 0
 
     def _record_postponed(self) -> None:
         while self._postponed:
             self._postponed.popleft()()
-
-    def _unlocked(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Call a driver function without the lock: the driver may wait for a thread whose finaliser waits for it."""
-        self._recording = 0
-        self._lock.release()
-        try:
-            return function(*args)
-        finally:
-            self._lock.acquire()
-            self._recording = threading.get_ident()
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -400,17 +411,16 @@ class Failed:
 class _WithoutLock:
     """The driver for the checker's own questions, which it asks without the lock."""
 
-    def __init__(self, driver: Any, owner: Recorder) -> None:
-        # Weak: a cycle would keep the driver alive after its last user.
-        self._driver, self._owner = driver, weakref.ref(owner)
+    def __init__(self, driver: Any, turn: _Turn) -> None:
+        # Not the recorder: that cycle would keep the driver alive after its last user, and a weak reference stays
+        # empty if a finaliser revives the recorder's own garbage.
+        self._driver, self._turn = driver, turn
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._driver, name)
 
         def ask(*args: Any) -> Any:
-            owner = self._owner()
-            assert owner is not None
-            return owner._unlocked(function, args) if owner._is_recording() else function(*args)
+            return self._turn.outside(function, args) if self._turn.mine() else function(*args)
 
         return ask
 

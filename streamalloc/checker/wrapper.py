@@ -83,7 +83,7 @@ class Checked(Wrapper, Recorder):
             answer = _keeps_convention(name, function(*args))
             self._skipped(name, answer)
             return answer
-        if self._is_recording():
+        if self._turn.mine():
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(partial(self._late, name, args, answer))
             return answer
@@ -182,7 +182,7 @@ _alive: weakref.WeakSet[Checked] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for one in tuple(_alive):
-        one._lock = RLock()
+        one._turn.lock = RLock()
         one._reports.shown.update(one.hazards)  # the parent shows them
 
 

@@ -144,15 +144,15 @@ class TestModes:
                         pool.submit(driver.cuStreamSynchronize, cuda.CUstream(raw)).exception(SECONDS)
 
             def __init__(self) -> None:
-                self.lock = driver._lock
+                self.lock = driver._turn.lock
                 self.acquire, self.release = self.lock.acquire, self.lock.release
 
         with Bench(driver) as bench:
             memory, raw = bench.new(bench.a), bench.c._raw
-            driver._lock = Lock()
+            driver._turn.lock = Lock()
             with pytest.raises(sd.DriverMisuseError, match="free before allocation"):
                 memory.free(bench.b)
-            driver._lock = driver._lock.lock
+            driver._turn.lock = driver._turn.lock.lock
             assert names(traced, "cuMemFreeAsync") == []
             memory.free()
 
@@ -253,9 +253,9 @@ class TestModes:
         with Bench(driver) as bench:
             memory = bench.pool.allocate(SIZE, bench.a)
             address = memory.address
-            driver._recording = threading.get_ident()  # the record has just ended
+            driver._turn.thread = threading.get_ident()  # the record has just ended
             del memory
-            driver._recording = 0
+            driver._turn.thread = 0
             again = bench.new(bench.a)
             assert again.address == address
             again.free()
@@ -265,9 +265,9 @@ class TestModes:
         driver: Any = sd.checked(machine)
         with Bench(driver) as bench:
             memory = bench.new(bench.a)
-            driver._recording = threading.get_ident()
+            driver._turn.thread = threading.get_ident()
             driver.deferred(memory.address)
-            driver._recording = 0
+            driver._turn.thread = 0
             assert driver.leaks() == []
 
     def test_a_host_function_that_the_bindings_refuse(self, machine: Any) -> None:
@@ -850,18 +850,36 @@ class TestQuestions:
         inside: list[bool] = []
 
         def ask() -> None:
-            inside.append(driver._is_recording())
+            inside.append(driver._turn.mine())
             other = threading.Thread(target=driver._alone, args=(int,), daemon=True)
             other.start()
             other.join(SECONDS)
             assert not other.is_alive()
 
         def alone() -> None:
-            driver._unlocked(ask, ())
-            inside.append(driver._is_recording())
+            driver._turn.outside(ask, ())
+            inside.append(driver._turn.mine())
 
         driver._alone(alone)
-        assert inside == [False, True] and not driver._is_recording()
+        assert inside == [False, True] and not driver._turn.mine()
+
+    def test_a_finaliser_revives_the_driver(self, machine: Any) -> None:
+        """A deferred release may do so: it still holds the driver whose garbage it was found in."""
+        revived: list[Any] = []
+
+        class Dropped:
+            def __init__(self, driver: Any) -> None:
+                self.driver, self.cycle = driver, self
+
+            def __del__(self) -> None:
+                revived.append(self.driver)
+
+        Dropped(sd.checked(machine))
+        gc.collect()
+        (driver,) = revived
+        with sa.Device(0, driver=driver).create_stream() as stream:
+            stream.synchronize()
+        assert driver.hazards == []
 
     @pytest.mark.parametrize("taken", [True, False])
     def test_a_signal_handler_raises_at_its_end(self, machine: Any, taken: bool) -> None:
@@ -886,16 +904,16 @@ class TestQuestions:
                 if taken:
                     self.lock.acquire()
                 else:
-                    driver._recording = other
+                    driver._turn.thread = other
                 raise KeyError("a signal handler")
 
-        driver._lock = Interrupted()
+        driver._turn.lock = Interrupted()
         with pytest.raises(KeyError if taken else RuntimeError) as caught:
-            driver._alone(lambda: driver._unlocked(int, ()))
+            driver._alone(lambda: driver._turn.outside(int, ()))
         assert isinstance(caught.value if taken else caught.value.__context__, KeyError)
-        assert driver._recording == (0 if taken else other)
+        assert driver._turn.thread == (0 if taken else other)
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(driver._lock.lock.acquire, False).result(SECONDS)
+            assert pool.submit(driver._turn.lock.lock.acquire, False).result(SECONDS)
 
 
 class TestWrongArguments:
