@@ -250,7 +250,9 @@ class Connection(Closes):
                     f"this connection to the store {self.name!r} is that of process {self._process}"
                 )
             try:
-                self._channel.send(pack(kind, fields), handles, timeout=_SECONDS)
+                # A server without a free descriptor refuses a connection before the first request.
+                with contextlib.suppress(PeerGoneError):
+                    self._channel.send(pack(kind, fields), handles, timeout=_SECONDS)
                 data, received = self._channel.receive(timeout=_SECONDS)
             except PeerGoneError:
                 self.close()

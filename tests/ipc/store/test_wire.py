@@ -53,6 +53,19 @@ def refusal(channel: ipc.Channel) -> str:
     return str(fields["text"])
 
 
+@pytest.mark.parametrize("asked_first", [False, True])
+def test_a_refusal_before_the_first_request_is_read(asked_first: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """A server without a free descriptor answers, and closes the connection at once."""
+    monkeypatch.setattr(protocol, "socket_path", lambda name: tmp_path / name)
+    with ipc.Channel.listen(tmp_path / "full") as listener, Connection("full") as connection:
+        if asked_first:
+            connection._channel.send(b"a request")
+        with listener.accept(timeout=5) as accepted:
+            accepted.send(protocol.pack(Kind.REFUSED, {"error": "full", "text": "no descriptors"}))
+        with pytest.raises(ipc.StoreFullError, match="no descriptors"):
+            connection.ask(Kind.LIST)
+
+
 @pytest.mark.usefixtures("still_serves")
 class TestRequests:
     @pytest.mark.parametrize(
