@@ -73,7 +73,7 @@ class TestOneDevice:
     def test_no_memory(self, machine: Any) -> None:
         account = Account(machine)
         with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted"):
-            vmm.stripe([account.device], 1 << 46)
+            vmm.stripe([account.device], 8 << 40)
         assert account.left == {}
 
     def test_refuses_copies(self, device: sa.Device) -> None:
