@@ -282,6 +282,8 @@ def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Cal
             if "deferred items" not in allowed:
                 left.append("deferred items: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
             _set_items_aside(driver)
+    if not _threads() <= threads:
+        gc.collect()  # the frames of an interrupted call may keep an executor, whose end wakes its threads
     if not eventually(lambda: _threads() <= threads, SECONDS):
         left.append(f"threads: {', '.join(sorted(thread.name for thread in _threads() - threads))}")
     for setting, value in zip(settings, before, strict=True):
