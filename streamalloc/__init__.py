@@ -53,22 +53,21 @@ if TYPE_CHECKING:
         MemAccess,
         MemAccessDesc,
         MemAdvise,
-        MemAllocationProp,
         MemAllocationType,
-        MemAllocFlags,
         MemHandleType,
         MemLocality,
         MemLocation,
         MemLocationType,
-        MemPoolProps,
-        MulticastObjectProp,
     )
     from streamalloc.core.resource import Fd
     from streamalloc.core.stream import Stream, StreamLike
     from streamalloc.driver import DriverNotFoundError, ForkedProcessError
+    from streamalloc.multicast.objects.multicast_object import MulticastObjectProp
     from streamalloc.observing import Observer, observe
     from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
     from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
+    from streamalloc.pool.properties import MemPoolProps
+    from streamalloc.vmm.properties import MemAllocationProp, MemAllocFlags
 
 __version__ = "0.3.0.dev0"
 
@@ -187,16 +186,18 @@ _NAMES_BY_MODULE = {
     "core.memory_base": "MemRangeAttributes",
     "core.memory": "BufferView Memory TypedView",
     "core.properties": (
-        "MemAccess MemAccessDesc MemAdvise MemAllocFlags MemAllocationProp MemAllocationType MemHandleType MemLocality "
-        "MemLocation MemLocationType MemPoolProps MulticastObjectProp"
+        "MemAccess MemAccessDesc MemAdvise MemAllocationType MemHandleType MemLocality MemLocation MemLocationType"
     ),
     "core.event": "Event",
     "core.resource": "Fd",
     "core.stream": "Stream StreamLike",
     "driver": "DriverNotFoundError ForkedProcessError",
+    "multicast.objects.multicast_object": "MulticastObjectProp",
     "observing": "Observer observe",
     "pool": "CacheStatistics CachingAllocator MemoryPool PoolAttributes PoolStatistics allocate",
     "pool.pointers": "MemoryKind PointerAttributes pointer_attributes",
+    "pool.properties": "MemPoolProps",
+    "vmm.properties": "MemAllocFlags MemAllocationProp",
 }
 _LATER = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

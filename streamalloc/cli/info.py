@@ -22,7 +22,6 @@ from streamalloc.cli.terminal import Terminal, add_json_argument, plural
 from streamalloc.cli.worker import Worker, WorkerBase, WorkerError, read
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import address_space_limit, imex_channels, missing_for
-from streamalloc.core.properties import MemAllocFlags
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
 from streamalloc.multicast import MulticastObject
@@ -321,7 +320,7 @@ def _try_virtual_memory(device: sa.Device) -> list[Row]:
 
 
 def _memory(device: sa.Device, location: sa.MemLocation, flags: dict[str, Any], about: str, row: Row) -> str:
-    prop = sa.MemAllocationProp(location=location, alloc_flags=MemAllocFlags(**flags))
+    prop = sa.MemAllocationProp(location=location, alloc_flags=sa.MemAllocFlags(**flags))
     row["granularity"] = vmm.PhysicalMemory.granularity(prop, driver=device.driver)
     row["recommended"] = vmm.PhysicalMemory.granularity(prop, recommended=True, driver=device.driver)
     with vmm.PhysicalMemory(prop, row["granularity"], driver=device.driver) as memory:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamalloc.core.errors import size_text, unsupported
@@ -18,8 +18,6 @@ from streamalloc.driver.internal import (
     BINDINGS_VERSION,
     cuda,
     enum_member,
-    handle_types_member,
-    read_handle_types,
     version_that_added,
 )
 
@@ -27,13 +25,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-
-# Field of CUmemPoolProps in bindings 13.4 and newer.
-_RDMA = "gpuDirectRDMACapable"
-
-# The driver reserves address space for a pool's maximum size, and a pointer has 48 usable bits. For sizes near 2**64
-# cuMemPoolCreate of driver 580 does not return.
-_LARGEST_POOL = 1 << 48
 
 
 class _Named(enum.Enum):
@@ -298,257 +289,6 @@ class MemAccessDesc:
         return cls(MemLocation.from_driver(struct.location), MemAccess(int(struct.flags)))
 
 
-@dataclass(frozen=True, slots=True)
-class MemPoolProps:
-    """Properties of a pool (``CUmemPoolProps``), checked against the rules of ``cuMemPoolCreate``.
-
-    An argument of :class:`MemoryPool`; :attr:`MemoryPool.properties` returns it.
-
-    Attributes
-    ----------
-    alloc_type
-        Pinned memory (the default), or managed memory.
-    handle_types
-        Kinds of handles for sharing the pool with other processes.
-    location
-        The location of the memory; for managed memory, the preferred one.
-    win32_security_attributes
-        None; the field exists for Windows.
-    max_size
-        The most bytes the pool may reserve; 0 leaves it to the system. The driver rounds up to its growth step.
-    usage
-        ``CU_MEM_POOL_CREATE_USAGE_*`` bits, such as 2 for memory that the decompression engine may use.
-    gpu_direct_rdma_capable
-        Whether other PCIe devices may reach the memory; needs bindings 13.4.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A field has the wrong type or breaks a documented rule. The message names the field and the rule.
-    """
-
-    alloc_type: MemAllocationType = MemAllocationType.PINNED
-    handle_types: MemHandleType = MemHandleType.NONE
-    location: MemLocation = field(default_factory=MemLocation)
-    win32_security_attributes: None = None
-    max_size: int = 0
-    usage: int = 0
-    gpu_direct_rdma_capable: bool = False
-
-    def __post_init__(self) -> None:
-        checked_type("alloc_type", self.alloc_type, MemAllocationType)
-        checked_type("handle_types", self.handle_types, MemHandleType)
-        checked_type("location", self.location, MemLocation)
-        checked_size("max_size", self.max_size, _LARGEST_POOL)
-        if not 0 <= checked_size("usage", self.usage) < 1 << 16:
-            raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
-        refuse_windows("handle_types", self.handle_types)
-        for broken, message in self._rules():
-            if broken:
-                raise ValueError(message)
-
-    def _rules(self) -> list[tuple[bool, str]]:
-        managed = self.alloc_type is MemAllocationType.MANAGED
-        where = self.location.type
-        return [
-            (self.alloc_type is MemAllocationType.INVALID, "alloc_type=INVALID: allowed are PINNED and MANAGED"),
-            (
-                where is MemLocationType.HOST_NUMA_CURRENT,
-                "location=HOST_NUMA_CURRENT: a pool must name its NUMA node (HOST_NUMA) or take any (HOST)",
-            ),
-            (
-                where is MemLocationType.NONE and not managed,
-                "location=NONE: only managed pools may have no preferred location",
-            ),
-            (
-                where is MemLocationType.HOST and bool(self.handle_types),
-                f"handle_types={self.handle_types}: pools on HOST cannot be shared between processes; "
-                "use a HOST_NUMA location or MemHandleType.NONE",
-            ),
-            (
-                managed and bool(self.handle_types),
-                f"handle_types={self.handle_types}: managed pools cannot be shared between processes",
-            ),
-            (managed and self.max_size != 0, f"max_size={size_text(self.max_size)}: a managed pool's must be 0"),
-            (managed and self.usage != 0, f"usage={self.usage:#x}: a managed pool's must be 0"),
-            (self.win32_security_attributes is not None, "win32_security_attributes: only None is allowed on Linux"),
-        ]
-
-    def to_driver(self) -> Any:
-        """These properties as a ``CUmemPoolProps``."""
-        struct = cuda.CUmemPoolProps()
-        struct.allocType = bindings_member("CUmemAllocationType", f"CU_MEM_ALLOCATION_TYPE_{self.alloc_type.name}")
-        struct.handleTypes = handle_types_member(int(self.handle_types))
-        struct.location = self.location.to_driver()
-        struct.maxSize = self.max_size
-        struct.usage = self.usage
-        if self.gpu_direct_rdma_capable:
-            if not hasattr(struct, _RDMA):
-                raise unsupported(f"CUmemPoolProps.{_RDMA}", "cuda-bindings 13.4", f"cuda-bindings {BINDINGS_VERSION}")
-            setattr(struct, _RDMA, 1)
-        return struct
-
-    @classmethod
-    def from_driver(cls, struct: Any) -> Self:
-        """The properties that a ``CUmemPoolProps`` holds."""
-        return cls(
-            alloc_type=MemAllocationType(int(struct.allocType)),
-            handle_types=MemHandleType(read_handle_types(struct)),
-            location=MemLocation.from_driver(struct.location),
-            max_size=int(struct.maxSize),
-            usage=int(struct.usage),
-            gpu_direct_rdma_capable=bool(as_int(getattr(struct, _RDMA, 0))),
-        )
-
-
 def as_int(value: Any) -> int:
     """A C ``unsigned char`` field, which the bindings return as a number or as one byte."""
     return value[0] if isinstance(value, bytes) else int(value)
-
-
-@dataclass(frozen=True, slots=True)
-class MemAllocFlags:
-    """The ``allocFlags`` part of ``CUmemAllocationProp``.
-
-    The field ``alloc_flags`` of :class:`MemAllocationProp`.
-
-    Attributes
-    ----------
-    compression_type
-        1 asks for compressible memory (``CU_MEM_ALLOCATION_COMP_GENERIC``).
-    gpu_direct_rdma_capable
-        Whether other PCIe devices may reach the memory.
-    usage
-        1 asks for memory that backs sparse arrays (``CU_MEM_CREATE_USAGE_TILE_POOL``).
-    """
-
-    compression_type: int = 0
-    gpu_direct_rdma_capable: bool = False
-    usage: int = 0
-
-    def __post_init__(self) -> None:
-        if self.compression_type not in (0, 1):
-            raise ValueError(f"compression_type={self.compression_type!r}: allowed are 0 (none) and 1 (generic)")
-        if not 0 <= checked_size("usage", self.usage) < 1 << 16:
-            raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
-
-
-@dataclass(frozen=True, slots=True)
-class MemAllocationProp:
-    """Properties of physical memory (``CUmemAllocationProp``), checked against the rules of ``cuMemCreate``.
-
-    An argument of :class:`~streamalloc.vmm.PhysicalMemory`.
-
-    Attributes
-    ----------
-    type
-        PINNED: ``cuMemCreate`` makes no other kind.
-    requested_handle_types
-        Kinds of handles for sharing with other processes.
-    location
-        Device, HOST or HOST_NUMA.
-    win32_handle_meta_data
-        None; the field exists for Windows.
-    alloc_flags
-        Compression, GPUDirect RDMA and usage.
-
-    Raises
-    ------
-    TypeError, ValueError
-        A field has the wrong type or breaks a documented rule. The message names the field and the rule.
-    """
-
-    type: MemAllocationType = MemAllocationType.PINNED
-    requested_handle_types: MemHandleType = MemHandleType.NONE
-    location: MemLocation = field(default_factory=lambda: MemLocation.device(0))
-    win32_handle_meta_data: None = None
-    alloc_flags: MemAllocFlags = field(default_factory=MemAllocFlags)
-
-    def __post_init__(self) -> None:
-        checked_type("type", self.type, MemAllocationType)
-        checked_type("requested_handle_types", self.requested_handle_types, MemHandleType)
-        checked_type("location", self.location, MemLocation)
-        refuse_windows("requested_handle_types", self.requested_handle_types)
-        if self.type is not MemAllocationType.PINNED:
-            raise ValueError(f"type={self.type.name}: cuMemCreate makes PINNED memory only")
-        if self.location.type in (MemLocationType.NONE, MemLocationType.HOST_NUMA_CURRENT):
-            raise ValueError(f"location={self.location}: allowed are DEVICE, HOST and HOST_NUMA")
-        if self.location.type is MemLocationType.HOST and self.requested_handle_types:
-            raise ValueError(
-                f"requested_handle_types={self.requested_handle_types}: memory on HOST cannot be shared between "
-                "processes; use a HOST_NUMA location or MemHandleType.NONE"
-            )
-        if self.win32_handle_meta_data is not None:
-            raise ValueError("win32_handle_meta_data: only None is allowed on Linux")
-
-    def to_driver(self) -> Any:
-        """These properties as a ``CUmemAllocationProp``."""
-        struct = cuda.CUmemAllocationProp()
-        struct.type = cuda.CUmemAllocationType(int(self.type))
-        struct.requestedHandleTypes = handle_types_member(int(self.requested_handle_types))
-        struct.location = self.location.to_driver()
-        struct.allocFlags.compressionType = self.alloc_flags.compression_type
-        struct.allocFlags.gpuDirectRDMACapable = int(self.alloc_flags.gpu_direct_rdma_capable)
-        struct.allocFlags.usage = self.alloc_flags.usage
-        return struct
-
-    @classmethod
-    def from_driver(cls, struct: Any) -> Self:
-        """The properties that a ``CUmemAllocationProp`` holds."""
-        flags = struct.allocFlags
-        return cls(
-            type=MemAllocationType(int(struct.type)),
-            requested_handle_types=MemHandleType(read_handle_types(struct)),
-            location=MemLocation.from_driver(struct.location),
-            alloc_flags=MemAllocFlags(
-                as_int(flags.compressionType), bool(as_int(flags.gpuDirectRDMACapable)), int(flags.usage)
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class MulticastObjectProp:
-    """Properties of a multicast object (``CUmulticastObjectProp``).
-
-    :attr:`multicast.MulticastObject.properties` returns it.
-
-    Attributes
-    ----------
-    num_devices
-        The number of devices in the team; 1 or more.
-    size
-        Bytes that can be bound for each device.
-    handle_types
-        Kinds of handles for sharing with other processes.
-    flags
-        Must be 0.
-    """
-
-    num_devices: int
-    size: int
-    handle_types: MemHandleType = MemHandleType.NONE
-    flags: int = 0
-
-    def __post_init__(self) -> None:
-        if checked_size("num_devices", self.num_devices) < 1:
-            raise ValueError(f"num_devices={self.num_devices}: a team has at least one device")
-        if checked_size("size", self.size) < 1:
-            raise ValueError("size=0: a multicast object has at least one byte")
-        checked_type("handle_types", self.handle_types, MemHandleType)
-        refuse_windows("handle_types", self.handle_types)
-        if self.flags != 0:
-            raise ValueError(f"flags={self.flags!r}: must be 0")
-
-    def to_driver(self) -> Any:
-        """These properties as a ``CUmulticastObjectProp``."""
-        struct = cuda.CUmulticastObjectProp()
-        struct.numDevices = self.num_devices
-        struct.size = self.size
-        struct.handleTypes = int(self.handle_types)
-        struct.flags = self.flags
-        return struct
-
-    @classmethod
-    def from_driver(cls, struct: Any) -> Self:
-        """The properties that a ``CUmulticastObjectProp`` holds."""
-        return cls(int(struct.numDevices), int(struct.size), MemHandleType(int(struct.handleTypes)), int(struct.flags))

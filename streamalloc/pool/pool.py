@@ -47,7 +47,6 @@ from streamalloc.core.properties import (
     MemHandleType,
     MemLocation,
     MemLocationType,
-    MemPoolProps,
     checked_size,
     checked_type,
 )
@@ -57,6 +56,7 @@ from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.ending import PoolCache, PoolEnd, pools_of
+from streamalloc.pool.properties import MemPoolProps
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver

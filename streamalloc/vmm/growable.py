@@ -9,7 +9,6 @@ from streamalloc.core.errors import PeerAccessError, error_from, refused, size_t
 from streamalloc.core.internal import Device, StreamLike, check_device, check_location
 from streamalloc.core.properties import (
     MemAccess,
-    MemAllocationProp,
     MemHandleType,
     MemLocation,
     checked_size,
@@ -21,6 +20,7 @@ from streamalloc.vmm.access import Access, After, Rights, wait_for_users
 from streamalloc.vmm.claims import claimed, claiming
 from streamalloc.vmm.ownership import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
+from streamalloc.vmm.properties import MemAllocationProp
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Fd
-from streamalloc.core.properties import MemAllocationProp
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
@@ -27,6 +26,7 @@ from streamalloc.vmm.ownership import (
     allocations_of,
 )
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
+from streamalloc.vmm.properties import MemAllocationProp
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.stores.pool import Backup, BackupRange, copying
 

@@ -31,8 +31,6 @@ from streamalloc.core.internal import (
     session_for,
 )
 from streamalloc.core.properties import (
-    MemAllocationProp,
-    MemAllocFlags,
     MemHandleType,
     MemLocation,
     MemLocationType,
@@ -45,6 +43,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.pool.internal import pool_holders
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.ownership import AllocationHandle, Allocations, GenericAllocation, Kind, allocations_of
+from streamalloc.vmm.properties import MemAllocationProp, MemAllocFlags
 from streamalloc.vmm.reservation import MappedBytes
 
 _PAGE = resource.getpagesize()

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamalloc.core.errors import AddressSpaceError, size_text, undoing
 from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView, as_stream, work
-from streamalloc.core.properties import MemAccess, MemAllocationProp
+from streamalloc.core.properties import MemAccess
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.importer.imported import Announcement
@@ -21,7 +21,7 @@ from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, 
 from streamalloc.ipc.store.protocol import Connection, Kind
 from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, Mechanism
 from streamalloc.vmm import AddressRange, RangeView
-from streamalloc.vmm.internal import After, ImportedChunk, map_side_by_side
+from streamalloc.vmm.internal import After, ImportedChunk, MemAllocationProp, map_side_by_side
 
 _LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
 """Sizes in bytes, smallest first, of the range that a reader reserves at the requested address.

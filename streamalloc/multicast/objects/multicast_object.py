@@ -6,9 +6,9 @@ run in this order: unbind, unmap and release the object, release the bound memor
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import Self
@@ -16,7 +16,7 @@ from typing_extensions import Self
 from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, refused, size_text, unsupported
 from streamalloc.core.html import Row, mib, place, table
 from streamalloc.core.internal import Device, Fd, Memory, check_device, session_for
-from streamalloc.core.properties import MemHandleType, MemLocation, MulticastObjectProp, checked_size
+from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type, refuse_windows
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.driver import Driver
@@ -36,6 +36,54 @@ from streamalloc.vmm.internal import (
     rights_of,
     wait,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class MulticastObjectProp:
+    """Properties of a multicast object (``CUmulticastObjectProp``).
+
+    :attr:`multicast.MulticastObject.properties` returns it.
+
+    Attributes
+    ----------
+    num_devices
+        The number of devices in the team; 1 or more.
+    size
+        Bytes that can be bound for each device.
+    handle_types
+        Kinds of handles for sharing with other processes.
+    flags
+        Must be 0.
+    """
+
+    num_devices: int
+    size: int
+    handle_types: MemHandleType = MemHandleType.NONE
+    flags: int = 0
+
+    def __post_init__(self) -> None:
+        if checked_size("num_devices", self.num_devices) < 1:
+            raise ValueError(f"num_devices={self.num_devices}: a team has at least one device")
+        if checked_size("size", self.size) < 1:
+            raise ValueError("size=0: a multicast object has at least one byte")
+        checked_type("handle_types", self.handle_types, MemHandleType)
+        refuse_windows("handle_types", self.handle_types)
+        if self.flags != 0:
+            raise ValueError(f"flags={self.flags!r}: must be 0")
+
+    def to_driver(self) -> Any:
+        """These properties as a ``CUmulticastObjectProp``."""
+        struct = cuda.CUmulticastObjectProp()
+        struct.numDevices = self.num_devices
+        struct.size = self.size
+        struct.handleTypes = int(self.handle_types)
+        struct.flags = self.flags
+        return struct
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The properties that a ``CUmulticastObjectProp`` holds."""
+        return cls(int(struct.numDevices), int(struct.size), MemHandleType(int(struct.handleTypes)), int(struct.flags))
 
 
 class MulticastObject(GenericAllocation):
@@ -124,7 +172,7 @@ class MulticastObject(GenericAllocation):
         smallest = _granularity_of(session, prop)
         step = _granularity_of(session, prop, recommended=True) if recommended else smallest
         if round_up:
-            prop = dataclasses.replace(prop, size=-(-prop.size // step) * step)
+            prop = replace(prop, size=-(-prop.size // step) * step)
         else:
             hint = f"{' (the recommended one)' if recommended else ''}; round_up=True rounds up"
             check_multiple("nbytes", prop.size, step, hint=hint)

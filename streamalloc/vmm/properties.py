@@ -1,0 +1,121 @@
+"""The properties of physical memory: dataclasses that mirror ``CUmemAllocationProp``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from streamalloc.core.properties import (
+    MemAllocationType,
+    MemHandleType,
+    MemLocation,
+    MemLocationType,
+    as_int,
+    checked_size,
+    checked_type,
+    refuse_windows,
+)
+from streamalloc.driver.internal import cuda, handle_types_member, read_handle_types
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, slots=True)
+class MemAllocFlags:
+    """The ``allocFlags`` part of ``CUmemAllocationProp``.
+
+    The field ``alloc_flags`` of :class:`MemAllocationProp`.
+
+    Attributes
+    ----------
+    compression_type
+        1 asks for compressible memory (``CU_MEM_ALLOCATION_COMP_GENERIC``).
+    gpu_direct_rdma_capable
+        Whether other PCIe devices may reach the memory.
+    usage
+        1 asks for memory that backs sparse arrays (``CU_MEM_CREATE_USAGE_TILE_POOL``).
+    """
+
+    compression_type: int = 0
+    gpu_direct_rdma_capable: bool = False
+    usage: int = 0
+
+    def __post_init__(self) -> None:
+        if self.compression_type not in (0, 1):
+            raise ValueError(f"compression_type={self.compression_type!r}: allowed are 0 (none) and 1 (generic)")
+        if not 0 <= checked_size("usage", self.usage) < 1 << 16:
+            raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
+
+
+@dataclass(frozen=True, slots=True)
+class MemAllocationProp:
+    """Properties of physical memory (``CUmemAllocationProp``), checked against the rules of ``cuMemCreate``.
+
+    An argument of :class:`~streamalloc.vmm.PhysicalMemory`.
+
+    Attributes
+    ----------
+    type
+        PINNED: ``cuMemCreate`` makes no other kind.
+    requested_handle_types
+        Kinds of handles for sharing with other processes.
+    location
+        Device, HOST or HOST_NUMA.
+    win32_handle_meta_data
+        None; the field exists for Windows.
+    alloc_flags
+        Compression, GPUDirect RDMA and usage.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A field has the wrong type or breaks a documented rule. The message names the field and the rule.
+    """
+
+    type: MemAllocationType = MemAllocationType.PINNED
+    requested_handle_types: MemHandleType = MemHandleType.NONE
+    location: MemLocation = field(default_factory=lambda: MemLocation.device(0))
+    win32_handle_meta_data: None = None
+    alloc_flags: MemAllocFlags = field(default_factory=MemAllocFlags)
+
+    def __post_init__(self) -> None:
+        checked_type("type", self.type, MemAllocationType)
+        checked_type("requested_handle_types", self.requested_handle_types, MemHandleType)
+        checked_type("location", self.location, MemLocation)
+        refuse_windows("requested_handle_types", self.requested_handle_types)
+        if self.type is not MemAllocationType.PINNED:
+            raise ValueError(f"type={self.type.name}: cuMemCreate makes PINNED memory only")
+        if self.location.type in (MemLocationType.NONE, MemLocationType.HOST_NUMA_CURRENT):
+            raise ValueError(f"location={self.location}: allowed are DEVICE, HOST and HOST_NUMA")
+        if self.location.type is MemLocationType.HOST and self.requested_handle_types:
+            raise ValueError(
+                f"requested_handle_types={self.requested_handle_types}: memory on HOST cannot be shared between "
+                "processes; use a HOST_NUMA location or MemHandleType.NONE"
+            )
+        if self.win32_handle_meta_data is not None:
+            raise ValueError("win32_handle_meta_data: only None is allowed on Linux")
+
+    def to_driver(self) -> Any:
+        """These properties as a ``CUmemAllocationProp``."""
+        struct = cuda.CUmemAllocationProp()
+        struct.type = cuda.CUmemAllocationType(int(self.type))
+        struct.requestedHandleTypes = handle_types_member(int(self.requested_handle_types))
+        struct.location = self.location.to_driver()
+        struct.allocFlags.compressionType = self.alloc_flags.compression_type
+        struct.allocFlags.gpuDirectRDMACapable = int(self.alloc_flags.gpu_direct_rdma_capable)
+        struct.allocFlags.usage = self.alloc_flags.usage
+        return struct
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The properties that a ``CUmemAllocationProp`` holds."""
+        flags = struct.allocFlags
+        return cls(
+            type=MemAllocationType(int(struct.type)),
+            requested_handle_types=MemHandleType(read_handle_types(struct)),
+            location=MemLocation.from_driver(struct.location),
+            alloc_flags=MemAllocFlags(
+                as_int(flags.compressionType), bool(as_int(flags.gpuDirectRDMACapable)), int(flags.usage)
+            ),
+        )
