@@ -36,14 +36,20 @@ def starts() -> list[tuple[str, str]]:
 
 def test_there_are_some() -> None:
     pages = {page for page, _ in starts()}
-    assert {"README.md", "notebooks/docs/guides/ipc.md", "notebooks/docs/recipes/shared-weights.md"} <= pages
+    assert {"notebooks/docs/guides/ipc.md", "notebooks/docs/recipes/shared-weights.md"} <= pages
     for page in PAGES:
         for block in re.findall(r"^```py\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             # One that starts processes is run as well, and so has a name.
             assert "Popen(" not in block or _FILE.match(f"```py\n{block}```\n"), (page, block)
 
 
-@pytest.mark.parametrize(("page", "name"), [one for one in starts() if not one[1].startswith("test_")])
+_WRONG = "wrong.py"
+"""The program of the README that the checker reports."""
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [one for one in starts() if not one[1].startswith("test_") and one[1] != _WRONG]
+)
 def test_runs(page: str, name: str, on_cuda: bool, tmp_path: Path) -> None:
     """To the end, with the output that the page prints, no error in any process, and no report of the checker."""
     for file, text in files(ROOT / page).items():
@@ -53,6 +59,19 @@ def test_runs(page: str, name: str, on_cuda: bool, tmp_path: Path) -> None:
     # Sockets of stores are there, so that other runs of this test serve stores of the same names.
     done = finished(command, on_cuda, STREAMALLOC_CHECK="raise", XDG_RUNTIME_DIR=str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+def test_the_wrong_program_is_reported_as_the_first_page_shows(on_cuda: bool, tmp_path: Path) -> None:
+    """And the mend that the page names ends the report."""
+    page = (ROOT / "README.md").read_text()
+    text, printed = files(ROOT / "README.md")[_WRONG], page.partition("```text\n")[2].partition("```")[0]
+    wrong, mend = "batch.free()\n", "batch.free(compute)\n"
+    assert wrong in text and f"`{mend.strip()}`" in page
+    for program, report in ((text, printed), (text.replace(wrong, mend), "")):
+        (tmp_path / _WRONG).write_text(program)
+        done = finished(["env", f"--chdir={tmp_path}", sys.executable, _WRONG], on_cuda, STREAMALLOC_CHECK="report")
+        found = re.sub(r"\b0x[0-9a-f]{7,}", "0x302000000", done.stderr.replace(f"{tmp_path}/", ""))
+        assert (done.returncode, done.stdout, found) == (0, "", report)
 
 
 @pytest.mark.parametrize(
