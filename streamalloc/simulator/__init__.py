@@ -7,7 +7,7 @@ the state. The parts of the state do not refer to the machine:
 * :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts it by device. :mod:`.allocator` chooses
   addresses in a :mod:`.pool`, :mod:`.heap` for cuMemAlloc; :mod:`.allocations` lists the live allocations, and has
   managed memory.
-* :mod:`.copy_operations` has copies and fills, :mod:`.graphs` and :mod:`.graph_memory` graphs.
+* :mod:`.graphs` and :mod:`.graph_memory` have graphs; :mod:`.kernels` has kernels.
 * :mod:`.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has arrays.
 * :mod:`.profiles` describes the machine by files; :mod:`.reading` makes such files from other machines.
 * :mod:`.files` and :mod:`.sharing` have the objects of several processes; :mod:`.multicast` those of several devices.

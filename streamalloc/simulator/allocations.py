@@ -8,9 +8,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from streamalloc.simulator.allocator import Block
 from streamalloc.simulator.banks import Banks
-from streamalloc.simulator.blocks import Block, round_up
-from streamalloc.simulator.constants import BLOCK, Place
+from streamalloc.simulator.constants import BLOCK, Place, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.graph_memory import GraphMemory
 from streamalloc.simulator.memory import FREED, AddressMap, Extent, Physical, Reservation, is_accessible

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.simulator import arrays, contexts, events, graphs, multicast, scheduler
+from streamalloc.simulator import arrays, contexts, events, graphs, kernels, multicast, scheduler
 from streamalloc.simulator.constants import Place
 from streamalloc.simulator.errors import Fault, Result, check, need
-from streamalloc.simulator.kernels import modules
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import view_address
 
@@ -171,15 +170,15 @@ MulticastObject = Annotated[
     lambda machine, handle: machine.multicast.object(handle),
 ]
 
-Module = Annotated[modules.Module, Handle(cuda.CUmodule), _found_in("modules.modules", _gone)]
-Library = Annotated[modules.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
-Function = Annotated[modules.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
-Kernel = Annotated[modules.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
+Module = Annotated[kernels.Module, Handle(cuda.CUmodule), _found_in("modules.modules", _gone)]
+Library = Annotated[kernels.Module, Handle(cuda.CUlibrary), _found_in("modules.modules", _gone)]
+Function = Annotated[kernels.Function, Handle(cuda.CUfunction), _found_in("modules.functions", _gone)]
+Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _found_in("modules.functions", _gone)]
 # For calls that query its name, module or parameters (a null handle on H200: test_modules).
 _named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
-NamedFunction = Annotated[modules.Function, Handle(cuda.CUfunction), _named]
-NamedKernel = Annotated[modules.Function, Handle(cuda.CUkernel), _named]
-Link = Annotated[modules.Link, Handle(cuda.CUlinkState), _found_in("modules.links", _gone)]
+NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
+NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]
+Link = Annotated[kernels.Link, Handle(cuda.CUlinkState), _found_in("modules.links", _gone)]
 BY_NAME = {
     **dict.fromkeys(["dst", "src", "dstDevice", "srcDevice", "addr", "dptr"], "DevicePointer"),
     **dict.fromkeys(["dstHost", "srcHost"], "HostPointer"),

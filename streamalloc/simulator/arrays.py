@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from streamalloc.simulator.banks import Banks
-from streamalloc.simulator.blocks import round_up
-from streamalloc.simulator.constants import BLOCK, STEP, TILE_SIZE, Handles, new_handle
+from streamalloc.simulator.constants import BLOCK, STEP, TILE_SIZE, Handles, new_handle, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import NotModelled, Result
 from streamalloc.simulator.memory import Bytes, Shape, Side, rows_at, view_address

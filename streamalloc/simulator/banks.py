@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from streamalloc.simulator.allocator import Line
-from streamalloc.simulator.blocks import round_up
-from streamalloc.simulator.constants import CHUNK
+from streamalloc.simulator.constants import CHUNK, round_up
 from streamalloc.simulator.files import Usage
 from streamalloc.simulator.memory import AddressMap, Physical, Reservation, is_accessible, keep_readable
 

@@ -44,6 +44,11 @@ HANDLE_BYTES = 64
 """Bytes of pointer export data, IPC handles and fabric handles."""
 
 
+def round_up(size: int, unit: int) -> int:
+    """``size`` rounded up to a multiple of ``unit``."""
+    return -(-size // unit) * unit
+
+
 @dataclass(frozen=True)
 class Place:
     """A CUmemLocation: location type (int) and id."""

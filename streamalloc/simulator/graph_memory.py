@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from streamalloc.simulator.banks import Bank, Banks
-from streamalloc.simulator.blocks import round_up
-from streamalloc.simulator.constants import ALIGNMENT, CHUNK
+from streamalloc.simulator.constants import ALIGNMENT, CHUNK, round_up
 from streamalloc.simulator.errors import Result, check
 from streamalloc.simulator.memory import Physical, Reservation
 from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue

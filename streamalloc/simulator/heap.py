@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 
+from streamalloc.simulator.allocator import HEAP, USED, Block, Shelf
 from streamalloc.simulator.banks import Bank, Banks
-from streamalloc.simulator.blocks import HEAP, USED, Block, Shelf, round_up
-from streamalloc.simulator.constants import ALIGNMENT, BLOCK
+from streamalloc.simulator.constants import ALIGNMENT, BLOCK, round_up
 from streamalloc.simulator.errors import undo_by
 from streamalloc.simulator.memory import Physical, Reservation
 

@@ -10,19 +10,19 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from streamalloc.simulator import allocations, call_lock, visibility
+from streamalloc.simulator import allocations, call_lock
 from streamalloc.simulator.allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory
 from streamalloc.simulator.arrays import Arrays
 from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
-from streamalloc.simulator.contexts import Context, Device
+from streamalloc.simulator.contexts import Context, Device, chosen, visible
 from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, need
 from streamalloc.simulator.events import QueueEvent
 from streamalloc.simulator.files import HOST_BANK, Labels, Usage
 from streamalloc.simulator.graph_memory import DeviceGraphMemory
 from streamalloc.simulator.graphs import Graphs
 from streamalloc.simulator.heap import Heap, Regions
-from streamalloc.simulator.kernels.modules import Modules
+from streamalloc.simulator.kernels import Modules
 from streamalloc.simulator.multicast import Multicast
 from streamalloc.simulator.pool import Pools
 from streamalloc.simulator.profiles import Link, MachineSpec, Profile
@@ -115,7 +115,7 @@ class Machine:
 
     def see_devices(self) -> None:
         """Find the devices visible to this process. Files, links and attributes use the machine's device numbers."""
-        found = visibility.visible(visibility.chosen(), [device.uuid for device in self._all_devices])
+        found = visible(chosen(), [device.uuid for device in self._all_devices])
         check(found, Result.CUDA_ERROR_NO_DEVICE)
         self.labels.numbers[:] = found
         self.devices[:] = [self._all_devices[number] for number in found]

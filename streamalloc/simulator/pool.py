@@ -8,10 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.simulator import constants
-from streamalloc.simulator.allocator import Line
+from streamalloc.simulator.allocator import HEAP, Block, Line
 from streamalloc.simulator.banks import Banks, Space
-from streamalloc.simulator.blocks import HEAP, Block, round_up
-from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handles, Location, Place, new_handle
+from streamalloc.simulator.constants import (
+    ALIGNMENT,
+    CHUNK,
+    PINNED,
+    READ_WRITE,
+    Handles,
+    Location,
+    Place,
+    new_handle,
+    round_up,
+)
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
 from streamalloc.simulator.memory import Physical, Reservation

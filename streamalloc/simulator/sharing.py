@@ -20,8 +20,8 @@ from weakref import WeakValueDictionary
 
 from streamalloc.driver.processes import alive
 from streamalloc.simulator.allocations import Allocation, Allocations, OpenedMemory, PoolMemory
+from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.banks import Banks
-from streamalloc.simulator.blocks import USED, Block
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
 from streamalloc.simulator.contexts import Context, Device
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, not_modelled

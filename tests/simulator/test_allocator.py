@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from streamalloc.simulator.allocator import Line
-from streamalloc.simulator.blocks import HEAP, USED, Block
+from streamalloc.simulator.allocator import HEAP, USED, Block, Line
 from tests.support import bytecodes
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")

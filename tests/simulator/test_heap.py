@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from streamalloc.simulator.allocator import Block
 from streamalloc.simulator.banks import Bank, Banks
-from streamalloc.simulator.blocks import Block
 from streamalloc.simulator.constants import BLOCK
 from streamalloc.simulator.heap import Heap, Regions
 from streamalloc.simulator.memory import Reservation

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from streamalloc.simulator.calls.copies import Move
 from streamalloc.simulator.calls.multicast import Gather, Update
-from streamalloc.simulator.copy_operations import Move
 from streamalloc.simulator.errors import Fault
 from streamalloc.simulator.events import _RING, TABLE_BYTES, EventTable, SharedEvent
 from streamalloc.simulator.multicast import MulticastObject, MulticastTable
-from streamalloc.simulator.runtime.functions import Functions
+from streamalloc.simulator.runtime import Functions
 from tests.interleaving import interleaved
 
 Tables = tuple[MulticastTable, MulticastTable]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from streamalloc.driver import processes, simulated
-from streamalloc.simulator import files, memory, visibility
+from streamalloc.simulator import contexts, files, memory
 from tests.facts.enums import POSIX_FD
 from tests.facts.support import PAGE, Rig, said
 from tests.processes import bytes_of, opaque
@@ -51,7 +51,7 @@ class Refusal:
                 (memory, "_mmap", errno.ENOMEM),
                 (files, "open", errno.EMFILE),
                 (processes, "open", errno.EMFILE),
-                (visibility, "open", errno.EMFILE),
+                (contexts, "open", errno.EMFILE),
                 (threading.Thread, "start", 0),
             ):
                 function = getattr(module, name, open)
@@ -230,7 +230,7 @@ def beginning(b: Bench) -> None:
     b.raw = simulated()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STREAMALLOC_DRIVER", "simulated")
-        patch.setenv(visibility.VISIBLE, "0")
+        patch.setenv(contexts.VISIBLE, "0")
         b("cuInit", 0)
 
 

@@ -13,8 +13,7 @@ from streamalloc import testing
 from streamalloc.driver.bindings import cuda, runtime
 from streamalloc.simulator.driver import SimulatedDriver
 from streamalloc.simulator.internal import Runtime
-from streamalloc.simulator.runtime.functions import OWN
-from streamalloc.simulator.runtime.translation import OTHER_LAYOUT, driver_call, properties, signature
+from streamalloc.simulator.runtime import OTHER_LAYOUT, OWN, driver_call, properties, signature
 from tests.support import in_a_thread
 
 pytestmark = pytest.mark.simulated_only("the runtime over the simulated driver")

@@ -11,10 +11,9 @@ from streamalloc.simulator import arguments, arrays
 from streamalloc.simulator.allocations import Allocation
 from streamalloc.simulator.arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Queue, UnsignedInt
 from streamalloc.simulator.arrays import TAIL, BoxCopy, Extent, Layout, Part, Remap, Storage, Tile
-from streamalloc.simulator.blocks import round_up
 from streamalloc.simulator.calls.base import call, with_async
 from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
-from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE
+from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import NotModelled, Result, check, need, not_modelled
 from streamalloc.simulator.memory import Shape, Side

@@ -9,9 +9,8 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments
 from streamalloc.simulator.arguments import Context, ContextOrCurrent, Device, Int, QueueEvent, Size, UnsignedInt
-from streamalloc.simulator.blocks import round_up
 from streamalloc.simulator.calls.base import Calls, call
-from streamalloc.simulator.constants import BLOCK
+from streamalloc.simulator.constants import BLOCK, round_up
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
 from streamalloc.simulator.profiles import Limit
 

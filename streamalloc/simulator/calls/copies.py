@@ -15,11 +15,121 @@ from streamalloc.simulator.allocations import Allocation, is_gone, is_reachable
 from streamalloc.simulator.arguments import Context, Queue, Size, UnsignedLongLong
 from streamalloc.simulator.calls.base import EDGE_DATA, GONE, Calls, with_async
 from streamalloc.simulator.constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
-from streamalloc.simulator.copy_operations import copy, fill
 from streamalloc.simulator.errors import Result, check, need, not_modelled
 from streamalloc.simulator.graphs import NodeGraph, Values
+from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import Shape, Side, is_accessible
+from streamalloc.simulator.multicast import Segment
 from streamalloc.simulator.physical import least_right
+from streamalloc.simulator.scheduler import Operation
+
+Put = Callable[[int, int, int], object]
+"""Writes bytes: target address, offset in the operation, size."""
+
+
+class Move(Operation):
+    """Writes bytes step by step. If memory was unmapped meanwhile, the context fails, not the process."""
+
+    def __init__(
+        self, machine: Machine, context: Context, target: int, size: int, put: Put, source: int | None = None
+    ) -> None:
+        self._machine = machine
+        self._context = context
+        self._target = target
+        self._size = size
+        self._put = put
+        self._done = 0
+        self._into_simulated = machine.banks.arenas.find(target) is not None
+        self._source = source
+        self._from_simulated = source is not None and machine.banks.arenas.find(source) is not None
+        self.heavy: bool = size > STEP
+
+    def step(self) -> bool:
+        size = min(STEP, self._size - self._done)
+        targets, source = self._targets(size), self._source
+        here = self._machine.banks.is_there
+        if targets and (source is None or here(source + self._done, size, self._from_simulated)):
+            for address, at, length in targets:
+                self._put(address, self._done + at, length)
+            self._done += size
+            return self._done >= self._size
+        return self.fail()
+
+    def fail(self) -> bool:
+        self._context.error = self._context.error or Result.CUDA_ERROR_ILLEGAL_ADDRESS
+        return True
+
+    def _targets(self, size: int) -> list[Segment] | None:
+        """Targets of the next bytes: one address, or one per replica of multicast memory."""
+        target = self._target + self._done
+        if self._machine.banks.is_there(target, size, self._into_simulated, write=True):
+            return [Segment(target, 0, size)]
+        return self._machine.multicast.targets(target, size) if self._into_simulated else None
+
+    def touches(self, start: int, end: int) -> bool:
+        ends = ((self._target, self._into_simulated), (self._source or 0, self._from_simulated))
+        return any(simulated and one < end and start < one + self._size for one, simulated in ends)
+
+
+class Rows(Operation):
+    """Copies or fills the rows of a plane or a box, one after another."""
+
+    def __init__(self, count: int, size: int, row: Callable[[int], Move]) -> None:
+        self._count = count
+        self._size = size
+        self._row = row
+        self._done = 0
+        self._begun: Move | None = None
+        self.heavy: bool = count * size > STEP
+
+    def step(self) -> bool:
+        moved = 0
+        while self._done < self._count and moved < STEP:
+            move = self._begun or self._row(self._done)
+            done = move.step()
+            self._begun = None if done else move
+            self._done += done
+            moved += min(self._size, STEP)
+        return self._done == self._count
+
+    def touches(self, start: int, end: int) -> bool:
+        return any(self._row(at).touches(start, end) for at in range(self._count))
+
+
+def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
+    """The copy between two sides of ordinary memory."""
+
+    def row(number: int) -> Move:
+        z, y = divmod(number, shape.height)
+        start = source.address + z * source.plane + y * source.pitch
+
+        def put(address: int, offset: int, size: int, keep: object = source.data) -> None:
+            ctypes.memmove(address, start + offset, size)
+
+        to = target.address + z * target.plane + y * target.pitch
+        return Move(machine, context, to, shape.width, put, start if source.data is None else None)
+
+    return _rows(shape.height * shape.depth, shape.width, row)
+
+
+def make_fill(
+    machine: Machine, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
+) -> Operation:
+    """The fill of ``rows`` rows of ``count`` elements each."""
+
+    def put(address: int, offset: int, size: int) -> None:
+        if len(set(pattern)) == 1:
+            ctypes.memset(address, pattern[0], size)
+        else:
+            ctypes.memmove(address, pattern * (size // len(pattern)), size)
+
+    size = count * len(pattern)
+    return _rows(rows, size, lambda number: Move(machine, context, target + number * pitch, size, put))
+
+
+def _rows(count: int, size: int, row: Callable[[int], Move]) -> Operation:
+    return row(0) if count == 1 else Rows(count, size, row)
+
 
 LOST = "a copy where nothing lies, which the driver takes for the host's: the real driver crashes"
 _READING = "reading a multicast object with a copy: hardware defines it for multimem.ld_reduce alone"
@@ -58,7 +168,7 @@ class CopyCalls(Calls):
             return
         size = count * width
         pattern = value.to_bytes(width, "little")
-        operation = fill(self._machine, stream.context, target, pattern, count, rows, pitch)
+        operation = make_fill(self._machine, stream.context, target, pattern, count, rows, pitch)
         check(target % width == 0)
         if captured:  # location checked later (observed on H200: test_capture)
             values = (target, pitch, value, width, count, rows)
@@ -167,12 +277,12 @@ class CopyCalls(Calls):
         destination, origin = self._check_copy(target, source, shape, device, contexts or (here, here), graph)
         if captured:
             values = values or _values_of_row(target.address, source.address, shape.size, device)
-            stream.capture.add("MEMCPY", copy(machine, stream.context, shape, target, source), stream, values)
+            stream.capture.add("MEMCPY", make_copy(machine, stream.context, shape, target, source), stream, values)
             return
         at_once = origin is not None or destination is None or self._quiet(stream, shape.size)
         # pageable memory is read before the call returns
         source = source if at_once else source.read(shape)
-        stream.submit(copy(machine, stream.context, shape, target, source))
+        stream.submit(make_copy(machine, stream.context, shape, target, source))
         of_host = [end is None or end.on_host for end in (destination, origin)]
         if destination is None or all(of_host) or (waits and any(of_host)):
             self._finish(stream)
@@ -314,7 +424,7 @@ class CopyCalls(Calls):
         for (target, source, shape, order), (destination, origin) in zip(copies, ends, strict=True):
             staged, waits_now = waits_for(order, destination, origin)
             source = source.read(shape) if staged else source
-            stream.submit(copy(self._machine, stream.context, shape, target, source))
+            stream.submit(make_copy(self._machine, stream.context, shape, target, source))
             waits |= waits_now
         if waits:
             self._finish(stream)

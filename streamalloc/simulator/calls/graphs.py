@@ -9,16 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
-from streamalloc.simulator import arguments, copy_operations, graphs
+from streamalloc.simulator import arguments, graphs
 from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, call
-from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values
+from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values, make_copy, make_fill
+from streamalloc.simulator.calls.kernels import KernelCalls, node_values
 from streamalloc.simulator.calls.streams import StreamCalls
 from streamalloc.simulator.constants import BLOCK, PINNED, READ_WRITE, Location
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
 from streamalloc.simulator.graphs import AUTO_FREE_ON_LAUNCH, RELAXED, GraphCapture, Values, Work
-from streamalloc.simulator.kernels.calls import KernelCalls, node_values
 from streamalloc.simulator.memory import Shape
 
 _ACTIVE = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -307,7 +307,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         # the graph's own memory implies no device, so a context must be given (observed on H200: test_graph_nodes)
         check(arguments.context(ctx) or not graph.holds(address))
         pattern = value.to_bytes(8, "little")[:element]
-        operation = copy_operations.fill(self._machine, context, address, pattern, width, height, pitch)
+        operation = make_fill(self._machine, context, address, pattern, width, height, pitch)
         return {"values": values, "operation": operation}
 
     def _context_of_node(self, ctx: Any) -> Context:
@@ -317,14 +317,14 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
             return found
         return self._machine.current_or_none() or self._machine.devices[0].primary
 
-    def _copy_of_node(self, graph: NodeGraph, copy: Any, ctx: Any = None) -> Work:
+    def _copy_of_node(self, graph: NodeGraph, params: Any, ctx: Any = None) -> Work:
         context = self._context_of_node(ctx)
-        shape = Shape(int(copy.WidthInBytes), int(copy.Height), int(copy.Depth))
+        shape = Shape(int(params.WidthInBytes), int(params.Height), int(params.Depth))
         check(shape.size)
-        target, source, kinds = self._sides(copy, shape)
+        target, source, kinds = self._sides(params, shape)
         self._check_copy(target, source, shape, PROMISED.get(kinds, ""), (context, context), graph)
-        operation = copy_operations.copy(self._machine, context, shape, target, source)
-        return {"values": copy_values(copy, shape), "operation": operation}
+        operation = make_copy(self._machine, context, shape, target, source)
+        return {"values": copy_values(params, shape), "operation": operation}
 
     def _host_function_of_node(self, graph: NodeGraph, params: Any) -> Work:
         operation = self._host_function(int(params.fn), int(params.userData or 0))

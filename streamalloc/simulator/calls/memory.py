@@ -24,10 +24,9 @@ from streamalloc.simulator.allocations import (
     prefetch,
 )
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, Queue, Size, UnsignedInt
-from streamalloc.simulator.blocks import round_up
 from streamalloc.simulator.calls.base import EDGE_DATA, Calls, call
 from streamalloc.simulator.calls.virtual import MAPPED_ATTRIBUTES, right_of_current
-from streamalloc.simulator.constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place
+from streamalloc.simulator.constants import CHUNK, HOST, LEGACY_STREAM, NOWHERE, Location, Place, round_up
 from streamalloc.simulator.errors import NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.memory import is_host_memory
 from streamalloc.simulator.scheduler import Operation

@@ -9,10 +9,9 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator.arguments import Device, MulticastObject, Queue, Size
 from streamalloc.simulator.calls.base import Method, call, driver_call
-from streamalloc.simulator.calls.copies import CopyCalls
+from streamalloc.simulator.calls.copies import CopyCalls, Move, Put
 from streamalloc.simulator.constants import READ, READ_WRITE, STEP, Handle, device_place
 from streamalloc.simulator.contexts import Context
-from streamalloc.simulator.copy_operations import Move, Put
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.multicast import Backing, Segment
