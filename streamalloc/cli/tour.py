@@ -1,417 +1,464 @@
-"""Show the library at its main tasks and check every result."""
+"""Show the library at work. Each step prints the code that ran and checks its result."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
+import functools
 import gc
+import inspect
+import os
+import traceback
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 import streamalloc as sa
-from streamalloc import vmm
-from streamalloc.cli import tour_sharing
-from streamalloc.cli.machine import KEEP_ALL, Chosen, need_gates, need_host_pool, need_peers, need_virtual_memory
-from streamalloc.cli.steps import Claim, MiB, Part, Parts, Tour, at_least, equal, every_byte, raised
-from streamalloc.cli.terminal import Terminal, plural
-from streamalloc.cli.worker import read
-from streamalloc.core.errors import size_text
-from streamalloc.driver import DriverMisuseError, checked, use
+from streamalloc import ipc, vmm
+from streamalloc.cli.machine import (
+    KEEP_ALL,
+    POSIX,
+    Chosen,
+    Unavailable,
+    is_simulated,
+    need,
+    need_gates,
+    need_host_pool,
+    need_peers,
+    need_shared_pools,
+    need_virtual_memory,
+)
+from streamalloc.cli.terminal import OutputError, Terminal, plural
+from streamalloc.cli.worker import Worker, WorkerBase, read
+from streamalloc.driver import checked, use
+from streamalloc.multicast import MulticastObject, SymmetricMemory
 from streamalloc.testing import Gate
 
-POOLS, VMM = Parts(), Parts()
+MiB = 1 << 20
+_PERMISSION = "STREAMALLOC_TEST_MULTICAST"
+"""Environment variable that permits multicast objects on shared NVSwitches."""
+_BESIDE = 72
+"""Column of the text beside the code."""
+
+Steps: TypeAlias = Iterator[tuple[str, object, object]]
+"""Steps of a part: a text, the result found, and the expected one; for an error, its class is expected."""
+Part: TypeAlias = Callable[..., Steps]
+"""Generator function; its parameters name attributes of :class:`Tour`, its docstring is the heading."""
+
+
+def contents(memory: Any, stream: sa.Stream) -> list[int]:
+    """Copy memory to the host in stream order; return the different bytes in it."""
+    found: list[int] = np.unique(read(memory, stream)).tolist()
+    return found
+
+
+def raised(call: Callable[..., object], *arguments: Any, **options: Any) -> Exception | str:
+    """Return the error that a call raises."""
+    try:
+        call(*arguments, **options)
+    except Exception as error:
+        return error.with_traceback(None)
+    return "no error"
+
+
+class Tour(contextlib.ExitStack):
+    """Objects that parts use, and the count of checks. Those of a part are closed at its end."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self.terminal = terminal
+        self.device: sa.Device = sa.Device(0)
+        self.held: int = 0
+        self.failed: int = 0
+        self.skipped: int = 0
+        self._part = contextlib.ExitStack()
+
+    @property
+    def stream(self) -> sa.Stream:
+        """A new stream."""
+        return self._part.enter_context(self.device.create_stream())
+
+    second = stream
+
+    @property
+    def pool(self) -> sa.MemoryPool:
+        """A new pool of the device."""
+        return self._part.enter_context(sa.MemoryPool(self.device))
+
+    @property
+    def host_pool(self) -> sa.MemoryPool:
+        """A new pool in host memory that the device may use."""
+        pool = self._part.enter_context(sa.MemoryPool(need_host_pool(self.device)))
+        pool.set_access(self.device, sa.MemAccess.READWRITE)
+        return pool
+
+    @property
+    def gate(self) -> Gate:
+        """A gate, which holds streams."""
+        need_gates(self.device)
+        return self._part.enter_context(Gate(self.device))
+
+    @property
+    def peers(self) -> list[sa.Device]:
+        """Devices that reach each other's memory."""
+        return need_peers(self.device.driver)
+
+    @property
+    def chunk(self) -> int:
+        """The granularity of virtual memory in bytes."""
+        need_virtual_memory(self.device)
+        return vmm.PhysicalMemory.granularity(self.device)
+
+    @functools.cached_property
+    def worker(self) -> Worker:
+        """The other process, for all parts."""
+        need_shared_pools(self.device)
+        return self.enter_context(Worker(self.device.driver, __name__))
+
+    @property
+    def multicast(self) -> Literal["auto", False]:
+        """Whether multicast objects may be made: on real GPUs only with permission."""
+        return "auto" if is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
+
+    @property
+    def team(self) -> list[sa.Device]:
+        """Devices that support multicast objects. Without permission no multicast call is made."""
+        need(self.multicast, f"multicast objects are created on real GPUs only with {_PERMISSION}=1")
+        devices = [device for device in sa.Device.all(self.device.driver) if device.supports.multicast]
+        need(len(devices) > 1, "this machine has no two GPUs that support multicast objects")
+        return devices
+
+    def show(self, part: Part) -> None:
+        """Run a part. An error in it counts as a failed check, and the tour continues."""
+        self.terminal.heading(part.__doc__ or "")
+        try:
+            with contextlib.ExitStack() as self._part:
+                self._part.callback(self.device.synchronize)
+                steps = part(**{name: getattr(self, name) for name in inspect.signature(part).parameters})
+                code = _code_by_line(part)
+                for text, found, expected in steps:
+                    self.step(code[steps.gi_frame.f_lineno], text, found, expected)  # type: ignore[attr-defined]
+        except Unavailable as reason:
+            self.skipped += 1
+            self.terminal.line(f"  {self.terminal.warning('skipped')}  {reason}")
+        except OutputError:
+            raise
+        except Exception as error:
+            self.step([], f"{type(error).__name__}: {error}", "an error", "none")
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                self.terminal.line(f"    {self.terminal.dim(line)}")
+
+    def step(self, code: list[str], text: str, found: object, expected: object) -> None:
+        """Print the code of a step with its text; if the result is not the expected one, print both."""
+        holds = isinstance(found, expected) if isinstance(expected, type) else bool(found == expected)
+        self.held += holds
+        self.failed += not holds
+        mark = self.terminal.good("ok") if holds else self.terminal.bad("FAILED")
+        for line in code[:-1]:
+            self.terminal.line(f"  {line}")
+        self.terminal.beside(f"  {code[-1]}" if code else "", f"{mark}  {text}", at=_BESIDE)
+        if not holds:
+            self.terminal.line(f"    expected {expected}, found {found!r}")
+        elif isinstance(found, Exception):
+            self.terminal.paragraph(self.terminal.dim(str(found)), indent=4)
+
+
+def _code_by_line(part: Part) -> dict[int, list[str]]:
+    """Return the code of each step by the line of its ``yield``: the source from the ``yield`` before, or its check."""
+    lines, start = inspect.getsourcelines(part)
+    tree = ast.parse(whole := "".join(lines)).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    found, before = {}, tree.body[0].end_lineno or 0  # of the docstring
+    for one in sorted((one for one in ast.walk(tree) if isinstance(one, ast.Yield)), key=lambda one: one.lineno):
+        source = [line.rstrip()[tree.body[0].col_offset :] for line in lines[before : one.lineno - 1]]
+        assert isinstance(one.value, ast.Tuple)
+        found[start + one.lineno - 1] = source or [ast.get_source_segment(whole, one.value.elts[1]) or ""]
+        before = one.end_lineno or 0
+    return found
 
 
 # --- pools ----------------------------------------------------------------------------------------------------------
 
 
-@POOLS.add(
-    "Allocate, use, free", "Reserved: memory that the pool holds. Used: memory in allocations that are not freed."
-)
-def allocate_use_free(tour: Tour, stream: sa.Stream) -> None:
-    with tour.pool(stream) as pool:
-        buffer = pool.allocate(16 * MiB, stream)
-        tour.pool_step("allocated 16 MiB on a stream, without waiting", pool, used=16 * MiB)
-        buffer.fill(0x5A)
-        tour.step("filled it and copied it to a numpy array", every_byte("the array", read(buffer, stream), 0x5A))
-        buffer.free()
-        tour.pool_step("freed it in stream order", pool, used=0)
-        refused = raised("a fill of freed memory", sa.ClosedError, lambda: buffer.fill(0))
-        tour.step("using it now raises an error before any driver call", refused)
+def in_stream_order(pool: sa.MemoryPool, stream: sa.Stream) -> Steps:
+    """Memory in the order of a stream"""
+    buffer = pool.allocate(16 * MiB, stream)
+    yield "allocated; the host does not wait", pool.statistics().used, 16 * MiB
+    buffer.fill(0x5A)
+    yield "filled after the allocation, and read back", contents(buffer, stream), [0x5A]
+    buffer.free()
+    yield "freed after the fill", pool.statistics().used, 0
+    again = pool.allocate(16 * MiB, stream)
+    yield "the freed memory, without a wait", pool.statistics().reserved, pool.statistics().reserved_high
+    again.free()
+    error = raised(again.fill, 0)
+    yield "a use after the free raises before any driver call", error, sa.ClosedError
 
 
-@POOLS.add("Two streams and an event", "One stream writes, another reads; the host waits for neither.")
-def two_streams(tour: Tour, producer: sa.Stream) -> None:
-    need_gates(tour.device)
-    consumer = tour.device.create_stream()
-    with tour.pool(consumer) as pool, Gate(tour.device) as gate, pool.allocate(8 * MiB, consumer) as result:
-        made = pool.allocate(8 * MiB, producer)
-        gate.hold(producer)
-        made.fill(0xC3)
-        done = producer.record()
-        consumer.wait(done)
-        result.copy_from(made, consumer)
-        made.free(consumer)
-        event = equal("the event is complete", done.query(), False)
-        waiting = equal("the waiting stream is done", consumer.query(), False)
-        tour.step("one stream fills, held by a gate; the other waits and copies", event, waiting)
-        tour.pool_step("freed the source on the second stream, after the copy", pool, used=8 * MiB)
-        gate.open()
-        copy = every_byte("the copy", read(result, consumer), 0xC3)
-        tour.step("gate opened: the copy ran after the fill", equal("the event is complete", done.query(), True), copy)
+def reuse(pool: sa.MemoryPool, stream: sa.Stream, second: sa.Stream, gate: Gate) -> Steps:
+    """Reuse of freed memory, while a gate holds the stream of the free"""
+    buffer = pool.allocate(20 * MiB, stream)
+    address = buffer.address
+    gate.hold(stream)
+    buffer.free()
+    same = pool.allocate(20 * MiB, stream)
+    yield "on the same stream: the same memory", same.address, address
+    same.free()
+    before = pool.statistics().reserved
+    other = pool.allocate(20 * MiB, second)
+    yield "on another stream: other memory", (other.address == address, pool.statistics().reserved > before), (0, 1)
+    second.wait(stream.record())
+    after = pool.allocate(20 * MiB, second)
+    yield "behind an event after the free: the same memory", after.address, address
+    yield "nothing of this has run yet", second.query(), False
+    gate.open()
+    other.free()
+    after.free()
 
 
-@POOLS.add("Reuse of freed memory", "A gate holds the stream on which 20 MiB are freed, so the free is still pending.")
-def reuse(tour: Tour, first: sa.Stream) -> None:
-    need_gates(tour.device)
-    second = tour.device.create_stream()
-
-    for text, stream, waits, opened in (
-        ("allocated on the same stream: the same memory", first, False, False),
-        ("on another stream: new memory, the pool grows", second, False, False),
-        ("on another that waits for an event after the free: the same memory", second, True, False),
-        ("on another, after gate and synchronization: the same memory", second, False, True),
-    ):
-        same = stream is first or waits or opened
-        with tour.pool(second, release_threshold=KEEP_ALL) as pool, Gate(tour.device) as gate:
-            buffer = pool.allocate(20 * MiB, first)
-            address = buffer.address
-            gate.hold(first)
-            buffer.free()
-            before = pool.statistics().reserved
-            if waits:
-                second.wait(first.record())
-            if opened:
-                gate.open()
-                first.synchronize()
-            with pool.allocate(20 * MiB, stream) as again:
-                claims = [equal("it is the freed memory", again.address == address, same)]
-                claims.append(equal("the pool has grown", pool.statistics().reserved > before, not same))
-                if waits:
-                    claims.append(equal("the stream is done", stream.query(), False))
-                tour.pool_step(text, pool, *claims, used=20 * MiB)
+def threshold_and_trim(pool: sa.MemoryPool, stream: sa.Stream) -> Steps:
+    """The memory that a pool keeps at a synchronisation, and its release"""
+    pool.allocate(128 * MiB, stream).free()
+    held = pool.statistics().reserved
+    yield "freed, not synchronised: still reserved", held >= 128 * MiB, True
+    stream.synchronize()
+    yield "synchronised: all of it goes to the device", pool.statistics().reserved, 0
+    pool.attributes.release_threshold = KEEP_ALL
+    pool.allocate(128 * MiB, stream).free()
+    stream.synchronize()
+    yield "with the largest threshold it stays reserved", pool.statistics().reserved, held
+    released = pool.trim(64 * MiB)
+    yield "trimmed down to 64 MiB or little more", released, held - pool.statistics().reserved
+    pool.trim()
+    yield "trimmed", pool.statistics().reserved, 0
 
 
-@POOLS.add("Release threshold and trim", "The memory that a pool keeps at a synchronization, and how to release it.")
-def threshold_and_trim(tour: Tour, stream: sa.Stream) -> None:
-    size = 128 * MiB
-    with tour.pool(stream) as pool:
-        threshold = equal("threshold", pool.attributes.release_threshold, 0)
-        tour.step("a new pool keeps nothing: its release threshold is 0", threshold)
-        pool.allocate(size, stream).free()
-        held = pool.statistics().reserved
-        enough = at_least("reserved before the synchronization", held, size)
-        tour.pool_step("allocated and freed 128 MiB, not synchronized: still reserved", pool, enough, used=0)
-        stream.synchronize()
-        tour.pool_step("synchronized: all of it is released to the device", pool, used=0, reserved=0)
-
-        pool.attributes.release_threshold = KEEP_ALL
-        pool.allocate(size, stream).free()
-        stream.synchronize()
-        tour.pool_step("the same with the largest threshold: it stays reserved", pool, used=0, reserved=held)
-
-        for keep in (size // 2, 0):
-            before = pool.statistics().reserved
-            released = pool.trim(keep)
-            after = pool.statistics().reserved
-            tour.pool_step(
-                f"trim({f'keep={size_text(keep)}' if keep else ''}) released {size_text(released)}",
-                pool,
-                equal("released", released, before - after, size_text),
-                equal("it released memory", released > 0, True),
-                at_least("reserved after it", after, keep),
-                used=0,
-                reserved=None if keep else 0,
-            )
+def capture(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> Steps:
+    """Stream capture: allocations in it belong to the graph"""
+    result = pool.allocate(4 * MiB, stream)
+    result.fill(0)
+    with stream.capture() as graph:
+        scratch = sa.allocate(4 * MiB, stream)
+        scratch.fill(0x2A)
+        result.copy_from(scratch)
+        scratch.free()
+        error = raised(result.free)
+        yield "memory from outside cannot be freed in a capture", error, sa.CaptureError
+    yield "the other calls became nodes", sorted(graph.nodes), ["MEMCPY", "MEMSET", "MEM_ALLOC", "MEM_FREE"]
+    yield "and have not run", contents(result, stream), [0]
+    graph.launch(stream)
+    yield "launched: the graph uses memory of its own", contents(result, stream), [0x2A]
+    graph.close()
+    released = device.graph_memory.trim()
+    yield "which it keeps until it is closed and trimmed", released >= 4 * MiB, True
+    result.free()
 
 
-@POOLS.add("Two GPUs", "One GPU uses memory of another GPU's pool.")
-def two_gpus(tour: Tour, here: sa.Stream) -> None:
-    _, peer, *_ = need_peers(tour.device.driver)
-    there = peer.create_stream()
-
-    def access(expected: sa.MemAccess) -> Claim:
-        return equal("access", pool.access(peer), expected)
-
-    with tour.pool(here) as pool, pool.allocate(4 * MiB, here) as buffer:
-        here.synchronize()
-        refused = raised("a fill by the other GPU", sa.InvalidValueError, lambda: buffer.fill(1, there))
-        tour.step(f"GPU {peer.ordinal} has no access to a new pool of GPU 0", access(sa.MemAccess.NONE), refused)
-        pool.set_access(peer, sa.MemAccess.READWRITE)
-        buffer.fill(0x77, there)
-        here.wait(there)
-        filled = every_byte("read back on GPU 0", read(buffer, here), 0x77)
-        text = f"access granted: GPU {peer.ordinal} fills memory allocated before"
-        tour.step(text, access(sa.MemAccess.READWRITE), filled)
-        pool.set_access(peer, sa.MemAccess.NONE)
-        tour.step("access revoked", access(sa.MemAccess.NONE))
-
-
-@POOLS.add("Host memory and numpy", "A pool of memory that CPU and GPU use at the same address.")
-def host_pool(tour: Tour, stream: sa.Stream) -> None:
-    location = need_host_pool(tour.device)
-    with (
-        tour.pool(stream, location) as pool,
-        tour.pool(stream) as device_pool,
-        pool.allocate(4 * MiB, stream) as buffer,
-        device_pool.allocate(4 * MiB, stream) as on_device,
-    ):
-        pool.set_access(tour.device, sa.MemAccess.READWRITE)
-        stream.synchronize()
-        numbers = buffer.as_array(np.float32)
-        in_place = equal("the array's address", numbers.ctypes.data, buffer.address, hex)
-        text = f"4 MiB in host memory ({location.type.name.lower()}) as a numpy array, without a copy"
-        tour.pool_step(text, pool, in_place, used=4 * MiB)
-        written = np.arange(numbers.size, dtype=np.float32)
-        numbers[:] = written
-        on_device.copy_from(buffer)
-        buffer.fill(0)
-        stream.synchronize()
-        cleared = equal("numbers that are not 0", int(np.count_nonzero(numbers)), 0)
-        tour.step("copied to the GPU; then the GPU cleared it, and the array is 0", cleared)
-        on_device.copy_to(buffer)
-        stream.synchronize()
-        there = equal("the numbers are back", bool((numbers == written).all()), True)
-        tour.step("copied back: the array has the numbers that numpy wrote", there)
-        del numbers
-
-
-@POOLS.add("Stream capture", "Allocations in a captured stream belong to the graph.")
-def capture(tour: Tour, stream: sa.Stream) -> None:
-    memory = tour.device.graph_memory
-    memory.trim()
-    before = memory.reserved  # bytes held for other graphs of the process
-
-    def step(text: str, *claims: Claim, held: int) -> None:
-        """Print a step with the memory held for its graph, which must be ``held`` bytes."""
-        found = memory.reserved - before
-        figures = f"held for graphs {size_text(found)}"
-        tour.step(text, *claims, equal("memory held for graphs", found, held, size_text), figures=figures)
-
-    with tour.pool(stream) as pool, pool.allocate(4 * MiB, stream) as result:
-        result.fill(0)
-        stream.synchronize()
-        with stream.capture() as graph:
-            scratch = sa.allocate(4 * MiB, stream)
-            scratch.fill(0x2A)
-            result.copy_from(scratch)
-            refused = raised("the free", sa.CaptureError, lambda: result.free(stream))
-            scratch.free()
-        tour.step(
-            "allocation, fill, copy and free become nodes of a graph",
-            equal("nodes", sorted(graph.nodes), ["MEMCPY", "MEMSET", "MEM_ALLOC", "MEM_FREE"], ", ".join),
-            figures=", ".join(graph.nodes),
-        )
-        tour.step("memory from outside cannot be freed in it; the capture continues", refused)
-        step("captured only: nothing has run yet", every_byte("the result", read(result, stream), 0), held=0)
-
-        graph.launch(stream)
-        filled = every_byte("the result", read(result, stream), 0x2A)
-        held = memory.reserved - before
-        enough = at_least("memory held for graphs", held, 4 * MiB)
-        step("launched: the graph filled its own memory and copied from it", filled, enough, held=held)
-        result.fill(0)
-        graph.launch(stream)
-        filled = every_byte("the result", read(result, stream), 0x2A)
-        step("launched again: it uses the same memory", filled, held=held)
-        graph.close()
-        released = memory.trim()
-        all_of_it = equal("released", released, held, size_text)
-        step(f"graph_memory.trim() released {size_text(released)}", all_of_it, held=0)
-
-
-@POOLS.add("Out of memory", "The error carries the figures of the pool.")
-def out_of_memory(tour: Tour, stream: sa.Stream) -> None:
-    limit, requested = 64 * MiB, 128 * MiB
-    with tour.pool(stream, max_size=limit) as pool, pool.allocate(16 * MiB, stream):
-        tour.pool_step("a pool of at most 64 MiB, with 16 MiB allocated", pool, used=16 * MiB)
-        figures: dict[str, Any] = {"limit": limit, "requested": requested, "used": 16 * MiB}
-        claims: list[Claim] = []
-
-        def fail() -> None:
-            try:
-                pool.allocate(requested, stream)
-            except sa.OutOfMemoryError as error:
-                claims.extend(equal(name, getattr(error, name), value) for name, value in figures.items())
-                raise
-
-        claims.append(raised("the allocation", MemoryError, fail))
-        tour.step("allocating 128 MiB raises OutOfMemoryError with the figures", *claims)
-        with pool.allocate(8 * MiB, stream):
-            tour.pool_step("the pool still works: 8 MiB more", pool, used=24 * MiB)
+def out_of_memory(device: sa.Device, stream: sa.Stream) -> Steps:
+    """Out of memory: the error carries the figures"""
+    pool = sa.MemoryPool(device, max_size=64 * MiB)
+    buffer = pool.allocate(16 * MiB, stream)
+    error = raised(pool.allocate, 128 * MiB, stream)
+    yield "more than the pool may have", error, sa.OutOfMemoryError
+    figures = [getattr(error, name) for name in ("limit", "requested", "used")]
+    yield "limit, requested, used", figures, [64 * MiB, 128 * MiB, 16 * MiB]
+    buffer.free()
 
 
 # --- virtual memory -------------------------------------------------------------------------------------------------
 
 
-def _access(what: str, mapping: vmm.Mapping, device: sa.Device, expected: sa.MemAccess) -> Claim:
-    return equal(what, mapping.access(device), expected, lambda access: access.name)
+def growth(device: sa.Device, stream: sa.Stream, chunk: int) -> Steps:
+    """A buffer that grows in place"""
+    buffer = vmm.GrowableBuffer(device, 64 * chunk, chunk, stream=stream)
+    buffer.fill(1)
+    buffer.grow(chunk)
+    yield "new memory is mapped after the old", buffer.mapped_bytes, 2 * chunk
+    buffer[chunk:].fill(2)
+    yield "no byte has moved", contents(buffer, stream), [1, 2]
+    buffer.resize(chunk, after=stream.record())
+    yield "shrunk after the fill", (buffer.mapped_bytes, contents(buffer, stream)), (chunk, [1])
+    buffer.close()
 
 
-@VMM.add(
-    "Virtual memory by hand",
-    "Physical memory has no address, and an address range has no memory. Mapping joins them; access permits "
-    "use. Ranges are drawn in brackets: 0 for memory of GPU 0, a dot for unmapped addresses.",
-)
-def by_hand(tour: Tour, stream: sa.Stream) -> None:
-    need_virtual_memory(tour.device)
-    granule = vmm.PhysicalMemory.granularity(tour.device)
-    size = 2 * granule
-    with vmm.AddressRange(16 * granule) as addresses, vmm.PhysicalMemory(tour.device, size) as memory:
-
-        def drawn(text: str, *claims: Claim) -> None:
-            """Print a step with a drawing of the mappings."""
-            tour.step(text, *claims, figures=f"[{addresses.draw(32)}]")
-
-        nothing = equal("mapped", addresses.mapped_bytes, 0)
-        drawn(f"{size_text(size)} of physical memory, and {size_text(addresses.nbytes)} of addresses", nothing)
-        first, second = addresses.map(memory, 0), addresses.map(memory, 8 * granule)
-        drawn(
-            "mapped at two addresses; no device has access yet",
-            equal("mappings", memory.mapping_count, 2),
-            _access("access", first, tour.device, sa.MemAccess.NONE),
-            raised("a fill", ValueError, lambda: first.fill(0, stream)),
-        )
-        first.set_access(tour.device, sa.MemAccess.READWRITE)
-        second.set_access(tour.device, sa.MemAccess.READ)
-        both = _access("access at the first", first, tour.device, sa.MemAccess.READWRITE)
-        only = _access("access at the second", second, tour.device, sa.MemAccess.READ)
-        tour.step("access for the GPU: read and write at the first address, read at the second", both, only)
-        first.fill(0x3C, stream)
-        copied = every_byte("the copy", read(second, stream), 0x3C)
-        tour.step("filled at the first address, read at the second", copied)
-        refused = raised("a fill", sa.InvalidValueError, lambda: second.fill(0, stream))
-        tour.step("writing at the second address raises an error", refused)
-        memory.close()
-        first.close()
-        copied = every_byte("the copy", read(second, stream), 0x3C)
-        unmapped = equal("the first is unmapped", first.closed, True)
-        drawn("handle closed, first mapping closed: the second keeps the memory", unmapped, copied)
-        refused = raised("closing the range", ValueError, addresses.close)
-        tour.step("addresses cannot be freed while memory is mapped", refused)
-        second.close()
+def by_hand(device: sa.Device, stream: sa.Stream, chunk: int) -> Steps:
+    """Physical memory, addresses, and mappings that join them"""
+    addresses, memory = vmm.AddressRange(16 * chunk), vmm.PhysicalMemory(device, chunk)
+    first, second = addresses.map(memory, 0), addresses.map(memory, 8 * chunk)
+    yield "mapped twice", addresses.draw(16), "0.......0......."
+    first.set_access(device, sa.MemAccess.READWRITE)
+    second.set_access(device, sa.MemAccess.READ)
+    yield "access is granted for each mapping", second.access(device), sa.MemAccess.READ
+    first.fill(0x3C, stream)
+    yield "written at one address, read at the other", contents(second, stream), [0x3C]
+    error = raised(second.fill, 0, stream)
+    yield "which cannot be written", error, sa.InvalidValueError
+    addresses.unmap()
+    memory.close()
+    addresses.close()
+    yield "unmapped and released", (first.closed, second.closed), (True, True)
 
 
-@VMM.add("A buffer that grows in place", "New memory is mapped after the old: no byte moves.")
-def growth(tour: Tour, stream: sa.Stream) -> None:
-    need_virtual_memory(tour.device)
-    chunk, chunks = 4 * MiB, 8
-    numbers = list(range(1, chunks + 1))
-    # More addresses than device memory, so that a later step can fail to grow.
-    with vmm.GrowableBuffer(tour.device, tour.device.memory_info().total + 64 * MiB, stream=stream) as buffer:
-        address = buffer.address
-
-        def step(text: str, *claims: Claim, mapped: int) -> None:
-            """Print a step; check that the address is unchanged and that ``mapped`` chunks are mapped."""
-            found = buffer.mapped_bytes
-            same = equal("address", buffer.address, address, hex)
-            size = equal("mapped", found, mapped * chunk, size_text)
-            tour.step(text, *claims, same, size, figures=f"mapped {size_text(found):>7}")
-
-        def contents() -> Claim:
-            """Claim that each chunk is filled with its number."""
-            found = read(buffer, stream).reshape(-1, chunk)
-            shown = [int(one[0]) if (one == one[0]).all() else -1 for one in found]
-            return equal("chunks", shown, numbers[: buffer.nbytes // chunk])
-
-        step(f"{buffer.capacity / (1 << 30):.0f} GiB of addresses, more than the device has memory", mapped=0)
-        for number in numbers:
-            buffer.grow(chunk)
-            buffer[buffer.nbytes - chunk :].fill(number, stream)
-        step(f"grown {chunks} times by {size_text(chunk)}: the address is the same", mapped=chunks)
-        tour.step("the bytes written before each growth are unchanged", contents())
-        step(
-            "a failed growth changes nothing",
-            raised("the growth", sa.OutOfMemoryError, lambda: buffer.resize(buffer.capacity)),
-            equal("size", buffer.nbytes, chunks * chunk, size_text),
-            _access("access", buffer.mappings[-1], tour.device, sa.MemAccess.READWRITE),
-            contents(),
-            mapped=chunks,
-        )
-        tail = buffer[-chunk:]
-        tail.fill(0, stream)
-        buffer.resize(3 * chunk, after=stream.record())
-        refused = raised("a fill", sa.ClosedError, lambda: tail.fill(0, stream))
-        step("shrunk after an event: the rest is unchanged", contents(), refused, mapped=3)
+def eviction(device: sa.Device, stream: sa.Stream, chunk: int, host_pool: sa.MemoryPool) -> Steps:
+    """Evict and restore: the memory is released, addresses and bytes stay"""
+    buffer = vmm.GrowableBuffer(device, chunk, chunk, stream=stream)
+    buffer.copy_from(written := np.arange(chunk // 4, dtype=np.uint32))
+    address = buffer.address
+    buffer.evict(host_pool)
+    yield "the bytes are in host memory", host_pool.statistics().used, chunk
+    error = raised(vmm.PhysicalMemory.at, address)
+    yield "nothing is mapped at the address", error, sa.InvalidValueError
+    error = raised(buffer.fill, 0)
+    yield "a use raises before any driver call", error, sa.EvictedError
+    buffer.restore()
+    same = bool((read(buffer, stream).view(np.uint32) == written).all())
+    yield "the same bytes at the same address", (buffer.address, same), (address, True)
+    buffer.close()
 
 
-def _mapped(address: int) -> bool:
-    """Whether physical memory is mapped at an address."""
-    try:
-        vmm.PhysicalMemory.at(address).close()
-    except sa.InvalidValueError:
-        return False
-    return True
+# --- sharing --------------------------------------------------------------------------------------------------------
 
 
-@VMM.add("Evict and restore", "The memory is released, the addresses stay, and the bytes are restored later.")
-def eviction(tour: Tour, stream: sa.Stream) -> None:
-    need_virtual_memory(tour.device)
-    location = need_host_pool(tour.device)
-    size = 32 * MiB
-    numbers = np.arange(size // 4, dtype=np.uint32)
-    with (
-        sa.MemoryPool(location, release_threshold=KEEP_ALL) as pool,
-        vmm.GrowableBuffer(tour.device, size, size, stream=stream) as buffer,
-    ):
-        pool.set_access(tour.device, sa.MemAccess.READWRITE)
-        buffer.copy_from(numbers)
-        address, free = buffer.address, tour.device.memory_info().free
+class WorkerActions(WorkerBase):
+    """Actions of the other process; ``name`` is the key of an opened object."""
 
-        def step(text: str, *claims: Claim, there: bool, backup: int) -> None:
-            """Print a step; check the mapping at the address and the bytes in the backup pool."""
-            nonlocal free
-            before, free = free, tour.device.memory_info().free
-            tour.step(
-                text,
-                equal("the address is reserved", buffer.address, address, hex),
-                equal("memory is mapped there", _mapped(address), there),
-                equal("in the backup pool", pool.statistics().used, backup, size_text),
-                *claims,
-                figures=f"free on the GPU {(free - before) / MiB:+,.0f} MiB",
-            )
+    def open(self, name: str) -> str:
+        """Receive an object and open it; return its class."""
+        self.opened[name] = self.receive()
+        return type(self.opened[name]).__name__
 
-        buffer.evict(pool)
-        step(f"{size_text(size)} evicted, with a copy in host memory", there=False, backup=size)
-        refused = raised("a fill", sa.EvictedError, lambda: buffer.fill(0))
-        tour.step("using it now raises an error before any driver call", refused)
-        buffer.restore()
-        differ = equal("numbers that differ", int(np.count_nonzero(read(buffer, stream).view(np.uint32) != numbers)), 0)
-        step("restored: the same bytes at the same address", differ, there=True, backup=0)
-        buffer.evict()
-        nothing = _mapped(address)
-        buffer.restore()
-        buffer.fill(0x6B)
-        tour.step(
-            "the same without a copy: the bytes are lost, address and access are not",
-            equal("memory is mapped there while it is evicted", nothing, False),
-            equal("address", buffer.address, address, hex),
-            every_byte("what was written afterwards", read(buffer, stream), 0x6B),
-        )
+    def idle(self) -> bool:
+        """Whether the stream has no work left."""
+        return self.stream.query()
+
+    def contents(self, name: str) -> list[int]:
+        """Return the different bytes of an opened object."""
+        return contents(self.opened[name], self.stream)
+
+    def fill(self, name: str, value: int) -> None:
+        """Fill an opened object and wait for it."""
+        self.opened[name].fill(value, self.stream)
+        self.stream.synchronize()
+
+    def close(self, name: str) -> None:
+        """Close an opened object and wait for the stream."""
+        self.opened.pop(name).close()
+        self.stream.synchronize()
+
+    def consume(self) -> list[list[int]]:
+        """Read a ring to its end; return the different bytes of each item."""
+        with ipc.Ring.consumer(ipc.Channel.from_fd(self.handles[0]), stream=self.stream, timeout=20) as ring:
+            return [contents(item, self.stream) for item in ring]
+
+
+def two_processes(worker: Worker, device: sa.Device, stream: sa.Stream, gate: Gate) -> Steps:
+    """One buffer in two processes"""
+    pool = sa.MemoryPool(device, handle_types=POSIX)
+    buffer = pool.allocate(8 * MiB, stream)
+    gate.hold(stream)
+    buffer.fill(0x11)
+    opened = worker.give("open", ipc.share(buffer), "first")
+    yield f"opened by process {worker.process.pid}", opened, ipc.ImportedBuffer.__name__
+    yield "whose stream waits for the fill, held by a gate", worker.ask("idle"), False
+    gate.open()
+    yield "gate opened: it reads the filled bytes", worker.ask("contents", "first"), [0x11]
+    worker.ask("fill", "first", 0x22)
+    yield "what it writes is seen here", contents(buffer, stream), [0x22]
+    buffer.free()
+    yield "the free waits for its close", pool.statistics().used, 8 * MiB
+    worker.ask("close", "first")
+    yield "closed there: freed", pool.statistics().used, 0
+
+
+def ring(worker: Worker, device: sa.Device, stream: sa.Stream) -> Steps:
+    """A ring: items are sent through slots that are shared once"""
+    pool = sa.MemoryPool(device, handle_types=POSIX)
+    ours, theirs = ipc.Channel.pair()
+    with ipc.Ring.producer(pool, MiB, 4, stream=stream) as producer, theirs:
+        worker.begin("consume", fds=[theirs.fileno()])
+        producer.add(ours, timeout=20)
+        for number in range(20):
+            with producer.next(timeout=20) as slot:
+                slot.fill(number)
+        yield "20 items, 4 slots", (producer.statistics().handed_off, pool.statistics().used), (20, 4 * MiB)
+    yield "the other process received all, in order", worker.result(), [[number] for number in range(20)]
+
+
+# --- multicast ------------------------------------------------------------------------------------------------------
+
+
+def symmetric(peers: list[sa.Device], multicast: Literal["auto", False], gate: Gate) -> Steps:
+    """Symmetric memory: the same size on every GPU, mapped for all"""
+    first, second, *others = [device.create_stream() for device in peers]
+    with SymmetricMemory.local(peers, MiB, multicast=multicast) as memory:
+        yield "set up in one call, on all GPUs or on none", memory.size, len(peers)
+        memory.buffers[1].fill(7, first)
+        memory.barrier(first, second, *others)
+        yield "one GPU stores on another, which reads it", contents(memory.buffers[1], second), [7]
+        memory.wait_signal(0, second)
+        yield "its stream waits for a signal", second.query(), False
+        memory.put_signal(1, first)
+        second.synchronize()
+        yield "sent by another GPU, not by the host", second.query(), True
+
+
+def multicast(team: list[sa.Device]) -> Steps:
+    """Multicast: the switches copy a store to the memory of all GPUs"""
+    driver, count, last = team[0].driver, len(team), team[-1]
+    size = MulticastObject.granularity(count, driver=driver)
+    made = MulticastObject(size, count, driver=driver)
+    for device in team[:-1]:
+        made.add_device(device)
+    memories = [vmm.PhysicalMemory(device, size) for device in team]
+    error = raised(made.bind, memories[0])
+    yield "a GPU is still missing", error, sa.IncompleteTeamError
+    made.add_device(last)
+    bindings = [made.bind(memory) for memory in memories]
+    view = made.map(access=team)
+    yield "memory of each GPU bound, and the object mapped", made.bindings, tuple(bindings)
+    stream = last.create_stream()
+    view.fill(0x2D, stream)
+    stream.synchronize()
+    addresses = vmm.AddressRange(count * size, driver=driver)
+    own = [addresses.map(memory, rank * size, access=team) for rank, memory in enumerate(memories)]
+    yield "one store fills all", [contents(memory, stream) for memory in own], [[0x2D]] * count
+    own[-1].fill(0x3E, stream)
+    found = [contents(memory, stream) for memory in own]
+    yield "a store to one GPU's memory changes that alone", found, [[0x2D]] * (count - 1) + [[0x3E]]
+    addresses.unmap()
+    view.close()
+    made.close()
+    addresses.close()
+    error = raised(view.fill, 0, stream)
+    yield "closed: unmapped, unbound and released", error, sa.ClosedError
+
+
+PARTS: dict[str, tuple[Part, ...]] = {
+    "pools": (in_stream_order, reuse, threshold_and_trim, capture, out_of_memory),
+    "vmm": (growth, by_hand, eviction),
+    "ipc": (two_processes, ring),
+    "multicast": (symmetric, multicast),
+}
+SHORT: tuple[Part, ...] = (in_stream_order, growth, two_processes, symmetric)
+"""The parts of the tour without arguments."""
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-TOURS: dict[str, list[Part]] = {
-    "pools": POOLS,
-    "vmm": VMM,
-    "ipc": tour_sharing.IPC,
-    "multicast": tour_sharing.MULTICAST,
-}
-PARTS = [one for parts in TOURS.values() for one in parts]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``tour``."""
-    parser.add_argument("name", nargs="?", choices=TOURS, help="one area (default: all)")
+    parser.add_argument("area", nargs="?", choices=PARTS, help="all parts of one area")
+    parser.add_argument("--all", action="store_true", help="all parts of all areas")
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
-    """Run the parts; return 0 if all claims held, else 1."""
+    """Show the parts; return 0 if all results are as expected, else 1."""
     terminal.line(terminal.bold(chosen.headline))
-    # The checker records all objects, so that the last step can check for leaks.
+    # The checker records all objects, so that the last step finds what was not released.
     accounts = checked(chosen.driver)
     if not sa.Device(0).supports.memory_pools:
         terminal.line("This device has no stream-ordered memory pools, which the tour needs.")
@@ -419,27 +466,27 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     with use(accounts), warnings.catch_warnings():
         warnings.simplefilter("error", sa.PendingFreesWarning)
         with Tour(terminal) as tour:
-            for one in PARTS if options.name is None else TOURS[options.name]:
-                tour.run(one)
-        terminal.heading("At the end")
-        _nothing_left(tour, accounts)
+            shown = PARTS if options.all else [options.area] if options.area else ()
+            for part in [part for area in shown for part in PARTS[area]] or SHORT:
+                tour.show(part)
+        terminal.heading("At the end, nothing is left")
+        gc.collect()  # after a failed part, its objects may be in a reference cycle with the error
+        tour.device.synchronize()  # releases dropped objects
+        left = raised(accounts.assert_nothing_left)
+        tour.step(["driver.assert_nothing_left()"], "pools, memory, addresses, streams: released", left, "no error")
     terminal.line()
     skipped = f", {plural(tour.skipped, 'part')} skipped" if tour.skipped else ""
     if tour.failed:
-        terminal.line(terminal.bad(f"{tour.failed} of {plural(tour.checks, 'check')} failed") + skipped)
+        checks = plural(tour.held + tour.failed, "check")
+        terminal.line(terminal.bad(f"{tour.failed} of {checks} failed") + skipped)
         return 1
-    terminal.line(terminal.good(f"All {plural(tour.checks, 'check')} held") + skipped + ".")
+    terminal.line(terminal.good(f"All {plural(tour.held, 'check')} held") + f"{skipped}. Next:")
+    terminal.table(_NEXT)
     return 0
 
 
-def _nothing_left(tour: Tour, accounts: Any) -> None:
-    # After a failed part, its objects may be in a reference cycle with the error.
-    gc.collect()
-    sa.Device(0, driver=accounts).synchronize()  # releases dropped objects
-    leaks = "nothing"
-    try:
-        accounts.assert_nothing_left()
-    except DriverMisuseError as error:
-        leaks = str(error)
-    text = "all pools, allocations, memory, address ranges, arrays, streams, events and graphs are released"
-    tour.step(text, equal("left behind", leaks, "nothing"))
+_NEXT = (
+    ("python -m streamalloc tour --all", "reuse, capture, out of memory, eviction, a ring, multicast"),
+    ("python -m streamalloc info", "what the devices of this machine support, and what the rest needs"),
+    ("python -m streamalloc bench --quick", "its calls beside raw driver calls and other libraries"),
+)
