@@ -7,17 +7,16 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, EvictedError, attach, size_text, undoing
+from streamalloc.core.errors import ClosedError, CudaError, attach, size_text, undoing
 from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.internal import (
     BufferView,
-    CopySide,
     Deferred,
     Device,
     Stream,
@@ -32,13 +31,11 @@ from streamalloc.driver import Driver
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import deadline_after, left
 from streamalloc.multicast.setup import steps
-from streamalloc.multicast.setup.plan import Layout, Plan
+from streamalloc.multicast.setup.plan import Plan
 from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources, finish_all, run_until
 from streamalloc.multicast.signals import Signals
-from streamalloc.pool import MemoryPool
-from streamalloc.vmm import Mapping, RangeView
-from streamalloc.vmm.internal import Backup, BackupRange, copying
+from streamalloc.vmm import Mapping
 
 _SIGNAL_PAD_BYTES = 4096
 _ABANDON_TIMEOUT = 10.0
@@ -69,8 +66,8 @@ class SymmetricBuffer(BufferView):
 
     _ptr = None  # None selects the slow path, which respects this class's stream and owner.
 
-    def __init__(self, owner: SymmetricMemory, view: RangeView, start: int, nbytes: int, device: Device) -> None:
-        super().__init__(view, start, nbytes)
+    def __init__(self, owner: SymmetricMemory, mapping: Mapping, start: int, nbytes: int, device: Device) -> None:
+        super().__init__(mapping, start, nbytes)
         self._symmetric = owner
         self._device = device
 
@@ -90,7 +87,8 @@ class SymmetricBuffer(BufferView):
         return True
 
     def _check_usable(self) -> None:
-        self._symmetric._check_open()
+        if self._symmetric.closed:
+            raise ClosedError(f"{self._symmetric!r} was closed")
 
     def _resident_on(self) -> int | None:
         # None: copies use only the address, and need no context on another rank's device.
@@ -101,185 +99,7 @@ class SymmetricBuffer(BufferView):
         return f"<SymmetricBuffer of {size_text(self.nbytes)} {state}, of {self._symmetric!r}>"
 
 
-class _Replicas(Closes):
-    """Sizes, addresses and views of symmetric memory; :class:`SymmetricMemory` makes, orders and releases it."""
-
-    __slots__ = ()
-
-    _bases: tuple[int, ...]
-    """Address of each rank's memory in this process."""
-    _group: RankGroup
-    _plan: Plan
-    _resources: RankResources
-
-    # -- properties -------------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """This process's rank; 0 if this process has all ranks."""
-        return self._group.local[0]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks of this process: one, or all."""
-        return self._group.local
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._group.size
-
-    @property
-    def nbytes(self) -> int:
-        """Size of each rank's memory in bytes, as requested."""
-        return self._plan.layout.nbytes
-
-    @property
-    def physical_bytes(self) -> int:
-        """Physical memory in bytes that each rank allocated."""
-        return self._resources.physical_bytes
-
-    @property
-    def device(self) -> Device:
-        """This rank's device."""
-        return self._resources.devices[self.rank]
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The devices of :attr:`ranks`."""
-        return tuple(self._resources.devices.values())
-
-    @property
-    def driver(self) -> Driver:
-        """The driver of the devices."""
-        return self._resources.session.driver
-
-    @property
-    def communicator(self) -> Communicator | None:
-        """The group of ranks; None if this process has all ranks."""
-        return self._group.communicator
-
-    @property
-    def handle_type(self) -> MemHandleType:
-        """Handle type that the ranks exchanged; ``NONE`` if this process has all ranks."""
-        return self._resources.kind
-
-    @property
-    def multicast(self) -> bool:
-        """Whether there is a multicast view."""
-        return self._resources.multicast is not None
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` or :meth:`abandon` has released the memory."""
-        return not self._resources.made
-
-    # -- memory ----------------------------------------------------------------------------------------------
-
-    @property
-    def buffers(self) -> tuple[SymmetricBuffer, ...]:
-        """Memory of every rank, indexed by rank, this rank's own included."""
-        return self._replicas(0, self._plan.layout.nbytes)
-
-    @property
-    def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
-        """Signal pad of every rank, indexed by rank: initially zero, and written by your kernels only."""
-        return self._replicas(self._plan.layout.signal_pad, self._plan.layout.signal_pad_bytes)
-
-    @property
-    def multicast_buffer(self) -> SymmetricBuffer | None:
-        """Multicast view of all ranks' memory, write-only; None without multicast.
-
-        A store, fill or copy to it writes the same offset of every rank's memory. Ordinary reads are undefined. Kernels
-        read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all ranks.
-
-        The view and :attr:`buffers` are different addresses of the same memory, and the hardware does not order
-        accesses through different addresses, even in one thread. Put ``fence.proxy.alias`` between a store to one and a
-        load from the other. The end of a kernel, a barrier and a signal also order them.
-        """
-        self._check_open()
-        mapping = self._resources.view
-        if mapping is None:
-            return None
-        return self._part(mapping, 0, self._plan.layout.nbytes, self.device)
-
-    @property
-    def addresses(self) -> npt.NDArray[np.uint64]:
-        """Device address of each rank's memory in this process, indexed by rank."""
-        self._check_open()
-        return np.array(self._bases, np.uint64)
-
-    @property
-    def multicast_address(self) -> int | None:
-        """Device address of the multicast view; None without multicast.
-
-        The view has the same offsets as each rank's memory, so kernels can also write signal pads through it.
-        """
-        self._check_open()
-        mapping = self._resources.view
-        return None if mapping is None else mapping.address
-
-    @property
-    def signal_addresses(self) -> npt.NDArray[np.uint64]:
-        """Device address of each rank's signal pad in this process, indexed by rank."""
-        self._check_open()
-        return np.array([base + self._plan.layout.signal_pad for base in self._bases], np.uint64)
-
-    @property
-    def signal_offset(self) -> int:
-        """Bytes from the start of a rank's memory to its signal pad, equal on all ranks.
-
-        At this offset the multicast view (:attr:`multicast_address`) has the signal pads of all ranks.
-        """
-        return self._plan.layout.signal_pad
-
-    @property
-    def signal_pad_bytes(self) -> int:
-        """Size of each signal pad in bytes."""
-        return self._plan.layout.signal_pad_bytes
-
-    def tables(self, rank: int | None = None) -> Tables:
-        """Return the device addresses of the tables in a rank's memory, for use in kernels.
-
-        Parameters
-        ----------
-        rank
-            One of :attr:`ranks`; default: :attr:`rank`.
-        """
-        self._check_open()
-        base = self._bases[self.rank if rank is None else self._checked_rank(rank)]
-        return Tables(base + self._plan.layout.buffer_table, base + self._plan.layout.signal_table)
-
-    @property
-    def buffer_table(self) -> int:
-        """Device address of this rank's table of :attr:`addresses`, an array of ``uint64``: ``tables().buffers``."""
-        return self.tables().buffers
-
-    @property
-    def signal_table(self) -> int:
-        """Device address of this rank's table of :attr:`signal_addresses`: ``tables().signal_pads``."""
-        return self.tables().signal_pads
-
-    def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
-        self._check_open()
-        devices = self._resources.devices
-        return tuple(
-            self._part(mapping, start, nbytes, devices.get(rank, self.device))
-            for rank, mapping in self._resources.replicas.items()
-        )
-
-    def _part(self, mapping: Mapping, start: int, nbytes: int, device: Device) -> SymmetricBuffer:
-        # A view of addresses: it stays valid when ``wake()`` maps other memory there.
-        view = RangeView(mapping.range, mapping.offset, mapping.offset + mapping.nbytes)
-        return SymmetricBuffer(cast("SymmetricMemory", self), view, start, nbytes, device)
-
-    def _checked_rank(self, rank: int) -> int:
-        if rank not in self._resources.devices:
-            raise ValueError(f"rank={rank!r}: this process has {list(self.ranks)}")
-        return rank
-
-
-class SymmetricMemory(_Replicas, Shown):
+class SymmetricMemory(Closes, Shown):
     """Allocate memory of the same size on each rank's device, and map it on all ranks.
 
     Create it on all ranks at the same time, and close it on all ranks at the same time. Each rank allocates memory, the
@@ -338,20 +158,6 @@ class SymmetricMemory(_Replicas, Shown):
         A step failed on a rank, a rank died, or the time was over. Raised on all ranks.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_asleep",
-        "_bases",
-        "_finalizer",
-        "_group",
-        "_leaving",
-        "_owned",
-        "_plan",
-        "_resources",
-        "_signals",
-        "timeout",
-    )
-
     def __init__(
         self,
         nbytes: int,
@@ -369,23 +175,21 @@ class SymmetricMemory(_Replicas, Shown):
         self._owned = group is not communicator
         if devices is not None:
             steps.check_devices(communicator, device, devices, handle_type)
-        self._group = RankGroup(group, 1 if devices is None else len(devices))
+        self._group = team = RankGroup(group, 1 if devices is None else len(devices))
         self._leaving = False
         """Whether all ranks have agreed to close."""
-        self._asleep: dict[int, _SavedContents] | None = None
-        """Contents by rank while asleep; None while awake."""
         self.timeout: float | None = timeout
         """Seconds for :meth:`close`."""
         arguments = steps.Arguments(nbytes, multicast, handle_type, signal_pad_bytes, timeout)
-        given = dict(enumerate(devices or ())) if device is None else {self.rank: device}
+        given = dict(enumerate(devices or ())) if device is None else {team.local[0]: device}
         deadline = steps.deadline_or_none(timeout)
-        with undoing(self._close_communicator), undoing(functools.partial(self._group.barrier_after_failure, deadline)):
-            plan, chosen = steps.agree(self._group, arguments, given, driver, deadline)
-            self._resources = resources = RankResources(session_of(chosen[self.rank]), chosen, self.size)
+        with undoing(self._close_communicator), undoing(functools.partial(team.barrier_after_failure, deadline)):
+            plan, chosen = steps.agree(team, arguments, given, driver, deadline)
+            resources = RankResources(session_of(chosen[team.local[0]]), chosen, team.size, plan.physical_bytes)
             with undoing(functools.partial(deferred_queue(resources.session).end, resources)):
-                self._bases = steps.set_up(self._group, resources, plan, deadline)
-            self._plan: Plan = plan._replace(physical_bytes={resources.kind: resources.physical_bytes})
-            self._signals = Signals(plan.layout, self._bases)
+                bases = steps.set_up(team, resources, plan, deadline)
+            self._signals = Signals(plan.layout, bases)
+            self._describe(team, plan, resources, bases)
             self._finalizer = weakref.finalize(self, _drop, _DroppedMemory(resources, self._signals), repr(self))
             # At process exit the operating system releases everything.
             self._finalizer.atexit = False
@@ -413,6 +217,131 @@ class SymmetricMemory(_Replicas, Shown):
             warnings.warn("local(nbytes, devices) is deprecated: give devices first", DeprecationWarning, stacklevel=2)
             devices, nbytes = nbytes, devices  # type: ignore[assignment]
         return cls(nbytes, devices=devices, multicast=multicast, signal_pad_bytes=signal_pad_bytes, timeout=timeout)
+
+    def _describe(self, group: RankGroup, plan: Plan, resources: RankResources, bases: tuple[int, ...]) -> None:
+        """Set the attributes that stay the same after the set-up."""
+        self._resources = resources
+        self._bases = bases
+        """Address of each rank's memory in this process."""
+        self._layout = plan.layout
+        self.rank: int = group.local[0]
+        """This process's rank; 0 if this process has all ranks."""
+        self.ranks: tuple[int, ...] = group.local
+        """Ranks of this process: one, or all."""
+        self.size: int = group.size
+        """Number of ranks."""
+        self.nbytes: int = plan.layout.nbytes
+        """Size of each rank's memory in bytes, as requested."""
+        self.physical_bytes: int = resources.physical_bytes
+        """Physical memory in bytes that each rank allocated."""
+        self.device: Device = resources.devices[self.rank]
+        """This rank's device."""
+        self.devices: tuple[Device, ...] = tuple(resources.devices.values())
+        """The devices of :attr:`ranks`."""
+        self.driver: Driver = resources.session.driver
+        """The driver of the devices."""
+        self.communicator: Communicator | None = group.communicator
+        """The group of ranks; None if this process has all ranks."""
+        self.handle_type: MemHandleType = resources.kind
+        """Handle type that the ranks exchanged; ``NONE`` if this process has all ranks."""
+        self.multicast: bool = plan.multicast
+        """Whether there is a multicast view."""
+        self.signal_offset: int = plan.layout.signal_pad
+        """Bytes from the start of a rank's memory to its signal pad, equal on all ranks.
+
+        At this offset the multicast view (:attr:`multicast_address`) has the signal pads of all ranks.
+        """
+        self.signal_pad_bytes: int = plan.layout.signal_pad_bytes
+        """Size of each signal pad in bytes."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` or :meth:`abandon` has released the memory."""
+        return not self._resources.made
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    @property
+    def buffers(self) -> tuple[SymmetricBuffer, ...]:
+        """Memory of every rank, indexed by rank, this rank's own included."""
+        return self._replicas(0, self.nbytes)
+
+    @property
+    def signal_pads(self) -> tuple[SymmetricBuffer, ...]:
+        """Signal pad of every rank, indexed by rank: initially zero, and written by your kernels only."""
+        return self._replicas(self.signal_offset, self.signal_pad_bytes)
+
+    @property
+    def multicast_buffer(self) -> SymmetricBuffer | None:
+        """Multicast view of all ranks' memory, write-only; None without multicast.
+
+        A store, fill or copy to it writes the same offset of every rank's memory. Ordinary reads are undefined. Kernels
+        read with ``multimem.ld_reduce``, which returns the sum (or another reduction) over all ranks.
+
+        The view and :attr:`buffers` are different addresses of the same memory, and the hardware does not order
+        accesses through different addresses, even in one thread. Put ``fence.proxy.alias`` between a store to one and a
+        load from the other. The end of a kernel, a barrier and a signal also order them.
+        """
+        self._check_open()
+        mapping = self._resources.view
+        return None if mapping is None else SymmetricBuffer(self, mapping, 0, self.nbytes, self.device)
+
+    @property
+    def addresses(self) -> npt.NDArray[np.uint64]:
+        """Device address of each rank's memory in this process, indexed by rank."""
+        self._check_open()
+        return np.array(self._bases, np.uint64)
+
+    @property
+    def multicast_address(self) -> int | None:
+        """Device address of the multicast view; None without multicast.
+
+        The view has the same offsets as each rank's memory, so kernels can also write signal pads through it.
+        """
+        self._check_open()
+        mapping = self._resources.view
+        return None if mapping is None else mapping.address
+
+    @property
+    def signal_addresses(self) -> npt.NDArray[np.uint64]:
+        """Device address of each rank's signal pad in this process, indexed by rank."""
+        self._check_open()
+        return np.array([base + self.signal_offset for base in self._bases], np.uint64)
+
+    def tables(self, rank: int | None = None) -> Tables:
+        """Return the device addresses of the tables in a rank's memory, for use in kernels.
+
+        Parameters
+        ----------
+        rank
+            One of :attr:`ranks`; default: :attr:`rank`.
+        """
+        self._check_open()
+        base = self._bases[self.rank if rank is None else self._checked_rank(rank)]
+        return Tables(base + self._layout.buffer_table, base + self._layout.signal_table)
+
+    @property
+    def buffer_table(self) -> int:
+        """Device address of this rank's table of :attr:`addresses`, an array of ``uint64``: ``tables().buffers``."""
+        return self.tables().buffers
+
+    @property
+    def signal_table(self) -> int:
+        """Device address of this rank's table of :attr:`signal_addresses`: ``tables().signal_pads``."""
+        return self.tables().signal_pads
+
+    def _replicas(self, start: int, nbytes: int) -> tuple[SymmetricBuffer, ...]:
+        self._check_open()
+        devices = self._resources.devices
+        return tuple(
+            SymmetricBuffer(self, mapping, start, nbytes, devices.get(rank, self.device))
+            for rank, mapping in self._resources.replicas.items()
+        )
+
+    def _checked_rank(self, rank: int) -> int:
+        if rank not in self._resources.devices:
+            raise ValueError(f"rank={rank!r}: this process has {list(self.ranks)}")
+        return rank
 
     # -- order between ranks ---------------------------------------------------------------------------------
 
@@ -516,12 +445,14 @@ class SymmetricMemory(_Replicas, Shown):
         if self.closed:
             return
         steps.check_no_capture(self._resources.session)
-        deadline = self._deadline(timeout)
+        deadline = deadline_after(self.timeout if timeout is None else timeout)
         failures: list[CudaError] = []
         if not self._leaving:
+            devices = self._resources.devices
             try:
-                devices = self._resources.devices
-                self._finish_together("close", lambda rank: finish_all([devices[rank]], deadline, failures), deadline)
+                # After the first step, all ranks have queued the work that other ranks' devices wait for.
+                self._group.step("close", lambda rank: None, deadline)
+                self._group.step("close", lambda rank: finish_all([devices[rank]], deadline, failures), deadline)
             except SymmetricMemoryError as first:
                 try:
                     self.abandon(_GRACE if deadline is None else max(left(deadline), _GRACE))
@@ -561,124 +492,14 @@ class SymmetricMemory(_Replicas, Shown):
         if failures:
             raise failures.pop(0)
 
-    def _deadline(self, timeout: float | None) -> float | None:
-        return deadline_after(self.timeout if timeout is None else timeout)
-
-    def _finish_together(self, step: str, do: Callable[[int], None], deadline: float | None) -> None:
-        """Run ``do``, which waits for devices, as a step. An empty step precedes it, after which all ranks have queued
-        the work that other ranks' devices wait for.
-        """
-        self._group.step(step, lambda rank: None, deadline)
-        self._group.step(step, do, deadline)
-
     def _release(self) -> None:
         self._resources.release()
-        asleep, self._asleep = self._asleep or {}, None
-        for contents in asleep.values():
-            contents.close()
         self._signals.forget()
         self._finalizer.detach()
 
     def _close_communicator(self) -> None:
-        if self._owned and self.communicator is not None and not self._group.failed:
-            self.communicator.close()
-
-    def _check_open(self) -> None:
-        super()._check_open()
-        if self._asleep is not None:
-            raise EvictedError(f"{self!r} is asleep: call wake() on all ranks first")
-
-    # -- sleep -----------------------------------------------------------------------------------------------
-
-    @property
-    def asleep(self) -> bool:
-        """Whether :meth:`sleep` has released the memory."""
-        return self._asleep is not None
-
-    def sleep(self, backup: MemoryPool | None = None, *, timeout: float | None = None) -> None:
-        """Release the physical memory of all ranks and keep the addresses; call it on all ranks at the same time.
-
-        The host blocks until the devices are idle. Signal pads and counters are always saved. Until :meth:`wake`, only
-        :meth:`close` and :meth:`abandon` can be called.
-
-        Parameters
-        ----------
-        backup
-            A pool in host memory that this process's devices can access. It keeps the bytes of this process's ranks.
-            None: the bytes are lost. Ranks may differ in this argument.
-        timeout
-            Seconds; default: :attr:`timeout`.
-
-        Raises
-        ------
-        EvictedError
-            The memory is asleep already.
-        SymmetricMemoryError
-            A rank was not ready in time, or had no host memory for the backup. The memory stays awake.
-        CudaError
-            The driver refused a release. Call it again to retry.
-        """
-        if self._asleep is not None and self._resources.memories:
-            # The previous call saved the contents, but the driver refused a release.
-            self._resources.release_memory()
-            return
-        self._check_open()
-        steps.check_no_capture(self._resources.session)
-        deadline = self._deadline(timeout)
-        saved: dict[int, _SavedContents] = {}
-
-        def save(rank: int) -> None:
-            failures: list[CudaError] = []
-            finish_all([self._resources.devices[rank]], deadline, failures)
-            if failures:
-                raise failures.pop(0)
-            saved[rank] = _SavedContents.of(self._resources, self._plan.layout, rank, backup)
-
-        with undoing(lambda: [contents.close() for contents in saved.values()]):
-            self._finish_together("sleep", save, deadline)
-        self._asleep = saved
-        self._resources.release_memory()
-
-    def wake(self, *, timeout: float | None = None) -> None:
-        """Allocate memory at the same addresses and restore the saved bytes; call it on all ranks at the same time.
-
-        Bytes that were not saved are undefined. Earlier buffers, tables and graphs are valid again.
-
-        Parameters
-        ----------
-        timeout
-            Seconds; default: :attr:`timeout`.
-
-        Raises
-        ------
-        EvictedError
-            The memory is not asleep.
-        SymmetricMemoryError
-            A rank had no memory, was not ready in time, or the driver refused a step. All ranks stay asleep with their
-            saved bytes. If no rank has died, the call can be repeated.
-        """
-        asleep = self._asleep
-        if asleep is None:
-            raise EvictedError(f"{self!r} is not asleep")
-        steps.check_no_capture(self._resources.session)
-        resources, layout = self._resources, self._plan.layout
-        deadline = self._deadline(timeout)
-
-        def restore(rank: int) -> None:
-            asleep[rank].restore(resources, layout, rank)
-
-        if resources.memories:
-            self._release_memory()  # left over by a wake that failed
-        with undoing(functools.partial(self._group.barrier_after_failure, deadline)), undoing(self._release_memory):
-            steps.set_up(self._group, resources, self._plan, deadline, restore)
-        self._asleep = None
-        for contents in asleep.values():
-            contents.close()
-
-    def _release_memory(self) -> None:
-        """Release the memory of a failed wake, after the copies into it."""
-        finish_all(self._resources.devices.values(), deadline_after(_ABANDON_TIMEOUT), [])
-        self._resources.release_memory()
+        if self._owned and self._group.communicator is not None and not self._group.failed:
+            self._group.communicator.close()
 
     def _leave(self, *, failed: bool) -> None:
         if failed:
@@ -700,49 +521,9 @@ class SymmetricMemory(_Replicas, Shown):
 
     def _text(self) -> str:
         who = f"rank {self.rank} of {self.size}" if self.communicator is not None else f"{self.size} devices"
-        awake = ", with multicast" if self.multicast else ""
-        state = ", closed" if self.closed else ", asleep" if self._asleep is not None else awake
+        multicast = ", with multicast" if self.multicast else ""
+        state = ", closed" if self.closed else multicast
         return f" of {size_text(self.nbytes)} for each rank, {who}{state}"
-
-
-class _SavedContents(NamedTuple):
-    """Contents of a rank's memory while it is asleep."""
-
-    bytes: BackupRange | None
-    """Backup of the user's bytes; None if they were not saved."""
-    internal: npt.NDArray[np.uint8]
-    """Signal pad, counters and tables."""
-
-    @classmethod
-    def of(cls, resources: RankResources, layout: Layout, rank: int, backup: MemoryPool | None) -> _SavedContents:
-        """Copy the contents to host memory."""
-        replica = resources.replicas[rank]
-        internal = np.zeros(layout.total - layout.signal_pad, np.uint8)
-        with resources.devices[rank].create_stream() as stream, copying(stream) as copies:
-            replica[layout.signal_pad : layout.total].copy_to(internal, stream)
-            saved = None if backup is None else Backup.allocate(backup, layout.nbytes, stream).hold(0, layout.nbytes)
-            contents = cls(saved, internal)
-            with undoing(contents.close):
-                try:
-                    if saved is not None:
-                        saved.save(CopySide.of(replica[: layout.nbytes]), copies)
-                finally:
-                    stream.synchronize()
-        return contents
-
-    def restore(self, resources: RankResources, layout: Layout, rank: int) -> None:
-        """Copy the contents to new device memory."""
-        replica = resources.replicas[rank]
-        with resources.devices[rank].create_stream() as stream, copying(stream) as copies:
-            replica[layout.signal_pad : layout.total].copy_from(self.internal, stream)
-            if self.bytes is not None:
-                self.bytes.load(CopySide.of(replica[: layout.nbytes]), copies)
-            stream.synchronize()
-
-    def close(self) -> None:
-        """Free the host memory."""
-        if self.bytes is not None:
-            self.bytes.leave()
 
 
 def _satisfy_and_finish(

@@ -28,7 +28,6 @@ from streamalloc.vmm.ownership import (
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
 from streamalloc.vmm.properties import MemAllocationProp
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.stores.pool import Backup, BackupRange, copying
 
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 

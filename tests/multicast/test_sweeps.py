@@ -59,12 +59,6 @@ class Viewed(Team):
         self.things[multicast.MulticastView] = self.made.enter_context(self.object.map(access=self.devices))
 
 
-def _slept(world: Team, one: SymmetricMemory) -> None:
-    one.sleep()
-    world.shapes.append(world.shape())
-    one.wake()
-
-
 def _signalled(world: Team, one: SymmetricMemory) -> None:
     one.put_signal(1, world.streams[0], rank=0)
     one.wait_signal(0, world.streams[1], rank=1)
@@ -93,8 +87,6 @@ TEAM_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "MulticastView.copy_from": lambda world, one: None,  # refused: ordinary reads and writes mean nothing there
     "MulticastView.copy_to": lambda world, one: None,
     "MulticastView.fill": lambda world, one: None,
-    "SymmetricMemory.sleep": _slept,
-    "SymmetricMemory.wake": lambda world, one: None,  # with sleep
     "tables": lambda world, one: one.tables(),
     "mark_complete": lambda world, one: one.mark_complete(),
     "team_complete": lambda world, one: _deprecated(one.team_complete),

@@ -663,7 +663,7 @@ def test_two_threads_close_it(device: sa.Device) -> None:
     def close(memory: SymmetricMemory) -> None:
         memory.close()
 
-    for memory in interleaved(RankResources.release_memory, make, close, close):
+    for memory in interleaved(RankResources.release, make, close, close):
         assert memory.closed and not memory._resources.made
 
 
@@ -673,16 +673,15 @@ class TestReleaseByTwoThreads:
 
     def make(self) -> RankResources:
         device = sa.Device(0, driver=self.faults)
-        resources = RankResources(session_of(device), {0: device, 1: device}, 2)
-        resources.physical_bytes = 2 * MiB
+        resources = RankResources(session_of(device), {0: device, 1: device}, 2, 2 * MiB)
         for rank in resources.devices:
-            resources.create(rank, multicast=False)
+            resources.create(rank, sa.MemHandleType.NONE, multicast=False)
         resources.reserve()
         resources.map()
         return resources
 
     def test_memory(self) -> None:
-        release = RankResources.release_memory
+        release = RankResources.release
         for resources in interleaved(release, self.make, release, release):
             assert not resources.memories and not resources.releasing
             resources.release()

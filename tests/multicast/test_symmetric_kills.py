@@ -34,7 +34,7 @@ CALLS = {
     "reserve": "cuMemAddressReserve",
     "map": "cuMemMap",
     "access": "cuMemSetAccess",
-    "clear": "cuMemcpyHtoDAsync",
+    "clear": "cuMemsetD8Async",
     "close": "cuCtxSynchronize",
 }
 

@@ -263,7 +263,7 @@ class TestBarrier:
                 memory._signals._rounds[0] = start
                 counters = np.full(2 * CHANNELS * memory.size, start, np.uint32)
                 replica = memory._resources.replicas[rank.number]
-                replica[memory._plan.layout.counters :][: counters.nbytes].copy_from(counters, stream)
+                replica[memory._layout.counters :][: counters.nbytes].copy_from(counters, stream)
                 stream.synchronize()
                 rank.group.barrier()
                 for _ in range(6):

@@ -359,8 +359,6 @@ def symmetric(bench: Team) -> None:
             memory.barrier(bench.stream, second)
             second.synchronize()
         memory.buffers[0].fill(1)
-        memory.sleep()
-        memory.wake()
 
 
 @pytest.fixture(autouse=True)

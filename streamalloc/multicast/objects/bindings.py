@@ -112,12 +112,6 @@ class BindSource(NamedTuple):
             raise ValueError(f"memory={self.given!r} is on {location}: allowed are DEVICE and HOST_NUMA")
         if device is None:
             raise ValueError(f"memory={self.given!r} is on {location}: device= must name a device of the team")
-        nearest = device.attribute("HOST_NUMA_ID")
-        if nearest != location.id:
-            raise ValueError(
-                f"device={device!r} is nearest to NUMA node {nearest}: memory of {location} is bound for "
-                "devices nearest to it"
-            )
         return device.ordinal
 
     def _handle_types(self) -> MemHandleType | None:

@@ -149,7 +149,7 @@ class MulticastObject(GenericAllocation):
         The fabric manager is not running.
     """
 
-    __slots__ = ("_bound", "_complete", "_devices", "_prop", "_team")
+    __slots__ = ("_bound", "_complete", "_team", "devices", "num_devices", "properties")
 
     _mark = "M"
     _unreadable = (
@@ -177,24 +177,29 @@ class MulticastObject(GenericAllocation):
             hint = f"{' (the recommended one)' if recommended else ''}; round_up=True rounds up"
             check_multiple("nbytes", prop.size, step, hint=hint)
         self._open(session, prop, smallest)
-        self._create("cuMulticastCreate", prop.to_driver())
 
-    def _open(self, session: Session, prop: MulticastObjectProp, step: int) -> None:
+    def _open(
+        self, session: Session, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes | None = None
+    ) -> None:
         self._bound: list[BindingNode] = []
         self._complete = False
         """Whether :meth:`mark_complete` was called."""
-        self._devices: list[Device] = []
-        self._prop = prop
+        self.devices: tuple[Device, ...] = ()
+        """Devices that this process added; other processes may have added more."""
+        self.properties: MulticastObjectProp = prop
+        """The properties that the object was created with."""
+        self.num_devices: int = prop.num_devices
+        """Number of devices in the team, over all processes."""
         self._granularity: int = step
         self._handle_types: MemHandleType = prop.handle_types
         self._team = Team()
         self._prepare(session, prop.size, Kind.OBJECT)
         self._team.first[self._node] = None
         self._state.teams[self._team] = None
-
-    def _open_handle(self, session: Session, prop: MulticastObjectProp, step: int, handle: Fd | int | bytes) -> None:
-        self._open(session, prop, step)
-        self._import(handle)
+        if handle is None:
+            self._create("cuMulticastCreate", prop.to_driver())
+        else:
+            self._import(handle)
 
     @staticmethod
     def granularity(
@@ -251,26 +256,11 @@ class MulticastObject(GenericAllocation):
             step = _granularity_of(session, prop)
             check_multiple("nbytes", prop.size, step)
             imported = cls.__new__(cls)
-            imported._open_handle(session, prop, step, handle)
+            imported._open(session, prop, step, handle)
             return imported
         finally:
             if isinstance(handle, Fd):
                 handle.close()
-
-    @property
-    def properties(self) -> MulticastObjectProp:
-        """The properties that the object was created with."""
-        return self._prop
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices in the team, over all processes."""
-        return self._prop.num_devices
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Devices that this process added; other processes may have added more."""
-        return tuple(self._devices)
 
     @property
     def complete(self) -> bool:
@@ -301,14 +291,14 @@ class MulticastObject(GenericAllocation):
         """
         raw = self._checked_raw()
         check_device("device", device, self._session)
-        if device in self._devices:
+        if device in self.devices:
             raise ValueError(f"device={device!r} was added already: a team has each device once")
         if self._all_here:
             raise ValueError(f"device={device!r} is one too many: {self!r} was made for {self.num_devices}")
         if not device.attribute("MULTICAST_SUPPORTED"):
             raise _unsupported("cuMulticastAddDevice", f"{device!r}")
         self._session.call("cuMulticastAddDevice", raw, device.ordinal)
-        self._devices.append(device)
+        self.devices += (device,)
 
     def mark_complete(self) -> None:
         """Declare that all processes have added their devices, so that :attr:`complete` is true.
@@ -374,7 +364,7 @@ class MulticastObject(GenericAllocation):
         if stop > self.nbytes:
             raise ValueError(f"offset={offset}: {size_text(source.nbytes)} end outside of {self!r}")
         ordinal = source.check(self._granularity, device, shareable=bool(self._handle_types) or self._state.imported)
-        if self._all_here and ordinal not in [one.ordinal for one in self._devices]:
+        if self._all_here and ordinal not in [one.ordinal for one in self.devices]:
             raise self._outside_team(f"{memory!r}: device {ordinal}")
         for other in self._live_bindings():
             if other.device == ordinal and other.offset < stop and start < other.stop:
@@ -456,7 +446,7 @@ class MulticastObject(GenericAllocation):
         for location, flags in rights.items():
             if flags and location.on_host:
                 raise refused(NotSupportedError, "cuMemSetAccess", "the host cannot use a multicast object")
-            if flags and self._all_here and location not in [device.location for device in self._devices]:
+            if flags and self._all_here and location not in [device.location for device in self.devices]:
                 raise self._outside_team(f"access: {location}")
 
     # -- release ---------------------------------------------------------------------------------------------
@@ -503,18 +493,18 @@ class MulticastObject(GenericAllocation):
 
     @property
     def _all_here(self) -> bool:
-        return len(self._devices) == self.num_devices
+        return len(self.devices) == self.num_devices
 
     def _check_complete(self, purpose: str) -> None:
         if not self.complete:
-            missing = self.num_devices - len(self._devices)
+            missing = self.num_devices - len(self.devices)
             raise IncompleteTeamError(
                 f"the driver would block: {missing} of the {self.num_devices} devices of {self!r} were not added here. "
                 f"Add them before you {purpose}; if other processes add them, call mark_complete() after they have"
             )
 
     def _outside_team(self, subject: str) -> ValueError:
-        members = ", ".join(f"device {device.ordinal}" for device in self._devices)
+        members = ", ".join(f"device {device.ordinal}" for device in self.devices)
         return ValueError(f"{subject} is not in the team of {self!r}, which has {members}")
 
     def _leave(self, *, failed: bool) -> None:
@@ -531,7 +521,7 @@ class MulticastObject(GenericAllocation):
             yield "bound", table(("memory of", "at", "size"), bound)
 
     def _text(self) -> str:
-        team = f"{len(self._devices)} of {self.num_devices} devices added here"
+        team = f"{len(self.devices)} of {self.num_devices} devices added here"
         bound = f", {len(self._live_bindings())} bindings" if self._live_bindings() else ""
         return f" of {size_text(self.nbytes)}, {team}{bound}, {self._handle_text()}"
 
@@ -542,37 +532,25 @@ class Binding(Closes):
     :meth:`close` unbinds the memory. Dropping this object does not, because the multicast object owns the binding.
     """
 
-    __slots__ = ("_node", "multicast")
+    __slots__ = ("_node", "memory", "memory_offset", "multicast", "nbytes", "offset")
 
     def __init__(self, multicast: MulticastObject, node: BindingNode) -> None:
+        self._node = node
         self.multicast: MulticastObject = multicast
         """The object that the memory is bound to."""
-        self._node = node
-
-    @property
-    def memory(self) -> PhysicalMemory | Memory:
+        self.memory: PhysicalMemory | Memory = node.source.memory
         """The bound memory; for a mapping, the physical memory behind it."""
-        return self._node.source.memory
+        self.offset: int = node.offset
+        """Bytes from the start of the multicast object to the binding."""
+        self.memory_offset: int = node.source.offset
+        """Bytes from the start of :attr:`memory` to the bound range."""
+        self.nbytes: int = node.source.nbytes
+        """Size of the bound range in bytes."""
 
     @property
     def device(self) -> Device:
         """The device that the memory is bound for."""
         return Device(self._node.device, driver=self.multicast.driver)
-
-    @property
-    def offset(self) -> int:
-        """Bytes from the start of the multicast object to the binding."""
-        return self._node.offset
-
-    @property
-    def memory_offset(self) -> int:
-        """Bytes from the start of :attr:`memory` to the bound range."""
-        return self._node.source.offset
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the bound range in bytes."""
-        return self._node.source.nbytes
 
     @property
     def closed(self) -> bool:

@@ -52,8 +52,8 @@ class RankProfile:
     """``MemHandleType`` as a number; 0 for any that works."""
     host: str
     """Machine, user and network namespace."""
-    multicast_granularity: dict[str, int]
-    """Granularity of multicast objects in bytes, by handle type; empty if multicast is impossible."""
+    multicast_granularity: int
+    """Largest granularity in bytes of multicast objects with the handle types of the device; 0 without multicast."""
     format: int = _FORMAT
 
     def to_bytes(self) -> bytes:
@@ -107,8 +107,10 @@ class Plan(NamedTuple):
 
     layout: Layout
     multicast: bool
-    physical_bytes: dict[MemHandleType, int]
-    """Bytes of physical memory per rank, for each usable handle type; the preferred type is first."""
+    handle_types: tuple[MemHandleType, ...]
+    """Usable handle types, the preferred one first."""
+    physical_bytes: int
+    """Bytes of physical memory per rank."""
 
 
 def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
@@ -132,13 +134,9 @@ def make_plan(profiles: Sequence[RankProfile], *, one_process: bool) -> Plan:
         raise refused(NotSupportedError, "cuMulticastCreate", f"needs {obstacle}")
     multicast = first.multicast is not False and not obstacle
     layout = layout_of(first.nbytes, first.signal_pad_bytes, len(profiles))
-    physical_bytes = {}
-    for kind in (MemHandleType.NONE,) if one_process else _usable_handle_types(profiles):
-        granularities = [profile.granularity for profile in profiles]
-        if multicast:
-            granularities += [profile.multicast_granularity[str(int(kind))] for profile in profiles]
-        physical_bytes[kind] = round_up(layout.total, max(granularities))
-    return Plan(layout, multicast, physical_bytes)
+    granularity = max(max(profile.granularity, profile.multicast_granularity * multicast) for profile in profiles)
+    kinds = (MemHandleType.NONE,) if one_process else _usable_handle_types(profiles)
+    return Plan(layout, multicast, kinds, round_up(layout.total, granularity))
 
 
 def _shown(name: str, value: Any) -> str:

@@ -33,7 +33,7 @@ class SymmetricMemoryError(RuntimeError):
         The rank that failed; if several did, the lowest.
     step
         The step that failed: ``"agree"``, ``"create"``, ``"export"``, ``"exchange"``, ``"import"``, ``"add"``,
-        ``"bind"``, ``"reserve"``, ``"map"``, ``"access"``, ``"clear"``, ``"sleep"``, ``"fill"`` or ``"close"``.
+        ``"bind"``, ``"reserve"``, ``"map"``, ``"access"``, ``"clear"`` or ``"close"``.
     reason
         The text of the error on that rank.
     """

@@ -27,12 +27,12 @@ class RankResources(Deferred):
     ``devices``: the devices of this process's ranks, by rank. They get access to all mappings.
     """
 
-    def __init__(self, session: Session, devices: dict[int, Device], size: int) -> None:
+    def __init__(self, session: Session, devices: dict[int, Device], size: int, physical_bytes: int) -> None:
         self.session: Session = session
         self.devices: dict[int, Device] = devices
         self.size: int = size
         self.kind: MemHandleType = MemHandleType.NONE
-        self.physical_bytes: int = 0
+        self.physical_bytes: int = physical_bytes
         self.handles: list[Fd] = []
         """File descriptors to close once everything is imported."""
         self.memories: dict[int, PhysicalMemory] = {}
@@ -53,13 +53,13 @@ class RankResources(Deferred):
 
     # -- the steps, each for one rank of this process --------------------------------------------------------
 
-    def create(self, rank: int, multicast: bool) -> None:
+    def create(self, rank: int, kind: MemHandleType, multicast: bool) -> None:
         """Create the rank's memory; rank 0 also creates the multicast object."""
-        device = self.devices[rank]
-        self.memories[rank] = PhysicalMemory(device, self.physical_bytes, handle_types=self.kind)
+        device, self.kind = self.devices[rank], kind
+        self.memories[rank] = PhysicalMemory(device, self.physical_bytes, handle_types=kind)
         if multicast and rank == 0:
             shape = self.physical_bytes, self.size
-            self.multicast = MulticastObject(*shape, handle_types=self.kind, driver=device.driver)
+            self.multicast = MulticastObject(*shape, handle_types=kind, driver=device.driver)
 
     def export(self, rank: int) -> list[Handle]:
         """Export the rank's memory, and the multicast object if this rank created it."""
@@ -100,9 +100,7 @@ class RankResources(Deferred):
         self._object.bind(self.memories[rank], device=self.devices[rank])
 
     def reserve(self) -> None:
-        """Reserve the addresses, unless they are still reserved after :meth:`release_memory`."""
-        if self.ranges:
-            return
+        """Reserve the addresses."""
         nbytes, driver = self.physical_bytes, self.session.driver
         self.ranges.append(AddressRange(self.size * nbytes, driver=driver))
         if self.multicast is not None:
@@ -128,8 +126,8 @@ class RankResources(Deferred):
         """Whether anything is left to release."""
         return bool(self.handles or self.multicast or self.memories or self.ranges)
 
-    def release_memory(self) -> None:
-        """Release everything except the addresses. Work that uses the memory must be done.
+    def release(self) -> None:
+        """Release everything. Work that uses the memory must be done.
 
         If a driver call fails, the resource stays, and so do those that must be released after it. Call the method
         again to retry.
@@ -150,14 +148,9 @@ class RankResources(Deferred):
             self.multicast = self.view = None
             self.replicas.clear()
             self.memories.clear()
-            self.releasing = False
-
-    def release(self) -> None:
-        """Release everything: the memory as :meth:`release_memory` does, then the addresses."""
-        with self._lock:
-            self.release_memory()
             undo_all(range.close for range in self.ranges)
             self.ranges.clear()
+            self.releasing = False
 
     def attempt(self) -> bool:
         self.release()

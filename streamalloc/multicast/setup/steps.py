@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,14 +16,12 @@ from streamalloc.core.errors import (
     NotPermittedError,
     NotSupportedError,
     refused,
-    undoing,
     warn,
 )
-from streamalloc.core.internal import Device, HandleEnd, deferred_queue, session_for
+from streamalloc.core.internal import Device, check_device, deferred_queue, session_for
 from streamalloc.core.properties import MemHandleType, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import cuda
 from streamalloc.ipc import DriverVersionWarning
 from streamalloc.ipc.internal import deadline_after
 from streamalloc.multicast.objects.multicast_object import MulticastObject
@@ -31,9 +30,6 @@ from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryErr
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.vmm import PhysicalMemory
 
-_NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
-_HOST_IMAGE = 64 << 10
-"""Most bytes that are cleared by a copy of zeros from the host; a larger signal pad is cleared by a memset."""
 _FABRIC_HANDLE = 64
 """Bytes in a ``CUmemFabricHandle``."""
 _HANDLE_TYPES = (MemHandleType.FABRIC, MemHandleType.POSIX_FILE_DESCRIPTOR)
@@ -66,13 +62,10 @@ def check_devices(communicator: Any, device: Device | None, devices: Sequence[De
         raise TypeError(
             "devices= is for one process that has all ranks: it goes with no communicator, device= or handle_type="
         )
-    for one in devices:
-        if not isinstance(one, Device):
-            raise TypeError(f"devices must be Devices, not {type(one).__name__} ({one!r})")
-        if session_of(one) is not session_of(devices[0]):
-            raise ValueError(f"devices: {one!r} belongs to another driver than {devices[0]!r}")
     if not devices:
         raise ValueError("devices: there must be one or more")
+    for one in devices:
+        check_device("devices", one, session_of(devices[0]))
 
 
 def deadline_or_none(timeout: float | None) -> float | None:
@@ -136,17 +129,14 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
     granularity = PhysicalMemory.granularity(device, recommended=True)
     attributes = ("HANDLE_TYPE_FABRIC_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "MULTICAST_SUPPORTED")
     fabric, posix, supported = (_has(device, name) for name in attributes)
-    granularities: dict[str, int] = {}
+    multicast_granularity = 0
     if arguments.multicast is not False and supported and group.size > 1:
-        layout = layout_of(arguments.nbytes, arguments.signal_pad_bytes, group.size)
+        nbytes = round_up(layout_of(arguments.nbytes, arguments.signal_pad_bytes, group.size).total, granularity)
         kinds = [MemHandleType.NONE]
         if group.communicator is not None:
             kinds = [kind for kind, offered in zip(_HANDLE_TYPES, (fabric, posix), strict=True) if offered]
-        for kind in kinds:
-            nbytes = round_up(layout.total, granularity)
-            granularities[str(int(kind))] = MulticastObject.granularity(
-                group.size, nbytes, handle_types=kind, recommended=True, driver=device.driver
-            )
+        query = functools.partial(MulticastObject.granularity, recommended=True, driver=device.driver)
+        multicast_granularity = max((query(group.size, nbytes, handle_types=kind) for kind in kinds), default=0)
     return RankProfile(
         device=f"{device.uuid} ({device.name})",
         driver_version=int(session.call("cuDriverGetVersion")),
@@ -159,21 +149,12 @@ def _profile(group: RankGroup, arguments: Arguments, device: Device) -> RankProf
         multicast=None if arguments.multicast == "auto" else bool(arguments.multicast),
         handle_type=int(arguments.handle_type or 0),
         host="" if group.communicator is None else group.communicator.host,
-        multicast_granularity=granularities,
+        multicast_granularity=multicast_granularity,
     )
 
 
-def set_up(
-    group: RankGroup,
-    resources: RankResources,
-    plan: Plan,
-    deadline: float | None,
-    fill: Callable[[int], None] | None = None,
-) -> tuple[int, ...]:
-    """Run all steps after the agreement; return the address of each rank's memory in this process.
-
-    ``fill`` restores the contents of a rank's memory. Without it, all memory after the user's bytes is cleared.
-    """
+def set_up(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> tuple[int, ...]:
+    """Run all steps after the agreement; return the address of each rank's memory in this process."""
     _create(group, resources, plan, deadline)
     if group.communicator is not None:
         _exchange(group, resources, plan.multicast, deadline)
@@ -190,7 +171,7 @@ def set_up(
         ("map", once(resources.map)),
         ("access", once(resources.set_access)),
         # Last step: afterwards the memory of every rank is ready for use.
-        ("fill", fill) if fill is not None else ("clear", lambda rank: _clear(resources, plan.layout, rank)),
+        ("clear", lambda rank: _clear(resources, plan.layout, rank)),
     ]
     for name, do in steps:
         group.step(name, do, deadline)
@@ -199,16 +180,13 @@ def set_up(
 
 def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: float | None) -> None:
     """Create the memory with the first handle type that the driver accepts on all ranks."""
-    kinds = list(plan.physical_bytes)
-    for kind in kinds:
+    for kind in plan.handle_types:
 
         def create(rank: int, kind: MemHandleType = kind) -> bytes:
-            if kind != kinds[0]:
+            if kind is not plan.handle_types[0]:
                 resources.release()
-            resources.kind = kind
-            resources.physical_bytes = plan.physical_bytes[kind]
             try:
-                resources.create(rank, plan.multicast)
+                resources.create(rank, kind, plan.multicast)
             except (NotPermittedError, NotSupportedError) as error:
                 if kind is not MemHandleType.FABRIC:
                     raise
@@ -220,8 +198,7 @@ def _create(group: RankGroup, resources: RankResources, plan: Plan, deadline: fl
         refused = [rank for rank, refusal in enumerate(refusals) if refusal]
         if not refused:
             return
-        if kind == kinds[-1]:
-            raise SymmetricMemoryError(refused[0], "create", refusals[refused[0]].decode(errors="replace"))
+    raise SymmetricMemoryError(refused[0], "create", refusals[refused[0]].decode(errors="replace"))
 
 
 def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadline: float | None) -> None:
@@ -240,23 +217,15 @@ def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadl
 
 def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     """Zero the signal pad and the counters, and write the address tables."""
-    session, device = resources.session, resources.devices[rank]
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
-    start, first = int(bases[rank]), layout.signal_pad
-    # A bare handle is cheaper than a Stream object, and no ordering is needed here.
-    later, end = deferred_queue(session), HandleEnd(session, "cuStreamDestroy", None)
-    with undoing(lambda: later.submit(end)), device.current():
-        end._raw = session.call("cuStreamCreateWithPriority", _NON_BLOCKING, 0)
-        if layout.total - first > _HOST_IMAGE:
-            session.call("cuMemsetD8Async", start + first, 0, layout.counters - first, end.raw)
-            first = layout.counters
-        image = np.zeros(layout.total - first, np.uint8)
-        signal_pads = bases + np.uint64(layout.signal_pad)
-        for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, signal_pads)):
-            image[table - first :][: addresses.nbytes] = addresses.view(np.uint8)
-        session.call("cuMemcpyHtoDAsync", start + first, image.ctypes.data, image.nbytes, end.raw)
-        session.call("cuStreamSynchronize", end.raw)
-    later.end(end)
+    tables = np.zeros(layout.total - layout.buffer_table, np.uint8)
+    for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, bases + np.uint64(layout.signal_pad))):
+        tables[table - layout.buffer_table :][: addresses.nbytes] = addresses.view(np.uint8)
+    replica = resources.replicas[rank]
+    with resources.devices[rank].create_stream() as stream:
+        replica[layout.signal_pad : layout.buffer_table].fill(0, stream)
+        replica[layout.buffer_table : layout.total].copy_from(tables, stream)
+        stream.synchronize()
 
 
 def _has(device: Device, attribute: str) -> bool:
