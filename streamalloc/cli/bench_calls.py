@@ -23,8 +23,6 @@ _QUEUED = 200
 """Calls per block that queue work: a stream's queue holds about 1,000."""
 MOST_ALIVE = 1_000_000
 """Live allocations, at most; a tenth of it with ``--quick`` and on a simulated driver."""
-_LIVE_BYTES = 512
-"""Bytes in a live allocation: the pool's alignment, so the smallest."""
 
 
 def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
@@ -35,31 +33,46 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 # --- allocate and free ----------------------------------------------------------------------------------------------
 
 
-def raw_pair(bench: Bench, pool: Any = None, nbytes: int = SIZE) -> Call:
-    """Allocate and free with the bindings' functions and handle objects, results unchecked."""
-    allocate, free, stream = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync, bench.raw_stream
-    pool = pool or bench.raw_pool
-    return lambda: free(allocate(nbytes, pool, stream)[1], stream)
+def pair(kind: str, nbytes: int = SIZE, *, streams: int = 1, alive: int = 0) -> Setup:
+    """Allocate and free, with so many other allocations alive; on the next of several streams each time.
 
-
-def _allocator(bench: Bench, kind: str, pool: sa.MemoryPool) -> Any:
-    """Return the library's pool itself, or a cache over it."""
-    return pool if kind == OURS else bench.resources.enter_context(sa.CachingAllocator(pool))
-
-
-def our_pair(kind: str) -> Setup:
-    """Allocate and free with the library."""
+    The raw calls are the bindings' functions with handle objects, results unchecked.
+    """
 
     def setup(bench: Bench) -> Call:
-        allocator, stream = _allocator(bench, kind, bench.pool), bench.stream
-        return lambda: allocator.allocate(SIZE, stream).free()
+        if alive > MOST_ALIVE // (10 if bench.quick or bench.chosen.is_simulated else 1):
+            raise ImportError("so many allocations take too long")
+        pool, raw_pool = bench.new_pool()
+        allocator: Any = bench.resources.enter_context(sa.CachingAllocator(pool)) if kind == CACHED else pool
+        stream, *others = those = [bench.new_stream() for _ in range(streams)]
+        buffers = [allocator.allocate(nbytes, stream) for _ in range(alive)]
+        bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
+        next_stream = itertools.cycle(those).__next__
+        if kind != RAW:
+            if others:
+                return lambda: allocator.allocate(nbytes, next_stream()).free()
+            return lambda: allocator.allocate(nbytes, stream).free()
+        allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
+        raw, next_raw = raw_handle(stream), itertools.cycle(map(raw_handle, those)).__next__
+
+        def on_the_next() -> None:
+            on = next_raw()
+            free(allocate(nbytes, raw_pool, on)[1], on)
+
+        return on_the_next if others else lambda: free(allocate(nbytes, raw_pool, raw)[1], raw)
 
     return setup
 
 
 def our_drop(kind: str) -> Setup:
     """Allocate with the library; dropping the buffer frees it."""
-    return lambda bench: partial(_allocator(bench, kind, bench.pool).allocate, SIZE, bench.stream)
+
+    def setup(bench: Bench) -> Call:
+        cached = kind == CACHED
+        allocator = bench.resources.enter_context(sa.CachingAllocator(bench.pool)) if cached else bench.pool
+        return partial(allocator.allocate, SIZE, bench.stream)
+
+    return setup
 
 
 def cuda_core_pair(cuda: CudaCore) -> Call:
@@ -124,47 +137,13 @@ def capsule_of(array: Any) -> Call:
 # --- many live allocations, many streams ----------------------------------------------------------------------------
 
 
-def _live(kind: str, count: int) -> Setup:
-    def setup(bench: Bench) -> Call:
-        if count > MOST_ALIVE // (10 if bench.quick or bench.chosen.is_simulated else 1):
-            raise ImportError("so many allocations take too long")
-        pool, raw_pool = bench.new_pool()
-        allocator, stream = _allocator(bench, OURS if kind == RAW else kind, pool), bench.stream
-        buffers = [allocator.allocate(_LIVE_BYTES, stream) for _ in range(count)]
-        bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
-        if kind == RAW:
-            return raw_pair(bench, raw_pool, _LIVE_BYTES)
-        return lambda: allocator.allocate(_LIVE_BYTES, stream).free()
-
-    return setup
-
-
-def _on_streams(kind: str, count: int) -> Setup:
-    def setup(bench: Bench) -> Call:
-        streams = [bench.new_stream() for _ in range(count)]
-        pool, raw_pool = bench.new_pool()
-        if kind != RAW:
-            allocator, next_stream = _allocator(bench, kind, pool), itertools.cycle(streams).__next__
-            return lambda: allocator.allocate(SIZE, next_stream()).free()
-        allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
-        next_raw = itertools.cycle(map(raw_handle, streams)).__next__
-
-        def pair() -> None:
-            stream = next_raw()
-            free(allocate(SIZE, raw_pool, stream)[1], stream)
-
-        return pair
-
-    return setup
-
-
-def _scaled(key: str, title: str, scales: dict[str, int], setup: Callable[[str, int], Setup]) -> Row:
+def _scaled(key: str, title: str, scales: dict[str, dict[str, int]]) -> Row:
     """Return a row that allocates and frees at several scales.
 
     The targets: the pool's ratio to the raw calls does not grow with the scale, nor does the cache's time.
     """
     kinds = (RAW, OURS, CACHED)
-    variants = {f"{kind}, {scale}": setup(kind, value) for scale, value in scales.items() for kind in kinds}
+    variants = {f"{kind}, {scale}": pair(kind, **options) for scale, options in scales.items() for kind in kinds}
     bases = {f"{kind}, {scale}": f"{RAW}, {scale}" for scale in scales for kind in kinds}
     first, *others = scales
     targets = [Target(f"{OURS}, {scale}", 1.15, f"{OURS}, {first}", "ratio_to_raw") for scale in others]
@@ -172,17 +151,15 @@ def _scaled(key: str, title: str, scales: dict[str, int], setup: Callable[[str, 
     return Row(key, title, variants, tuple(targets), bases=bases)
 
 
-_LIVE = {f"{count:,} alive": count for count in (10, 1_000, 100_000, 1_000_000)}
-_ON = {"1 stream": 1, "64 streams": 64}
+_LIVE = {f"{count:,} alive": {"nbytes": 512, "alive": count} for count in (10, 1_000, 100_000, 1_000_000)}
+_ON = {"1 stream": {"streams": 1}, "64 streams": {"streams": 64}}
 
 ROWS = (
     Row(
         "pair",
         "Allocate and free 4 KiB",
         {
-            RAW: raw_pair,
-            OURS: our_pair(OURS),
-            CACHED: our_pair(CACHED),
+            **{kind: pair(kind) for kind in (RAW, OURS, CACHED)},
             "cuda.core": with_(CudaCore, cuda_core_pair),
             "CuPy MemoryAsyncPool": with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryAsyncPool().malloc, SIZE)),
             CUPY_CACHING: with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryPool().malloc, SIZE)),
@@ -190,7 +167,7 @@ ROWS = (
         },
         (Target(OURS, 1.25, RAW), Target(CACHED, 0.4, RAW), Target(CACHED, 1.0, CUPY_CACHING)),
     ),
-    Row("drop", "Allocate 4 KiB and drop the buffer", {RAW: raw_pair, OURS: our_drop(OURS), CACHED: our_drop(CACHED)}),
+    Row("drop", "Allocate 4 KiB and drop the buffer", {RAW: pair(RAW), OURS: our_drop(OURS), CACHED: our_drop(CACHED)}),
     Row(
         "fill",
         "Fill 4 KiB",
@@ -270,6 +247,6 @@ ROWS = (
         (Target(OURS, 0.6),),
         most=_QUEUED,
     ),
-    _scaled("live", "Allocate and free 512 bytes, with N allocations alive in the pool", _LIVE, _live),
-    _scaled("streams", "Allocate and free 4 KiB, on the next stream each time", _ON, _on_streams),
+    _scaled("live", "Allocate and free 512 bytes, with N allocations alive in the pool", _LIVE),
+    _scaled("streams", "Allocate and free 4 KiB, on the next stream each time", _ON),
 )

@@ -103,17 +103,13 @@ def raw_share(stage: Stage) -> Measured:
     wait, free = driver.cuStreamWaitEvent, driver.cuMemFreeAsync
 
     def once() -> None:
-        allocated, pointer = allocate(SIZE, pool, stream)
-        exported, data = export(pointer)
-        (recorded,) = record(ready, stream)
-        if allocated or exported or recorded:
-            raise RuntimeError(allocated, exported, recorded)
+        pointer = value_of(allocate(SIZE, pool, stream))
+        data = value_of(export(pointer))
+        value_of(record(ready, stream))
         ours.send_bytes(ctypes.string_at(data.getPtr(), HANDLE_BYTES))
         ours.recv_bytes()
-        (waited,) = wait(stream, done, 0)
-        (freed,) = free(pointer, stream)
-        if waited or freed:
-            raise RuntimeError(waited, freed)
+        value_of(wait(stream, done, 0))
+        value_of(free(pointer, stream))
 
     return stage.served(once)
 
@@ -133,12 +129,10 @@ def _serve_raw(worker: WorkerBase, shared: str) -> Call:
     def once() -> None:
         data = new_data()
         ctypes.memmove(data.getPtr(), connection.recv_bytes(), HANDLE_BYTES)
-        imported, pointer = import_(pool, data)
-        (waited,) = wait(stream, ready, 0)
-        (freed,) = free(pointer, stream)
-        (recorded,) = record(done, stream)
-        if imported or waited or freed or recorded:
-            raise RuntimeError(imported, waited, freed, recorded)
+        pointer = value_of(import_(pool, data))
+        value_of(wait(stream, ready, 0))
+        value_of(free(pointer, stream))
+        value_of(record(done, stream))
         connection.send_bytes(b"k")
 
     return once

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.machine import KEEP_ALL, need_host_pool, need_virtual_memory
-from streamalloc.cli.measuring import Bench, Measured, Row, Setup, Target, undone, value_of
+from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, undone, value_of
 from streamalloc.core.errors import size_text
 
 STEPS = 16
@@ -27,83 +27,73 @@ PINNED = 2 << 30
 # --- growth ---------------------------------------------------------------------------------------------------------
 
 
-class Raw:
-    """Address range that is mapped step by step with the bindings' functions, results checked."""
+@contextlib.contextmanager
+def _raw(bench: Bench, nbytes: int) -> Iterator[Call]:
+    """Map an address range step by step with the bindings' functions, results checked."""
+    driver, end, handles = bench.driver, 0, []
+    create, map_, set_access = driver.cuMemCreate, driver.cuMemMap, driver.cuMemSetAccess
+    properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
+    descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
+    start = int(value_of(driver.cuMemAddressReserve(STEPS * nbytes, 0, 0, 0)))
 
-    def __init__(self, bench: Bench, nbytes: int) -> None:
-        self._driver = driver = bench.driver
-        self._create, self._map, self._set = driver.cuMemCreate, driver.cuMemMap, driver.cuMemSetAccess
-        self._nbytes = nbytes
-        self._properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
-        self._descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
-        self._handles: list[Any] = []
-        self._start = self._end = int(value_of(driver.cuMemAddressReserve(STEPS * nbytes, 0, 0, 0)))
+    def grow() -> None:
+        nonlocal end
+        handles.append(value_of(create(nbytes, properties, 0)))
+        value_of(map_(start + end, nbytes, 0, handles[-1], 0))
+        value_of(set_access(start + end, nbytes, descriptors, 1))
+        end += nbytes
 
-    def grow(self) -> None:
-        """Create a step of memory, map it and set access."""
-        self._handles.append(value_of(self._create(self._nbytes, self._properties, 0)))
-        value_of(self._map(self._end, self._nbytes, 0, self._handles[-1], 0))
-        value_of(self._set(self._end, self._nbytes, self._descriptors, 1))
-        self._end += self._nbytes
-
-    def close(self) -> None:
-        """Wait for the device, unmap and release."""
-        value_of(self._driver.cuCtxSynchronize())
-        if self._end > self._start:
-            value_of(self._driver.cuMemUnmap(self._start, self._end - self._start))
-        for handle in self._handles:
-            value_of(self._driver.cuMemRelease(handle))
-        value_of(self._driver.cuMemAddressFree(self._start, STEPS * self._nbytes))
+    yield grow
+    value_of(driver.cuCtxSynchronize())
+    if end:
+        value_of(driver.cuMemUnmap(start, end))
+    for handle in handles:
+        value_of(driver.cuMemRelease(handle))
+    value_of(driver.cuMemAddressFree(start, STEPS * nbytes))
 
 
-class Ours:
-    """The library's buffer."""
-
-    def __init__(self, bench: Bench, nbytes: int) -> None:
-        buffer = vmm.GrowableBuffer(bench.device, STEPS * nbytes)
-        self.grow, self.close = functools.partial(buffer.grow, nbytes), buffer.close
-
-
-class Copied:
-    """Memory that grows by allocating, copying and freeing."""
-
-    def __init__(self, bench: Bench, nbytes: int) -> None:
-        self._driver, self._stream, self._step = bench.driver, bench.raw_stream, nbytes
-        self._held: Any = None
-        self._size = 0
-
-    def grow(self) -> None:
-        """Allocate a step more, copy, and free the old memory."""
-        larger = value_of(self._driver.cuMemAlloc(self._size + self._step))
-        if self._held is not None:
-            value_of(self._driver.cuMemcpyAsync(larger, self._held, self._size, self._stream))
-            value_of(self._driver.cuStreamSynchronize(self._stream))
-            self.close()
-        self._held, self._size = larger, self._size + self._step
-
-    def close(self) -> None:
-        """Free the memory."""
-        if self._held is not None:
-            value_of(self._driver.cuMemFree(self._held))
-            self._held = None
+@contextlib.contextmanager
+def _ours(bench: Bench, nbytes: int) -> Iterator[Call]:
+    """Grow the library's buffer."""
+    with vmm.GrowableBuffer(bench.device, STEPS * nbytes) as buffer:
+        yield functools.partial(buffer.grow, nbytes)
 
 
-def _grown(kind: Callable[[Bench, int], Any]) -> Setup:
+@contextlib.contextmanager
+def _copied(bench: Bench, nbytes: int) -> Iterator[Call]:
+    """Allocate a step more, copy, and free the old memory."""
+    driver, held, size = bench.driver, bench.driver.CUdeviceptr(0), 0
+
+    def grow() -> None:
+        nonlocal held, size
+        larger = value_of(driver.cuMemAlloc(size + nbytes))
+        if size:
+            value_of(driver.cuMemcpyAsync(larger, held, size, bench.raw_stream))
+            value_of(driver.cuStreamSynchronize(bench.raw_stream))
+            value_of(driver.cuMemFree(held))
+        held, size = larger, size + nbytes
+
+    yield grow
+    if size:
+        value_of(driver.cuMemFree(held))
+
+
+def _grown(kind: Callable[[Bench, int], contextlib.AbstractContextManager[Call]]) -> Setup:
     """Return the time to grow from nothing in steps; the release is not timed."""
 
     def setup(bench: Bench) -> Measured:
-        new = functools.partial(kind, bench, STEP_SIMULATED if bench.chosen.is_simulated else STEP)
-        memory = new()
-        bench.resources.callback(lambda: memory.close())
+        nbytes = STEP_SIMULATED if bench.chosen.is_simulated else STEP
+        memory = bench.resources.enter_context(contextlib.ExitStack())
+        step = memory.enter_context(kind(bench, nbytes))
 
         def grow() -> None:
             for _ in range(STEPS):
-                memory.grow()
+                step()
 
         def renew() -> None:
-            nonlocal memory
+            nonlocal step
             memory.close()
-            memory = new()
+            step = memory.enter_context(kind(bench, nbytes))
 
         return undone(grow, renew)
 
@@ -181,7 +171,7 @@ ROWS = (
     Row(
         "growth",
         f"Grow a buffer by {STEPS} steps of {size_text(STEP)}",
-        {RAW: _grown(Raw), OURS: _grown(Ours), "cuMemAlloc, copy and cuMemFree": _grown(Copied)},
+        {RAW: _grown(_raw), OURS: _grown(_ours), "cuMemAlloc, copy and cuMemFree": _grown(_copied)},
         (Target(OURS, 1.1, RAW),),
         most=1,
         rounds=(24, 6),

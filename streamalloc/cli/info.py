@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import os
@@ -18,13 +17,12 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.machine import POSIX, Chosen, cuda_version
-from streamalloc.cli.terminal import Terminal, add_json_argument, plural
+from streamalloc.cli.terminal import Terminal, add_json_argument
 from streamalloc.cli.worker import Worker, WorkerBase, WorkerError, read
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import address_space_limit, imex_channels, missing_for
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
-from streamalloc.multicast import MulticastObject
 from streamalloc.pool.internal import ATTRIBUTES
 
 _ULIMIT = (
@@ -33,11 +31,6 @@ _ULIMIT = (
     "Remove the limit with `ulimit -v unlimited`."
 )
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
-_SHARED = {
-    "NONE": "within this process",
-    "POSIX_FILE_DESCRIPTOR": "by file descriptors, on this machine",
-    "FABRIC": "by fabric handles, also between machines",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +138,9 @@ def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     rows = ((one["what"], one["how"], _found(terminal, one)) for one in found["sharing"])
     terminal.table(rows, header=("", "by", "tried, on device 0"))
     _imex(terminal, found["imex_channels"])
-    _multicast(terminal, found["multicast"])
+    terminal.heading("Multicast")
+    for line in found["multicast"]["needs"]:
+        terminal.paragraph(line)
 
     terminal.heading("Pool attributes that cannot be read")
     for reason, names in _by_reason(found["unreadable_pool_attributes"]).items():
@@ -185,22 +180,18 @@ def _device(terminal: Terminal, device: dict[str, Any], supports: sa.Capabilitie
         rows += [("", other, "") for other in others]
     terminal.table(rows)
     if device["virtual_memory"]:
-        _granularities(terminal, "virtual memory", "one granule, tried", device["virtual_memory"])
+        terminal.line()
+        cells = []
+        for row in device["virtual_memory"]:
+            sizes = ("" if row[key] is None else size_text(row[key]) for key in ("granularity", "recommended"))
+            cells.append((row["what"], *sizes, _found(terminal, row)))
+        header = ("virtual memory", "granularity", "recommended", "one granule, tried")
+        terminal.table(cells, header=header, align="lrrl")
     if device["missing"]:
         terminal.line()
         terminal.line("  " + terminal.bold("Missing requirements"))
         for line in device["missing"]:
             terminal.paragraph(line, indent=4, first="  - ")
-
-
-def _granularities(terminal: Terminal, what: str, found: str, rows: list[dict[str, Any]]) -> None:
-    """Print a table of granularities."""
-    cells = []
-    for row in rows:
-        sizes = ("" if row[key] is None else size_text(row[key]) for key in ("granularity", "recommended"))
-        cells.append((row["what"], *sizes, _found(terminal, row)))
-    terminal.line()
-    terminal.table(cells, header=(what, "granularity", "recommended", found), align="lrrl")
 
 
 def _peers(terminal: Terminal, peer_access: list[list[bool]]) -> None:
@@ -223,27 +214,6 @@ def _imex(terminal: Terminal, channels: list[dict[str, Any]]) -> None:
         terminal.paragraph("none: /dev/nvidia-caps-imex-channels is absent or empty")
 
 
-def _multicast(terminal: Terminal, found: dict[str, Any]) -> None:
-    count = found["largest_team"]
-    terminal.heading("Multicast")
-    terminal.table(
-        (f"device {one['ordinal']}", _answer(terminal, _ANSWERS[one["supported"]]), "supports multicast objects")
-        for one in found["devices"]
-    )
-    if count:
-        ways = found["granularity"]
-        how = [{**one, "what": _SHARED[one["handle_type"]], "granularity": one["minimum"]} for one in ways]
-        _granularities(terminal, f"shared, {plural(count, 'device')}", "", how)
-        terminal.line()
-        terminal.paragraph(
-            f"A team has up to {count} devices of this process, plus those that other processes add. With fabric "
-            "handles (see IMEX channels), these can run on other machines. The driver does not report how many "
-            "objects fit into the switches, and no object was created to find out."
-        )
-    for line in found["needs"]:
-        terminal.paragraph(line)
-
-
 def _by_reason(unreadable: dict[str, str]) -> dict[str, list[str]]:
     """Group the attributes by reason; ``none`` if there are none."""
     reasons: dict[str, list[str]] = {}
@@ -255,16 +225,11 @@ def _by_reason(unreadable: dict[str, str]) -> dict[str, list[str]]:
 
 # --- trials ---------------------------------------------------------------------------------------------------------
 
-# Device attributes list the supported features; a trial shows whether a request succeeds. Each trial allocates little
-# and releases it at once. For multicast the driver is only queried: objects take space in switches that all processes
-# share. A trial is a row of plain data: `works` is whether it succeeded, `found` describes the result.
+# Device attributes list the supported features; a trial shows whether a request succeeds. It allocates little and
+# releases that at once. A trial is a row of plain data: `works` is whether it succeeded, `found` describes the result.
 
 Row = dict[str, Any]
 
-_MOST_ADDRESSES = 1 << 47
-"""Bytes of a process's address space: 128 TiB."""
-_LEAST_ADDRESSES = 2 << 20
-"""Bytes of the smallest range to try: 2 MiB."""
 _PATTERN = 0x5A
 _BLOCK = 2 << 20
 """Bytes that the driver shares together for cuMemAlloc: 2 MiB."""
@@ -285,7 +250,7 @@ def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
     except sa.CudaError as error:
         row["found"] = f"refused: {error.name}"
     except WorkerError as error:
-        row["found"] = f"the other process could not open it: {error.kind}: {error}"
+        row["found"] = f"the other process could not open it: {error}"
     except (ValueError, OSError, NotImplementedError) as error:
         row["found"] = f"failed: {type(error).__name__}: {error}"
     return row
@@ -295,7 +260,7 @@ def _tried(row: Row, trial: Callable[..., str], *arguments: Any) -> Row:
 
 
 def _try_virtual_memory(device: sa.Device) -> list[Row]:
-    """Try each kind of physical memory, DMA-BUF, and the largest address range.
+    """Try each kind of physical memory, and DMA-BUF.
 
     Returns no rows for a device without virtual memory management. ``granularity`` and ``recommended`` are the smallest
     and the recommended granularity in bytes; None if they do not apply, or the driver refuses to return them.
@@ -314,7 +279,7 @@ def _try_virtual_memory(device: sa.Device) -> list[Row]:
     trials: dict[str, Callable[[Row], str]] = {
         what: functools.partial(_memory, device, location, flags, about) for what, location, flags, about in kinds
     }
-    trials |= {"DMA-BUF": lambda row: _dma_buf(device), "address range": lambda row: _addresses(device)}
+    trials["DMA-BUF"] = lambda row: _dma_buf(device)
     rows: list[Row] = [{"what": what, "granularity": None, "recommended": None} for what in trials]
     return [_tried(row, trials[row["what"]], row) for row in rows]
 
@@ -344,17 +309,6 @@ def _dma_buf(device: sa.Device) -> str:
         except sa.CudaError as error:
             return f"exported; over PCIe only: refused, {error.name}"
         return "exported, also over PCIe only"
-
-
-def _addresses(device: sa.Device) -> str:
-    """Find the largest power of two that can be reserved in one range."""
-    size = _MOST_ADDRESSES
-    while size >= _LEAST_ADDRESSES:
-        with contextlib.suppress(sa.CudaError):
-            vmm.AddressRange(size, driver=device.driver).close()
-            return f"up to {size_text(size)} can be reserved"
-        size //= 2
-    raise _Differs("none can be reserved")
 
 
 # --- sharing: the other process -------------------------------------------------------------------------------------
@@ -459,46 +413,19 @@ _ADMINISTRATOR = (
 
 
 def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
-    """Query multicast support, and the granularity for a team of all devices (``cuMulticastGetGranularity``).
+    """Return the size of the largest team of this process, and what may be needed beside the requirements of devices.
 
-    * ``largest_team``: number of devices in the largest team of this process; 0 if none is possible.
-    * ``granularity``: rows with the granularity in bytes, by handle type.
-    * ``needs``: advice beside the missing requirements of the devices.
+    No object is made to find out more: objects take space in switches that all processes share.
     """
-    team = [device for device in devices if device.supports.multicast]
-    if len(team) < 2:
-        team = []
-    kinds = {
-        sa.MemHandleType.NONE: True,
-        POSIX: all(device.supports.posix_file_descriptors for device in team),
-        sa.MemHandleType.FABRIC: all(device.supports.fabric_handles for device in team),
-    }
-    return {
-        "devices": [{"ordinal": device.ordinal, "supported": device.supports.multicast} for device in devices],
-        "largest_team": len(team),
-        "granularity": [_team_granularity(team, kind) for kind, offered in kinds.items() if team and offered],
-        "needs": _needs(devices, team),
-    }
-
-
-def _team_granularity(team: list[sa.Device], kind: sa.MemHandleType) -> Row:
-    row: Row = {"handle_type": kind.name, "minimum": None, "recommended": None, "found": ""}
-    query = functools.partial(MulticastObject.granularity, len(team), handle_types=kind, driver=team[0].driver)
-    try:
-        row["minimum"] = query()
-        row["recommended"] = query(recommended=True)
-    except sa.CudaError as error:
-        row["found"] = f"refused: {error.name}"
-    return row
-
-
-def _needs(devices: list[sa.Device], team: list[sa.Device]) -> list[str]:
+    team = sum(bool(device.supports.multicast) for device in devices)
+    team *= team > 1
     lines = []
     if any(device.supports.multicast is None for device in devices):
-        lines.append("multicast: these bindings or this driver cannot tell whether the devices support it")
+        lines.append("these bindings or this driver cannot tell whether the devices support it")
     if team:
-        lines.append(f"multicast: if creating an object fails although the devices support it, {_ADMINISTRATOR}")
+        lines.append(f"a team has up to {team} devices of this process, plus those that other processes add")
+        lines.append(f"if creating an object fails although the devices support it, {_ADMINISTRATOR}")
     elif len(devices) > 1:
         # A single GPU never supports it, so the administrator cannot help.
-        lines.append(f"multicast: if NVSwitch joins the GPUs, {_ADMINISTRATOR}")
-    return lines
+        lines.append(f"if NVSwitch joins the GPUs, {_ADMINISTRATOR}")
+    return {"largest_team": team, "needs": lines or ["needs at least two GPUs that NVSwitch joins"]}

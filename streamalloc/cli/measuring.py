@@ -123,9 +123,7 @@ class Bench:
         self.stream: sa.Stream = shared.enter_context(self.device.create_stream())
         # Not `handle`, which lends the stream: allocations on it would ask the driver.
         self.raw_stream: Any = raw_handle(self.stream)
-        self.pool: sa.MemoryPool
-        self.raw_pool: Any
-        self.pool, self.raw_pool = self.new_pool()
+        self.pool: sa.MemoryPool = self.new_pool()[0]
 
     def new_pool(self) -> tuple[sa.MemoryPool, Any]:
         """Create a pool that keeps all its memory; return it with its driver handle."""

@@ -110,14 +110,6 @@ class Terminal:
         for number, part in enumerate(textwrap.wrap(text, room) or [""]):
             self.line((start if number == 0 else margin) + part)
 
-    def beside(self, text: str, figures: str, at: int) -> None:
-        """Print text with figures from column ``at`` on, or on the next line if both do not fit."""
-        line = text + " " * max(at - _width(text), len(_GAP)) + self.dim(figures)
-        if figures and self._width is not None and _width(line) > self._width:
-            self.line(text)
-            line = " " * 8 + self.dim(figures)
-        self.line(line.rstrip())
-
     def table(self, rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "") -> None:
         """Print rows in aligned columns.
 

@@ -40,8 +40,6 @@ from streamalloc.testing import Gate
 MiB = 1 << 20
 _PERMISSION = "STREAMALLOC_TEST_MULTICAST"
 """Environment variable that permits multicast objects on shared NVSwitches."""
-_BESIDE = 72
-"""Column of the text beside the code."""
 
 Steps: TypeAlias = Iterator[tuple[str, object, object]]
 """Steps of a part: a text, the result found, and the expected one; for an error, its class is expected."""
@@ -159,7 +157,7 @@ class Tour(contextlib.ExitStack):
         mark = self.terminal.good("ok") if holds else self.terminal.bad("FAILED")
         for line in code[:-1]:
             self.terminal.line(f"  {line}")
-        self.terminal.beside(f"  {code[-1]}" if code else "", f"{mark}  {text}", at=_BESIDE)
+        self.terminal.line(f"  {code[-1] if code else '':70}  {mark}  {text}")
         if not holds:
             self.terminal.line(f"    expected {expected}, found {found!r}")
         elif isinstance(found, Exception):
@@ -257,17 +255,6 @@ def capture(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> Steps:
     result.free()
 
 
-def out_of_memory(device: sa.Device, stream: sa.Stream) -> Steps:
-    """Out of memory: the error carries the figures"""
-    pool = sa.MemoryPool(device, max_size=64 * MiB)
-    buffer = pool.allocate(16 * MiB, stream)
-    error = raised(pool.allocate, 128 * MiB, stream)
-    yield "more than the pool may have", error, sa.OutOfMemoryError
-    figures = [getattr(error, name) for name in ("limit", "requested", "used")]
-    yield "limit, requested, used", figures, [64 * MiB, 128 * MiB, 16 * MiB]
-    buffer.free()
-
-
 # --- virtual memory -------------------------------------------------------------------------------------------------
 
 
@@ -282,24 +269,6 @@ def growth(device: sa.Device, stream: sa.Stream, chunk: int) -> Steps:
     buffer.resize(chunk, after=stream.record())
     yield "shrunk after the fill", (buffer.mapped_bytes, contents(buffer, stream)), (chunk, [1])
     buffer.close()
-
-
-def by_hand(device: sa.Device, stream: sa.Stream, chunk: int) -> Steps:
-    """Physical memory, addresses, and mappings that join them"""
-    addresses, memory = vmm.AddressRange(16 * chunk), vmm.PhysicalMemory(device, chunk)
-    first, second = addresses.map(memory, 0), addresses.map(memory, 8 * chunk)
-    yield "mapped twice", addresses.draw(16), "0.......0......."
-    first.set_access(device, sa.MemAccess.READWRITE)
-    second.set_access(device, sa.MemAccess.READ)
-    yield "access is granted for each mapping", second.access(device), sa.MemAccess.READ
-    first.fill(0x3C, stream)
-    yield "written at one address, read at the other", contents(second, stream), [0x3C]
-    error = raised(second.fill, 0, stream)
-    yield "which cannot be written", error, sa.InvalidValueError
-    addresses.unmap()
-    memory.close()
-    addresses.close()
-    yield "unmapped and released", (first.closed, second.closed), (True, True)
 
 
 def eviction(device: sa.Device, stream: sa.Stream, chunk: int, host_pool: sa.MemoryPool) -> Steps:
@@ -437,8 +406,8 @@ def multicast(team: list[sa.Device]) -> Steps:
 
 
 PARTS: dict[str, tuple[Part, ...]] = {
-    "pools": (in_stream_order, reuse, threshold_and_trim, capture, out_of_memory),
-    "vmm": (growth, by_hand, eviction),
+    "pools": (in_stream_order, reuse, threshold_and_trim, capture),
+    "vmm": (growth, eviction),
     "ipc": (two_processes, ring),
     "multicast": (symmetric, multicast),
 }
@@ -486,7 +455,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 _NEXT = (
-    ("python -m streamalloc tour --all", "reuse, capture, out of memory, eviction, a ring, multicast"),
+    ("python -m streamalloc tour --all", "reuse, trim, capture, eviction, a ring, multicast objects"),
     ("python -m streamalloc info", "what the devices of this machine support, and what the rest needs"),
     ("python -m streamalloc bench --quick", "its calls beside raw driver calls and other libraries"),
 )

@@ -35,11 +35,7 @@ def read(memory: Any, stream: sa.Stream) -> np.ndarray[Any, Any]:
 
 
 class WorkerError(RuntimeError):
-    """An error in the other process: ``kind`` is the name of its class, the message its text."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+    """An error in the other process: its class and its text."""
 
 
 def environment(driver: Driver) -> dict[str, str]:
@@ -94,7 +90,7 @@ class Worker(Closes):
         """
         failed, answer = json.loads(self.channel.receive().data)
         if failed:
-            raise WorkerError(*answer)
+            raise WorkerError(answer)
         return answer
 
     def ask(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> Any:
@@ -162,4 +158,4 @@ def _answer(action: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
     except ipc.PeerGoneError:
         raise
     except Exception as error:
-        return json.dumps([True, [type(error).__name__, str(error)]]).encode()
+        return json.dumps([True, f"{type(error).__name__}: {error}"]).encode()

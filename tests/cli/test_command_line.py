@@ -223,14 +223,6 @@ class TestTerminal:
         Terminal().paragraph("word " * 40)
         assert screen.text.count("\n") == 1
 
-    def test_figures_go_to_the_next_line_where_there_is_no_room(self, screen: Screen) -> None:
-        terminal = screen.show()
-        terminal.beside("short", "1 MiB", at=10)
-        terminal.beside("long " * 12, "1 MiB", at=10)
-        first, second, third = screen.text.splitlines()
-        assert first == "short     \x1b[2m1 MiB\x1b[0m"
-        assert (second.strip(), third) == (("long " * 12).strip(), "        \x1b[2m1 MiB\x1b[0m")
-
 
 _CHECKED_PROGRAM = """
 import sys
