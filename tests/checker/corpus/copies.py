@@ -8,10 +8,64 @@ from typing import Any
 import numpy as np
 
 import streamalloc as sa
-from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import PAGE, SIZE, Bench, hazard
-from tests.support import MiB
+from tests.checker.corpus.bench import SIZE, Bench, hazard, pinned, programs
+
+programs(
+    """
+race
+    a_copy_from_the_same_bytes_at_another_address: m = mapped 2; n = second m; cuMemcpyDtoDAsync n+4096|n+1 m 4096 a;
+        synchronize device
+    the_host_writes_memory_of_a_host_pool: h = of_host_pool; x = cuMemAlloc 4096; cuMemcpyHtoDAsync x h 4096 a;
+        + synchronize a; poke h; synchronize a; cuMemFree x
+    the_host_writes_the_last_byte_of_a_large_source: p = pinned 17825795; x = cuMemAlloc 17825795;
+        cuMemcpyHtoDAsync x p 17825795 a; + synchronize a; poke p+17825787; synchronize a; cuMemFree x
+    the_host_reads_without_a_poll_of_the_flag: x = ready; p = pinned; w = word; - put a w 1;
+        cuMemcpyDtoHAsync p x 4096 a; + put a w 1; seen w; host_reads p
+    a_copy_onto_a_part_of_itself: x = new a; cuMemcpyDtoDAsync x+2048|x+2047 x 2048 a
+    a_captured_copy_onto_a_part_of_itself: x = ready; begin a; cuMemcpyDtoDAsync x+2048|x+1 x 2048 a; fill x 1 a;
+        g = end; launch g a
+    a_copy_between_device_memory_is_not_waited_for: x = ready; y = ready; cuMemcpy y x 4096; + cuStreamSynchronize 0;
+        look y b
+    two_streams_fill_columns_of_a_tall_plane: x = ready 4194304; cuMemsetD2D8Async x 1024 1 512 4096 a;
+        cuMemsetD2D8Async x+512|x+511 1024 1 512 4095 b
+    a_fill_of_pinned_memory_is_not_waited_for: w = word; + cuMemsetD8 w 1 64; - cuMemsetD8Async w 1 64 a;
+        host_reads w 64
+    rows_of_pinned_memory_are_not_waited_for: w = word; x = new a 64; synchronize a; + cuMemsetD2D32 w 16 1 2 4;
+        - cuMemsetD2D32Async w 16 1 2 4 b; cuMemcpyHtoDAsync x w 64 a
+    the_host_looks_at_memory_under_a_copy: x = new a; h = of_host_pool; copy_to x h a; + synchronize a; as_array h
+    the_host_writes_the_source_of_a_copy: x = new a; h = of_host_pool; as_array h; poke h; copy_to h x a;
+        + synchronize a; poke h+1
+    the_host_writes_the_source_of_a_copy_that_waits: x = new a; h = of_host_pool; w = word; as_array h; until a w 1;
+        copy_to h x a; - poke h; open w; synchronize a; poke h+1
+    the_host_writes_an_array_of_memory_that_is_read: x = new a; h = of_host_pool; fill h 1 a; synchronize a; e = event;
+        copy_to h x a; record a e; as_array h; + synchronize e; poke h
+    the_host_writes_what_a_graph_reads: x = new a; h = of_host_pool; as_array h; begin a; copy_to h x a; g = end;
+        launch g a; + synchronize a; poke h; synchronize a
+    the_host_writes_a_registered_source: x = new a; h = pageable; cuMemHostRegister h 4096 0;
+        cuMemcpyHtoDAsync x h 4096 a; + synchronize a; poke h; synchronize a; cuMemHostUnregister h
+    the_host_reports_a_write_of_a_source: x = new a; h = of_host_pool; copy_to h x a; + synchronize a; host_writes h
+    another_stream_reads_what_pageable_memory_was_copied_to: x = ready; h = pageable; cuMemcpyHtoD x h 4096;
+        + cuStreamSynchronize 0; read x a
+    one_of_two_streams_adds_without_atomics: x = ready; add x a; + add x b; - write x b
+    one_of_two_graphs_adds_without_atomics: x = ready; begin a; add x a; g = end; launch g a; begin b; + add x b;
+        - write x b; g = end; launch g b
+    the_host_reads_a_few_bytes_too_early: x = ready; p = pinned; cuMemcpyDtoHAsync p x 4 a; + synchronize a;
+        host_reads p 4
+uninitialized
+    copied_before_anything_is_written: x = new a; y = new a; + fill x 1 a; copy_to x y a
+    a_part_is_not_written: x = new a; y = new a; fill x[:4032] 1 a; copy_to x[:4032]|x y[:4032]|y a
+    a_kernel_reads_what_nobody_has_written: x = new a; + write x a; read x a
+""",
+)
+programs(
+    """
+race
+    the_host_writes_the_source_of_a_copy_on_the_default_stream: p = pinned; x = cuMemAlloc 4096;
+        cuMemcpyHtoDAsync x p 4096 0; + cuStreamSynchronize 0; poke p; cuStreamSynchronize 0; cuMemFree x
+""",
+    simulated="on hardware, other libraries may wait for the default stream unseen",
+)
 
 _HALF = SIZE // 2
 
@@ -40,26 +94,9 @@ def _columns(source: int, target: int) -> Any:
 
 
 @hazard("race")
-def a_copy_onto_a_part_of_itself(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    where = x.address + (_HALF if right else _HALF - 1)
-    b.raw("cuMemcpyDtoDAsync", where, x.address, _HALF, cuda.CUstream(b.a.handle))
-
-
-@hazard("race")
 def columns_copied_onto_columns_beside_them(b: Bench, right: bool) -> None:
     x = b.new(b.a, 16 * SIZE)
     b.raw("cuMemcpy2DAsync", _columns(x.address, x.address + (512 if right else 256)), cuda.CUstream(b.a.handle))
-
-
-@hazard("race")
-def a_copy_from_the_same_bytes_at_another_address(b: Bench, right: bool) -> None:
-    memory = b.keep(vmm.PhysicalMemory(b.device, PAGE))
-    addresses = b.keep(vmm.AddressRange(2 * PAGE, driver=b.driver))
-    one, other = (addresses.map(memory, offset, access=b.device) for offset in (0, PAGE))
-    target = other.address + (SIZE if right else 1)
-    b.raw("cuMemcpyDtoDAsync", target, one.address, SIZE, cuda.CUstream(b.a.handle))
-    b.device.synchronize()
 
 
 @hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
@@ -88,16 +125,6 @@ def two_targets_of_a_batch_overlap(b: Bench, right: bool) -> None:
     _batch(b, [y.address, y.address + (_HALF if right else _HALF // 2)], [x.address, x.address], _HALF)
 
 
-@hazard("race")
-def a_captured_copy_onto_a_part_of_itself(b: Bench, right: bool) -> None:
-    x = b.ready()
-    with b.a.capture() as graph:
-        where = x.address + (_HALF if right else 1)
-        b.raw("cuMemcpyDtoDAsync", where, x.address, _HALF, cuda.CUstream(b.a.handle))
-        x.fill(1, b.a)
-    b.keep(graph).launch(b.a)
-
-
 # -- copies that return early ----------------------------------------------------------------------------------
 
 
@@ -108,51 +135,13 @@ def _reads_too_early(b: Bench, right: bool, target: int) -> None:
 
 
 @hazard("race")
-def a_copy_between_device_memory_is_not_waited_for(b: Bench, right: bool) -> None:
-    x, y = b.ready(), b.ready()
-    b.raw("cuMemcpy", y.address, x.address, SIZE)
-    _reads_too_early(b, right, y.address)
-
-
-@hazard("race")
 def columns_of_device_memory_are_not_waited_for(b: Bench, right: bool) -> None:
     x = b.ready(16 * SIZE)
     b.raw("cuMemcpy2D", _columns(x.address, x.address + 512))
     _reads_too_early(b, right, x.address)
 
 
-# -- planes ----------------------------------------------------------------------------------------------------
-
-
-@hazard("race")
-def two_streams_fill_columns_of_a_tall_plane(b: Bench, right: bool) -> None:
-    x = b.ready(4 * MiB)
-    for stream, column, height in ((b.a, 0, 4096), (b.b, 512 if right else 511, 4095)):
-        b.raw("cuMemsetD2D8Async", x.address + column, 1024, 1, 512, height, cuda.CUstream(stream.handle))
-
-
 # -- the host waits, or does not ---------------------------------------------------------------------------------
-
-
-@hazard("race")
-def a_fill_of_pinned_memory_is_not_waited_for(b: Bench, right: bool) -> None:
-    address = b.word()
-    if right:
-        b.raw("cuMemsetD8", address, 1, 64)
-    else:
-        b.raw("cuMemsetD8Async", address, 1, 64, cuda.CUstream(b.a.handle))
-    b.driver.used(address, 64, None, False)
-
-
-@hazard("race")
-def rows_of_pinned_memory_are_not_waited_for(b: Bench, right: bool) -> None:
-    address, x = b.word(), b.new(b.a, 64)
-    b.a.synchronize()
-    if right:
-        b.raw("cuMemsetD2D32", address, 16, 1, 2, 4)
-    else:
-        b.raw("cuMemsetD2D32Async", address, 16, 1, 2, 4, cuda.CUstream(b.b.handle))
-    b.raw("cuMemcpyHtoDAsync", x.address, address, 64, cuda.CUstream(b.a.handle))
 
 
 def _box(source: int, target: int, nbytes: int, order: int = 1) -> Any:
@@ -194,19 +183,6 @@ def the_target_of_a_box_is_written_in_stream_order(b: Bench, right: bool) -> Non
     x.fill(1, b.a)
 
 
-@hazard("race")
-def the_host_looks_at_memory_under_a_copy(b: Bench, right: bool) -> None:
-    props = sa.MemPoolProps(location=sa.MemLocation.host())
-    pool = b.keep(sa.MemoryPool(props, driver=b.driver))
-    pool.set_access(b.device, sa.MemAccess.READWRITE)
-    x, y = b.new(b.a), pool.allocate(SIZE, b.a)
-    b.a.synchronize()
-    y.copy_from(x, b.a)
-    b.wait(b.a, right)
-    y.as_array()
-    b.done(x, y)
-
-
 # -- host memory that a queued copy reads --------------------------------------------------------------------------
 
 
@@ -214,92 +190,6 @@ def _host_pool(b: Bench) -> sa.MemoryPool:
     pool = b.keep(sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.host()), driver=b.driver))
     pool.set_access(b.device, sa.MemAccess.READWRITE)
     return pool  # type: ignore[no-any-return]
-
-
-@hazard("race")
-def the_host_writes_the_source_of_a_copy(b: Bench, right: bool) -> None:
-    x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
-    b.a.synchronize()
-    there = source.as_array()
-    there[:] = 1
-    x.copy_from(source, b.a)
-    b.wait(b.a, right)
-    there[7] = 2
-    b.done(x, source)
-
-
-@hazard("race")
-def the_host_writes_the_source_of_a_copy_that_waits(b: Bench, right: bool) -> None:
-    x, source, address = b.new(b.a), _host_pool(b).allocate(SIZE, b.a), b.word()
-    b.a.synchronize()
-    there = source.as_array()
-    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a._raw), address, 1, 0)
-    x.copy_from(source, b.a)
-    if not right:
-        there[7] = 2
-    ctypes.c_uint32.from_address(address).value = 1
-    b.a.synchronize()
-    there[:] = 3
-    b.done(x, source)
-
-
-@hazard("race")
-def the_host_writes_an_array_of_memory_that_is_read(b: Bench, right: bool) -> None:
-    """Its array is made after the copy."""
-    x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
-    source.fill(1, b.a)
-    done = b.event()
-    b.a.synchronize()
-    x.copy_from(source, b.a)
-    b.a.record(done)
-    there = source.as_array()
-    assert there[0] == 1
-    b.wait(done, right)
-    there[:64] = 2
-    b.done(x, source)
-
-
-@hazard("race")
-def the_host_writes_what_a_graph_reads(b: Bench, right: bool) -> None:
-    x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
-    b.a.synchronize()
-    there = source.as_array()
-    with b.a.capture() as graph:
-        x.copy_from(source, b.a)
-    b.keep(graph).launch(b.a)
-    b.wait(b.a, right)
-    there[:] = 5
-    b.a.synchronize()
-    b.done(x, source)
-
-
-@hazard("race")
-def the_host_writes_a_registered_source(b: Bench, right: bool) -> None:
-    """No other process has the memory, which could write it as well."""
-    x, source = b.new(b.a), np.zeros(SIZE, np.uint8)
-    b.raw("cuMemHostRegister", source.ctypes.data, SIZE, 0)
-    b.raw("cuMemcpyHtoDAsync", x.address, source.ctypes.data, SIZE, cuda.CUstream(b.a._raw))
-    b.wait(b.a, right)
-    source[:] = 2
-    b.a.synchronize()
-    b.raw("cuMemHostUnregister", source.ctypes.data)
-
-
-@hazard("race")
-def the_host_reports_a_write_of_a_source(b: Bench, right: bool) -> None:
-    x, source = b.new(b.a), _host_pool(b).allocate(SIZE, b.a)
-    b.a.synchronize()
-    x.copy_from(source, b.a)
-    b.wait(b.a, right)
-    source.used(on_host=True)
-    b.done(x, source)
-
-
-def _pinned(b: Bench, nbytes: int = SIZE) -> int:
-    address = int(b.raw("cuMemHostAlloc", nbytes, 0))
-    ctypes.memset(address, 0, nbytes)
-    b._stack.callback(lambda: b.raw("cuMemFreeHost", address))
-    return address
 
 
 def _overwritten(b: Bench, right: bool, source: int, stream: Any, nbytes: int = SIZE) -> None:
@@ -313,26 +203,6 @@ def _overwritten(b: Bench, right: bool, source: int, stream: Any, nbytes: int = 
     b.raw("cuMemFree", target)
 
 
-@hazard("race")
-def the_host_writes_the_last_byte_of_a_large_source(b: Bench, right: bool) -> None:
-    nbytes = 17 * MiB + 3
-    _overwritten(b, right, _pinned(b, nbytes), cuda.CUstream(b.a._raw), nbytes)
-
-
-@hazard("race")
-def the_host_writes_memory_of_a_host_pool(b: Bench, right: bool) -> None:
-    """It has the address, without an array of the package."""
-    source = _host_pool(b).allocate(SIZE, b.a)
-    b.a.synchronize()
-    _overwritten(b, right, source._at, cuda.CUstream(b.a._raw))
-    b.done(source)
-
-
-@hazard("race", simulated="on hardware, other libraries may wait for the default stream unseen")
-def the_host_writes_the_source_of_a_copy_on_the_default_stream(b: Bench, right: bool) -> None:
-    _overwritten(b, right, _pinned(b), cuda.CUstream(0))
-
-
 @hazard("race", simulated="on hardware, another library may wait for the device unseen")
 def the_host_writes_a_source_beside_another_library(b: Bench, right: bool) -> None:
     """The library has no way to wait for this stream."""
@@ -340,83 +210,12 @@ def the_host_writes_a_source_beside_another_library(b: Bench, right: bool) -> No
         theirs = b.driver.wrapped.cuStreamCreate(1)[1]
     x = b.ready()
     b.driver.used(x.address, SIZE, theirs, True)
-    _overwritten(b, right, _pinned(b), cuda.CUstream(b.a._raw))
+    _overwritten(b, right, pinned(b), cuda.CUstream(b.a._raw))
     b.device.synchronize()
     b.driver.wrapped.cuStreamDestroy(theirs)
 
 
-@hazard("race")
-def another_stream_reads_what_pageable_memory_was_copied_to(b: Bench, right: bool) -> None:
-    """``cuMemcpyHtoD`` may return when the bytes are in memory of the driver."""
-    x = b.ready()
-    b.raw("cuMemcpyHtoD", x.address, np.ones(SIZE, np.uint8), SIZE)
-    if right:
-        b.raw("cuStreamSynchronize", cuda.CUstream(0))
-    b.read(x, b.a)
-
-
-@hazard("race")
-def one_of_two_streams_adds_without_atomics(b: Bench, right: bool) -> None:
-    x = b.ready()
-    x.used(b.a, atomic=True)
-    x.used(b.b, atomic=right)
-
-
-@hazard("race")
-def one_of_two_graphs_adds_without_atomics(b: Bench, right: bool) -> None:
-    x = b.ready()
-    for stream, atomic in ((b.a, True), (b.b, right)):
-        with stream.capture() as graph:
-            x.used(stream, atomic=atomic)
-        b.keep(graph).launch(stream)
-
-
-@hazard("race")
-def the_host_reads_without_a_poll_of_the_flag(b: Bench, right: bool) -> None:
-    """The flag is set behind the copy, or before it."""
-    x, result, flag = b.ready(), _pinned(b), b.word()
-    for sets_flag in (not right, right):
-        if sets_flag:
-            b.raw("cuStreamWriteValue32", cuda.CUstream(b.a._raw), flag, 1, 0)
-        else:
-            b.raw("cuMemcpyDtoHAsync", result, x.address, SIZE, cuda.CUstream(b.a._raw))
-    while ctypes.c_uint32.from_address(flag).value == 0:
-        pass
-    b.driver.used(result, SIZE, None, False)
-
-
-@hazard("race")
-def the_host_reads_a_few_bytes_too_early(b: Bench, right: bool) -> None:
-    """Small results are no flags of their own."""
-    x, result = b.ready(), _pinned(b)
-    b.raw("cuMemcpyDtoHAsync", result, x.address, 4, cuda.CUstream(b.a._raw))
-    b.wait(b.a, right)
-    b.driver.used(result, 4, None, False)
-
-
 # -- what nobody has written -------------------------------------------------------------------------------------
-
-
-@hazard("uninitialized")
-def copied_before_anything_is_written(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    if right:
-        x.fill(1, b.a)
-    y.copy_from(x, b.a)
-
-
-@hazard("uninitialized")
-def a_part_is_not_written(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    x[: SIZE - 64].fill(1, b.a)
-    y[: SIZE - 64 if right else SIZE].copy_from(x[: SIZE - 64 if right else SIZE], b.a)
-
-
-@hazard("uninitialized")
-def a_kernel_reads_what_nobody_has_written(b: Bench, right: bool) -> None:
-    x = b.new(b.a)
-    x.used(b.a, write=right)
-    x.used(b.a, write=False)
 
 
 @hazard("another type")

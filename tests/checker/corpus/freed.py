@@ -12,10 +12,35 @@ import numpy as np
 
 from streamalloc import testing, vmm
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import CASES, PAGE, SIZE, Bench, Case, hazard
+from tests.checker.corpus.bench import CASES, GONE, PAGE, SIZE, Bench, Case, hazard, programs
 from tests.checker.corpus.nodes import Graph
 
-_GONE = "calls of hardware on memory that is not there"
+programs(
+    """
+free racing a use
+    a_copy_is_refused_as_another_stream_frees: x = new a; y = new b; a > b; + cuMemcpyDtoDAsync y x 4096 b; + b > a;
+        free x; - cuMemcpyDtoDAsync y x 4096 b
+use after free
+    access_is_granted_after_the_unmap: m = mapped; - unmap m; grant m 3
+""",
+    simulated=GONE,
+)
+programs(
+    """
+unmap while in use
+    a_value_is_unmapped_while_a_stream_writes_it: m = mapped; put a m 1; + synchronize a; unmap m
+""",
+    simulated="the write of hardware may fault, which ends the context",
+)
+programs(
+    """
+release while in use
+    a_value_is_freed_while_a_stream_waits_for_it: w = cuMemHostAlloc 64 0; cuMemsetD8 w 0 64; synchronize device;
+        until a w 1; + open w; + synchronize a; - open_soon w; cuMemFreeHost w
+""",
+    simulated="a free of hardware waits there, which nobody has promised",
+)
+
 _SYNC = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 _LIBC = ctypes.CDLL(None)
 _LIBC.mmap.restype = ctypes.c_void_p
@@ -53,26 +78,11 @@ def _add(name: str, call: Callable[[Bench, int], object]) -> None:
         if not right:
             call(b, address)
 
-    CASES.append(Case(f"freed_memory_is_{name}", "use after free", run, simulated=_GONE))
+    CASES.append(Case(f"freed_memory_is_{name}", "use after free", run, simulated=GONE))
 
 
 for _name, _call in _CALLS.items():
     _add(_name, _call)
-
-
-@hazard("free racing a use", simulated=_GONE)
-def a_copy_is_refused_as_another_stream_frees(b: Bench, right: bool) -> None:
-    """The driver refuses the copy, whether or not the free has run."""
-    x, y = b.new(b.a), b.new(b.b)
-    b.order(b.a, b.b)
-    address = x.address
-    copy = ("cuMemcpyDtoDAsync", y.address, address, SIZE, cuda.CUstream(b.b._raw))
-    if right:
-        b.raw(*copy)
-        b.order(b.b, b.a)
-    x.free()
-    if not right:
-        b.raw(*copy)
 
 
 @testing.kernel("corpus_write", writes=lambda address, nbytes: [(address, nbytes)])
@@ -144,41 +154,6 @@ def a_kernel_writes_its_neighbour(b: Bench, right: bool) -> None:
     x, y = b.new(b.a, 512), b.new(b.a, 512)
     low = min(x.address, y.address)
     b.at(low, b.a, nbytes=abs(x.address - y.address) + 1 if not right else 512)
-
-
-@hazard("use after free", simulated=_GONE)
-def access_is_granted_after_the_unmap(b: Bench, right: bool) -> None:
-    addresses, memory = b.keep(vmm.AddressRange(PAGE, driver=b.driver)), b.keep(vmm.PhysicalMemory(b.device, PAGE))
-    mapping = addresses.map(memory, 0)
-    if not right:
-        mapping.close()
-    access = cuda.CUmemAccessDesc()
-    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    b.raw("cuMemSetAccess", addresses.address, PAGE, [access], 1)
-
-
-@hazard("release while in use", simulated="a free of hardware waits there, which nobody has promised")
-def a_value_is_freed_while_a_stream_waits_for_it(b: Bench, right: bool) -> None:
-    word = int(b.raw("cuMemHostAlloc", 64, 0))
-    value = ctypes.c_uint32.from_address(word)
-    value.value = 0
-    b.raw("cuStreamWaitValue32", _raw(b), word, 1, 0)
-    if right:
-        value.value = 1
-        b.a.synchronize()
-    else:
-        threading.Timer(0.05, lambda: setattr(value, "value", 1)).start()
-    b.raw("cuMemFreeHost", word)
-
-
-@hazard("unmap while in use", simulated="the write of hardware may fault, which ends the context")
-def a_value_is_unmapped_while_a_stream_writes_it(b: Bench, right: bool) -> None:
-    addresses, memory = b.keep(vmm.AddressRange(PAGE, driver=b.driver)), b.keep(vmm.PhysicalMemory(b.device, PAGE))
-    mapping = addresses.map(memory, 0, access=b.device)
-    b.raw("cuStreamWriteValue32", _raw(b), addresses.address, 1, 0)
-    b.wait(b.a, right)
-    mapping.close(after=())
 
 
 @hazard("race", simulated="hardware crashes at host memory in its own address range")

@@ -3,66 +3,40 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 
-import numpy as np
-
-import streamalloc as sa
-from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import PAGE, SIZE, Bench, hazard
+from tests.checker.corpus.bench import SIZE, Bench, hazard, programs
 from tests.checker.corpus.nodes import Graph, fill_params
 
-
-@hazard("race")
-def a_branch_of_a_capture_is_not_joined_in_time(b: Bench, right: bool) -> None:
-    x = b.ready()
-    with b.a.capture() as graph:
-        b.b.wait(b.a)
-        x.fill(1, b.b)
-        if right:
-            b.a.wait(b.b)
-        x.fill(2, b.a)
-        if not right:
-            b.a.wait(b.b)
-    b.keep(graph).launch(b.a)
-
-
-@hazard("use after free")
-def a_graph_is_launched_after_its_memory_is_freed(b: Bench, right: bool) -> None:
-    x = b.ready()
-    with b.a.capture() as graph:
-        x.fill(1)
-    b.keep(graph).instantiate()
-    if not right:
-        x.free()
-    graph.launch(b.a)
-
-
-@hazard("use before allocation")
-def memory_of_a_graph_is_used_before_its_launch(b: Bench, right: bool) -> None:
-    with b.a.capture() as graph:
-        x = sa.allocate(SIZE, b.a)
-    if right:
-        graph.launch(b.a)
-    b.write(x, b.a)
-    if not right:
-        graph.launch(b.a)
-    x.free(b.a)
-    b.done()
-    graph.close()
-
-
-@hazard("use before allocation")
-def memory_of_a_graph_is_used_elsewhere(b: Bench, right: bool) -> None:
-    with b.a.capture() as graph:
-        x = sa.allocate(SIZE, b.a)
-    b.keep(graph).launch(b.a)
-    if right:
-        b.b.wait(b.a)
-    b.write(x, b.b)
-    b.a.wait(b.b)
-    x.free(b.a)
+programs(
+    """
+race
+    a_branch_of_a_capture_is_not_joined_in_time: x = ready; begin a; a > b; fill x 1 b; + b > a; fill x 2 a; - b > a;
+        g = end; launch g a
+    the_host_writes_pageable_memory_that_a_graph_reads: x = ready; h = pageable; begin a; cuMemcpyHtoDAsync x h 4096 a;
+        g = end; launch g a; + synchronize a; poke h; synchronize a
+use after free
+    a_graph_is_launched_after_its_memory_is_freed: x = ready; begin a; fill x 1; g = end; instantiate g; - free x;
+        launch g a
+use before allocation
+    memory_of_a_graph_is_used_before_its_launch: begin a; x = of_current_pool a; g = end; + launch g a; write x a;
+        - launch g a; free x a
+    memory_of_a_graph_is_used_elsewhere: begin a; x = of_current_pool a; g = end; launch g a; + a > b; write x b; b > a;
+        free x a
+unmap while in use
+    unmapped_while_a_graph_runs: m = mapped; begin a; at m a; g = end; launch g b; + synchronize b; unmap m;
+        synchronize device
+""",
+)
+programs(
+    """
+release while in use
+    a_source_is_freed_while_its_graph_is_held: x = ready; w = word; p = cuMemHostAlloc 4096 0; begin a;
+        cuMemcpyHtoDAsync x p 4096 a; g = end; until a w 1; launch g a; + open w; + synchronize a; - open_soon w;
+        cuMemFreeHost p
+""",
+    simulated="a free of hardware waits there, which nobody has promised",
+)
 
 
 @hazard("free racing a use")
@@ -76,19 +50,6 @@ def memory_is_freed_by_the_next_launch(b: Bench, right: bool) -> None:
     b.order(b.b, b.a, right)
     graph.launch(b.a)
     b.raw("cuMemFreeAsync", x.address, cuda.CUstream(b.a.handle))
-
-
-@hazard("unmap while in use")
-def unmapped_while_a_graph_runs(b: Bench, right: bool) -> None:
-    addresses = b.keep(vmm.AddressRange(PAGE, driver=b.driver))
-    mapping = addresses.map(b.keep(vmm.PhysicalMemory(b.device, PAGE)), access=b.device)
-    with b.a.capture() as graph:
-        b.at(addresses.address, b.a)
-    graph.launch(b.b)
-    b.wait(b.b, right)
-    mapping.close(after=())
-    b.device.synchronize()
-    graph.close()
 
 
 # -- functions of the host in graphs ---------------------------------------------------------------------------
@@ -180,31 +141,3 @@ def a_capture_goes_on_after_nothing(b: Bench, right: bool) -> None:
     (y if right else x).fill(2, b.a)
     b.raw("cuGraphDestroy", b.raw("cuStreamEndCapture", stream))
     b.done(*buffers)
-
-
-@hazard("race")
-def the_host_writes_pageable_memory_that_a_graph_reads(b: Bench, right: bool) -> None:
-    """A copy in a graph reads pageable memory when it runs, not at the capture."""
-    x, source = b.ready(), np.ones(SIZE, np.uint8)
-    with b.a.capture() as graph:
-        b.raw("cuMemcpyHtoDAsync", x.address, source.ctypes.data, SIZE, cuda.CUstream(b.a._raw))
-    b.keep(graph).launch(b.a)
-    b.wait(b.a, right)
-    source[:] = 2
-    b.a.synchronize()
-
-
-@hazard("release while in use", simulated="a free of hardware waits there, which nobody has promised")
-def a_source_is_freed_while_its_graph_is_held(b: Bench, right: bool) -> None:
-    x, gate, source = b.ready(), b.word(), int(b.raw("cuMemHostAlloc", SIZE, 0))
-    with b.a.capture() as graph:
-        b.raw("cuMemcpyHtoDAsync", x.address, source, SIZE, cuda.CUstream(b.a._raw))
-    b.raw("cuStreamWaitValue32", cuda.CUstream(b.a._raw), gate, 1, 0)
-    b.keep(graph).launch(b.a)
-    value = ctypes.c_uint32.from_address(gate)
-    if right:
-        value.value = 1
-        b.a.synchronize()
-    else:
-        threading.Timer(0.05, lambda: setattr(value, "value", 1)).start()
-    b.raw("cuMemFreeHost", source)

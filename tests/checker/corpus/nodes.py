@@ -1,11 +1,11 @@
-"""Graphs that are built node by node, and copies and fills of planes."""
+"""Graphs that are built node by node."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import SIZE, Bench, hazard
+from tests.checker.corpus.bench import RAW_ACTS, SIZE, THINGS, Bench, hazard, programs
 
 
 class Graph:
@@ -54,13 +54,22 @@ def fill_params(address: int, nbytes: int = SIZE) -> Any:
     return params
 
 
-@hazard("race")
-def two_nodes_without_an_edge(b: Bench, right: bool) -> None:
-    x = b.ready()
-    graph = Graph(b)
-    first = graph.fill(x.address)
-    graph.fill(x.address, *([first] if right else []))
-    graph.launch(b.a)
+THINGS["graph"] = Graph
+RAW_ACTS["node"] = lambda b, graph, address, *after: graph.fill(address, *after)
+RAW_ACTS["child"] = lambda b, graph, inner: graph.add("ChildGraph", [], inner.handle)
+programs(
+    """
+race
+    two_nodes_without_an_edge: x = ready; g = graph; n = node g x; + node g x n; - node g x; launch g a
+    a_graph_within_a_graph: x = ready; i = graph; g = graph; node i x; child g i; launch g a; + a > b; read x b
+    two_nodes_of_a_graph_within_a_graph: x = ready; i = graph; g = graph; n = node i x; + node i x n; - node i x;
+        child g i; launch g a
+    the_node_between_two_was_destroyed: x = ready; y = ready; g = graph; m = node g y; node g x m;
+        cuGraphDestroyNode m; launch g a; + a > b; fill x 2 b
+    a_node_of_a_graph_is_switched_off_and_on: x = ready; g = graph; n = node g x; r = launchable g;
+        cuGraphNodeSetEnabled r n 0; write x b; - cuGraphNodeSetEnabled r n 1; cuGraphLaunch r a
+""",
+)
 
 
 @hazard("race")
@@ -90,19 +99,6 @@ def a_node_was_given_other_memory(b: Bench, right: bool) -> None:
     b.raw("cuGraphMemsetNodeSetParams", first, fill_params(x.address if right else z.address))
     b.order(b.b, b.a)
     graph.launch(b.a)
-
-
-@hazard("race")
-def a_node_of_a_graph_is_switched_off_and_on(b: Bench, right: bool) -> None:
-    x = b.ready()
-    graph = Graph(b)
-    node = graph.fill(x.address)
-    made = graph.launchable()
-    b.raw("cuGraphNodeSetEnabled", made, node, 0)
-    b.write(x, b.b)
-    if not right:
-        b.raw("cuGraphNodeSetEnabled", made, node, 1)
-    b.raw("cuGraphLaunch", made, cuda.CUstream(b.a.handle))
 
 
 @hazard("race", simulated="its arguments differ between bindings")
@@ -144,27 +140,6 @@ def a_node_frees_what_another_uses(b: Bench, right: bool) -> None:
 
 
 @hazard("race")
-def a_graph_within_a_graph(b: Bench, right: bool) -> None:
-    x = b.ready()
-    inner, outer = Graph(b), Graph(b)
-    inner.fill(x.address)
-    outer.add("ChildGraph", [], inner.handle)
-    outer.launch(b.a)
-    b.order(b.a, b.b, right)
-    b.read(x, b.b)
-
-
-@hazard("race")
-def two_nodes_of_a_graph_within_a_graph(b: Bench, right: bool) -> None:
-    x = b.ready()
-    inner, outer = Graph(b), Graph(b)
-    first = inner.fill(x.address)
-    inner.fill(x.address, *([first] if right else []))
-    outer.add("ChildGraph", [], inner.handle)
-    outer.launch(b.a)
-
-
-@hazard("race")
 def an_event_that_a_node_records(b: Bench, right: bool) -> None:
     x, event = b.new(b.a), b.event()
     b.a.synchronize()
@@ -179,20 +154,3 @@ def an_event_that_a_node_records(b: Bench, right: bool) -> None:
     if not right:
         b.a.record(event)  # too late
     b.write(x, b.b)
-
-
-# -- planes ----------------------------------------------------------------------------------------------------
-
-
-@hazard("race")
-def the_node_between_two_was_destroyed(b: Bench, right: bool) -> None:
-    x, y = b.ready(), b.ready()
-    graph = Graph(b)
-    middle = graph.fill(y.address)
-    last = graph.fill(x.address, middle)
-    b.raw("cuGraphDestroyNode", middle)
-    graph.launch(b.a)
-    b.order(b.a, b.b, right)
-    x.fill(2, b.b)
-    b.done(x, y)
-    assert last

@@ -2,263 +2,97 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import numpy as np
-
-import streamalloc as sa
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import PAGE, SIZE, Bench, hazard
-from tests.checker.corpus.mappings import Mapped
+from tests.checker.corpus.bench import Bench, hazard, programs
 from tests.checker.corpus.nodes import Graph, fill_params
 
-
-def _raw(stream: sa.Stream) -> Any:
-    """The handle, without its attribute: no other code gets it, so no other code can wait for the stream."""
-    return cuda.CUstream(stream._raw)
-
-
-class Host:
-    """Pinned memory of a program, and copies from and to it."""
-
-    def __init__(self, b: Bench, nbytes: int = SIZE) -> None:
-        self.b, self.nbytes = b, nbytes
-        self.address = int(b.raw("cuMemHostAlloc", nbytes, 0))
-        self.array = np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)), np.uint8)
-        self.array[:] = 0
-        b._stack.callback(self.free)
-
-    def free(self) -> None:
-        if self.address:
-            self.b.raw("cuMemFreeHost", self.address)
-            self.address = 0
-
-    def to(self, address: int, stream: sa.Stream) -> None:
-        self.b.raw("cuMemcpyHtoDAsync", address, self.address, self.nbytes, _raw(stream))
-
-    def back(self, address: int, stream: sa.Stream) -> None:
-        self.b.raw("cuMemcpyDtoHAsync", self.address, address, self.nbytes, _raw(stream))
-
-    def used(self, write: bool = False) -> None:
-        self.b.driver.used(self.address, self.nbytes, None, write)
-
-
-# -- loaders and double buffers ----------------------------------------------------------------------------------
-
-
-@hazard("race")
-def a_loader_waits_for_the_other_slot(b: Bench, right: bool) -> None:
-    slots, memory = [Host(b), Host(b)], b.ready()
-    copied = [b.event(), b.event()]
-    b.c.record(copied[1])
-    slots[0].to(memory.address, b.a)
-    b.a.record(copied[0])
-    copied[0 if right else 1].synchronize()
-    slots[0].array[0] += 1
-
-
-@hazard("race")
-def computed_before_the_batch_is_there(b: Bench, right: bool) -> None:
-    batch, memory = Host(b), b.ready()
-    batch.to(memory.address, b.a)
-    b.order(b.a, b.b, right)
-    b.read(memory, b.b)
-
-
-@hazard("race")
-def the_next_batch_overwrites_the_one_in_use(b: Bench, right: bool) -> None:
-    batch, memory = Host(b), b.ready()
-    for _ in range(2):
-        batch.to(memory.address, b.a)
-        b.order(b.a, b.b)
-        b.read(memory, b.b)
-        b.order(b.b, b.a, right)
-
-
-@hazard("race")
-def three_slots_for_two_buffers(b: Bench, right: bool) -> None:
-    buffers = [b.ready() for _ in range(2)]
-    done = [b.event() for _ in range(3)]
-    for step in range(4):
-        slot = step % 2
-        if step > 1:
-            b.a.wait(done[(step - 2) % 3 if right else (step - 3) % 3])
-        b.write(buffers[slot], b.a)
-        b.order(b.a, b.b)
-        b.read(buffers[slot], b.b)
-        b.b.record(done[step % 3])
-
-
-@hazard("free racing a use")
-def a_batch_is_freed_on_the_stream_that_loaded_it(b: Bench, right: bool) -> None:
-    """PyTorch's record_stream is for this."""
-    batch = b.new(b.a)
-    batch.fill(1, b.a)
-    b.order(b.a, b.b)
-    b.read(batch, b.b)
-    b.order(b.b, b.a, right)
-    batch.free(b.a)
-
-
-@hazard("race")
-def the_results_are_read_after_the_wrong_stream(b: Bench, right: bool) -> None:
-    result, memory = Host(b), b.ready()
-    memory.fill(1, b.a)
-    b.order(b.a, b.b)
-    result.back(memory.address, b.b)
-    (b.b if right else b.a).synchronize()
-    result.used()
-
-
-@hazard("race")
-def a_pinned_target_of_a_copy_that_pageable_memory_would_wait_for(b: Bench, right: bool) -> None:
-    pinned, pageable = Host(b), np.zeros(SIZE, np.uint8)
-    memory = b.ready()
-    stream, target = cuda.CUstream(b.a.handle), pageable.ctypes.data if right else pinned.address
-    b.raw("cuMemcpyDtoHAsync", target, memory.address, SIZE, stream)
-    b.driver.used(target, SIZE, None, False)
-
-
-@hazard("release while in use")
-def staging_memory_is_freed_after_the_event_of_another_batch(b: Bench, right: bool) -> None:
-    batch, memory = Host(b), b.ready()
-    early = b.a.record(b.event())
-    batch.to(memory.address, b.a)
-    late = b.a.record(b.event())
-    (late if right else early).synchronize()
-    batch.free()
-
-
-@hazard("race")
-def an_array_is_registered_and_read_at_once(b: Bench, right: bool) -> None:
-    array, memory = np.zeros(2 * PAGE, np.uint8), b.ready()
-    at = array.ctypes.data
-    b.raw("cuMemHostRegister", at, array.nbytes, 0)
-    b.raw("cuMemcpyDtoHAsync", at, memory.address, SIZE, cuda.CUstream(b.a.handle))
-    b.wait(b.a, right)
-    b.driver.used(at, SIZE, None, False)
-    b.device.synchronize()
-    b.raw("cuMemHostUnregister", at)
+programs(
+    """
+race
+    three_slots_for_two_buffers: x = ready; y = ready; d = event; e = event; f = event; write x a; a > b; read x b;
+        record b d; write y a; a > b; read y b; record b e; wait a d|f; write x a
+    a_ring_wraps_around_before_the_reader: x = ready; y = ready; z = ready; d = event; write x a; a > b; read x b;
+        record b d; write y a; write z a; + wait a d; write x a
+    a_batch_is_changed_after_the_host_function_of_another_stream: p = pinned; x = ready; cuMemcpyHtoDAsync x p 4096 a;
+        call a|b; synchronize a|b; host_writes p
+    a_loader_waits_for_the_other_slot: p = pinned; x = ready; e = event; f = event; record c f;
+        cuMemcpyHtoDAsync x p 4096 a; record a e; synchronize e|f; poke p
+    computed_before_the_batch_is_there: p = pinned; x = ready; cuMemcpyHtoDAsync x p 4096 a; + a > b; read x b
+    the_next_batch_overwrites_the_one_in_use: p = pinned; x = ready; cuMemcpyHtoDAsync x p 4096 a; a > b; read x b;
+        + b > a; cuMemcpyHtoDAsync x p 4096 a; a > b; read x b
+    the_results_are_read_after_the_wrong_stream: p = pinned; x = ready; fill x 1 a; a > b; cuMemcpyDtoHAsync p x 4096 b;
+        synchronize b|a; host_reads p
+    a_pinned_target_of_a_copy_that_pageable_memory_would_wait_for: p = pinned; h = pageable; x = ready;
+        cuMemcpyDtoHAsync h|p x 4096 a; host_reads h|p
+    an_array_is_registered_and_read_at_once: h = pageable; x = ready; cuMemHostRegister h 4096 0;
+        cuMemcpyDtoHAsync h x 4096 a; + synchronize a; host_reads h; synchronize device; cuMemHostUnregister h
+    an_event_is_recorded_early: x = ready; e = event; - record a e; write x a; + record a e; wait b e; write x b
+    an_event_is_recorded_on_the_stream_that_waits: x = ready; e = event; write x a; record a|b e; wait b e; write x b
+    an_event_is_not_recorded: x = ready; e = event; write x a; + record a e; wait b e; write x b
+    an_event_is_recorded_anew_on_a_third_stream: x = ready; e = event; write x a; record a e; record a|c e; wait b e;
+        write x b
+    a_stream_waits_before_the_recording: x = ready; e = event; - wait b e; write x a; record a e; + wait b e; read x b
+    one_of_two_parts_is_waited_for: x = ready; write x[:1024] a; write x[1024:2048] b; a > c; + b > c; read x[:2048] c
+    the_way_back_is_not_ordered: x = ready; write x a; a > b; read x b; + b > a; fill x 0 a
+    joined_before_the_second_kernel: x = ready; a > b; write x[:64] b; - b > a; write x[64:128] b; + b > a; read x a
+    a_fill_on_the_legacy_stream_beside_a_non_blocking_one: x = ready; cuMemsetD8Async x 0 4096 0; s = blocking|stream;
+        write x s
+    a_synchronous_fill_returns_early: x = ready; cuMemsetD32 x 0 1024; + cuStreamSynchronize 0; write x a
+    the_per_thread_stream_is_not_the_legacy_one: x = ready; s = per_thread; cuMemsetD8Async x 0 4096 2;
+        cuMemsetD8Async x 1 4096 1; write x s|a
+    a_legacy_copy_reads_what_a_non_blocking_stream_writes: x = ready; y = ready; s = blocking|stream; write x s;
+        cuMemcpyDtoD y x 4096
+    a_reader_waits_for_one_message_too_few: x = ready; y = ready; w = word; write x a; put a w 1; write y a; put a w 2;
+        until b w 2|1; read y b
+    a_flag_is_written_before_the_message: x = ready; w = word; + write x a; put a w 1; - write x a; until b w 1;
+        read x b
+    two_graphs_share_a_workspace: x = ready; begin a; fill x 1 a; g = end; begin a; fill x 1 a; h = end; launch g a;
+        + a > b; launch h b
+    the_input_of_a_graph_is_replaced_while_it_runs: x = ready; y = ready; p = pinned; begin a; copy_to x y a; g = end;
+        cuMemcpyHtoDAsync x p 4096 b; b > a; launch g a; + a > b; cuMemcpyHtoDAsync x p 4096 b; b > a; launch g a
+    a_graph_copies_into_what_the_host_reads: p = pinned; x = ready; begin a; cuMemcpyDtoHAsync p x 4096 a; g = end;
+        launch g a; + synchronize a; host_reads p
+    an_alias_is_written_while_the_page_is_read: m = mapped 2; n = second m; look m a; + a > b; at n b
+    columns_that_are_one_byte_too_wide: x = ready; cuMemsetD2D8Async x 64 1 32|33 8 a;
+        cuMemsetD2D8Async x+32 64 1 32 8 b
+free racing a use
+    a_batch_is_freed_on_the_stream_that_loaded_it: x = new a; fill x 1 a; a > b; read x b; + b > a; free x a
+    freed_after_an_event_between_two_uses: x = ready; e = event; read x b; record b e; read x b; + record b e; wait a e;
+        free x a
+    a_view_outlives_its_buffer: x = ready; look x+1024 b 16; + b > a; free x a
+    memory_of_a_graph_is_freed_beside_its_launch: x = ready; begin a; fill x 1 a; g = end; launch g a; + a > b; free x b
+release while in use
+    staging_memory_is_freed_after_the_event_of_another_batch: p = cuMemHostAlloc 4096 0; x = ready; e = event;
+        f = event; record a e; cuMemcpyHtoDAsync x p 4096 a; record a f; synchronize f|e; cuMemFreeHost p
+use before allocation
+    used_after_the_wrong_stream_was_synchronised: x = new a; synchronize a|c; write x b
+use after free
+    a_loop_frees_what_the_next_step_uses: x = new a; at x a; - free x a; at x a; + free x a
+    a_graph_is_replayed_after_its_input_was_dropped: x = ready; begin a; fill x 1 a; g = end; launch g a; - free x a;
+        launch g a
+    a_kernel_uses_a_page_that_was_unmapped: m = mapped; - unmap m; at m a
+unmap while in use
+    a_page_is_mapped_elsewhere_beside_a_kernel: m = mapped; at m a; + synchronize a; unmap m; synchronize device; map m
+""",
+)
+programs(
+    """
+race
+    the_context_of_the_other_device_is_synchronised: x = ready; p = peer; write x a; synchronize device|p; write x b
+race
+    a_peer_reads_before_the_copy_is_there: p = peer; s = stream_of p; y = of_device p s; synchronize s; x = ready;
+        copy_to x y a; + a > s; read y s; synchronize a; synchronize s
+free racing a use
+    freed_while_a_peer_copies: p = peer; s = stream_of p; y = of_device p s; x = ready; copy_to x y s; + wait a s;
+        free x a; synchronize s
+""",
+    gpus=2,
+)
 
 
 # -- events ----------------------------------------------------------------------------------------------------
-
-
-def _waits_for(b: Bench, record: Callable[[sa.Event, bool], object]) -> None:
-    """A write on one stream, and one on another that waits for an event which ``record`` records before or after it."""
-    memory, event = b.ready(), b.event()
-    record(event, True)
-    b.write(memory, b.a)
-    record(event, False)
-    b.b.wait(event)
-    b.write(memory, b.b)
-
-
-@hazard("race")
-def an_event_is_recorded_early(b: Bench, right: bool) -> None:
-    _waits_for(b, lambda event, early: b.a.record(event) if early is not right else None)
-
-
-@hazard("race")
-def an_event_is_recorded_on_the_stream_that_waits(b: Bench, right: bool) -> None:
-    _waits_for(b, lambda event, early: None if early else (b.a if right else b.b).record(event))
-
-
-@hazard("race")
-def an_event_is_not_recorded(b: Bench, right: bool) -> None:
-    _waits_for(b, lambda event, early: b.a.record(event) if right and not early else None)
-
-
-@hazard("race")
-def an_event_is_recorded_anew_on_a_third_stream(b: Bench, right: bool) -> None:
-    def record(event: sa.Event, early: bool) -> None:
-        if not early:
-            b.a.record(event)
-            (b.a if right else b.c).record(event)
-
-    _waits_for(b, record)
-
-
-@hazard("race")
-def a_stream_waits_before_the_recording(b: Bench, right: bool) -> None:
-    memory, event = b.ready(), b.event()
-    if not right:
-        b.b.wait(event)
-    b.write(memory, b.a)
-    b.a.record(event)
-    if right:
-        b.b.wait(event)
-    b.read(memory, b.b)
-
-
-@hazard("race")
-def one_of_two_parts_is_waited_for(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.write(memory[:1024], b.a)
-    b.write(memory[1024:2048], b.b)
-    b.order(b.a, b.c)
-    b.order(b.b, b.c, right)
-    b.read(memory[:2048], b.c)
-
-
-@hazard("race")
-def the_way_back_is_not_ordered(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.write(memory, b.a)
-    b.order(b.a, b.b)
-    b.read(memory, b.b)
-    b.order(b.b, b.a, right)
-    memory.fill(0, b.a)
-
-
-@hazard("race")
-def joined_before_the_second_kernel(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.order(b.a, b.b)
-    b.write(memory[:64], b.b)
-    if not right:
-        b.order(b.b, b.a)
-    b.write(memory[64:128], b.b)
-    b.order(b.b, b.a, right)
-    b.read(memory, b.a)
-
-
-# -- default streams -------------------------------------------------------------------------------------------
-
-
-@hazard("race")
-def a_fill_on_the_legacy_stream_beside_a_non_blocking_one(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.raw("cuMemsetD8Async", memory.address, 0, SIZE, cuda.CUstream(0))
-    b.write(memory, b.stream(blocking=right))
-
-
-@hazard("race")
-def a_synchronous_fill_returns_early(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.raw("cuMemsetD32", memory.address, 0, SIZE // 4)
-    if right:
-        b.raw("cuStreamSynchronize", cuda.CUstream(0))
-    b.write(memory, b.a)
-
-
-@hazard("race")
-def the_per_thread_stream_is_not_the_legacy_one(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.raw("cuMemsetD8Async", memory.address, 0, SIZE, cuda.CUstream(2))
-    b.raw("cuMemsetD8Async", memory.address, 1, SIZE, cuda.CUstream(1))
-    b.write(memory, b.a) if not right else b.write(memory, b.device.per_thread_stream)
-
-
-@hazard("race")
-def a_legacy_copy_reads_what_a_non_blocking_stream_writes(b: Bench, right: bool) -> None:
-    memory, target = b.ready(), b.ready()
-    stream = b.stream(blocking=right)
-    b.write(memory, stream)
-    b.raw("cuMemcpyDtoD", target.address, memory.address, SIZE)
 
 
 # -- frees -----------------------------------------------------------------------------------------------------
@@ -277,129 +111,7 @@ def a_worker_hands_back_memory_that_its_stream_uses(b: Bench, right: bool) -> No
     memory.free(b.a)
 
 
-@hazard("use before allocation")
-def used_after_the_wrong_stream_was_synchronised(b: Bench, right: bool) -> None:
-    memory = b.new(b.a)
-    (b.a if right else b.c).synchronize()
-    b.write(memory, b.b)
-
-
-@hazard("free racing a use")
-def freed_after_an_event_between_two_uses(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.read(memory, b.b)
-    event = b.b.record(b.event())
-    b.read(memory, b.b)
-    if right:
-        b.b.record(event)
-    b.a.wait(event)
-    memory.free(b.a)
-
-
-@hazard("free racing a use")
-def a_view_outlives_its_buffer(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.at(memory.address + 1024, b.b, write=False, nbytes=16)
-    b.order(b.b, b.a, right)
-    memory.free(b.a)
-
-
-@hazard("use after free")
-def a_loop_frees_what_the_next_step_uses(b: Bench, right: bool) -> None:
-    memory = b.new(b.a)
-    at = memory.address
-    for step in range(2):
-        b.at(at, b.a)
-        if step == right:
-            memory.free(b.a)
-
-
-@hazard("free racing a use", gpus=2)
-def freed_while_a_peer_copies(b: Bench, right: bool) -> None:
-    other = sa.Device(1, driver=b.driver)
-    with other.create_stream() as theirs, sa.MemoryPool(other) as pool:
-        target, memory = pool.allocate(SIZE, theirs), b.ready()
-        memory.copy_to(target, theirs)
-        if right:
-            b.a.wait(theirs)
-        memory.free(b.a)
-        theirs.synchronize()
-        target.free()
-
-
-# -- rings -----------------------------------------------------------------------------------------------------
-
-
-@hazard("race")
-def a_ring_wraps_around_before_the_reader(b: Bench, right: bool) -> None:
-    slots, read = [b.ready() for _ in range(3)], [b.event() for _ in range(3)]
-    for step in range(4):
-        slot = step % 3
-        if step >= 3 and right:
-            b.a.wait(read[slot])
-        b.write(slots[slot], b.a)
-        b.order(b.a, b.b)
-        b.read(slots[slot], b.b)
-        b.b.record(read[slot])
-
-
-@hazard("race")
-def a_reader_waits_for_one_message_too_few(b: Bench, right: bool) -> None:
-    slots, word = [b.ready() for _ in range(2)], b.word()
-    for number, slot in enumerate(slots):
-        b.write(slot, b.a)
-        b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, number + 1, 0)
-    b.raw("cuStreamWaitValue32", cuda.CUstream(b.b.handle), word, 2 if right else 1, 0)
-    b.read(slots[1], b.b)
-
-
-@hazard("race")
-def a_flag_is_written_before_the_message(b: Bench, right: bool) -> None:
-    memory, word = b.ready(), b.word()
-    if right:
-        b.write(memory, b.a)
-    b.raw("cuStreamWriteValue32", cuda.CUstream(b.a.handle), word, 1, 0)
-    if not right:
-        b.write(memory, b.a)
-    b.raw("cuStreamWaitValue32", cuda.CUstream(b.b.handle), word, 1, 0)
-    b.read(memory, b.b)
-
-
 # -- graphs ----------------------------------------------------------------------------------------------------
-
-
-def _captured(b: Bench, work: Callable[[], object]) -> sa.Graph:
-    with b.a.capture() as graph:
-        work()
-    return b.keep(graph)  # type: ignore[no-any-return]
-
-
-@hazard("race")
-def two_graphs_share_a_workspace(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    one, other = (_captured(b, lambda: memory.fill(1, b.a)) for _ in range(2))
-    one.launch(b.a)
-    b.order(b.a, b.b, right)
-    other.launch(b.b)
-
-
-@hazard("race")
-def the_input_of_a_graph_is_replaced_while_it_runs(b: Bench, right: bool) -> None:
-    given, result, batch = b.ready(), b.ready(), Host(b)
-    graph = _captured(b, lambda: given.copy_to(result, b.a))
-    for _ in range(2):
-        batch.to(given.address, b.b)
-        b.order(b.b, b.a)
-        graph.launch(b.a)
-        b.order(b.a, b.b, right)
-
-
-@hazard("free racing a use")
-def memory_of_a_graph_is_freed_beside_its_launch(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    _captured(b, lambda: memory.fill(1, b.a)).launch(b.a)
-    b.order(b.a, b.b, right)
-    memory.free(b.b)
 
 
 @hazard("use after free")
@@ -412,96 +124,3 @@ def a_node_is_given_memory_that_is_freed(b: Bench, right: bool) -> None:
         other.free()
         b.a.synchronize()
     b.raw("cuGraphLaunch", runs, cuda.CUstream(b.a.handle))
-
-
-@hazard("use after free")
-def a_graph_is_replayed_after_its_input_was_dropped(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    graph = _captured(b, lambda: memory.fill(1, b.a))
-    graph.launch(b.a)
-    if not right:
-        memory.free(b.a)
-    graph.launch(b.a)
-
-
-@hazard("race")
-def a_graph_copies_into_what_the_host_reads(b: Bench, right: bool) -> None:
-    result, memory = Host(b), b.ready()
-    graph = _captured(b, lambda: result.back(memory.address, b.a))
-    graph.launch(b.a)
-    b.wait(b.a, right)
-    result.used()
-
-
-# -- mapped memory, and two devices ----------------------------------------------------------------------------
-
-
-@hazard("unmap while in use")
-def a_page_is_mapped_elsewhere_beside_a_kernel(b: Bench, right: bool) -> None:
-    mapped = Mapped(b)
-    (at,) = mapped.at
-    b.at(at, b.a)
-    b.wait(b.a, right)
-    mapped.unmap(at)
-    b.device.synchronize()
-    mapped.map(at)
-
-
-@hazard("race")
-def an_alias_is_written_while_the_page_is_read(b: Bench, right: bool) -> None:
-    one, other = Mapped(b, count=2).at
-    b.at(one, b.a, write=False)
-    b.order(b.a, b.b, right)
-    b.at(other, b.b)
-
-
-@hazard("use after free")
-def a_kernel_uses_a_page_that_was_unmapped(b: Bench, right: bool) -> None:
-    mapped = Mapped(b)
-    (at,) = mapped.at
-    if not right:
-        mapped.unmap(at)
-    b.at(at, b.a)
-
-
-@hazard("race", gpus=2)
-def a_peer_reads_before_the_copy_is_there(b: Bench, right: bool) -> None:
-    other = sa.Device(1, driver=b.driver)
-    with other.create_stream() as theirs, sa.MemoryPool(other) as pool:
-        memory, source = pool.allocate(SIZE, theirs), b.ready()
-        theirs.synchronize()
-        source.copy_to(memory, b.a)
-        b.order(b.a, theirs, right)
-        memory.used(theirs, write=False)
-        b.a.synchronize()
-        theirs.synchronize()
-        memory.free()
-
-
-@hazard("race", gpus=2)
-def the_context_of_the_other_device_is_synchronised(b: Bench, right: bool) -> None:
-    memory = b.ready()
-    b.write(memory, b.a)
-    sa.Device(0 if right else 1, driver=b.driver).synchronize()
-    b.write(memory, b.b)
-
-
-@hazard("race")
-def columns_that_are_one_byte_too_wide(b: Bench, right: bool) -> None:
-    memory = b.ready()
-
-    def fill(at: int, width: int, stream: sa.Stream) -> Any:
-        return b.raw("cuMemsetD2D8Async", memory.address + at, 64, 1, width, 8, cuda.CUstream(stream.handle))
-
-    fill(0, 32 if right else 33, b.a)
-    fill(32, 32, b.b)
-
-
-@hazard("race")
-def a_batch_is_changed_after_the_host_function_of_another_stream(b: Bench, right: bool) -> None:
-    batch, memory = Host(b), b.ready()
-    batch.to(memory.address, b.a)
-    stream = b.a if right else b.b
-    stream.launch_host_func(lambda: None)
-    stream.synchronize()
-    batch.used(write=True)

@@ -10,90 +10,32 @@ import streamalloc as sa
 from streamalloc import ipc, multicast, vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import multimem_ld_reduce, multimem_red, multimem_st
-from tests.checker.corpus.bench import PAGE, SIZE, Bench, hazard
-from tests.support import KEEP
+from tests.checker.corpus.bench import PAGE, Bench, hazard, programs
+
+programs(
+    """
+export before completion
+    exported_while_it_is_filled: x = of_shared_pool; fill x 1; + synchronize a; cuMemPoolExportPointer x
+    exported_while_it_is_allocated: x = of_shared_pool; e = interprocess; + record a e; cuMemPoolExportPointer x
+    exported_with_an_event_of_another_stream: x = of_shared_pool; fill x 1 a; e = interprocess; record a|b e;
+        cuMemPoolExportPointer x
+    plain_memory_is_exported_while_it_is_filled: x = cuMemAlloc 4096; cuMemsetD8Async x 1 4096 a; + synchronize a;
+        cuIpcGetMemHandle x; synchronize device; cuMemFree x
+race
+    an_import_reads_what_is_written: x = of_shared_pool; synchronize a; y = opened x; write x a; + wait b a; look y b;
+        synchronize b; cuMemFreeAsync y b; synchronize b
+free before the importer's
+    the_exporter_frees_first: x = of_shared_pool; synchronize a; y = opened x; - free x; cuMemFreeAsync y a; + free x
+    the_exporter_does_not_wait_for_the_importer: x = of_shared_pool; synchronize a; y = opened x; cuMemFreeAsync y b;
+        + wait a b; free x
+""",
+)
 
 # -- sharing --------------------------------------------------------------------------------------------------
 
 
 _POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 _FILE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
-class Imported:
-    """A pool that was exported and imported in the same process, as hardware allows."""
-
-    def __init__(self, b: Bench) -> None:
-        self.pool = b.keep(sa.MemoryPool(b.device, handle_types=_POSIX, release_threshold=KEEP))
-        kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        self.b = b
-        fd = b.raw("cuMemPoolExportToShareableHandle", cuda.CUmemoryPool(self.pool.handle), kind, 0)
-        self.imported = b.raw("cuMemPoolImportFromShareableHandle", fd, kind, 0)
-        os.close(fd)
-        b._stack.callback(lambda: b.raw("cuMemPoolDestroy", self.imported))
-
-    def open(self, buffer: sa.Buffer) -> int:
-        data = self.b.raw("cuMemPoolExportPointer", buffer.address)
-        return int(self.b.raw("cuMemPoolImportPointer", self.imported, data))
-
-
-@hazard("export before completion")
-def exported_while_it_is_filled(b: Bench, right: bool) -> None:
-    shared = Imported(b)
-    x = shared.pool.allocate(SIZE, b.a)
-    x.fill(1)
-    b.wait(b.a, right)
-    b.raw("cuMemPoolExportPointer", x.address)
-    b.done(x)
-
-
-@hazard("export before completion")
-def exported_while_it_is_allocated(b: Bench, right: bool) -> None:
-    shared = Imported(b)
-    x = shared.pool.allocate(SIZE, b.a)
-    if right:
-        b.a.record(b.event(interprocess=True))
-    b.raw("cuMemPoolExportPointer", x.address)
-    b.done(x)
-
-
-@hazard("race")
-def an_import_reads_what_is_written(b: Bench, right: bool) -> None:
-    shared = Imported(b)
-    x = shared.pool.allocate(SIZE, b.a)
-    b.a.synchronize()
-    opened = shared.open(x)
-    b.write(x, b.a)
-    if right:
-        b.b.wait(b.a)
-    b.at(opened, b.b, write=False)
-    b.b.synchronize()
-    b.raw("cuMemFreeAsync", opened, cuda.CUstream(b.b.handle))
-    b.b.synchronize()
-    b.done(x)
-
-
-@hazard("free before the importer's")
-def the_exporter_frees_first(b: Bench, right: bool) -> None:
-    shared = Imported(b)
-    x = shared.pool.allocate(SIZE, b.a)
-    b.a.synchronize()
-    opened = shared.open(x)
-    steps = [lambda: b.raw("cuMemFreeAsync", opened, cuda.CUstream(b.a.handle)), x.free]
-    for step in steps if right else steps[::-1]:
-        step()
-
-
-@hazard("free before the importer's")
-def the_exporter_does_not_wait_for_the_importer(b: Bench, right: bool) -> None:
-    shared = Imported(b)
-    x = shared.pool.allocate(SIZE, b.a)
-    b.a.synchronize()
-    opened = shared.open(x)
-    b.raw("cuMemFreeAsync", opened, cuda.CUstream(b.b.handle))
-    if right:
-        b.a.wait(b.b)
-    x.free()
 
 
 # -- multicast objects ----------------------------------------------------------------------------------------
@@ -185,26 +127,6 @@ def two_devices_store_through_the_object(b: Bench, right: bool) -> None:
 
 
 # -- exports ---------------------------------------------------------------------------------------------------
-
-
-@hazard("export before completion")
-def exported_with_an_event_of_another_stream(b: Bench, right: bool) -> None:
-    shared = Imported(b)
-    x = shared.pool.allocate(SIZE, b.a)
-    x.fill(1, b.a)
-    (b.a if right else b.b).record(b.event(interprocess=True))
-    b.raw("cuMemPoolExportPointer", x.address)
-    b.done(x)
-
-
-@hazard("export before completion")
-def plain_memory_is_exported_while_it_is_filled(b: Bench, right: bool) -> None:
-    address = int(b.raw("cuMemAlloc", SIZE))
-    b.raw("cuMemsetD8Async", address, 1, SIZE, cuda.CUstream(b.a.handle))
-    b.wait(b.a, right)
-    b.raw("cuIpcGetMemHandle", address)
-    b.device.synchronize()
-    b.raw("cuMemFree", address)
 
 
 @hazard("export before completion")
