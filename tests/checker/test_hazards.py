@@ -344,6 +344,18 @@ def test_nodes_with_common_parameters() -> None:
     assert calls.kinds() == ["race"] * 2
 
 
+def test_a_kernel_with_common_parameters() -> None:
+    """It is known as a kernel, whose uses are not."""
+    calls = Calls()
+    kernel = SimpleNamespace(func=0, kern=0, kernelParams=0, extra=0)
+    params = SimpleNamespace(type=cuda.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel=kernel)
+    graph = calls.make(cuda.CUgraph(0x30), "cuGraphCreate", 0)
+    calls.make(cuda.CUgraphNode(0x40), "cuGraphAddNode", graph, [], 0, params)
+    calls.driver.cuGraphLaunch(calls.make(cuda.CUgraphExec(0x50), "cuGraphInstantiate", graph, 0), calls.a)
+    (note,) = calls.driver.notes
+    assert note.startswith("kernels that do not declare their uses")
+
+
 @pytest.mark.parametrize("waits", ["cuCtxWaitEvent", "cuGreenCtxWaitEvent", "cuWaitExternalSemaphoresAsync", ""])
 def test_a_stream_waits_without_its_own_event(waits: str) -> None:
     calls = Calls()

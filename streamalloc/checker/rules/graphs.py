@@ -241,7 +241,7 @@ class _Kind(NamedTuple):
 _KINDS = (
     _Kind("Memcpy", "MEMCPY", "memcpy.copyParams", partial(_work_node, plane)),
     _Kind("Memset", "MEMSET", "memset", partial(_work_node, _filled)),
-    _Kind("Kernel", "uses.KERNEL", "kernel", _kernel_node),
+    _Kind("Kernel", "KERNEL", "kernel", _kernel_node),
     _Kind("ChildGraph", "GRAPH", "graph.graph", _child),
     _Kind("EventWait", "WAIT_EVENT", "eventWait.event", _wait_node, "Event"),
     _Kind("EventRecord", "EVENT_RECORD", "eventRecord.event", _record_node, "Event"),
@@ -287,7 +287,7 @@ def _sets(
     executable = name.startswith("cuGraphExec")
     handle, params = number_of(args[1 if executable else 0]), args[2 if executable else 1]
     made = make(state, params)
-    kernel = make is _kernel_node or "uses.KERNEL" in getattr(getattr(params, "type", None), "name", "")
+    kernel = make is _kernel_node or "KERNEL" in getattr(getattr(params, "type", None), "name", "")
     for node in made:
         node.what, node.stack, node.handle = node.what or name, state.place(), handle
     if executable:
