@@ -21,7 +21,7 @@ import streamalloc
 project = "streamalloc"
 author = "the authors of streamalloc"
 version = release = streamalloc.__version__
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "numpydoc", "myst_nb"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "numpydoc", "myst_nb", "sphinx_copybutton"]
 exclude_patterns = ["examples/README.md", "_build"]
 html_theme = "furo"
 html_title = f"streamalloc {version}"
@@ -47,7 +47,7 @@ nitpicky = False
 _FOREIGN = (
     "CudaError, object, BaseException, Exception, RuntimeError, tuple, int, str, Enum, Generic, ABC, Mapping, Protocol"
 )
-_REFERENCE = re.compile(r"^```\{reference\} ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_REFERENCE = re.compile(r"^:::\{reference\} ([\w.]+)\n(.*?)^:::$", re.MULTILINE | re.DOTALL)
 # Modules by the last parts of their objects' names, for references that name an object in short.
 _PLACES: dict[str, set[str]] = defaultdict(set)
 

@@ -106,7 +106,7 @@ def test_titles_differ() -> None:
     assert sorted(set(titles)) == sorted(titles)
 
 
-_REFERENCE = re.compile(r"^```\{reference\} ([\w.]+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_REFERENCE = re.compile(r"^:::\{reference\} ([\w.]+)\n(.*?)^:::", re.MULTILINE | re.DOTALL)
 
 
 def described() -> list[tuple[str, str, str]]:

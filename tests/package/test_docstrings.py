@@ -28,7 +28,7 @@ from tests.package.test_docs import PROGRAMS, ROOT, described, exported
 Key = tuple[str, ...]
 
 _LINK = re.compile(r":(?!mod)(\w+):`~?([^`]+)`")
-_LIST = re.compile(r"^```\{reference\}.*?^```", re.MULTILINE | re.DOTALL)
+_LIST = re.compile(r"^:::\{reference\}.*?^:::", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 _ON_PAGES = "\n".join(re.findall(r"^```py.*?^```", "\n".join(one.read_text() for one in PROGRAMS), re.M | re.DOTALL))
 
