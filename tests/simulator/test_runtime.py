@@ -139,6 +139,7 @@ def test_the_last_error_is_returned_once(rt: Any) -> None:
     assert rt.cudaGetErrorName(Error.cudaErrorMemoryAllocation) == (Error.cudaSuccess, b"cudaErrorMemoryAllocation")
 
 
+@pytest.mark.resets_contexts
 def test_a_lost_context_is_the_last_error_once(rt: Any, machine: Any) -> None:
     @testing.kernel("fails", types=[])
     def fails() -> None:
@@ -154,6 +155,7 @@ def test_a_lost_context_is_the_last_error_once(rt: Any, machine: Any) -> None:
         assert rt.cudaMalloc(1)[:1] == lost
     finally:
         testing.unregister_kernel("fails")
+        machine.cuDevicePrimaryCtxReset(0)
 
 
 def test_copies_by_kind(rt: Any) -> None:
@@ -241,6 +243,7 @@ def test_nodes_of_any_kind(rt: Any) -> None:
     ok(rt.cudaGraphLaunch(ok(rt.cudaGraphInstantiate(graph, 0)), 0))
     ok(rt.cudaMemcpy(found, target, 64, Kind.cudaMemcpyDeviceToHost))
     assert (found == 7).all()
+    ok(rt.cudaFree(memory.alloc.dptr))
     with pytest.raises(NotImplementedError, match="cudaGraphMemcpyNodeGetParams"):
         rt.cudaGraphMemcpyNodeGetParams(node)
 
