@@ -55,7 +55,6 @@ _SHORT: dict[str, Callable[..., dict[str, Any]]] = {
     # As a real machine with as many GPUs, which is also what other processes of the tests simulate.
     "multicast": lambda: {"multicast": True, "machine": {"multicast": None}},
     "simulated_only": lambda reason: {"simulated_only": reason},
-    # With --one-machine on one that is not that of the other tests, whose registered memory would go.
     "resets_contexts": lambda: {"simulated_only": "it resets the context of the whole process", "devices": 1},
 }
 
@@ -217,7 +216,9 @@ def supported(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def machine(streamalloc_machine: Any, request: pytest.FixtureRequest, on_cuda: bool) -> Iterator[Any]:
     """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""
-    if not (on_cuda or request.config.getoption("streamalloc_one_machine")):
+    one_machine = request.config.getoption("streamalloc_one_machine")
+    its_own = any(mark.kwargs.get("simulated_only") for mark in request.node.iter_markers("streamalloc"))
+    if not on_cuda and (its_own or not one_machine):
         yield streamalloc_machine
         return
     streamalloc_machine.cuInit(0)

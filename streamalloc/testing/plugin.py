@@ -46,7 +46,8 @@ Options of the command line; each is also an ini option, with underscores and wi
 ``--streamalloc-leaks``, ``--streamalloc-check``
     mark all tests with ``leaks=True``, ``check=True``.
 ``--streamalloc-one-machine``
-    run all tests on one simulated machine, which keeps what they do not release, as a GPU does.
+    run all tests on one simulated machine, which keeps what they do not release, as a GPU does. A test that is
+    ``simulated_only`` still has its own.
 
 ``leaks`` and ``check`` include the processes that a test starts, by :mod:`multiprocessing` or with its environment: the
 test has an error if such a process breaks stream order, or ends with memory that it has not freed.
@@ -302,8 +303,10 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     from streamalloc.testing import Faults, machines
 
     on_cuda = driver_under_test(request.config) == "cuda"
-    lasting = on_cuda or _option(request.config, "streamalloc_one_machine")
-    checks = [name for name in ("check", "leaks") if _wanted(request.config, _needs(request.node), name)]
+    needs = _needs(request.node)
+    # What never runs on a GPU may well lose the context, or leave what no other test expects.
+    lasting = on_cuda or (_option(request.config, "streamalloc_one_machine") and not needs.simulated_only)
+    checks = [name for name in ("check", "leaks") if _wanted(request.config, needs, name)]
     with contextlib.ExitStack() as stack:
         make = machines.lasting if lasting else simulated
         driver = machines.real() if on_cuda else make(**_settings(request))

@@ -176,10 +176,14 @@ class TestMachines:
             def test_one(streamalloc_machine, number):
                 seen.append(streamalloc_machine)
                 assert seen == [streamalloc_machine] * (number + 1)
+
+            @pytest.mark.streamalloc(simulated_only="it loses the context")
+            def test_its_own(streamalloc_machine):
+                assert streamalloc_machine not in seen
             """,
             "--streamalloc-one-machine",
         )
-        result.assert_outcomes(passed=2)
+        result.assert_outcomes(passed=3)
         result.stdout.fnmatch_lines(["streamalloc: simulated driver, one machine for all tests"])
 
 
