@@ -146,7 +146,7 @@ class Storage:
                 yield None, y, x, piece
             else:
                 memory, start = backing
-                yield rows_at(memory.window.address + start + offset, pitch, *piece), y, x, piece
+                yield rows_at(memory.window.base + start + offset, pitch, *piece), y, x, piece
 
     def _segments(self, part: Part, shape: Shape, z: int) -> Iterator[tuple[Tile, int, int, tuple[int, int], int, int]]:
         """Yield the pieces of a plane by tile: the tile, the row and byte in the plane, height and width, the offset in

@@ -49,6 +49,13 @@ class Caller:
     in_host_function: bool = False
 
 
+class Threads(threading.local):
+    """The calling thread, to a machine: ``caller``."""
+
+    def __init__(self) -> None:
+        self.caller = Caller()
+
+
 class WaitEnded(BaseException):
     """A signal handler raised ``error`` while a call was waiting."""
 

@@ -60,10 +60,12 @@ def need_a(cls: type[T], value: object, code: Any = Result.CUDA_ERROR_INVALID_VA
     return need(value if isinstance(value, cls) else None, code)
 
 
-def code_of(error: OSError) -> Any:
-    """The result code of a call that got ``error`` from the operating system. Raises an error without a number: a
-    signal handler raised it.
+def code_of(error: Fault | OSError) -> Any:
+    """The result code of a call that failed, or got ``error`` from the operating system. Raises an error without a
+    number: a signal handler raised it.
     """
+    if isinstance(error, Fault):
+        return error.code
     if error.errno is None:
         raise error
     return Result.CUDA_ERROR_OUT_OF_MEMORY if error.errno in _NO_MEMORY else Result.CUDA_ERROR_OPERATING_SYSTEM

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -38,8 +37,7 @@ class Machine:
         self.spec: MachineSpec = spec
         self.profile: Profile = spec.profile
         self.identity: str = spec.identity
-        has_channel = bool(self.profile.imex_channel) or None
-        self.fabric: bool | None = has_channel if spec.fabric is None else spec.fabric
+        self.fabric: bool | None = (bool(self.profile.imex_channel) or None) if spec.fabric is None else spec.fabric
         self.ready: bool = False
         self.forked: bool = False
         self.cut_call: str | None = None
@@ -50,14 +48,10 @@ class Machine:
         self.streams: Handles[Queue] = Handles()
         self.events: Handles[QueueEvent] = Handles()
         self.freed: list[tuple[Allocation, Queue, int]] = []
-        """cuMemAlloc memory that was freed in a stream. It stays allocated until the host synchronises with the free
-        (observed on H200: test_plain_memory).
-        """
-        self.thread: threading.local = threading.local()
-        """``caller``: the thread's :class:`Caller`, set at its first call."""
+        """cuMemAlloc memory freed in a stream, until the host synchronises with that (H200: test_plain_memory)."""
+        self.thread: call_lock.Threads = call_lock.Threads()
         self._context_numbers = itertools.count(1)
         self.labels: Labels = Labels(spec.identity, spec.host_name, spec.devices)
-        labels, scheduler = self.labels, self.scheduler
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
         self.banks: Banks = banks
@@ -71,14 +65,15 @@ class Machine:
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
-        self.pools: Pools = Pools(labels, banks, scheduler)
+        self.pools: Pools = Pools(self.labels, banks, self.scheduler)
         self.graphs: Graphs = Graphs(self.devices)
         self.modules: Modules = Modules(spec.kernels == "ignore")
-        self.virtual: VirtualMemory = VirtualMemory(labels, banks, self.allocations, scheduler, self.profile.page)
-        self.sharing: Sharing = Sharing(labels, banks, self.allocations, scheduler, self.devices)
+        shared = (self.labels, banks, self.allocations, self.scheduler)
+        self.virtual: VirtualMemory = VirtualMemory(*shared, self.profile.page)
+        self.sharing: Sharing = Sharing(*shared, self.devices)
         of_teams = self.profile.granularity("MULTICAST")
         self.multicast: Multicast = Multicast(
-            *(labels, self.allocations, scheduler, self.virtual),
+            *(self.labels, self.allocations, self.scheduler, self.virtual),
             *(spec.multicast_slots, spec.patience, of_teams.minimum if of_teams else self.profile.page),
         )
         _machines.add(self)

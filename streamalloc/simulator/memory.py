@@ -128,18 +128,6 @@ class Physical:
             self.fd = -1
 
 
-class Window:
-    """A mapping of physical memory outside of simulated addresses."""
-
-    def __init__(self, fd: int, offset: int, size: int) -> None:
-        self.size: int = size
-        self.address: int = _mmap(None, size, _PROT_READ_WRITE, _MAP_SHARED | _MAP_NORESERVE, fd, offset)
-
-    def close(self) -> None:
-        _unmap(self.address, self.size)
-        self.size = 0
-
-
 class Intervals:
     """A set of addresses as disjoint, sorted, half-open ranges."""
 
@@ -437,6 +425,11 @@ def _forget_kept(start: int, end: int) -> None:
 
 
 _addresses = Addresses()
+
+
+def window(fd: int, offset: int, size: int) -> Reservation:
+    """A mapping of physical memory outside of simulated addresses."""
+    return Reservation(size, mmap.PAGESIZE, fd, offset)
 
 
 E = TypeVar("E", bound=Extent)

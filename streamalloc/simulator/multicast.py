@@ -22,7 +22,7 @@ from streamalloc.simulator.allocations import Allocation, Allocations
 from streamalloc.simulator.constants import NOWHERE, Location, Place
 from streamalloc.simulator.errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
 from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach
-from streamalloc.simulator.memory import AddressRange, Physical, Window
+from streamalloc.simulator.memory import AddressRange, Physical, Reservation, window
 from streamalloc.simulator.physical import Mappable, Mapping, Memory, Properties
 from streamalloc.simulator.pool import Pool
 from streamalloc.simulator.scheduler import Scheduler
@@ -257,7 +257,7 @@ class MulticastObject(Mappable):
         self.imported = imported
         self._owner = owner
         self._bound: dict[int, Backing] = {}  # by this holder, by the bindings' numbers
-        self._windows: dict[int, Window] = {}  # to all bindings
+        self._windows: dict[int, Reservation] = {}  # to all bindings
 
     @property
     def serial(self) -> str:
@@ -274,8 +274,8 @@ class MulticastObject(Mappable):
     def close(self) -> None:
         for number in list(self._bound):
             self._release(number)
-        for window in self._windows.values():
-            window.close()
+        for there in self._windows.values():
+            there.close()
         self._windows.clear()
         self.table.leave()
 
@@ -321,9 +321,9 @@ class MulticastObject(Mappable):
 
     def _release(self, number: int) -> None:
         memory = self._bound.pop(number).memory
-        window = self._windows.pop(number, None)
-        if window is not None:
-            window.close()
+        there = self._windows.pop(number, None)
+        if there is not None:
+            there.close()
         if memory is not None:
             memory.bindings -= 1
             memory.leave()
@@ -339,39 +339,32 @@ class MulticastObject(Mappable):
             self._windows.pop(number).close()
         for binding in bindings:
             first, stop = max(offset, binding.offset), min(offset + size, binding.end)
-            if first < stop:
-                window = self._window(binding)
-                if window is not None:
-                    segment = Segment(window.address + first - binding.offset, first - offset, stop - first)
-                    found[binding.device].append(segment)
+            there = self._window(binding) if first < stop else None
+            if there is not None:
+                segment = Segment(there.base + first - binding.offset, first - offset, stop - first)
+                found[binding.device].append(segment)
         return found
 
-    def _window(self, binding: Binding) -> Window | None:
+    def _window(self, binding: Binding) -> Reservation | None:
         """The bytes of a binding; None after their release."""
-        window = self._windows.get(binding.number)
-        backing = self._bound.get(binding.number)
+        backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
         if allocation is not None and not self._owner.allocations.is_live(allocation):
             return None  # the pool may have reused the bytes
-        if window is None:
-            if backing is not None:
-                window = Window(backing.physical.fd, binding.start, binding.size)
-            else:
-                window = _window_elsewhere(binding)
-            if window is not None:
-                self._windows[binding.number] = window
-        return window
+        if found is None:
+            fd = _open_elsewhere(binding) if backing is None else os.dup(backing.physical.fd)
+            if fd is None:
+                return None
+            try:
+                found = self._windows[binding.number] = window(fd, binding.start, binding.size)
+            finally:
+                os.close(fd)
+        return found
 
 
-def _window_elsewhere(binding: Binding) -> Window | None:
-    """Map memory that another holder bound; None if its process has released the memory."""
-    fd = reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
-    if fd is None:
-        return None
-    try:
-        return Window(fd, binding.start, binding.size)
-    finally:
-        os.close(fd)
+def _open_elsewhere(binding: Binding) -> int | None:
+    """The file that another holder bound; None if its process has released the memory."""
+    return reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
 
 
 @dataclass(eq=False)

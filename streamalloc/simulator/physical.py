@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from streamalloc.simulator.banks import Bank
 from streamalloc.simulator.constants import NO_ACCESS, Location, Place, new_handle
 from streamalloc.simulator.errors import NotModelled, Result, check
-from streamalloc.simulator.memory import AddressRange, Extent, Physical, Window
+from streamalloc.simulator.memory import AddressRange, Extent, Physical, Reservation, window
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Memory(Mappable):
         """Number of array tiles mapped now or by queued work."""
 
     @functools.cached_property
-    def window(self) -> Window:
+    def window(self) -> Reservation:
         """Map the whole memory, for work without addresses."""
-        return Window(self.physical.fd, self.offset, self.size)
+        return window(self.physical.fd, self.offset, self.size)
 
     def close_window(self) -> None:
         if "window" in vars(self):

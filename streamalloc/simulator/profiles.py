@@ -105,21 +105,6 @@ def _table(one: Check) -> Check:
     return check
 
 
-def _object(**parts: Check) -> Check:
-    def check(at: str, value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise ProfileError(f"{at} must be an object, got {_shown(value)}")
-        for name in value:
-            if name not in parts:
-                raise ProfileError(f"{at} has the field {_shown(name)}; known are {', '.join(parts)}")
-        for name in parts:
-            if name not in value:
-                raise ProfileError(f"{at}.{name} is missing")
-        return {name: part(f"{at}.{name}", value[name]) for name, part in parts.items()}
-
-    return check
-
-
 def _priorities(at: str, value: Any) -> tuple[int, int]:
     least, greatest = _list(_whole(-1000, 1000), 2, 2)(at, value)
     if least < greatest:
@@ -144,19 +129,24 @@ def _limit(at: str, value: Any) -> Limit:
     return found
 
 
+def _link(at: str, value: Any) -> tuple[tuple[int, int], Link]:
+    if not isinstance(value, dict) or value.keys() != _LINK.keys():
+        raise ProfileError(f"{at} must be an object of {', '.join(_LINK)}, got {_shown(value)}")
+    one, two, access, attributes = (check(f"{at}.{name}", value[name]) for name, check in _LINK.items())
+    return (one, two), Link(bool(access), attributes)
+
+
 def _links(at: str, value: Any) -> dict[tuple[int, int], Link]:
-    found = {}
-    for one in _list(_LINK, 0, 64 * 63)(at, value):
-        pair = (one["from"], one["to"])
-        if pair[0] == pair[1] or pair in found:
-            raise ProfileError(f"{at} has a link from device {pair[0]} to itself, or twice to device {pair[1]}")
-        found[pair] = Link(bool(one["access"]), one["attributes"])
+    given = _list(_link, 0, 64 * 63)(at, value)
+    found = dict(given)
+    if len(found) < len(given) or any(one == two for one, two in found):
+        raise ProfileError(f"{at} has a link of a device to itself, or two of one pair of devices")
     return found
 
 
 _int32, _int64 = _whole(-(1 << 31), (1 << 31) - 1), _whole(0, (1 << 63) - 1)
 _numbers = _table(_int32)
-_LINK = _object(**{"from": _whole(0, 63), "to": _whole(0, 63), "access": _whole(0, 1), "attributes": _numbers})
+_LINK = {"from": _whole(0, 63), "to": _whole(0, 63), "access": _whole(0, 1), "attributes": _numbers}
 
 
 def _read(check: Check, repr: bool = True) -> Any:
@@ -255,20 +245,10 @@ _NEEDED = {
 """Required table entries; attributes among them are not negative."""
 
 
-def _no_pair_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ProfileError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return found
-
-
 def _parsed(data: bytes) -> dict[str, Any]:
     """The fields of a file, without those of its base."""
     try:
-        found = json.loads(data, object_pairs_hook=_no_pair_twice)
-    except ProfileError:
-        raise
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ProfileError(f"it is no JSON: {error}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from streamalloc.driver.bindings import cuda, runtime
 from streamalloc.driver.locks import Lock
@@ -218,55 +219,33 @@ _HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")
 _LINK = re.compile(r":py:obj:`~?\.?([^`]*)`")
 
 
-class Parameter(NamedTuple):
-    name: str
-    type: str
-    """Class of the bindings, or C type; empty for others."""
-    default: int | None
-
-
-class Signature(NamedTuple):
-    parameters: tuple[Parameter, ...]
-    results: tuple[str, ...]
-    """Types of the values after the result code; ``"[]"`` marks lists."""
-
-    def bind(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
-        """The values of the parameters in order."""
-        values = list(args)
-        for parameter in self.parameters[len(args) :]:
-            if parameter.name in named:
-                values.append(named.pop(parameter.name))
-            elif parameter.default is not None:
-                values.append(parameter.default)
-            else:
-                raise TypeError(f"missing the argument {parameter.name!r}")
-        if named or len(values) > len(self.parameters):
-            raise TypeError(f"takes {len(self.parameters)} arguments: {', '.join(one.name for one in self.parameters)}")
-        return values
-
-
 @functools.cache
-def signature(module: Any, name: str) -> Signature:
-    """The signature of a function of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``."""
+def signature(module: Any, name: str) -> tuple[inspect.Signature, list[str]]:
+    """The signature of a function of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``, and the types of its values
+    after the result code.
+
+    An annotation is a class of the bindings, or a C type; empty for others. ``"[]"`` marks lists.
+    """
     documentation: str = getattr(module, name).__doc__
     head = documentation.split("\n")[0]
     inside = re.sub(r"\[([^][]*)\]", lambda found: "[" + found[1].replace(",", ";") + "]", head)
     inside = inside.partition("(")[2].rpartition(")")[0]
     listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]
     lines = [line for line in listed.split("\n") if line[:1].strip()][1:]
-    return Signature(
-        tuple(_parameter(one.strip()) for one in inside.split(",") if one.strip()), tuple(map(_result, lines))
-    )
+    parameters = [_parameter(one.strip()) for one in inside.split(",") if one.strip()]
+    return inspect.Signature(parameters), [*map(_result, lines)]
 
 
-def _parameter(text: str) -> Parameter:
+def _parameter(text: str) -> inspect.Parameter:
     """Parse a parameter: ``size_t size``, ``attr: cudaDeviceAttr``, ``stream``, ``size_t numNodes=0``."""
     head, _, annotation = text.partition(":")
     head, _, default = head.partition("=")
     *kind, name = head.split()
     found = next((one for one in re.findall(r"\w+", annotation) if one.lower().startswith("cu")), "")
     in_list = "[]" if "list[" in annotation and found else ""
-    return Parameter(name.lstrip("*"), in_list + (found or " ".join(kind)), int(default) if default else None)
+    kept, annotation = int(default) if default else inspect.Parameter.empty, in_list + (found or " ".join(kind))
+    plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name.lstrip("*"), plain, default=kept, annotation=annotation)
 
 
 def _result(line: str) -> str:
@@ -349,18 +328,19 @@ class Functions:
         """Make a function that is one driver call. After its arguments the call may need flags, which are 0, or a
         context, which is the current one.
         """
-        call, theirs = driver_call(name), signature(runtime(), name)
-        ours = () if call is None else signature(cuda, call).parameters
-        pairs = list(zip(theirs.parameters, ours, strict=False))
-        more = "".join(one.name for one in ours[len(theirs.parameters) :])
-        if call is None or len(pairs) < len(theirs.parameters) or more not in ("", "Flags", "ctx"):
+        call, (taken, kinds) = driver_call(name), signature(runtime(), name)
+        theirs = list(taken.parameters.values())
+        ours = [] if call is None else list(signature(cuda, call)[0].parameters.values())
+        more = "".join(one.name for one in ours[len(theirs) :])
+        other_layout = {*OTHER_LAYOUT, *(f"[]{one}" for one in OTHER_LAYOUT)} & {*kinds}
+        if call is None or len(ours) < len(theirs) or more not in ("", "Flags", "ctx") or other_layout:
             return functools.partial(_refuse, name)
-        if {*OTHER_LAYOUT, *(f"[]{one}" for one in OTHER_LAYOUT)} & {*theirs.results}:
-            return functools.partial(_refuse, name)
-        makers = (self._node, self._box, self._peer_box)
-        make = dict(zip(OTHER_LAYOUT, makers, strict=True))
-        convert = [Argument(one.name, one.type, other.type, make.get(one.type)) for one, other in pairs]
-        results = [result(kind) for kind in theirs.results]
+        make = dict(zip(OTHER_LAYOUT, (self._node, self._box, self._peer_box), strict=True))
+        convert = [
+            Argument(one.name, one.annotation, other.annotation, make.get(one.annotation))
+            for one, other in zip(theirs, ours, strict=False)
+        ]
+        results = [result(kind) for kind in kinds]
 
         def body(*args: Any) -> Any:
             given = [one(value) for one, value in zip(convert, args, strict=True)]
@@ -505,17 +485,7 @@ class Functions:
         ends = address(dst), self._primary(dstDevice), address(src), self._primary(srcDevice)
         self.call("cuMemcpyPeerAsync" if stream else "cuMemcpyPeer", *ends, count, *stream)
 
-    def cudaMemcpy2D(
-        self, dst: Any, dpitch: int, src: Any, spitch: int, width: int, height: int, kind: Any, *stream: Any
-    ) -> None:
-        if width > min(dpitch, spitch):
-            raise Failed(int(runtime().cudaError_t.cudaErrorInvalidValue))
-        copy = cuda.CUDA_MEMCPY2D()
-        ends = zip(("src", "dst"), ENDS[copy_kind(kind)], (src, dst), (spitch, dpitch), strict=True)
-        for side, memory, pointer, pitch in ends:
-            set_end(copy, side, memory, pointer, pitch)
-        copy.WidthInBytes, copy.Height = width, height
-        self.call("cuMemcpy2DAsync" if stream else "cuMemcpy2DUnaligned", copy, *stream)
+    cudaMemcpy2D = _copies(2, 2)
 
     def _box(self, given: Any, peer: Any = None) -> Any:
         """A cudaMemcpy3DParms as a CUDA_MEMCPY3D. If a side is an array, x and width count its elements."""
@@ -706,13 +676,15 @@ class Runtime:
 
 def _function(functions: Functions, name: str, body: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     """A function of the runtime, from a body that raises :class:`Failed`."""
-    taken = signature(runtime(), name)
-    count, success = len(taken.results), runtime().cudaError_t.cudaSuccess
+    taken, results = signature(runtime(), name)
+    count, success = len(results), runtime().cudaError_t.cudaSuccess
     prepare = functions.initialise if name in WITHOUT_CONTEXT else functions.make_current
 
     def function(*args: Any, **named: Any) -> tuple[Any, ...]:
         if named or len(args) != len(taken.parameters):
-            args = tuple(taken.bind(args, named))
+            bound = taken.bind(*args, **named)
+            bound.apply_defaults()
+            args = bound.args
         try:
             prepare()
             values = body(*args)

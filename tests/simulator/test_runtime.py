@@ -57,9 +57,8 @@ _CALLS = {
 @pytest.mark.parametrize(("name", "call"), _CALLS.items())
 def test_a_function_is_a_driver_call_with_the_same_parameters_and_results(name: str, call: str) -> None:
     assert driver_call(name) == call
-    ours, theirs = signature(cuda, call), signature(cudart, name)
-    assert len(ours.parameters) == len(theirs.parameters)
-    assert len(ours.results) == len(theirs.results)
+    (ours, results), (theirs, their_results) = signature(cuda, call), signature(cudart, name)
+    assert len(ours.parameters) == len(theirs.parameters) and len(results) == len(their_results)
 
 
 def fields(cls: Any) -> set[str]:
@@ -80,9 +79,9 @@ def test_structs_are_those_of_the_driver_byte_by_byte_or_are_converted() -> None
     for name in [one for one in dir(cudart) if one.startswith("cuda") and one not in OWN]:
         call = None if isinstance(getattr(cudart, name), type) else driver_call(name)
         if call in modelled:
-            theirs, ours = signature(cudart, name), signature(cuda, call)
-            kinds = [one.type for one in theirs.parameters], [one.type for one in ours.parameters]
-            for their, our in [*zip(*kinds, strict=False), *zip(theirs.results, ours.results, strict=False)]:
+            both = signature(cudart, name), signature(cuda, call)
+            kinds = [[one.annotation for one in taken.parameters.values()] for taken, _ in both]
+            for their, our in [*zip(*kinds, strict=False), *zip(both[0][1], both[1][1], strict=False)]:
                 compared.add((their.removeprefix("[]"), our.removeprefix("[]")))
     pairs = {one: (getattr(cudart, one, None), getattr(cuda, other, None)) for one, other in compared}
     structs = {name: pair for name, pair in pairs.items() if all(map(is_struct, pair))}
@@ -266,7 +265,7 @@ def test_structs_enumerations_and_handles(rt: Any) -> None:
     assert rt.cudaMemPoolCreate(poolProps=None) == (Error.cudaErrorInvalidValue, None)
     with pytest.raises(TypeError, match=r"cudaMemPoolProps, got int"):
         rt.cudaMemPoolCreate(5)
-    with pytest.raises(TypeError, match="takes 2 arguments: memPool, attr"):
+    with pytest.raises(TypeError, match=r"multiple values|unexpected keyword"):
         rt.cudaMemPoolGetAttribute(pool, attr=threshold, more=1)
 
 

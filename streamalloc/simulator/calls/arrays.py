@@ -284,7 +284,9 @@ class ArrayCalls(CopyCalls):
         into = kinds[1] == ARRAY
         ours, theirs = ("dst", "src") if into else ("src", "dst")
         part, other = self._part(copy, ours, shape, stream), kinds[0 if into else 1]
-        side = self._memory_side(copy, theirs, shape, other)
+        not_modelled(_field(copy, f"{theirs}LOD"), "cuMemcpy3D of another level of detail")
+        side = self._side(copy, theirs, other, shape)
+        check(side.fits)
         end = self._end_of_memory(side, shape, stream.context, into, other == DEVICE)
         if into and end is None and not self._quiet(stream, shape.size):
             side = side.read(shape)  # pageable memory is read before the call returns
@@ -349,17 +351,6 @@ class ArrayCalls(CopyCalls):
         elsewhere = array.storage.context.device is not stream.context.device
         not_modelled(elsewhere, "a copy of an array in a stream of another device")
         return Part(array, x, y, z)
-
-    @staticmethod
-    def _memory_side(copy: Any, side: str, shape: Shape, kind: int) -> Side:
-        x, y, z = (int(_field(copy, side + name)) for name in ("XInBytes", "Y", "Z"))
-        pitch, height = int(getattr(copy, f"{side}Pitch")), int(_field(copy, f"{side}Height"))
-        if not hasattr(copy, "Depth"):  # of a plane
-            pitch = pitch or x + shape.width
-        not_modelled(_field(copy, f"{side}LOD"), "cuMemcpy3D of another level of detail")
-        check(x + shape.width <= pitch and (shape.depth == 1 or y + shape.height <= height))
-        address = int(getattr(copy, f"{side}Host" if kind == OF_HOST else f"{side}Device"))
-        return Side(address + (z * height + y) * pitch + x, pitch, height * pitch)
 
     def _end_of_memory(
         self, side: Side, shape: Shape, context: Context, into: bool, must_be_device: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -56,60 +57,65 @@ def with_async(parameters: str, body: Method, *first: Any) -> tuple[Any, Any]:
     return call(parameters, body, *first), call(f"{parameters} hStream", body, *first)
 
 
+def with_edge_data(parameters: str, body: Method) -> tuple[Any, Any]:
+    """Make a driver call and its variant ``..._v2``. In the bindings for CUDA 12 only the latter has the parameter in
+    brackets.
+    """
+    whole = call(parameters.replace("[", "").replace("]", ""), body)
+    return whole if EDGE_DATA else call(re.sub(r"\[\w+\]", "", parameters), body), whole
+
+
+def _conversions(method: Method) -> tuple[list[tuple[int, Any, Any]], list[tuple[int, Any]]]:
+    """The conversions of a call's arguments and the look-ups after them, each with the number of its argument.
+
+    A conversion has the class of a handle's usual form, too, which needs no call of a function.
+    """
+    annotations = ((name, kind) for name, kind in method.__annotations__.items() if name != "return")
+    kinds = [arguments.kind(name, annotation) for name, annotation in annotations]
+    conversions = [(at, getattr(convert, "cls", None), convert) for at, (convert, _) in enumerate(kinds) if convert]
+    return conversions, [(at, find) for at, (_, find) in enumerate(kinds) if find]
+
+
 def driver_call(name: str, method: Method) -> Method:
     """Make a driver call from a method that returns its results and raises :class:`Fault`.
 
     The call returns a tuple of the result code and as many values as the bindings document; after a failure the values
     are None. Arguments are converted before the call takes the lock, and objects looked up after, by the annotations.
     """
-    kinds = {one: kind for one, kind in method.__annotations__.items() if one != "return"}
-    pairs = [arguments.kind(one, annotation) for one, annotation in kinds.items()]
-    # The class of a handle's usual form, which needs no call of a function.
-    conversions = [
-        (at, getattr(convert, "cls", None), convert) for at, (convert, _) in enumerate(pairs) if convert is not None
-    ]
-    finders = [(at, find) for at, (_, find) in enumerate(pairs) if find is not None]
-    names, defaults, count, values = tuple(kinds), method.__defaults__ or (), len(kinds), value_count(name)
-    nothing = (None,) * values
-    before_init, permitted = name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name) is not None
+    count, values = len(method.__annotations__) - ("return" in method.__annotations__), value_count(name)
+    conversions, finders = _conversions(method)
+    nothing, before_init, permitted = (None,) * values, name in _BEFORE_INIT, _IN_HOST_FUNCTIONS.fullmatch(name)
     # Local names, because those of a module may be gone at interpreter exit.
-    exiting, enter, leave = sys.is_finalizing, call_lock.enter, call_lock.leave
-    success, deinitialized = Result.CUDA_SUCCESS, (Result.CUDA_ERROR_DEINITIALIZED, *nothing)
-    refused = (Result.CUDA_ERROR_NOT_PERMITTED, *nothing)
-    usable, refusal, in_order, caller_class = _usable, _refusal, _in_order, call_lock.Caller
-    fault_class, wait_ended, code_of_error = Fault, call_lock.WaitEnded, code_of
+    exiting, usable, refusal, signature = sys.is_finalizing, _usable, _refusal, inspect.signature
+    enter, leave, wait_ended = call_lock.enter, call_lock.leave, call_lock.WaitEnded
+    success, result, failures, code = Result.CUDA_SUCCESS, Result, (Fault, OSError), code_of
 
     @functools.wraps(method)
     def driver_function(self: Calls, *given: Any, **named: Any) -> tuple[Any, ...]:
-        if exiting() and not usable():  # then not even builtins may be left
-            return deinitialized
-        if named or len(given) != count:
-            given = in_order(name, names, defaults, given, named)
         machine = self._machine
-        if not machine.ready:
-            code = refusal(machine, before_init)
-            if code is not None:
-                return (code, *nothing)
+        unready = exiting() and not usable() and result.CUDA_ERROR_DEINITIALIZED  # then not even builtins may be left
+        unready = unready or (not machine.ready and refusal(machine, before_init))
+        if unready:
+            return (unready, *nothing)
+        if named or len(given) != count:
+            bound = signature(method).bind(self, *given, **named)
+            bound.apply_defaults()
+            given = bound.args[1:]
         passed = [*given]  # `given` keeps converted objects alive
         for at, usual, convert in conversions:
             value = given[at]
             passed[at] = int(value) if type(value) is usual else convert(value)
-        try:
-            caller = machine.thread.caller
-        except AttributeError:
-            caller = machine.thread.caller = caller_class()
+        caller = machine.thread.caller
         if caller.in_host_function and not permitted:
-            return refused
+            return (result.CUDA_ERROR_NOT_PERMITTED, *nothing)
         enter(caller.is_main)
         machine.scheduler.caller = caller
         try:
             for at, find in finders:
                 passed[at] = find(machine, passed[at])
             found = method(self, *passed)
-        except fault_class as fault:
-            return (fault.code, *nothing)
-        except OSError as error:
-            return (code_of_error(error), *nothing)
+        except failures as failure:
+            return (code(failure), *nothing)
         except wait_ended as ended:
             raise ended.error from None
         except BaseException as error:
@@ -120,19 +126,6 @@ def driver_call(name: str, method: Method) -> Method:
         return (success, found) if values == 1 else (success, *found) if values else (success,)
 
     return driver_function
-
-
-def _in_order(
-    call: str, names: tuple[str, ...], defaults: tuple[Any, ...], given: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[Any, ...]:
-    """The arguments of a call in the order of its parameters."""
-    values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-    values.update(zip(names, given, strict=False))
-    values.update(named)
-    wrong = len(given) > len(names) or {*named} & {*names[: len(given)]} or values.keys() != {*names}
-    if wrong:
-        raise TypeError(f"{call}() takes the arguments {', '.join(names)}")
-    return tuple(values[name] for name in names)
 
 
 def _refusal(machine: Machine, before_init: bool) -> Any:

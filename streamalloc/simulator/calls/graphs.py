@@ -11,9 +11,9 @@ from typing import Any
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
 from streamalloc.simulator import arguments, graphs
 from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, UnsignedInt
-from streamalloc.simulator.calls.base import EDGE_DATA, call
+from streamalloc.simulator.calls.base import EDGE_DATA, call, with_edge_data
 from streamalloc.simulator.calls.copies import FILL_FIELDS, PROMISED, CopyCalls, copy_values, make_copy, make_fill
-from streamalloc.simulator.calls.kernels import KernelCalls, node_values
+from streamalloc.simulator.calls.kernels import KernelCalls, extents_of, node_values
 from streamalloc.simulator.calls.streams import StreamCalls
 from streamalloc.simulator.constants import BLOCK, PINNED, READ_WRITE, Location
 from streamalloc.simulator.contexts import Context
@@ -77,58 +77,8 @@ def _read_params(params: Any) -> tuple[str, tuple[Any, ...]]:
     return kind, _IN_PARAMS[kind](params)
 
 
-class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
-    """cuStream*Capture*, cuGraph*, cuDevice*GraphMem*."""
-
-    # -- capture ---------------------------------------------------------------------------------------------
-
-    def cuStreamBeginCapture(self, hStream: Queue, mode: Any) -> None:
-        GraphCapture(self._machine.graphs, hStream, self._mode_of_capture(hStream, mode))
-
-    def _mode_of_capture(self, stream: Queue, mode: Any) -> int:
-        """The mode of a capture that is about to begin in a stream."""
-        number = int(mode)
-        check(0 <= number <= RELAXED)
-        self._not_behind_captures(stream)
-        check(stream.peers is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-        check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
-        return number
-
-    def cuStreamEndCapture(self, hStream: Queue) -> Any:
-        capture = hStream.capture
-        if capture is None:
-            self._captured(hStream)
-            raise Fault(Result.CUDA_ERROR_ILLEGAL_STATE)
-        if capture.origin is not hStream:
-            capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
-        return cuda.CUgraph(capture.end().handle)
-
-    def cuStreamIsCapturing(self, hStream: Queue) -> Any:
-        return self._capture_status(hStream)
-
-    @staticmethod
-    def _capture_status(stream: Queue) -> Any:
-        if stream.capture is None:
-            capturing = [peer for peer in stream.peers or () if peer.capture is not None]
-            check(not capturing, Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
-            return _INACTIVE
-        return _ACTIVE if stream.capture.valid else _INVALIDATED
-
-    def cuStreamGetCaptureInfo(self, hStream: Queue) -> tuple[Any, ...]:
-        status = self._capture_status(hStream)
-        number, graph, behind = 0, 0, []
-        if status is _ACTIVE:
-            capture: GraphCapture = hStream.capture
-            number, graph, behind = capture.id, capture.graph.handle, _handles(capture.behind(hStream))
-        values = (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind)
-        return (*values, *_edge_data(len(behind)), len(behind))
-
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
-        number = int(mode)
-        check(0 <= number <= RELAXED)
-        caller = self._machine.scheduler.caller
-        previous, caller.capture_mode = caller.capture_mode, number
-        return cuda.CUstreamCaptureMode(previous)
+class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
+    """cuGraphCreate, cuGraphAdd*, cuGraph*Node*, and queries of graphs."""
 
     # -- building graphs -------------------------------------------------------------------------------------
 
@@ -177,44 +127,9 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
             check(one in two.after)
             two.after = [other for other in two.after if other is not one]
 
-    cuGraphAddDependencies_v2 = call("hGraph:NodeGraph from_ to edgeData numDependencies", _connect)
-    cuGraphRemoveDependencies_v2 = call("hGraph:NodeGraph from_ to edgeData numDependencies", _disconnect)
-
-    # -- captures that add to a graph ------------------------------------------------------------------------
-
-    def cuStreamBeginCaptureToGraph(
-        self, hStream: Queue, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Any, mode: Any
-    ) -> None:
-        number = self._mode_of_capture(hStream, mode)
-        graph, after = self._behind(hGraph, dependencies, numDependencies)
-        taken = any(capture.graph is graph for capture in self._machine.graphs.captures)
-        check(not taken, Result.CUDA_ERROR_ILLEGAL_STATE)
-        GraphCapture(self._machine.graphs, hStream, number, graph, after)
-
-    def _put_behind(self, stream: Queue, dependencies: Any, *more: Any) -> None:
-        count, how = more[-2:]
-        check(stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
-        check(self._captured(stream) and how in (_ADD, _SET))
-        capture: GraphCapture = stream.capture
-        _, nodes = self._behind(capture.graph.handle, dependencies, count)
-        capture.put_behind(stream, nodes, how == _SET)
-
-    cuStreamUpdateCaptureDependencies_v2 = call(
-        "hStream:Queue dependencies dependencyData numDependencies flags", _put_behind
-    )
-
-    def cuGraphDestroyNode(self, hNode: Node) -> None:
-        self._without_memory(hNode.graph).remove(hNode)
-
-    def cuGraphNodeGetDependencies(self, hNode: Node, numDependencies: Any = 0) -> Any:
-        return self._neighbours(hNode.after, numDependencies)
-
-    def cuGraphNodeGetDependentNodes(self, hNode: Node, numDependentNodes: Any = 0) -> Any:
-        return self._neighbours([one for one in hNode.graph.nodes if hNode in one.after], numDependentNodes)
-
-    def _neighbours(self, nodes: list[Node], count: Any) -> Any:
-        some, number = self._some(nodes, count)
-        return (some, *_edge_data(len(some)), number)
+    _PAIRS = "hGraph:NodeGraph from_ to [edgeData] numDependencies"
+    cuGraphAddDependencies, cuGraphAddDependencies_v2 = with_edge_data(_PAIRS, _connect)
+    cuGraphRemoveDependencies, cuGraphRemoveDependencies_v2 = with_edge_data(_PAIRS, _disconnect)
 
     # -- nodes -----------------------------------------------------------------------------------------------
 
@@ -248,18 +163,8 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         kind, params = _read_params(more[-1])
         return self._add_node(kind, hGraph, dependencies, more[-2], *params)
 
-    cuGraphAddNode_v2 = call(
-        "hGraph dependencies dependencyData numDependencies nodeParams:cuda.CUgraphNodeParams", _add_any_node
-    )
-
-    if EDGE_DATA:
-        cuGraphAddDependencies, cuGraphRemoveDependencies = cuGraphAddDependencies_v2, cuGraphRemoveDependencies_v2
-        cuStreamUpdateCaptureDependencies, cuGraphAddNode = cuStreamUpdateCaptureDependencies_v2, cuGraphAddNode_v2
-    else:
-        cuGraphAddDependencies = call("hGraph:NodeGraph from_ to numDependencies", _connect)
-        cuGraphRemoveDependencies = call("hGraph:NodeGraph from_ to numDependencies", _disconnect)
-        cuStreamUpdateCaptureDependencies = call("hStream:Queue dependencies numDependencies flags", _put_behind)
-        cuGraphAddNode = call(f"{_BEHIND} nodeParams:cuda.CUgraphNodeParams", _add_any_node)
+    _ANY_NODE = "hGraph dependencies [dependencyData] numDependencies nodeParams:cuda.CUgraphNodeParams"
+    cuGraphAddNode, cuGraphAddNode_v2 = with_edge_data(_ANY_NODE, _add_any_node)
 
     def _add_allocation(self, graph: NodeGraph, after: list[Node], params: Any) -> Node:
         props, size = params.poolProps, int(params.bytesize)
@@ -310,6 +215,16 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
         operation = make_fill(self._machine, context, address, pattern, width, height, pitch)
         return {"values": values, "operation": operation}
 
+    def _check_fill_node(self, graph: NodeGraph, values: dict[str, int], context: Context, freed: bool = False) -> None:
+        address, pitch, _, element, width, height = (values[name] for name in FILL_FIELDS)
+        check(width and height and element in (1, 2, 4) and address % element == 0)
+        check(height == 1 or (pitch >= width * element and pitch % element == 0))
+        span = (height - 1) * pitch + width * element
+        if graph.holds(address):
+            check(graph.covers(address, span, freed))
+        else:
+            self._check_fill(address, span, context)
+
     def _context_of_node(self, ctx: Any) -> Context:
         """The given context, or the current one. A node can be made without either."""
         if arguments.context(ctx):
@@ -337,8 +252,7 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
     def _kernel_of_node(self, graph: NodeGraph, params: Any) -> Work:
         function: Function = self._find(Function, int(params.func) or int(params.kern))
         context = function.module.context or self._context_of_node(params.ctx)
-        sizes = tuple(int(getattr(params, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
-        shape = self._shape(function, (*sizes, int(params.sharedMemBytes)))
+        shape = self._shape(function, (*extents_of(params), int(params.sharedMemBytes)))
         given = int(params.kernelParams), int(params.extra)
         operation, cells = self._launch_of(context, function, shape, *given)
         return {"values": node_values(function, shape, cells), "operation": operation}
@@ -419,6 +333,139 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
     def cuGraphNodeSetParams(self, hNode: Node, nodeParams: cuda.CUgraphNodeParams) -> None:
         self._set(hNode.kind, hNode, *self._params_for(hNode, nodeParams))
 
+    # -- looking at graphs -----------------------------------------------------------------------------------
+
+    def cuGraphGetRootNodes(self, hGraph: NodeGraph, numRootNodes: Any = 0) -> tuple[list[Any], int]:
+        return self._some([node for node in hGraph.nodes if not node.after], numRootNodes)
+
+    def cuGraphGetNodes(self, hGraph: NodeGraph, numNodes: Any = 0) -> tuple[list[Any], int]:
+        return self._some(hGraph.nodes, numNodes)
+
+    @staticmethod
+    def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
+        """Handles in the requested number; for 0, only the number of nodes."""
+        wanted = arguments.size_t(count)
+        return _handles(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
+
+    def cuGraphGetEdges(self, hGraph: NodeGraph, numEdges: Any = 0) -> Any:
+        edges = [(before, node) for node in hGraph.nodes for before in node.after]
+        wanted = arguments.size_t(numEdges)
+        some = edges[:wanted]
+        ends = [_handles([pair[end] for pair in some], wanted) for end in (0, 1)]
+        return (*ends, *_edge_data(wanted), len(some or edges))
+
+    def cuGraphNodeGetType(self, hNode: Node) -> Any:
+        return getattr(cuda.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{hNode.kind}")
+
+    def cuGraphMemAllocNodeGetParams(self, hNode: Node) -> Any:
+        node, values = hNode, hNode.values or {}
+        check(node.kind == "MEM_ALLOC")
+        location = cuda.CUmemLocation()
+        location.type, location.id = cuda.CUmemLocationType(Location.DEVICE), node.device
+        props = cuda.CUmemPoolProps()
+        props.allocType, props.location = cuda.CUmemAllocationType(PINNED), location
+        props.maxSize, props.usage = values.get("maxSize", 0), values.get("usage", 0)
+        params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
+        params.accessDescCount = values.get("accessDescCount", 0)
+        params.poolProps, params.bytesize, params.dptr = props, node.size, cuda.CUdeviceptr(node.address)
+        return params
+
+    def cuGraphMemFreeNodeGetParams(self, hNode: Node) -> Any:
+        check(hNode.kind == "MEM_FREE")
+        return cuda.CUdeviceptr(hNode.address)
+
+    def cuGraphDestroy(self, hGraph: NodeGraph) -> None:
+        self._machine.graphs.destroy(hGraph)
+
+
+class GraphCalls(GraphBuildingCalls):
+    """cuStream*Capture*, cuGraphInstantiate*, cuGraphExec*, cuGraphLaunch, cuDevice*GraphMem*."""
+
+    # -- capture ---------------------------------------------------------------------------------------------
+
+    def cuStreamBeginCapture(self, hStream: Queue, mode: Any) -> None:
+        GraphCapture(self._machine.graphs, hStream, self._mode_of_capture(hStream, mode))
+
+    def _mode_of_capture(self, stream: Queue, mode: Any) -> int:
+        """The mode of a capture that is about to begin in a stream."""
+        number = int(mode)
+        check(0 <= number <= RELAXED)
+        self._not_behind_captures(stream)
+        check(stream.peers is None, Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        check(stream.capture is None, Result.CUDA_ERROR_ILLEGAL_STATE)
+        return number
+
+    def cuStreamEndCapture(self, hStream: Queue) -> Any:
+        capture = hStream.capture
+        if capture is None:
+            self._captured(hStream)
+            raise Fault(Result.CUDA_ERROR_ILLEGAL_STATE)
+        if capture.origin is not hStream:
+            capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_UNMATCHED)
+        return cuda.CUgraph(capture.end().handle)
+
+    def cuStreamIsCapturing(self, hStream: Queue) -> Any:
+        return self._capture_status(hStream)
+
+    @staticmethod
+    def _capture_status(stream: Queue) -> Any:
+        if stream.capture is None:
+            capturing = [peer for peer in stream.peers or () if peer.capture is not None]
+            check(not capturing, Result.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+            return _INACTIVE
+        return _ACTIVE if stream.capture.valid else _INVALIDATED
+
+    def cuStreamGetCaptureInfo(self, hStream: Queue) -> tuple[Any, ...]:
+        status = self._capture_status(hStream)
+        number, graph, behind = 0, 0, []
+        if status is _ACTIVE:
+            capture: GraphCapture = hStream.capture
+            number, graph, behind = capture.id, capture.graph.handle, _handles(capture.behind(hStream))
+        values = (status, cuda.cuuint64_t(number), cuda.CUgraph(graph), behind)
+        return (*values, *_edge_data(len(behind)), len(behind))
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        number = int(mode)
+        check(0 <= number <= RELAXED)
+        caller = self._machine.scheduler.caller
+        previous, caller.capture_mode = caller.capture_mode, number
+        return cuda.CUstreamCaptureMode(previous)
+
+    # -- captures that add to a graph ------------------------------------------------------------------------
+
+    def cuStreamBeginCaptureToGraph(
+        self, hStream: Queue, hGraph: Any, dependencies: Any, dependencyData: Any, numDependencies: Any, mode: Any
+    ) -> None:
+        number = self._mode_of_capture(hStream, mode)
+        graph, after = self._behind(hGraph, dependencies, numDependencies)
+        taken = any(capture.graph is graph for capture in self._machine.graphs.captures)
+        check(not taken, Result.CUDA_ERROR_ILLEGAL_STATE)
+        GraphCapture(self._machine.graphs, hStream, number, graph, after)
+
+    def _put_behind(self, stream: Queue, dependencies: Any, *more: Any) -> None:
+        count, how = more[-2:]
+        check(stream.capture is not None, Result.CUDA_ERROR_ILLEGAL_STATE)
+        check(self._captured(stream) and how in (_ADD, _SET))
+        capture: GraphCapture = stream.capture
+        _, nodes = self._behind(capture.graph.handle, dependencies, count)
+        capture.put_behind(stream, nodes, how == _SET)
+
+    _NODES = "hStream:Queue dependencies [dependencyData] numDependencies flags"
+    cuStreamUpdateCaptureDependencies, cuStreamUpdateCaptureDependencies_v2 = with_edge_data(_NODES, _put_behind)
+
+    def cuGraphDestroyNode(self, hNode: Node) -> None:
+        self._without_memory(hNode.graph).remove(hNode)
+
+    def cuGraphNodeGetDependencies(self, hNode: Node, numDependencies: Any = 0) -> Any:
+        return self._neighbours(hNode.after, numDependencies)
+
+    def cuGraphNodeGetDependentNodes(self, hNode: Node, numDependentNodes: Any = 0) -> Any:
+        return self._neighbours([one for one in hNode.graph.nodes if hNode in one.after], numDependentNodes)
+
+    def _neighbours(self, nodes: list[Node], count: Any) -> Any:
+        some, number = self._some(nodes, count)
+        return (some, *_edge_data(len(some)), number)
+
     # -- nodes of instantiated graphs ------------------------------------------------------------------------
 
     def cuGraphExecUpdate(self, hGraphExec: GraphExec, hGraph: NodeGraph) -> Any:
@@ -468,50 +515,6 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
     def cuGraphNodeSetEnabled(self, hGraphExec: GraphExec, hNode: Node, isEnabled: UnsignedInt) -> None:
         hGraphExec.nodes[self._instantiated(hGraphExec, hNode, *_CHANGEABLE)].enabled = bool(isEnabled)
 
-    # -- looking at graphs -----------------------------------------------------------------------------------
-
-    def cuGraphGetRootNodes(self, hGraph: NodeGraph, numRootNodes: Any = 0) -> tuple[list[Any], int]:
-        return self._some([node for node in hGraph.nodes if not node.after], numRootNodes)
-
-    def cuGraphGetNodes(self, hGraph: NodeGraph, numNodes: Any = 0) -> tuple[list[Any], int]:
-        return self._some(hGraph.nodes, numNodes)
-
-    @staticmethod
-    def _some(nodes: list[Node], count: Any) -> tuple[list[Any], int]:
-        """Handles in the requested number; for 0, only the number of nodes."""
-        wanted = arguments.size_t(count)
-        return _handles(nodes[:wanted], wanted), min(wanted, len(nodes)) if wanted else len(nodes)
-
-    def cuGraphGetEdges(self, hGraph: NodeGraph, numEdges: Any = 0) -> Any:
-        edges = [(before, node) for node in hGraph.nodes for before in node.after]
-        wanted = arguments.size_t(numEdges)
-        some = edges[:wanted]
-        ends = [_handles([pair[end] for pair in some], wanted) for end in (0, 1)]
-        return (*ends, *_edge_data(wanted), len(some or edges))
-
-    def cuGraphNodeGetType(self, hNode: Node) -> Any:
-        return getattr(cuda.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{hNode.kind}")
-
-    def cuGraphMemAllocNodeGetParams(self, hNode: Node) -> Any:
-        node, values = hNode, hNode.values or {}
-        check(node.kind == "MEM_ALLOC")
-        location = cuda.CUmemLocation()
-        location.type, location.id = cuda.CUmemLocationType(Location.DEVICE), node.device
-        props = cuda.CUmemPoolProps()
-        props.allocType, props.location = cuda.CUmemAllocationType(PINNED), location
-        props.maxSize, props.usage = values.get("maxSize", 0), values.get("usage", 0)
-        params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
-        params.accessDescCount = values.get("accessDescCount", 0)
-        params.poolProps, params.bytesize, params.dptr = props, node.size, cuda.CUdeviceptr(node.address)
-        return params
-
-    def cuGraphMemFreeNodeGetParams(self, hNode: Node) -> Any:
-        check(hNode.kind == "MEM_FREE")
-        return cuda.CUdeviceptr(hNode.address)
-
-    def cuGraphDestroy(self, hGraph: NodeGraph) -> None:
-        self._machine.graphs.destroy(hGraph)
-
     # -- running them ----------------------------------------------------------------------------------------
 
     def cuGraphInstantiate(self, hGraph: NodeGraph, flags: arguments.UnsignedLongLong) -> Any:
@@ -526,16 +529,6 @@ class GraphCalls(CopyCalls, StreamCalls, KernelCalls):
             self._upload(made, self._find(Queue, instantiateParams.hUploadStream))
         instantiateParams.result_out = cuda.CUgraphInstantiateResult.CUDA_GRAPH_INSTANTIATE_SUCCESS
         return cuda.CUgraphExec(made.handle)
-
-    def _check_fill_node(self, graph: NodeGraph, values: dict[str, int], context: Context, freed: bool = False) -> None:
-        address, pitch, _, element, width, height = (values[name] for name in FILL_FIELDS)
-        check(width and height and element in (1, 2, 4) and address % element == 0)
-        check(height == 1 or (pitch >= width * element and pitch % element == 0))
-        span = (height - 1) * pitch + width * element
-        if graph.holds(address):
-            check(graph.covers(address, span, freed))
-        else:
-            self._check_fill(address, span, context)
 
     def _instantiate(self, graph: NodeGraph, flags: int, uploads: int = 0) -> GraphExec:
         self._unsafe_during_capture()

@@ -561,11 +561,8 @@ class KernelCalls(Calls):
         """The shape of a launch: six extents, and shared memory in bytes."""
         x, y, z, block_x, block_y, block_z, shared = sizes
         limit, attribute = self._bound, self._attribute
-        check(all((x, y, z, block_x, block_y, block_z)))
-        for name, size in zip("XYZ", (x, y, z), strict=True):
-            check(size <= limit(f"MAX_GRID_DIM_{name}"))
-        for name, size in zip("XYZ", (block_x, block_y, block_z), strict=True):
-            check(size <= limit(f"MAX_BLOCK_DIM_{name}"))
+        names = (f"MAX_{part}_DIM_{axis}" for part in ("GRID", "BLOCK") for axis in "XYZ")
+        check(all(0 < size <= limit(name) for size, name in zip(sizes, names, strict=False)))
         threads = block_x * block_y * block_z
         check(threads <= attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function))
         check(shared <= attribute(_ATTRIBUTE.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, function))
@@ -590,25 +587,24 @@ class KernelCalls(Calls):
         arguments_of = tuple(map(plain, cells))
         return Launch(self, context, function.name, kernel, shape, arguments_of), cells
 
+    def _launch_in(
+        self, stream: Queue, function: Function, sizes: Any, params: Any, extra: Any, cooperative: bool
+    ) -> None:
+        shape = self._shape(function, tuple(sizes), cooperative)
+        operation, cells = self._launch_of(stream.context, function, shape, params, extra)
+        self._submit(stream, operation, "KERNEL", lambda: node_values(function, shape, cells))
+
     def _launch_kernel(self, cooperative: bool, function: Function, *more: Any) -> None:
-        *sizes, stream, params = more[:9]
-        self._launch_in(stream, function, tuple(sizes), params, more[9] if more[9:] else 0, cooperative)
+        self._launch_in(more[7], function, more[:7], more[8], more[9] if more[9:] else 0, cooperative)
 
     _EXTENTS = " ".join(f"{part}Dim{axis}:UnsignedInt" for part in ("grid", "block") for axis in "XYZ")
     _LAUNCH = f"f {_EXTENTS} sharedMemBytes:UnsignedInt hStream:Queue kernelParams"
     cuLaunchKernel = call(f"{_LAUNCH} extra", _launch_kernel, False)
     cuLaunchCooperativeKernel = call(_LAUNCH, _launch_kernel, True)
 
-    def _launch_in(
-        self, stream: Queue, function: Function, sizes: tuple[int, ...], params: Any, extra: Any, cooperative: bool
-    ) -> None:
-        shape = self._shape(function, sizes, cooperative)
-        operation, cells = self._launch_of(stream.context, function, shape, params, extra)
-        self._submit(stream, operation, "KERNEL", lambda: node_values(function, shape, cells))
-
     def cuLaunchKernelEx(self, config: cuda.CUlaunchConfig, f: Function, kernelParams: Any, extra: Any) -> None:
         """Launch attributes other than clusters and cooperation are ignored: the simulated order is stricter."""
-        sizes = tuple(int(getattr(config, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
+        sizes = extents_of(config)
         attributes = {one.id.name: one.value for one in list(config.attrs or ())[: int(config.numAttrs)]}
         if _CLUSTER in attributes:
             cluster = attributes[_CLUSTER].clusterDim
@@ -660,6 +656,11 @@ class KernelCalls(Calls):
 
     def cuLinkDestroy(self, state: Link) -> None:
         del self._machine.modules.links[state.handle]
+
+
+def extents_of(struct: Any) -> tuple[int, ...]:
+    """The extents of a launch's grid and blocks."""
+    return tuple(int(getattr(struct, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
 
 
 def node_values(function: Function, shape: Shape, cells: Cells) -> Values:
