@@ -1,78 +1,40 @@
-"""cuPointerGetAttribute for every kind of memory."""
+"""cuPointerGetAttribute for every kind of memory, and the range of a mapping."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.facts.enums import DEVICE, FABRIC, HOST, HOST_NUMA, NO_HANDLE, POSIX_FD, READWRITE
-from tests.facts.support import MiB, Rig, said, unreadable, value
+from tests.facts.support import PAGE, MiB, Rig, said, unreadable, value
+
+BAD = "INVALID_VALUE"
+OWN = (DEVICE, 0, READWRITE)
+RANGE = 8 * PAGE
 
 # What every kind below has in common.
-COMMON = {
-    "SYNC_MEMOPS": 0,
-    "IS_MANAGED": 0,
-    "DEVICE_ORDINAL": 0,
-    "MAPPED": 1,
-    "ALLOWED_HANDLE_TYPES": 0,
-    "ACCESS_FLAGS": 3,
-}
+COMMON: dict[str, int | str] = {"SYNC_MEMOPS": 0, "IS_MANAGED": 0, "DEVICE_ORDINAL": 0, "MAPPED": 1}
+COMMON |= {"ALLOWED_HANDLE_TYPES": 0, "ACCESS_FLAGS": 3}
 
-# A value is a number; or "context" or "pool", the current context or the allocation's pool; or "itself" or
-# "start", the address asked for or the allocation's first; or the name of an error.
-READINGS: dict[str, dict[str, int | str]] = {
-    "device": {
-        "CONTEXT": "context",
-        "MEMORY_TYPE": 2,
-        "DEVICE_POINTER": "itself",
-        "HOST_POINTER": "INVALID_VALUE",
-        "IS_LEGACY_CUDA_IPC_CAPABLE": 1,
-        "RANGE_START_ADDR": "start",
-        "RANGE_SIZE": 5 * MiB,
-        "IS_GPU_DIRECT_RDMA_CAPABLE": 1,
-        "MEMPOOL_HANDLE": 0,
-    },
-    "pool": {
-        "CONTEXT": 0,
-        "MEMORY_TYPE": 2,
-        "DEVICE_POINTER": "itself",
-        "HOST_POINTER": "INVALID_VALUE",
-        "IS_LEGACY_CUDA_IPC_CAPABLE": 0,
-        "RANGE_START_ADDR": "start",
-        "RANGE_SIZE": 1000,
-        "IS_GPU_DIRECT_RDMA_CAPABLE": 0,
-        "MEMPOOL_HANDLE": "pool",
-    },
-    "host pool": {
-        "CONTEXT": 0,
-        "MEMORY_TYPE": 1,
-        "DEVICE_POINTER": "INVALID_VALUE",
-        "HOST_POINTER": "itself",
-        "IS_LEGACY_CUDA_IPC_CAPABLE": 0,
-        "RANGE_START_ADDR": 0,
-        "RANGE_SIZE": 1000,
-        "IS_GPU_DIRECT_RDMA_CAPABLE": 0,
-        "MEMPOOL_HANDLE": "pool",
-    },
-    "pinned": {
-        "CONTEXT": "context",
-        "MEMORY_TYPE": 1,
-        "DEVICE_POINTER": "itself",
-        "HOST_POINTER": "itself",
-        "IS_LEGACY_CUDA_IPC_CAPABLE": 0,
-        "RANGE_START_ADDR": "start",
-        "RANGE_SIZE": 100,
-        "IS_GPU_DIRECT_RDMA_CAPABLE": 0,
-        "MEMPOOL_HANDLE": 0,
-    },
+KINDS = ("device", "pool", "host pool", "pinned", "mapped")
+# A value is a number; or "context" or "pool", the current context or the allocation's pool; or "itself" or "start", the
+# address asked for or the first of the allocation or range; or the name of an error.
+READINGS: dict[str, tuple[int | str, ...]] = {
+    "CONTEXT": ("context", 0, 0, "context", 0),
+    "MEMORY_TYPE": (2, 2, 1, 1, 2),
+    "DEVICE_POINTER": ("itself", "itself", BAD, "itself", "itself"),
+    "HOST_POINTER": (BAD, BAD, "itself", "itself", BAD),
+    "IS_LEGACY_CUDA_IPC_CAPABLE": (1, 0, 0, 0, 0),
+    "RANGE_START_ADDR": ("start", "start", 0, "start", "start"),
+    "RANGE_SIZE": (5 * MiB, 1000, 1000, 100, RANGE),
+    "IS_GPU_DIRECT_RDMA_CAPABLE": (1, 0, 0, 0, 0),
+    "MEMPOOL_HANDLE": (0, "pool", "pool", 0, 0),
 }
-READINGS["host NUMA pool"] = READINGS["host pool"]
-READINGS["registered"] = READINGS["pinned"] | {"RANGE_SIZE": 8192}
-READINGS["inside device"] = READINGS["device"]
-READINGS["inside pool"] = READINGS["pool"]
-CASES = [(kind, name) for kind, own in READINGS.items() for name in (*COMMON, *own)]
+WITHOUT_ACCESS = {"MEMORY_TYPE": 2, "DEVICE_POINTER": BAD, "RANGE_SIZE": RANGE, "MAPPED": 1, "ACCESS_FLAGS": 0}
+NAMES = (*COMMON, *READINGS, "BUFFER_ID")
 
 NEWER = ("MAPPING_SIZE", "MAPPING_BASE_ADDR", "MEMORY_BLOCK_ID", "IS_HW_DECOMPRESS_CAPABLE")
 
@@ -81,62 +43,94 @@ def attribute(raw: Any, name: str) -> Any:
     return getattr(raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
 
 
+def read(rig: Rig, address: int, names: Iterable[str]) -> dict[str, int | str]:
+    """The attributes of an address, or what the call says where it fails."""
+    answers = {name: rig.raw.cuPointerGetAttribute(attribute(rig.raw, name), address) for name in names}
+    return {name: int(one[1]) if said(one) == "SUCCESS" else said(one) for name, one in answers.items()}
+
+
 class Sample:
-    """An allocation of a kind: its first address, the one to ask about, and its pool where it has one."""
+    """An allocation of a kind: its first address, addresses to ask about, and its pool where it has one."""
 
     def __init__(self, rig: Rig, kind: str) -> None:
-        self.pool: Any = 0
-        match kind.removeprefix("inside "):
+        self.pool, inside = 0, 16
+        match kind:
             case "device":
                 self.start = int(rig.plain(5 * MiB))
             case "pinned":
                 self.start = int(rig.pinned(100))
             case "registered":
                 memory = np.zeros(4 * 4096, np.uint8)
-                start = (int(memory.ctypes.data) + 4095) // 4096 * 4096
+                self.start = start = (int(memory.ctypes.data) + 4095) // 4096 * 4096
                 value(rig.raw.cuMemHostRegister(start, 8192, 0))
                 # The array is owned with it: it has to outlive the registration.
                 rig.own(memory, lambda _: rig.raw.cuMemHostUnregister(start))
-                self.start = start
+            case "mapped":
+                self.start, inside = mapped(rig), 2 * PAGE + 100
             case name:
                 locations = {"pool": DEVICE, "host pool": HOST, "host NUMA pool": HOST_NUMA}
-                self.pool, stream = rig.pool(location=locations[name]), rig.stream()
-                self.start = int(rig.allocate(self.pool, 1000, stream))
+                pool, stream = rig.pool(location=locations[name]), rig.stream()
+                self.pool, self.start = int(pool), int(rig.allocate(pool, 1000, stream))
                 value(rig.raw.cuStreamSynchronize(stream))
-        inside = kind.startswith("inside") or kind == "registered"
-        self.address = self.start + 16 if inside else self.start
+        self.addresses = [self.start] if "host" in kind else [self.start, self.start + inside]
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind}-{name}" for kind, name in CASES])
-def test_attribute(rig: Rig, kind: str, name: str) -> None:
+def mapped(rig: Rig) -> int:
+    """A range with pages 0 and 2 mapped and accessible, and page 3 mapped without access."""
+    start = rig.reserve(RANGE)
+    for page in (0, 2, 3):
+        rig.map(start + page * PAGE, rig.memory())
+    for page in (0, 2):
+        assert rig.set_access(start + page * PAGE, PAGE, OWN) == "SUCCESS"
+    return start
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "host NUMA pool", "registered"])
+def test_attributes(rig: Rig, kind: str) -> None:
+    like = {"host NUMA pool": "host pool", "registered": "pinned"}.get(kind, kind)
+    readings = COMMON | {name: row[KINDS.index(like)] for name, row in READINGS.items()}
+    if kind == "registered":
+        readings["RANGE_SIZE"] = 8192
+    if not rig.device_attribute("GPU_DIRECT_RDMA_SUPPORTED"):
+        readings["IS_GPU_DIRECT_RDMA_CAPABLE"] = 0
     sample = Sample(rig, kind)
-    words = {"context": rig.context, "pool": sample.pool, "itself": sample.address, "start": sample.start}
-    reading = (COMMON | READINGS[kind])[name]
-    answer = rig.raw.cuPointerGetAttribute(attribute(rig.raw, name), sample.address)
-    if isinstance(reading, str) and reading not in words:
-        assert said(answer) == reading
-    else:
-        expected = words[reading] if isinstance(reading, str) else reading
-        if name == "IS_GPU_DIRECT_RDMA_CAPABLE":
-            expected = expected and rig.device_attribute("GPU_DIRECT_RDMA_SUPPORTED")
-        assert int(value(answer)) == int(expected)
+    for address in sample.addresses:
+        words = {"context": int(rig.context), "pool": sample.pool, "itself": address, "start": sample.start}
+        expected = {name: words.get(one, one) if isinstance(one, str) else one for name, one in readings.items()}
+        assert read(rig, address, expected) == expected
 
 
-@pytest.mark.parametrize("name", [*COMMON, *READINGS["pool"], "BUFFER_ID"])
-@pytest.mark.parametrize("kind", ["pageable", "freed in a pool", "nothing"])
-def test_of_what_is_no_allocation(rig: Rig, kind: str, name: str) -> None:
-    memory = np.zeros(64, np.uint8)
-    if kind == "pageable":
-        address = int(memory.ctypes.data)
-    elif kind == "nothing":
-        address = 0
-    else:
-        pool, stream = rig.pool(), rig.stream()
-        rig.allocate(pool, 1000, stream)
-        address = int(rig.allocate(pool, 4096, stream))
-        rig.free(address, stream)
-        value(rig.raw.cuStreamSynchronize(stream))
-    assert said(rig.raw.cuPointerGetAttribute(attribute(rig.raw, name), address)) == "INVALID_VALUE"
+def test_of_what_is_no_allocation(rig: Rig) -> None:
+    memory, pool, stream, start = np.zeros(64, np.uint8), rig.pool(), rig.stream(), mapped(rig)
+    rig.allocate(pool, 1000, stream)
+    freed = int(rig.allocate(pool, 4096, stream))
+    rig.free(freed, stream)
+    value(rig.raw.cuStreamSynchronize(stream))
+    for address in (int(memory.ctypes.data), freed, 0, start + PAGE, start + 6 * PAGE):
+        assert read(rig, address, NAMES) == dict.fromkeys(NAMES, BAD)
+
+
+def test_of_a_mapping_without_access(rig: Rig) -> None:
+    start = mapped(rig)
+    expected = WITHOUT_ACCESS | {"RANGE_START_ADDR": start}
+    assert read(rig, start + 3 * PAGE, expected) == expected
+
+
+def test_of_a_mapping_are_the_memory_s(rig: Rig) -> None:
+    plain, special = rig.mapping(handle_types=POSIX_FD), rig.mapping(PAGE, OWN, rdma=1)
+    assert read(rig, plain, ["ALLOWED_HANDLE_TYPES"]) == {"ALLOWED_HANDLE_TYPES": POSIX_FD}
+    assert read(rig, special, ["IS_GPU_DIRECT_RDMA_CAPABLE"]) == {"IS_GPU_DIRECT_RDMA_CAPABLE": 1}
+    start = mapped(rig)
+    first, inside, second = (read(rig, start + at, ["BUFFER_ID"])["BUFFER_ID"] for at in (0, 100, 2 * PAGE))
+    assert first == inside != second
+
+
+def test_address_range_is_the_mapping(rig: Rig) -> None:
+    start = mapped(rig)
+    for at, base in ((0, 0), (100, 0), (2 * PAGE, 2 * PAGE)):
+        assert [int(one) for one in value(rig.raw.cuMemGetAddressRange(start + at))] == [start + base, PAGE]
+    for page in (1, 6):
+        assert said(rig.raw.cuMemGetAddressRange(start + page * PAGE)) == "NOT_FOUND"
 
 
 def test_freed_is_no_allocation_at_once(rig: Rig) -> None:

@@ -231,13 +231,6 @@ def test_arrays_of_one_device_have_tiles_of_each_device() -> None:
     assert not rig.read_box(array, (0, 0, 0), (1, 1, 4), own).any()
 
 
-def test_a_level_has_one_handle(rig: ArrayRig) -> None:
-    d = rig.raw
-    mipmap = ok(d.cuMipmappedArrayCreate(rig.descriptor((1024, 512, 0), 8), 4))
-    level = ok(d.cuMipmappedArrayGetLevel(mipmap, 3))
-    assert int(ok(d.cuMipmappedArrayGetLevel(mipmap, 3))) == int(level)
-
-
 # -- what is not modelled ----------------------------------------------------------------------------------------------
 
 

@@ -435,25 +435,6 @@ def test_a_handler_that_makes_calls_while_a_wait_ends(alarm: Alarm) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def test_the_calling_thread_s_context_and_capture_mode() -> None:
-    """Each thread has its own."""
-    rig = new_rig(devices=2)
-    d = rig.raw
-    mine, other = ok(d.cuCtxGetCurrent()), ok(d.cuDevicePrimaryCtxRetain(1))
-    seen: list[int] = []
-
-    def work(_: int) -> None:
-        seen.append(int(ok(d.cuCtxGetCurrent())))
-        ok(d.cuCtxPushCurrent(other))
-        ok(d.cuThreadExchangeStreamCaptureMode(d.CUstreamCaptureMode(2)))
-        seen.append(int(ok(d.cuCtxGetCurrent())))
-
-    in_threads(1, work)
-    assert seen == [0, int(other)]
-    assert int(ok(d.cuCtxGetCurrent())) == int(mine)
-    assert int(ok(d.cuThreadExchangeStreamCaptureMode(d.CUstreamCaptureMode(0)))) == 0
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_in_the_middle_of_other_threads_calls(rig: Rig) -> None:

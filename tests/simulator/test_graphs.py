@@ -66,31 +66,7 @@ def order(rig: Rig, stream: Any, after: Any) -> None:
     ok(rig.raw.cuStreamWaitEvent(stream, event, 0))
 
 
-class TestSharing:
-    def test_in_streams_that_are_ordered(self, rig: Rig) -> None:
-        one, two, graphs = rig.stream(), rig.stream(), [Written(rig, 1), Written(rig, 2)]
-        graphs[0].gate.value = 0
-        graphs[0].launch(one)
-        order(rig, two, after=one)
-        graphs[1].launch(two)
-        assert reserved(rig) == 1
-        graphs[0].gate.value = 1
-        ok(rig.raw.cuStreamSynchronize(two))
-        assert all(graph.right for graph in graphs)
-
-
 class TestLaunches:
-    def test_of_one_executable_graph_take_turns(self, rig: Rig) -> None:
-        one, two, word, graph = rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
-        rig.hold(one, word)
-        graph.launch(one)
-        graph.launch(two)
-        assert reserved(rig) == 1
-        assert rig.query(two) == "NOT_READY"
-        word.value = 1
-        ok(rig.raw.cuStreamSynchronize(two))
-        assert rig.query(one) == "SUCCESS"
-
     def test_of_one_graph_take_turns(self, rig: Rig) -> None:
         d, one, two, word, graph = rig.raw, rig.stream(), rig.stream(), rig.word(), Written(rig, 1)
         rig.hold(one, word)
@@ -138,27 +114,6 @@ def test_many_graphs_that_come_and_go_use_no_addresses_up(rig: Rig) -> None:
         ok(d.cuGraphDestroy(graph.graph))
     assert len(d._machine.devices[0].graphs.memories) <= 1
     assert reserved(rig) == 1
-
-
-class TestAddresses:
-    def test_of_a_hole_are_divided(self, rig: Rig) -> None:
-        d, stream = rig.raw, rig.stream()
-        begin(rig, stream)
-        large = int(ok(d.cuMemAllocAsync(4096, stream)))
-        ok(d.cuMemFreeAsync(large, stream))
-        assert [int(ok(d.cuMemAllocAsync(size, stream))) - large for size in (1000, 3072, 1)] == [0, 1024, 4096]
-        ok(d.cuStreamEndCapture(stream))
-
-    def test_that_were_freed_once_and_allocated_again_outlive_the_launch(self, rig: Rig) -> None:
-        d, stream = rig.raw, rig.stream()
-        begin(rig, stream)
-        ok(d.cuMemFreeAsync(ok(d.cuMemAllocAsync(64, stream)), stream))
-        left = int(ok(d.cuMemAllocAsync(64, stream)))
-        executable = ok(d.cuGraphInstantiate(ok(d.cuStreamEndCapture(stream)), 0))
-        ok(d.cuGraphLaunch(executable, stream))
-        assert d.cuGraphLaunch(executable, stream)[0] == d.CUresult.CUDA_ERROR_INVALID_VALUE
-        ok(d.cuMemFreeAsync(left, stream))
-        ok(d.cuGraphLaunch(executable, stream))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -308,28 +308,6 @@ class TestGraphs:
             assert team.read() == [[9, 9, 4, 4]] * 2
 
 
-def test_large_writes_by_the_worker(rig: Rig) -> None:
-    team, address = whole(rig, size=16 * MiB)
-    values = np.arange(16 * MiB // 4, dtype=np.uint32)
-    stream = rig.stream()
-    value(rig.raw.cuMemcpyHtoDAsync(address, values, 16 * MiB, stream))
-    value(rig.raw.cuStreamSynchronize(stream))
-    for view in team.views:
-        got = np.zeros_like(values)
-        value(rig.raw.cuMemcpyDtoH(got, view, 16 * MiB))
-        assert (got == values).all()
-
-
-@on(seed=3)
-def test_writes_with_a_seed(rig: Rig) -> None:
-    team, address = whole(rig)
-    stream = rig.stream()
-    for byte in range(5):
-        value(rig.raw.cuMemsetD8Async(address + byte, byte, 8, stream))
-    value(rig.raw.cuStreamSynchronize(stream))
-    assert team.read(0, 5) == [list(range(5))] * 2
-
-
 class Machine:
     """Two or more devices, a team of all of them, and streams of each."""
 
@@ -383,28 +361,18 @@ def some(dtype: str, count: int, seed: int) -> Any:
 
 
 class TestMultimem:
-    @pytest.mark.parametrize(("dtype", "op"), COMBINATIONS)
-    def test_ld_reduce(self, four: Machine, dtype: str, op: str) -> None:
-        values = [some(dtype, 100, seed) for seed in range(4)]
-        four.put(values)
+    def test_reductions(self, four: Machine) -> None:
         into = four.rig.mapping(PAGE, (DEVICE, 0, READWRITE), (DEVICE, 2, READWRITE))
-        testing.multimem_ld_reduce(four.streams[2], into, four.address, 100, dtype, op)
-        four.streams[2].synchronize()
-        got = np.array(four.rig.read(into, values[0].nbytes), np.uint8).view(dtype)
-        assert (got == functools.reduce(NUMPY[op], values)).all()
-
-    @pytest.mark.parametrize(("dtype", "op"), COMBINATIONS)
-    def test_red(self, four: Machine, dtype: str, op: str) -> None:
-        values, operand = [some(dtype, 100, seed) for seed in range(4)], some(dtype, 100, 9)
-        four.put(values)
-        testing.multimem_red(four.streams[1], four.address, operand, op)
-        for got, before in zip(four.get(operand), values, strict=True):
-            assert (got == NUMPY[op](before, operand)).all()
-
-    def test_st(self, four: Machine) -> None:
-        operand = some("float32", 33, 1)
-        testing.multimem_st(four.streams[3], four.address + 8, operand)
-        assert all((got[2:] == operand).all() for got in four.get(np.zeros(35, np.float32)))
+        for dtype, op in COMBINATIONS:
+            values, operand = [some(dtype, 100, seed) for seed in range(4)], some(dtype, 100, 9)
+            four.put(values)
+            testing.multimem_ld_reduce(four.streams[2], into, four.address, 100, dtype, op)
+            four.streams[2].synchronize()
+            got = np.array(four.rig.read(into, operand.nbytes), np.uint8).view(dtype)
+            assert (got == functools.reduce(NUMPY[op], values)).all(), (dtype, op)
+            testing.multimem_red(four.streams[1], four.address, operand, op)
+            for got, before in zip(four.get(operand), values, strict=True):
+                assert (got == NUMPY[op](before, operand)).all(), (dtype, op)
 
     def test_all_reduce(self, four: Machine) -> None:
         """Every device reduces its quarter and stores that everywhere."""
@@ -581,13 +549,13 @@ class TestBetweenProcesses:
         assert process.rig("read", there, 2) == [9, 9]
 
     def test_reductions_of_several_processes(self, rig: Rig) -> None:
-        """Each adds a thousand times to every replica, and none is lost."""
+        """Each adds 300 times to every replica, and none is lost."""
         team = Team(rig, handle_types=POSIX_FD).add_all().bind_all()
         fd = export(team)
         processes = [started(python(ADDING, fd), [fd], stdout=None) for _ in range(2)]
         os.close(fd)
         assert [process.wait(60) for process in processes] == [0, 0]
-        assert team.read() == [[2000 % 256, 2000 // 256, 0, 0]] * 2
+        assert team.read() == [[600 % 256, 600 // 256, 0, 0]] * 2
 
     def test_fabric_handles(self, another: Callable[..., Peer]) -> None:
         rig, process = new_rig(fabric=True), another(devices=2, fabric=True)
@@ -661,7 +629,7 @@ theirs = value(raw.cuMemImportFromShareableHandle(int(sys.argv[1]), raw.CUmemAll
 address = rig.map(rig.reserve(PAGE), theirs)
 assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
 with sa.Device(0, driver=raw).create_stream() as stream:
-    for _ in range(1000):
+    for _ in range(300):
         testing.multimem_red(stream, address, np.ones(1, np.uint32))
     stream.synchronize()
 """

@@ -52,21 +52,6 @@ def test_a_synchronised_context_has_seen_its_events(seed: int) -> None:
     ok(d.cuEventQuery(event))
 
 
-def test_an_event_of_a_context_is_not_captured(rig: Rig) -> None:
-    d, event, stream = rig.raw, rig.event(), rig.stream()
-    ok(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode(2)))
-    assert d.cuCtxRecordEvent(rig.context, event)[0] == d.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-    assert d.cuStreamEndCapture(stream)[0] == d.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-    ok(d.cuCtxRecordEvent(rig.context, event))
-
-
-def test_an_event_is_recorded_in_its_own_context() -> None:
-    rig = new_rig(devices=2)
-    d, event = rig.raw, rig.event()
-    other = ok(d.cuDevicePrimaryCtxRetain(1))
-    assert d.cuCtxRecordEvent(other, event)[0] == d.CUresult.CUDA_ERROR_INVALID_HANDLE
-
-
 def test_a_slow_host_function_stops_no_other_stream(rig: Rig) -> None:
     d, slow, quick = rig.raw, rig.stream(), rig.stream()
     let_go = threading.Event()
@@ -110,34 +95,6 @@ def test_every_thread_has_its_own_per_thread_stream_and_context(rig: Rig) -> Non
     thread.join()
     assert seen[0] == d.CUresult.CUDA_ERROR_INVALID_CONTEXT
     assert seen[1] != mine
-
-
-def test_many_threads_share_a_pool(rig: Rig) -> None:
-    d, pool = rig.raw, rig.pool(KEEP)
-    failures: list[object] = []
-
-    def work(number: int) -> None:
-        try:
-            ok(d.cuCtxSetCurrent(rig.context))
-            stream = rig.stream()
-            for turn in range(60):
-                size = 64 << (turn % 8)
-                memory = rig.allocate(pool, size, stream)
-                ok(d.cuMemsetD8Async(memory, number, size, stream))
-                seen = np.zeros(size, np.uint8)
-                ok(d.cuMemcpyDtoHAsync(seen, memory, size, stream))
-                assert (seen == number).all()
-                rig.free(memory, stream)
-            ok(d.cuStreamSynchronize(stream))
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 @pytest.mark.parametrize("seed", range(4))

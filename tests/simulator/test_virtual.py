@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import itertools
 import mmap
 import os
-import random
 import resource
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from streamalloc.simulator.memory import AddressMap, AddressRange
 from tests.facts.enums import DEVICE, HOST, NO_ACCESS, READ, READWRITE
 from tests.facts.support import PAGE, MiB, Rig
 from tests.facts.support import value as ok
@@ -35,37 +31,6 @@ def has_memory(address: int) -> bool:
 # -- addresses ---------------------------------------------------------------------------------------------------------
 
 
-def test_overlapping_extents_are_those_that_share_a_byte() -> None:
-    dice = random.Random(1)
-    extents: AddressMap[Any] = AddressMap()
-    live: list[Any] = []
-    for base in range(0, 4000, 40):
-        extent = AddressRange.__new__(AddressRange)
-        extent.base, extent.size = base, dice.choice((10, 40))
-        extents.add(extent)
-        live.append(extent)
-    for extent in dice.sample(live, 30):
-        extents.remove(extent)
-        live.remove(extent)
-    for _ in range(500):
-        start = dice.randrange(4100)
-        end = start + dice.randrange(1, 300)
-        expected = [one for one in live if one.base < end and start < one.base + one.size]
-        assert extents.overlapping(start, end) == expected
-
-
-def test_reservations_leave_no_gap_between_them(rig: Rig) -> None:
-    ranges = sorted(rig.reserve(PAGE) for _ in range(16))
-    touching = sum(one + PAGE == two for one, two in itertools.pairwise(ranges))
-    assert touching >= 4, "so that mappings over two of them can be tried out"
-
-
-def test_a_free_hint_is_honoured(rig: Rig) -> None:
-    address = rig.reserve(2 * PAGE)
-    ok(rig.raw.cuMemAddressFree(address, 2 * PAGE))
-    assert rig.reserve(PAGE, hint=address + PAGE) == address + PAGE
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -83,15 +48,6 @@ def test_the_whole_device_in_chunks_touches_nothing(rig: Rig) -> None:
     assert ctypes.string_at(address + GiB - 32, 64) == b"\7" * 64
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
     assert open_descriptors() <= files + 1, "there are limits to how many files a process may have"
-
-
-def test_what_was_given_back_is_empty_when_it_is_had_again(rig: Rig) -> None:
-    for handle_types in (0, 1):
-        for _ in range(3):
-            address = mapped(rig, handle_types=handle_types)
-            assert ctypes.string_at(address, 16) == bytes(16)
-            ok(rig.raw.cuMemsetD8(address, 7, PAGE))
-            ok(rig.raw.cuMemUnmap(address, PAGE))
 
 
 def test_memory_that_can_be_exported_has_a_file_of_its_own(rig: Rig) -> None:
@@ -144,14 +100,6 @@ def test_a_machine_that_ends_gives_everything_back(handle_types: int) -> None:
     assert not machine.virtual.mappings.at
     assert not has_memory(released) and not has_memory(kept)
     assert open_descriptors() == files
-
-
-def test_fabric_handles_need_a_channel() -> None:
-    without, having = new_rig(), new_rig(fabric=True)
-    answer = without.raw.cuMemCreate(PAGE, without.memory_props(handle_types=8), 0)
-    assert answer[0] == without.raw.CUresult.CUDA_ERROR_NOT_PERMITTED
-    properties = ok(having.raw.cuMemGetAllocationPropertiesFromHandle(having.memory(handle_types=8)))
-    assert int(properties.requestedHandleTypes) == 8
 
 
 # -- work and its memory -----------------------------------------------------------------------------------------------

@@ -378,7 +378,6 @@ def test_a_space_ends_with_its_contents(arena: vmm.PageArena, tier: AnyTier, how
     del space
     gc.collect()
 
-
     def ended() -> bool:
         arena.device.synchronize()
         return settled(arena) == (3, 3, 0) and tier.used == 0
