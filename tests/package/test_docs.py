@@ -86,6 +86,14 @@ def test_figures_of_the_page_on_tests() -> None:
     assert f"{len(CASES)} planted hazards of {len(KINDS)} kinds" in text
 
 
+def test_figures_of_the_readme_are_those_of_the_page_on_measurements() -> None:
+    page = (DOCS / "verified.md").read_text()
+    (rows,) = re.findall(r"^\| operation .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert rows in page
+    for share in re.findall(r"\d\.\d+ of (?:the rate|it)", (ROOT / "README.md").read_text()):
+        assert share in page
+
+
 def test_links_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "README.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
