@@ -27,11 +27,10 @@ import abc
 import contextlib
 import functools
 import importlib
-import weakref
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from streamalloc.core.errors import CaptureError, CudaError
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, undo_all
 from streamalloc.core.internal import (
     LEGACY,
     PER_THREAD,
@@ -55,7 +54,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import GLOBAL, RELAXED, PerDriver, Session, session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
-from streamalloc.pool.internal import CachedBuffer, free_together
+from streamalloc.pool.internal import CachedBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -203,7 +202,7 @@ class Sources:
         A source does not allocate device memory, or two sources have the same device or different drivers.
     """
 
-    __slots__ = ("_capturing", "_streams", "by_device", "exchange", "last", "session", "works")
+    __slots__ = ("_capturing", "by_device", "exchange", "last", "session", "works")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
@@ -230,8 +229,6 @@ class Sources:
         self._capturing: Any = self.session.driver.cuStreamIsCapturing
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
         """The driver's ``cuThreadExchangeStreamCaptureMode``."""
-        # A Stream for each stream that the library uses now. The last one of each device is kept, for fast look-up.
-        self._streams: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
         self.last: dict[int, _Used] = {}
         """Stream that the library used last, by device."""
 
@@ -295,9 +292,7 @@ class Sources:
             with contextlib.suppress(TypeError):
                 stream = as_stream(cast("Any", owner), self.session)
         if stream is None:
-            key = ordinal, handle_there
-            stream = self._streams.get(key) or Stream.of_handle(self.device(ordinal), handle_there, owner)
-            self._streams[key] = stream
+            stream = Stream.of_handle(self.device(ordinal), handle_there, owner)
         used = self.last[ordinal] = handle, owner, stream, source.allocate
         return used
 
@@ -427,9 +422,14 @@ class FreeAfterAll(Deferred):
                 # The default stream is ordered after all blocking streams: Numba's, which are unknown, and those of
                 # other threads.
                 ordered_after(default, aside.wait)
-            free_together(buffers, aside)
+            undo_all(functools.partial(_free_on, buffer, aside) for buffer in buffers)
         dropped.refused = before
         return True
+
+
+def _free_on(buffer: Buffer, stream: Stream) -> None:
+    with contextlib.suppress(ClosedError):  # another thread was faster
+        buffer.free(stream)
 
 
 class Dropped:
@@ -453,12 +453,9 @@ class Dropped:
         if not session.usable:
             return
         batch = self._batches.get(ordinal)
-        if batch is None or batch.sealed:
+        if batch is None or not batch.add(buffer):
             batch = self._batches[ordinal] = FreeAfterAll(buffer)
             deferred_queue(session).submit(batch)
-        elif not batch.add(buffer):
-            deferred_queue(session).submit(FreeAfterAll(buffer))
-            return
         if batch.nbytes >= BATCH_BYTES or len(batch.buffers) >= BATCH:
             free_after_all(batch)
             self.refused = True  # Even an ended batch stays in the queue until the next point of work.

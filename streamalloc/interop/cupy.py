@@ -17,9 +17,6 @@ from streamalloc.pool.internal import CachedBuffer
 
 __all__ = ["array", "memory", "use"]
 
-# Release threshold of a pool for which CuPy has no limit.
-_NO_LIMIT = (1 << 64) - 1
-
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
     """Make CuPy allocate from ``sources``, on all threads.
@@ -75,30 +72,21 @@ class CuPyHandles(Bridge):
             undo.callback(setattr, pool.attributes, "release_threshold", pool.attributes.release_threshold)
             undo.enter_context(pool.make_current())
             current.append(pool.handle)
-        malloc = cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc
-        limited = any(pool.attributes.release_threshold != _NO_LIMIT for pool in pools.values())
         before = cupy.cuda.get_allocator()
-        cupy.cuda.set_allocator(_in_relaxed_mode(self.sources, malloc if limited else cupy.cuda.malloc_async, malloc))
+        malloc = cupy.cuda.MemoryAsyncPool(pool_handles=current).malloc
+        cupy.cuda.set_allocator(_in_relaxed_mode(self.sources, malloc))
         undo.callback(cupy.cuda.set_allocator, before)
 
 
-def _in_relaxed_mode(sources: Sources, first: Callable[[int], Any], then: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Allocate by ``first``, or if that fails by ``then``, in relaxed mode.
-
-    CuPy's own pool makes three queries before each allocation, to check a limit. Without a limit, ``first`` skips them.
-    """
+def _in_relaxed_mode(sources: Sources, malloc: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Allocate in relaxed capture mode."""
     exchange = sources.exchange
 
     def allocate(nbytes: int) -> Any:
         mode = GLOBAL
         try:
             _, mode = exchange(RELAXED)
-            try:
-                return first(nbytes)
-            except Exception:  # the pool synchronises and tries again, or raises with an explanation
-                if first is then:
-                    raise
-                return then(nbytes)
+            return malloc(nbytes)
         finally:
             exchange(mode or GLOBAL)  # None: the driver refused
 

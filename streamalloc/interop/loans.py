@@ -146,9 +146,21 @@ class Borrowed(Memory, Closes):
     until the work of :attr:`stream` is done.
     """
 
-    __slots__ = ("__weakref__", "_address", "_array", "_end", "_keep", "_nbytes", "_place", "_stream", "dtype",
-                 "shape")  # fmt: skip
+    __slots__ = ("__weakref__", "_address", "_end", "_keep", "dtype", "location", "managed", "nbytes", "owner", "shape",
+                 "stream")  # fmt: skip
 
+    stream: Stream
+    """The stream that uses the memory."""
+    owner: Any
+    """The library's array; None after :meth:`close`."""
+    location: MemLocation
+    """The device that has the memory, or the host for pinned memory that devices reach."""
+    managed: bool
+    """Whether the driver migrates the memory between devices and host."""
+    device_accessible: bool = True
+    """True: devices reach the memory."""
+    nbytes: int
+    """Size in bytes."""
     dtype: np.dtype[Any]
     """Element type."""
     shape: tuple[int, ...]
@@ -156,13 +168,15 @@ class Borrowed(Memory, Closes):
 
     def __init__(self, array: Any, stream: Stream, lender: Stream | None) -> None:
         self._keep: Any = None
-        self._array = array
-        self._stream = stream
-        self._address, self.dtype, self.shape, self._keep, self._place = _taken(array, stream, lender)
+        self.owner = array
+        self.stream = stream
+        self._address, self.dtype, self.shape, self._keep, place = _taken(array, stream, lender)
+        self.location = place.location or stream.device.location
+        self.managed = place.managed
         self._end = _End((self._keep, array), self._session, stream, lender)
         # The queue has the end, so that the array is not released too early if a signal handler raises in __del__.
         deferred_queue(self._session).end_with(self, self._end)
-        self._nbytes = self.dtype.itemsize * math.prod(self.shape)
+        self.nbytes = self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def address(self) -> int:
@@ -177,39 +191,9 @@ class Borrowed(Memory, Closes):
         return int(self._address)
 
     @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self._nbytes
-
-    @property
-    def stream(self) -> Stream:
-        """The stream that uses the memory."""
-        return self._stream
-
-    @property
-    def location(self) -> MemLocation:
-        """The device that has the memory, or the host for pinned memory that devices reach."""
-        return self._place.location or self._stream.device.location
-
-    @property
-    def managed(self) -> bool:
-        """Whether the driver migrates the memory between devices and host."""
-        return self._place.managed
-
-    @property
     def host_accessible(self) -> bool:
         """Whether the CPU may use the memory at the same address: pinned host memory and managed memory."""
         return self.managed or self.location.on_host
-
-    @property
-    def owner(self) -> object:
-        """The library's array; None after :meth:`close`."""
-        return self._array
-
-    @property
-    def device_accessible(self) -> bool:
-        """True: devices reach the memory."""
-        return True
 
     @property
     def closed(self) -> bool:
@@ -221,7 +205,7 @@ class Borrowed(Memory, Closes):
 
         Without a ``lender`` the array is kept until that work is done.
         """
-        keep, self._keep, self._array = self._keep, None, None
+        keep, self._keep, self.owner = self._keep, None, None
         if keep is not None:
             self._end.thread = this_thread.number
             deferred_queue(self._session).end(self._end)
@@ -229,14 +213,14 @@ class Borrowed(Memory, Closes):
 
     def _check_usable(self) -> None:
         if self._keep is None:
-            raise ClosedError(f"this borrowed array of {size_text(self._nbytes)} was closed")
+            raise ClosedError(f"this borrowed array of {size_text(self.nbytes)} was closed")
 
     def __del__(self) -> None:
         end = getattr(self, "_end", None)
         if end is not None and self._keep is not None and end.then is not None and self._session.usable:
             end.thread = this_thread.number
-            queue_behind(self._stream, end)
-            settle(self._stream, end, end.then)
+            queue_behind(self.stream, end)
+            settle(self.stream, end, end.then)
 
     def _text(self) -> str:
         if self._keep is None:

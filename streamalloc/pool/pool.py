@@ -64,10 +64,10 @@ if TYPE_CHECKING:
 OutOfMemoryPolicy: TypeAlias = Literal["raise", "sync-trim-retry"] | Callable[[OutOfMemoryError], bool]
 _POLICIES = ("raise", "sync-trim-retry")
 
-_RESERVED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
-_RESERVED_HIGH = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH
-_USED = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
-_USED_HIGH = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
+_FIGURES = tuple(
+    getattr(cuda.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
+    for name in ("RESERVED_MEM_CURRENT", "RESERVED_MEM_HIGH", "USED_MEM_CURRENT", "USED_MEM_HIGH")
+)
 _POOL_HANDLE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
 
 POOL_STEP = 32 << 20
@@ -286,16 +286,11 @@ class MemoryPool(Allocator, Closes, Drawn):
         session = self._session
         work(session)
         raw, read = self._checked_raw(), session.cuMemPoolGetAttribute
-        result, reserved = read(raw, _RESERVED)
-        if not result:
-            result, reserved_high = read(raw, _RESERVED_HIGH)
-        if not result:
-            result, used = read(raw, _USED)
-        if not result:
-            result, used_high = read(raw, _USED_HIGH)
-        if result:
-            raise error_from(result, "cuMemPoolGetAttribute")
-        return tuple.__new__(PoolStatistics, (int(reserved), int(reserved_high), int(used), int(used_high)))
+        answers = [read(raw, figure) for figure in _FIGURES]
+        for result, _ in answers:
+            if result:
+                raise error_from(result, "cuMemPoolGetAttribute")
+        return PoolStatistics._make(int(value) for _, value in answers)
 
     def reset_peaks(self) -> None:
         """Set both high-water marks to the present figures (``cuMemPoolSetAttribute``)."""

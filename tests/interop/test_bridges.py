@@ -864,7 +864,7 @@ def test_a_capture_mode_that_the_driver_refuses(machine: Any, monkeypatch: pytes
         stream.synchronize()
         assert used(pool) == 0 and raised == []
         faults.fail("cuThreadExchangeStreamCaptureMode", result="CUDA_ERROR_UNKNOWN")
-        allocate = _in_relaxed_mode(sources, lambda nbytes: nbytes // 0, lambda nbytes: nbytes // 0)
+        allocate = _in_relaxed_mode(sources, lambda nbytes: nbytes // 0)
         with pytest.raises(ZeroDivisionError):
             allocate(512)
 

@@ -53,7 +53,7 @@ def test_cupy_on_two_streams(cupy: Any, device: sa.Device, pool: sa.MemoryPool, 
     """An array with a slow kernel in it is dropped on another thread; another stream gets memory at once."""
     slow = cupy.RawKernel(SLOW, "slow")
     count = 4 * MiB // 4
-    cache = sa.CachingAllocator(pool, largest=16 * MiB)
+    cache = sa.CachingAllocator(pool)
     with interop.cupy.use(pool if source == "pool" else cache, callbacks=True):
         one, two = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         for _ in range(20):

@@ -77,8 +77,8 @@ class World:
         self.device = sa.Device(0, driver=self.driver)
         self.stream = self.device.create_stream()
         self.pool = sa.MemoryPool(self.device, handle_types=POSIX)
-        self.small = sa.MemoryPool(self.device, max_size=32 * MiB)
-        self.cache = sa.CachingAllocator(self.small, largest=20 * MiB)
+        self.small = sa.MemoryPool(self.device, max_size=64 * MiB)
+        self.cache = sa.CachingAllocator(self.small)
         self.group = vmm.SleepGroup(self.device)
         self.sleeping = self.group.allocate(PAGE)
         self.space = vmm.PageArena(self.device).space(2 * PAGE, stream=self.stream)
@@ -90,8 +90,9 @@ class World:
 
     def without_memory(self) -> None:
         """An allocation of the cache for which its free block must return to the pool."""
+        self.buffers.append(self.cache.allocate(40 * MiB, self.stream))
         self.cache.allocate(20 * MiB, self.stream).free()
-        self.buffers.append(self.cache.allocate(30 * MiB, self.stream))
+        self.buffers.append(self.cache.allocate(22 * MiB, self.stream))
 
     def calls(self) -> Iterator[tuple[str, Callable[[], object]]]:
         ours, theirs = self.ends
@@ -109,7 +110,7 @@ class World:
         yield "the cache's free blocks, if there is no memory", self.without_memory
         self.buffers.clear()
         self.cache.allocate(20 * MiB, self.stream).free()
-        yield "allocate again, after memory was released", lambda: self.small.allocate(30 * MiB, self.stream)
+        yield "allocate again, after memory was released", lambda: self.small.allocate(50 * MiB, self.stream)
         self.allocate()
         yield "share a buffer of a pool for the first time", lambda: ipc.send(ours, self.buffers[0])
         yield "open it", lambda: self.buffers.append(ipc.receive(theirs, stream=self.stream))

@@ -12,7 +12,6 @@ block returns to the pool, the pool serves the request from this memory, and the
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -30,7 +29,6 @@ from streamalloc.core.internal import (
     Allocator,
     Buffer,
     Device,
-    Event,
     LibraryStream,
     PoolBuffer,
     Stream,
@@ -51,7 +49,7 @@ from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
-from streamalloc.pool.cache.blocks import UNIT, Block, CachedBuffer, SharedBehind, filled
+from streamalloc.pool.cache.blocks import Block, CachedBuffer, SharedBehind, filled
 from streamalloc.pool.cache.state import MAX_RETURNING, CacheState, StreamCache
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
@@ -116,8 +114,6 @@ class CachingAllocator(Allocator, Closes, Shown):
     pool
         The pool of the memory. Give it a release threshold, or it returns memory to the device at every
         synchronisation; cached memory counts as used there.
-    largest
-        The largest size in bytes that is cached (default: every size).
     limit
         The most bytes of the pool that may be used, cached memory included; 0 for no limit but the pool's own
         ``max_size``. Threads that allocate at the same moment may exceed it by their requests.
@@ -136,16 +132,13 @@ class CachingAllocator(Allocator, Closes, Shown):
     ...     buffer.fill(0)
     """
 
-    __slots__ = (
-        "_dropped", "_key", "_largest", "_limit", "_state", "pool",
-    )  # fmt: skip
+    __slots__ = ("_dropped", "_key", "_limit", "_state", "pool")
 
     pool: MemoryPool
     """The pool of the memory."""
 
-    def __init__(self, pool: MemoryPool, *, largest: int = sys.maxsize, limit: int = 0) -> None:
+    def __init__(self, pool: MemoryPool, *, limit: int = 0) -> None:
         checked_type("pool", pool, MemoryPool)
-        self._largest = checked_size("largest", largest)
         self._limit = checked_size("limit", limit)
         if pool.closed:
             raise ClosedError(f"{pool!r} was closed")
@@ -160,11 +153,6 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._bind(session, None, None)
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
-
-    @property
-    def largest(self) -> int:
-        """The largest size in bytes that is cached."""
-        return self._largest
 
     @property
     def limit(self) -> int:
@@ -286,15 +274,15 @@ class CachingAllocator(Allocator, Closes, Shown):
         else:
             ordered, captured = ready, False
         if captured or not self._caches(nbytes, ordered):
-            return self._allocate_past(nbytes, ordered)
+            return self._allocate_past(nbytes, ordered, captured)
         cache = state.of(ordered) or state.open(ordered)
-        wanted = cache.class_of.get((nbytes - 1) // UNIT) or cache.size_class(nbytes)
+        wanted = cache.size_class(nbytes)
         block = cache.take(wanted, nbytes)
         if block is None and self._limit_allows(wanted.nbytes):
             state.keep_allowance(self.pool, wanted)
             block = state.buy(self.pool, wanted, ordered)
         if block is None:
-            return self._allocate_past(nbytes, ordered)
+            return self._allocate_past(nbytes, ordered, captured)
         buffer: CachedBuffer = filled(CachedBuffer, self, block, nbytes, ordered)
         if cache.ended or state.watchers:
             block.home = None  # its free must be seen
@@ -305,19 +293,17 @@ class CachingAllocator(Allocator, Closes, Shown):
     def _caches(self, nbytes: int, ordered: Stream) -> bool:
         """Whether an allocation on an uncaptured stream is cached."""
         # With cached memory, a checking driver could not tell which use belongs to which allocation.
-        if not 0 < nbytes <= self._largest or self._state.session.listener is not None:
+        if not nbytes or self._state.session.listener is not None:
             return False
         # A stream that no object owns can end without notice, and the driver give its handle to another one.
         return not isinstance(ordered, LibraryStream) or ordered.owned
 
-    def _allocate_past(self, nbytes: int, stream: StreamLike) -> Buffer:
+    def _allocate_past(self, nbytes: int, ordered: Stream, captured: bool) -> Buffer:
         """Allocate from the pool directly. If its memory runs out, the pool makes the cache release its free blocks."""
-        state = self._state
-        if self._limit:
-            ordered = as_stream(stream, state.session)
-            if not is_captured(ordered):
-                self._keep_limit(checked_size("nbytes", nbytes))
-        return self.pool.allocate(nbytes, stream)
+        if not captured and not self._limit_allows(nbytes):
+            self._state.flush()
+            self._keep_limit(nbytes)
+        return self.pool.allocate(nbytes, ordered)
 
     def _make_room(self, stream: Stream) -> bool:
         self._state.collect_dropped()
@@ -327,9 +313,6 @@ class CachingAllocator(Allocator, Closes, Shown):
         return not self._limit or self.pool.attributes.used_mem_current + nbytes <= self._limit
 
     def _keep_limit(self, nbytes: int) -> None:
-        if self._limit_allows(nbytes):
-            return
-        self._state.flush()
         used = self.pool.attributes.used_mem_current
         if used + nbytes > self._limit:
             why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(nbytes)}"
@@ -340,29 +323,23 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     # -- frees that no free list takes directly ------------------------------------------------------------
 
-    def _return_home(
-        self, buffer: CachedBuffer, block: Block, stream: Stream, event: Event | None = None
-    ) -> Event | None:
+    def _return_home(self, buffer: CachedBuffer, block: Block, stream: Stream) -> bool:
         """Queue a block to return to its own stream, behind an event on the stream of the free.
 
-        ``event`` was recorded on that stream after the last use; default: a new one. Returns the event; None if the
-        block must be freed in another way.
+        Returns False if the block must be freed in another way.
         """
         cache = block.size_class.owner
         if len(cache.returning) >= MAX_RETURNING:
             cache.collect()
-            if len(cache.returning) >= MAX_RETURNING:
-                return None
-        if cache.ended:
-            return None
+        if len(cache.returning) >= MAX_RETURNING or cache.ended:
+            return False
+        event = stream.record() if direct_handle(stream, self._session) else record_uncaptured(stream)
         if event is None:
-            event = stream.record() if direct_handle(stream, self._session) else record_uncaptured(stream)
-        if event is None:
-            return None
+            return False
         if buffer._ptr is block:
             buffer._ptr = None
             cache.put_behind(event, block)
-        return event
+        return True
 
     def _free_cached(self, buffer: CachedBuffer, ordered: Stream) -> None:
         """Free a buffer on a checked stream: to a free list if possible, otherwise to the pool."""

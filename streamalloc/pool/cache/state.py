@@ -76,7 +76,7 @@ class StreamCache(Deferred):
     """
 
     __slots__ = (
-        "_kept", "_last", "cache", "class_of", "classes", "device", "ended", "lists", "peak", "per_thread", "returning",
+        "_kept", "_last", "cache", "classes", "device", "ended", "lists", "peak", "per_thread", "returning",
         "stream",
     )  # fmt: skip
 
@@ -92,8 +92,6 @@ class StreamCache(Deferred):
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
-        self.class_of: dict[int, SizeClass] = {}
-        """Size classes by requested size, in units of 512 bytes."""
         self.lists: dict[int, list[Block]] = {}
         """Free lists that serve direct calls, by requested size in units: the stream's ``free_lists`` of this cache."""
         self.returning: deque[tuple[Event, Block]] = deque()
@@ -110,9 +108,6 @@ class StreamCache(Deferred):
             found = self.classes.setdefault(size, SizeClass(self, size))
             for other in list(self.classes.values()):
                 other.fitting = ()
-        if len(self.class_of) >= _MAX_SIZES:
-            self.class_of.clear()
-        self.class_of[(nbytes - 1) // UNIT] = found
         return found
 
     def take(self, wanted: SizeClass, nbytes: int) -> Block | None:
@@ -146,23 +141,16 @@ class StreamCache(Deferred):
 
     def collect(self) -> None:
         """Move blocks freed on other streams to their free lists, up to the first whose event has not completed."""
-        returning = self.returning
-        passed: Event | None = None
-        while returning:
-            try:
-                entry = returning.popleft()
-            except IndexError:  # another thread took it
-                return
+        for entry in drained(self.returning.popleft):
             event, block = entry
             done = False
             try:
-                done = event is passed or event.query()  # blocks that were freed together share an event
+                done = event.query()
             finally:
                 if not done:
-                    returning.appendleft(entry)
+                    self.returning.appendleft(entry)
             if not done:
                 return
-            passed = event
             self.put(block)
 
     def put_behind(self, event: Event, block: Block) -> None:
@@ -231,9 +219,8 @@ class StreamCache(Deferred):
             leave_stream(stream, self.cache.key, self)
         if self.finished:
             self._last, self._kept = (), None
-            # These cycles would keep the cache and its pool until a garbage collection.
+            # This cycle would keep the cache and its pool until a garbage collection.
             self.classes.clear()
-            self.class_of.clear()
         return True
 
     @property
