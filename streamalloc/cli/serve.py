@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import signal
+import socket
 from fractions import Fraction
 from typing import Any
 
@@ -14,7 +16,6 @@ from streamalloc.cli.terminal import Terminal, UsageError
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverNotFoundError
 from streamalloc.ipc import StoreBusyError, StoreServer
-from streamalloc.ipc.internal import notify_systemd
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?) *({'|'.join(_UNITS)})")
@@ -66,8 +67,17 @@ def run(terminal: Terminal, options: argparse.Namespace) -> int:
         terminal.line(f"store {options.name!r} at {server.address}{limit}")
         for key, reason in server.lost.items():
             terminal.line(terminal.warning(f"lost: {key}: {reason}"))
-        notify_systemd(f"READY=1\nSTATUS=serving {server.address}")
+        _notify_systemd(f"READY=1\nSTATUS=serving {server.address}")
         server.run()
-        notify_systemd("STOPPING=1")
+        _notify_systemd("STOPPING=1")
         terminal.line(f"store {options.name!r} has stopped")
     return 0
+
+
+def _notify_systemd(state: str) -> None:
+    """Send a state such as ``READY=1`` to systemd if it started this process (``sd_notify``)."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+            notifier.connect("\0" + address[1:] if address.startswith("@") else address)
+            notifier.send(state.encode())

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from streamalloc.ipc.store.protocol import store_names
-from streamalloc.ipc.store.server import notify_systemd
 from streamalloc.ipc.transport.deadlines import deadline_after, left
 from streamalloc.ipc.transport.process_group import by_value, described, listed

@@ -426,13 +426,13 @@ def _store(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object
     with ipc.Store.serve(name, driver=device.driver), ipc.Store(name) as store:
 
         def write() -> None:
-            with store.write("key", device, True, stream=stream, capacity=PAGE) as writer:
+            with store.write("key", device, True, stream=stream) as writer:
                 writer.allocate("a", 1024, np.uint8).fill(1)
 
         def use() -> None:
             write()
             write()
-            with pytest.raises(ZeroDivisionError), store.write("key", device, True, stream=stream, capacity=PAGE) as it:
+            with pytest.raises(ZeroDivisionError), store.write("key", device, True, stream=stream) as it:
                 it.allocate("a", 1024, np.uint8).fill(1)
                 raise ZeroDivisionError
             with store.open("key", device, stream=stream) as weights:

@@ -27,7 +27,7 @@ from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.relay import ExporterRelay, ImporterRelay, Relay
 from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer, Slot
 from streamalloc.ipc.ring.protocol import SlotMemory
-from streamalloc.ipc.store.protocol import Connection, Kind, _decoded, pack
+from streamalloc.ipc.store.protocol import Connection, decode, encode
 from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
 from streamalloc.vmm.growable import RemappableBuffer
@@ -489,6 +489,11 @@ def _add(state: Settling) -> None:
         RingProducer.add(state.producer(), mine, 1)
 
 
+def _wait(state: Settling) -> None:
+    state.take = lambda: state.free[0] if state.free or state.settle() else None  # type: ignore
+    RingProducer.next(state.producer(), 1)
+
+
 def _end(state: Settling) -> None:
     state._end_sent = True
     state.attempt()
@@ -499,7 +504,7 @@ class TestRing:
         "first",
         [
             lambda state: RingProducer.statistics(state.producer()),
-            lambda state: RingProducer._wait_for_slot(state.producer(), 1),
+            _wait,
             lambda state: state.attempt(),
             _end,
         ],
@@ -571,7 +576,7 @@ def test_each_request_to_a_store_gets_its_answer() -> None:
             self.requests.append(data)
 
         def receive(self, timeout: float) -> tuple[bytes, tuple[()]]:
-            return pack(Kind.DONE, {"to": _decoded(self.requests.pop(0))[2]["number"]}), ()
+            return encode({"to": decode(self.requests.pop(0))["number"]}), ()
 
     found: dict[int, object] = {}
 
@@ -584,7 +589,7 @@ def test_each_request_to_a_store_gets_its_answer() -> None:
 
     def ask(number: int) -> Callable[[Connection], None]:
         def act(it: Connection) -> None:
-            found[number] = it.ask(Kind.FETCH, number=number)[0]["to"]
+            found[number] = it.ask("fetch", number=number)[0]["to"]
 
         return act
 

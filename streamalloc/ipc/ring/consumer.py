@@ -18,7 +18,7 @@ from streamalloc.ipc.importer.open import Importer, importer_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingEnd, RingEnding, SlotMemory, answer
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
-from streamalloc.ipc.transport.deadlines import deadline_after, left, now
+from streamalloc.ipc.transport.deadlines import deadline_after, left
 from streamalloc.ipc.wire.control_block import ControlBlock, reached
 
 # Seconds between two checks that the producer is alive. The channel alone is not enough: a forked child may keep a copy
@@ -217,25 +217,20 @@ class RingConsumer(RingEnd):
 
     def _next_packet(self, wait: float | None) -> bytes:
         """Return the next packet. Checks at intervals that the producer is alive."""
-        seconds = _LIVENESS_SECONDS if wait is None or wait > _LIVENESS_SECONDS else wait
-        alive = True
-        end: float | None = None
+        end, alive = deadline_after(wait), True
         while True:
             try:
-                data: bytes = self._receive(timeout=seconds).data
+                data: bytes = self._receive(timeout=min(left(end), _LIVENESS_SECONDS) if alive else 0).data
                 return data
             except TimeoutError:
                 if not alive:
                     raise PeerGoneError("the producer of the ring has died") from None
-                if wait is not None:
-                    end = now() + wait - seconds if end is None else end
-                    if left(end) == 0:
-                        raise TimeoutError(f"no item of the ring came within {wait:g} s") from None
+                if left(end) == 0:
+                    raise TimeoutError(f"no item of the ring came within {wait:g} s") from None
+                alive = self._items[0]._block.exporter_alive()
             except (ClosedError, PeerGoneError):
                 self._check_open()
                 raise
-            alive = self._items[0]._block.exporter_alive()
-            seconds = min(left(end), _LIVENESS_SECONDS) if alive else 0
 
     def _refuse(self, data: bytes) -> NoReturn:
         """Raise the error for a packet that is no item."""

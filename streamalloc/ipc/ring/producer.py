@@ -499,12 +499,28 @@ class RingProducer(RingEnd):
         CaptureError
             The stream is being captured.
         """
+        state = self._deliveries
+        end = deadline_after(timeout)
+        began = checked = time.monotonic()
+        pause = _SPIN_SECONDS
         while True:
-            with self._deliveries.lock:
-                slot = self._deliveries.take()
-            if slot is not None:
-                return slot
-            self._wait_for_slot(timeout)
+            with state.lock:
+                slot = state.take()
+                if slot is not None:
+                    return slot
+                now = time.monotonic()
+                over = end is not None and now >= end
+                # Check also at the deadline, because a caller's timeouts may be shorter than the interval.
+                if over or now >= checked + _LIVENESS_SECONDS:
+                    checked = now
+                    state.drop_gone()
+                if state.closed or not state.consumers:
+                    state.refuse()
+            if over:
+                raise TimeoutError(f"no slot of the ring was free within {timeout:g} s: all {self.slots} are in use")
+            if now >= began + _SPIN_SECONDS:
+                time.sleep(min(pause, left(end)))
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def put(self, data: Memory | Any, timeout: float | None = None) -> None:
         """Copy ``data`` into the next free slot and hand the slot off, in stream order (``cuMemcpyAsync``).
@@ -545,34 +561,6 @@ class RingProducer(RingEnd):
         yield from super()._about()
         for name, value in self.statistics()._asdict().items():
             yield name.replace("_", " "), value
-
-    # -- waiting ---------------------------------------------------------------------------------------------
-
-    def _wait_for_slot(self, timeout: float | None) -> None:
-        """Block until a slot is free. Another thread may still take it first."""
-        state = self._deliveries
-        end = deadline_after(timeout)
-        now = time.monotonic()
-        spun = now + _SPIN_SECONDS
-        check = now + _LIVENESS_SECONDS
-        pause = _SPIN_SECONDS
-        while True:
-            with state.lock:
-                if state.free or state.settle():
-                    return
-                now = time.monotonic()
-                over = end is not None and now >= end
-                # Check also at the deadline, because a caller's timeouts may be shorter than the interval.
-                if now >= check or over:
-                    check = now + _LIVENESS_SECONDS
-                    state.drop_gone()
-                if state.closed or not state.consumers:
-                    state.refuse()
-            if over:
-                raise TimeoutError(f"no slot of the ring was free within {timeout:g} s: all {self.slots} are in use")
-            if now >= spun:
-                time.sleep(min(pause, left(end)))
-                pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _state(self) -> str:
         return f"{len(self._deliveries.consumers)} consumers"

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,32 +114,29 @@ class Layout(Mapping[str, Tensor]):
     An argument of :meth:`Store.open`, and the value of :attr:`Weights.layout`.
     """
 
-    __slots__ = ("_columns", "_digest", "_index")
+    __slots__ = ("_hash", "_rows")
 
-    def __init__(self, columns: Sequence[list[Any]] = ((), (), (), (), ())) -> None:  # type: ignore[assignment]
-        self._columns = tuple(map(list, columns))
-        """Names, types, shapes, strides, offsets."""
-        self._index = dict(zip(self._columns[0], range(len(self._columns[0])), strict=True))
-        self._digest = ""
+    def __init__(self, rows: dict[str, list[Any]] | None = None) -> None:
+        self._rows = rows or {}
+        """Type, shape, strides and offset by name, as in JSON: ten thousand names cost little before they are used."""
+        self._hash = ""
 
     @property
     def hash(self) -> str:
         """SHA-256 of the names, types, shapes, strides and offsets, in hexadecimal digits."""
-        if not self._digest:
-            self._digest = hashlib.sha256(json.dumps(self._columns, separators=(",", ":")).encode()).hexdigest()
-        return self._digest
+        if not self._hash:
+            self._hash = hashlib.sha256(json.dumps(self._rows, separators=(",", ":")).encode()).hexdigest()
+        return self._hash
 
     def __getitem__(self, name: str) -> Tensor:
-        _, dtypes, shapes, strides, offsets = self._columns
-        index = self._index[name]
-        stride = strides[index]
-        return Tensor(dtypes[index], tuple(shapes[index]), stride and tuple(stride), offsets[index])
+        dtype, shape, strides, offset = self._rows[name]
+        return Tensor(dtype, tuple(shape), None if strides is None else tuple(strides), offset)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._rows)
 
     def add(self, name: str, tensor: Tensor, nbytes: int) -> None:
         """Add a tensor; ``nbytes`` is the size of the memory.
@@ -149,22 +146,17 @@ class Layout(Mapping[str, Tensor]):
         ValueError
             The name exists, or is not 1 to 1024 printable characters; or the tensor is outside of the memory.
         """
-        row = self.row(name, tensor, nbytes)
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
-        self._index[row[0]] = len(self._index)
-        self._digest = ""
+        self.check_new(name, tensor, nbytes)
+        self._rows[str(name)] = _row(tensor)
+        self._hash = ""
 
-    def row(self, name: str, tensor: Tensor, nbytes: int) -> list[Any]:
-        """Return the columns of a tensor for :meth:`add`, after its checks."""
-        plain = str(name) if isinstance(name, str) else name  # such as numpy.str_
-        row = [list(value) if isinstance(value, tuple) else value for value in (plain, *tensor)]
-        fault = "whose name exists" if name in self._index else _fault_in(nbytes, *row)
+    def check_new(self, name: str, tensor: Tensor, nbytes: int) -> None:
+        """Raise as :meth:`add` does."""
+        fault = "whose name exists" if name in self._rows else _fault_in(nbytes, name, *_row(tensor))
         if fault:
             raise ValueError(f"{name!r:.80}: a tensor {fault}")
-        return row
 
-    def check(self, nbytes: int, names: Sequence[str] | None = None) -> None:
+    def check(self, nbytes: int, names: Iterable[str] | None = None) -> None:
         """Check tensors, by default all, of an epoch with ``nbytes`` bytes.
 
         Raises
@@ -173,7 +165,7 @@ class Layout(Mapping[str, Tensor]):
             A tensor is malformed, or outside of the epoch's memory.
         """
         for name in self if names is None else names:
-            fault = _fault_in(nbytes, *(column[self._index[name]] for column in self._columns))
+            fault = _fault_in(nbytes, name, *self._rows[name])
             if fault:
                 raise ProtocolError(f"the manifest has a tensor {name!r:.80} {fault}")
 
@@ -206,7 +198,7 @@ class Manifest(NamedTuple):
             The metadata is not JSON or is larger than 1 MiB, or there are too many tensors.
         """
         about = json.dumps(self.metadata, separators=(",", ":"), allow_nan=False)
-        rest = json.dumps([_VERSION, self.layout._columns, self.fabric], separators=(",", ":"))
+        rest = json.dumps([_VERSION, self.layout._rows, self.fabric], separators=(",", ":"))
         if type(self.metadata) is not dict or len(about) > _MOST_METADATA or len(rest) > MOST_BYTES - _MOST_METADATA:
             raise ValueError(
                 f"metadata has {size_text(len(about))} and the layout {size_text(len(rest))}: metadata is a dict of at "
@@ -215,13 +207,18 @@ class Manifest(NamedTuple):
         return f"{rest[:-1]},{about}]".encode()
 
 
+def _row(tensor: Tensor) -> list[Any]:
+    """Return a tensor as JSON has it."""
+    return [list(value) if isinstance(value, tuple) else value for value in tensor]
+
+
 def _are_sizes(values: object) -> bool:
     return type(values) is list and all(type(one) is int and 0 <= one < 1 << 56 for one in values)
 
 
 def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offset: Any) -> str:
     """Return the fault of a tensor as text; empty if there is none."""
-    if type(name) is not str or not 0 < len(name) <= 1024 or not name.isprintable():
+    if not isinstance(name, str) or not 0 < len(name) <= 1024 or not name.isprintable():
         return "whose name is not 1 to 1024 printable characters"
     if type(dtype) is not str or dtype not in TYPES:
         return "of an unknown type"
@@ -244,19 +241,16 @@ def parse(data: bytes) -> Manifest:
         The bytes are not a manifest.
     """
     try:
-        version, columns, fabric, metadata = json.loads(data, parse_constant=_refuse)
-        if version != _VERSION or type(metadata) is not dict or len(columns) != 5 or type(fabric) is not list:
+        version, rows, fabric, metadata = json.loads(data, parse_constant=_refuse)
+        if version != _VERSION or [type(rows), type(fabric), type(metadata)] != [dict, list, dict]:
             raise ValueError("it is of another version, or has no such form")
         if not all(re.fullmatch("[0-9a-f]{128}", handle) for handle in fabric):
             raise ValueError("it has a wrong fabric handle")
-        if any(type(column) is not list or len(column) != len(columns[0]) for column in columns):
-            raise ValueError("its columns have different lengths")
-        layout = Layout(columns)
-        if len(layout) != len(columns[0]) or len(layout) > _MOST_TENSORS:
-            raise ValueError("it has a name twice, or too many")
+        if len(rows) > _MOST_TENSORS or any(type(row) is not list or len(row) != 4 for row in rows.values()):
+            raise ValueError("it has a tensor without type, shape, strides and offset, or too many tensors")
     except (ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"the manifest cannot be read: {error}"[:500]) from None
-    return Manifest(layout, metadata, fabric)
+    return Manifest(Layout(rows), metadata, fabric)
 
 
 def _refuse(constant: str) -> None:
@@ -264,14 +258,15 @@ def _refuse(constant: str) -> None:
 
 
 def read_file(fd: Fd) -> bytes:
-    """Read a manifest's file; ``ProtocolError`` if it is larger than a manifest may be."""
+    """Read a file of :func:`sealed_file`; ``ProtocolError`` if it can still change, or is larger than a manifest."""
     try:
         size = os.fstat(fd.fileno()).st_size
+        sealed = fcntl.fcntl(fd.fileno(), fcntl.F_GET_SEALS) & _SEALS == _SEALS
         data = os.pread(fd.fileno(), min(size, MOST_BYTES + 1), 0)
     except OSError as error:
         raise ProtocolError(f"the manifest cannot be read: {error}") from None
-    if len(data) > MOST_BYTES or len(data) != size:
-        raise ProtocolError(f"the manifest has {size_text(size)}, and could be read to {size_text(len(data))}")
+    if not sealed or len(data) > MOST_BYTES or len(data) != size:
+        raise ProtocolError(f"the manifest of {size_text(size)} is larger than allowed, or not sealed")
     return data
 
 

@@ -1,20 +1,19 @@
 """Requests and answers between a store's server and its clients: one message of a channel each.
 
-A message is a header of fixed size and a JSON object. The header and answers of kind ``REFUSED`` are the same in all
-versions of the protocol, so a client of another version gets a text that it can show. File descriptors travel beside
-the JSON (``SCM_RIGHTS``). One table lists the fields of each request; a request with other fields is refused.
+A message is a JSON object with the version of the protocol and the fields of a request or an answer. File descriptors
+travel beside it (``SCM_RIGHTS``). One table lists the fields of each request; a request with other fields is refused.
+The fields ``error`` and ``text`` of a refusal are the same in all versions, so a client of another version gets a text
+that it can show.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import json
 import os
 import re
 import select
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,45 +25,15 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import ForkedProcessError
 from streamalloc.driver.internal import Lock
 from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
-from streamalloc.ipc.transport.channel import PACKET_HANDLES, Channel, PeerGoneError, ProtocolError
+from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
 
 VERSION = 1
 MOST_CHUNKS = 2048
-"""Most chunks of physical memory per epoch: their sizes must fit one answer packet."""
+"""Most chunks of physical memory per epoch."""
 
-_MAGIC = b"SAst"
-# Magic, version, kind, size of the JSON object in bytes.
-_HEADER = struct.Struct("<4sHHI")
 _STORE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SECONDS = 30.0
 """Seconds that a client waits for an answer."""
-
-
-class Kind(enum.IntEnum):
-    """Kinds of messages."""
-
-    STATUS = 1
-    """Client: what the store is and holds in sum."""
-    LIST = 2
-    """Client: list the keys after a given one, as many as fit a packet."""
-    REMOVE = 3
-    """Client: remove a key; its memory is freed after its readers have closed it."""
-    WRITE = 4
-    """Client: begin an epoch. The connection becomes the writer's; its end aborts the epoch."""
-    RESERVE = 5
-    """Writer: reserve memory for the epoch before creating it."""
-    COMMIT = 6
-    """Writer: the complete epoch, with manifest and handles. With ``prepare``, CONFIRM publishes it."""
-    CONFIRM = 7
-    """Writer: publish the prepared epochs of these tokens, all or none."""
-    OPEN = 8
-    """Client: open the last epoch of a key. The connection becomes a reader's; its end closes the epoch."""
-    FETCH = 9
-    """Reader: the handles from an index on."""
-    DONE = 100
-    """Server: the answer."""
-    REFUSED = 101
-    """Server: kind and text of an error."""
 
 
 _Check: TypeAlias = Callable[[Any], bool]
@@ -90,23 +59,27 @@ def _is_flag(value: Any) -> bool:
     return type(value) is bool
 
 
-_FIELDS: dict[int, dict[str, _Check]] = {
-    Kind.STATUS: {},
-    Kind.LIST: {"after": lambda value: value == "" or _is_key(value)},
-    Kind.REMOVE: {"key": _is_key},
-    Kind.WRITE: {"key": _is_key, "device": _is_text("[0-9a-f]{32}"), "replace": _is_flag},
-    Kind.RESERVE: {"total": _is_size},
-    Kind.COMMIT: {
+REQUESTS: dict[str, dict[str, _Check]] = {
+    "status": {},
+    "list": {},
+    "remove": {"key": _is_key},
+    "write": {"key": _is_key, "device": _is_text("[0-9a-f]{32}"), "replace": _is_flag},
+    "reserve": {"total": _is_size},
+    "commit": {
         "address": _is_size,
         "chunks": _is_list(_is_size),
         "ready": _is_text("|[0-9a-f]{32}( [0-9]{1,10}){3}"),
         "prepare": _is_flag,
         "keep": _is_flag,
     },
-    Kind.CONFIRM: {"tokens": _is_list(_is_text("[0-9]{1,10} [0-9]{1,20}"))},
-    Kind.OPEN: {"key": _is_key},
-    Kind.FETCH: {"start": _is_size},
+    "confirm": {"tokens": _is_list(_is_text("[0-9]{1,10} [0-9]{1,20}"))},
+    "open": {"key": _is_key},
 }
+"""Fields of the requests, with the check of each. ``write`` makes the connection a writer's: its end aborts the epoch.
+The writer reserves memory before it creates it, and commits. With ``prepare``, ``confirm`` publishes the epochs of a
+group, all or none; with ``keep`` the writer goes on as a reader. ``open`` makes the connection a reader's: its end
+closes the epoch.
+"""
 
 
 def checked_key(key: object) -> str:
@@ -116,30 +89,24 @@ def checked_key(key: object) -> str:
     return str(key)
 
 
-def pack(kind: Kind, fields: dict[str, Any]) -> bytes:
+def encode(fields: dict[str, Any]) -> bytes:
     """Make the bytes of a message."""
-    body = json.dumps(fields, separators=(",", ":")).encode()
-    return _HEADER.pack(_MAGIC, VERSION, kind, len(body)) + body
+    return json.dumps({"version": VERSION, **fields}, separators=(",", ":")).encode()
 
 
-def _decoded(data: bytes) -> tuple[int, int, dict[str, Any]]:
-    """Return version, kind and fields of a message."""
-    if len(data) < _HEADER.size:
-        raise ProtocolError(f"a message of {len(data)} bytes is none of a store")
-    magic, version, kind, nbytes = _HEADER.unpack_from(data)
-    if magic != _MAGIC or nbytes != len(data) - _HEADER.size:
-        raise ProtocolError("the message is none of a store, or was cut off")
+def decode(data: bytes) -> dict[str, Any]:
+    """Return the fields of a message; ``ProtocolError`` if it is none of a store."""
     try:
-        fields = json.loads(data[_HEADER.size :])
+        fields = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the message of a store is no JSON: {error}") from None
     if type(fields) is not dict:
         raise ProtocolError("the message of a store is no JSON object")
-    return version, kind, fields
+    return fields
 
 
-def unpack(data: bytes) -> tuple[Kind, dict[str, Any]]:
-    """Check and decode a request.
+def request_in(data: bytes) -> tuple[str, dict[str, Any]]:
+    """Check and decode a request. Returns its name and fields.
 
     Raises
     ------
@@ -148,19 +115,20 @@ def unpack(data: bytes) -> tuple[Kind, dict[str, Any]]:
     ProtocolError
         The bytes are not a request, or its fields differ from the table.
     """
-    version, number, fields = _decoded(data)
+    fields = decode(data)
+    version, name = fields.pop("version", None), fields.pop("request", None)
     if version != VERSION:
         raise StoreError(
-            f"this server has version {VERSION} of the protocol, and the client version {version}: "
+            f"this server has version {VERSION} of the protocol, and the client version {version!r:.20}: "
             "use the same release of streamalloc in both"
         )
-    allowed = _FIELDS.get(number)
-    if allowed is None:
-        raise ProtocolError(f"a store has no request of kind {number}")
+    if type(name) is not str or name not in REQUESTS:
+        raise ProtocolError(f"a store has no request {name!r:.80}")
+    allowed = REQUESTS[name]
     wrong = allowed.keys() ^ fields.keys() or {name for name, allows in allowed.items() if not allows(fields[name])}
     if wrong:
-        raise ProtocolError(f"the request {Kind(number).name} has wrong fields: {', '.join(sorted(wrong))[:200]}")
-    return Kind(number), fields
+        raise ProtocolError(f"the request {name} has wrong fields: {', '.join(sorted(wrong))[:200]}")
+    return name, fields
 
 
 # -- addresses ------------------------------------------------------------------------------------------------------
@@ -232,7 +200,7 @@ class Connection(Closes):
             self._process == os.getpid() and not self._channel.closed and not self._channel._poll(select.POLLRDHUP, 0)
         )
 
-    def ask(self, kind: Kind, handles: Sequence[Fd] = (), **fields: Any) -> tuple[dict[str, Any], tuple[Fd, ...]]:
+    def ask(self, request: str, handles: Sequence[Fd] = (), **fields: Any) -> tuple[dict[str, Any], tuple[Fd, ...]]:
         """Send a request. Returns the fields and the descriptors of the answer; the caller closes the descriptors.
 
         Raises
@@ -252,7 +220,7 @@ class Connection(Closes):
             try:
                 # A server without a free descriptor refuses a connection before the first request.
                 with contextlib.suppress(PeerGoneError):
-                    self._channel.send(pack(kind, fields), handles, timeout=_SECONDS)
+                    self._channel.send(encode({"request": request, **fields}), handles, timeout=_SECONDS)
                 data, received = self._channel.receive(timeout=_SECONDS)
             except PeerGoneError:
                 self.close()
@@ -264,24 +232,13 @@ class Connection(Closes):
             return self._answer(data), received
 
     def _answer(self, data: bytes) -> dict[str, Any]:
-        version, kind, fields = _decoded(data)
-        if kind == Kind.REFUSED:
-            error = KINDS.get(str(fields.get("error")), StoreError)
-            raise error(str(fields.get("text"))[:10_000])
-        if version != VERSION or kind != Kind.DONE:
-            raise ProtocolError(f"the server answered by kind {kind} of version {version} of the protocol")
+        fields = decode(data)
+        if "error" in fields:
+            raise KINDS.get(str(fields["error"]), StoreError)(str(fields.get("text"))[:10_000])
+        version = fields.pop("version", None)
+        if version != VERSION:
+            raise ProtocolError(f"the server answered by version {version} of the protocol")
         return fields
-
-    def handles(self, count: int, first: Sequence[Fd]) -> list[Fd]:
-        """Return the handles of the open epoch: those of the first answer, and the rest by further requests."""
-        found = list(first)
-        with undoing(lambda: close_all(found)):
-            while len(found) < count:
-                more = self.ask(Kind.FETCH, start=len(found))[1]
-                found += more
-                if not more or len(more) > PACKET_HANDLES:
-                    raise ProtocolError(f"the server sent {len(found)} handles, and the epoch has {count}")
-        return found
 
     def close(self) -> None:
         """Close the connection, which ends its write or read; idempotent."""

@@ -16,7 +16,6 @@ import logging
 import os
 import resource
 import selectors
-import socket
 import threading
 import time
 import traceback
@@ -34,9 +33,8 @@ from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
 from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
 from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
-from streamalloc.ipc.store.protocol import Kind, pack, socket_path, unpack
+from streamalloc.ipc.store.protocol import REQUESTS, encode, request_in, socket_path
 from streamalloc.ipc.transport.channel import (
-    PACKET_HANDLES,
     Channel,
     Listener,
     ProtocolError,
@@ -45,7 +43,6 @@ from streamalloc.ipc.transport.channel import (
 )
 from streamalloc.ipc.wire.control_block import ReadyWord
 
-_LIST_BYTES = 48 << 10
 # Seconds between two checks of announced contents, and between two attempts to send an answer.
 _PAUSE = 0.02
 _ROOM = 8
@@ -104,7 +101,7 @@ class StoreServer(Closes):
     """
 
     __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_process", "_selector", "_spare",
-                 "_thread", "_told", "_wake", "name")  # fmt: skip
+                 "_thread", "_told", "_wake", "address", "name")  # fmt: skip
 
     def __init__(
         self,
@@ -126,10 +123,15 @@ class StoreServer(Closes):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
-            uuids = None if devices is None else [uuid_of(device, driver) for device in devices]
+            uuids = None
+            if devices is not None:
+                known = [one if isinstance(one, Device) else Device(one, driver=driver) for one in devices]
+                uuids = [device.uuid.hex for device in known]
             # An existing socket is stale: its server would hold the lock.
             path.unlink(missing_ok=True)
             self._listener: Listener = undo.enter_context(Channel.listen(path))
+            self.address: str = self._listener.address
+            """Path of the socket."""
             self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
             self._wake = tuple(map(Fd, os.pipe()))
             self._spare = Fd(os.dup(self._wake[0].fileno()))
@@ -150,11 +152,6 @@ class StoreServer(Closes):
     def lost(self) -> dict[str, str]:
         """Keys lost without a request, for example when a server was killed, with the reason."""
         return {key: reason for key, (_, reason) in self._holdings.lost.items()}
-
-    @property
-    def address(self) -> str:
-        """Path of the socket."""
-        return self._listener.address
 
     @property
     def closed(self) -> bool:
@@ -243,7 +240,7 @@ class StoreServer(Closes):
             if not self._told:
                 self._told = True
                 logging.getLogger(__name__).warning("%s", error)
-        return pack(Kind.REFUSED, {"error": NAMES.get(type(error), "refused"), "text": str(error)[:8000]})
+        return encode({"error": NAMES.get(type(error), "refused"), "text": str(error)[:8000]})
 
     def _receive(self, client: _Client) -> None:
         try:
@@ -259,8 +256,8 @@ class StoreServer(Closes):
             return
         client.handles = list(handles)
         try:
-            kind, fields = unpack(data)
-            client.answer = pack(Kind.DONE, _ANSWERS[kind](self, client, **fields))
+            name, fields = request_in(data)
+            client.answer = encode(_ANSWERS[name](self, client, **fields))
         except (StoreError, ValueError, OSError) as error:
             client.sends = ()
             client.answer = self._refusal(error)
@@ -309,16 +306,10 @@ class StoreServer(Closes):
             "lost": dict(itertools.islice(self.lost.items(), 100)),
         }
 
-    def _list(self, client: _Client, after: str) -> dict[str, Any]:
-        found: list[dict[str, Any]] = []
-        names = sorted(key for key in self._holdings.entries if key > after)
-        room = _LIST_BYTES
-        for key in names:
-            found.append(_about(self._holdings.entries[key]))
-            room -= len(json.dumps(found[-1]))
-            if room < 0:
-                break
-        return {"entries": found, "more": len(found) < len(names)}
+    def _list(self, client: _Client) -> dict[str, Any]:
+        entries = [_about(entry) for _, entry in sorted(self._holdings.entries.items())]
+        client.sends = [sealed_file(json.dumps(entries).encode())]
+        return {}
 
     def _remove(self, client: _Client, key: str) -> dict[str, Any]:
         self._holdings.remove(key)
@@ -342,15 +333,12 @@ class StoreServer(Closes):
         found = parse(read_file(handles[0]))
         found.layout.check(sum(chunks))
         word = announcement(handles[1], ready) if ready else None
-        # A file of its own, because the client could change its file after the check.
-        manifest = sealed_file(found.to_bytes())
-        with undoing(manifest.close):
-            _check_room(manifest)
-            self._told = False
-            self._holdings.prepare(epoch, address, chunks, manifest, handles[first:])
+        _check_room(handles[0])
+        self._told = False
+        self._holdings.prepare(epoch, address, chunks, handles[0], handles[first:])
         epoch.layout, epoch.count = found.layout.hash, len(found.layout)
         epoch.ready = None if word is None else (word, handles[1], ready)
-        del handles[1:]  # the epoch's from now on
+        handles.clear()  # the epoch's from now on
         if prepare:
             return {"token": f"{client.number} {id(epoch)}"}
         self._holdings.publish([epoch])
@@ -371,32 +359,22 @@ class StoreServer(Closes):
     def _open(self, client: _Client, key: str) -> dict[str, Any]:
         client.check_new()
         epoch = self._holdings.open(client, key)
-        first = [epoch.manifest, *([epoch.ready[1]] if epoch.ready is not None else [])]
-        client.sends = [*first, *epoch.handles[: PACKET_HANDLES - len(first)]]
+        client.sends = [epoch.manifest, *([] if epoch.ready is None else [epoch.ready[1]]), *epoch.handles]
         return {
             "epoch": epoch.number,
             "device": epoch.device,
             "address": epoch.address,
-            "chunks": [[nbytes, len(list(run))] for nbytes, run in itertools.groupby(epoch.chunks)],
+            "chunks": epoch.chunks,
             "layout": epoch.layout,
             "ready": "" if epoch.ready is None else epoch.ready[2],
         }
-
-    def _fetch(self, client: _Client, start: int) -> dict[str, Any]:
-        # Only readers get handles: those of a writer's own epoch are closed once another commit replaces that epoch.
-        if client.epoch is None or client not in client.epoch.readers:
-            raise StoreError("this connection reads nothing")
-        client.sends = client.epoch.handles[start : start + PACKET_HANDLES]
-        return {}
 
     def _text(self) -> str:
         state = "closed" if self.closed else f"{len(self._holdings.entries)} keys, {size_text(self._holdings.held())}"
         return f" {self.name!r}, {state}"
 
 
-_ANSWERS: dict[Kind, Callable[..., dict[str, Any]]] = {
-    kind: vars(StoreServer)[f"_{kind.name.lower()}"] for kind in Kind if kind < Kind.DONE
-}
+_ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {name: vars(StoreServer)[f"_{name}"] for name in REQUESTS}
 
 
 def _about(entry: Entry) -> dict[str, Any]:
@@ -444,11 +422,6 @@ def announcement(block: Fd, ready: str) -> ReadyWord:
         raise ProtocolError(f"the commit's announcement cannot be read: {error}") from None
 
 
-def uuid_of(device: Device | int, driver: Driver | None = None) -> str:
-    """Return the UUID of a device, 32 hexadecimal digits, which is the same in all processes."""
-    return (device if isinstance(device, Device) else Device(device, driver=driver)).uuid.hex
-
-
 def _locked(name: str, path: Path) -> Fd:
     """Lock a file while the server lives. The kernel releases the lock with the process."""
     while True:
@@ -465,12 +438,3 @@ def _locked(name: str, path: Path) -> Fd:
                 os.pwrite(lock.fileno(), str(os.getpid()).encode(), 0)
                 return lock
         lock.close()  # The previous server has removed the file meanwhile.
-
-
-def notify_systemd(state: str) -> None:
-    """Send a state such as ``READY=1`` to systemd if it started this process (``sd_notify``)."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if address:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
-            notifier.connect("\0" + address[1:] if address.startswith("@") else address)
-            notifier.send(state.encode())

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
+import mmap
+import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from streamalloc.core.errors import size_text
+import numpy as np
+
 from streamalloc.core.internal import Device, StreamLike
 from streamalloc.core.properties import MemHandleType
-from streamalloc.core.resource import Closes, close_all
+from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
-from streamalloc.ipc.store.errors import StoreError
-from streamalloc.ipc.store.loading import load
-from streamalloc.ipc.store.manifest import Layout
-from streamalloc.ipc.store.protocol import Connection, Kind, checked_key
+from streamalloc.ipc.store.manifest import Layout, Tensor, read_file
+from streamalloc.ipc.store.protocol import Connection, checked_key
 from streamalloc.ipc.store.server import StoreServer
 from streamalloc.ipc.store.weights import OpenEpoch, Weights
 from streamalloc.ipc.store.writing import WeightsWriter
@@ -109,13 +111,14 @@ class Store(Closes):
         The server belongs to another user.
     """
 
-    __slots__ = ("__weakref__", "_closed", "_driver", "_spare", "name")
+    __slots__ = ("__weakref__", "_driver", "closed", "name")
 
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
         self.name: str = name
-        self._closed = False
+        self.closed: bool = False
+        """Whether it was closed."""
         self._driver = driver
-        self._spare = [Connection(name)]
+        self._connect().close()
 
     @staticmethod
     def serve(
@@ -142,7 +145,6 @@ class Store(Closes):
         metadata: dict[str, Any] | None = None,
         stream: StreamLike | None = None,
         group: CommunicatorLike = None,
-        capacity: int | None = None,
         handle_types: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR,
     ) -> WeightsWriter:
         """Begin an epoch: a ``with`` block whose end commits it. One process at a time writes a key.
@@ -161,8 +163,6 @@ class Store(Closes):
             The stream of operations that name no other; default: the device's default stream.
         group
             A communicator whose ranks commit together or not at all. Each rank has its own key.
-        capacity
-            Bytes of addresses to reserve; default: the size of the device's memory.
         handle_types
             Further handle types beside file descriptors: ``FABRIC`` lets processes of other machines open the memory by
             :meth:`Weights.fabric_descriptor`.
@@ -177,8 +177,7 @@ class Store(Closes):
             The store takes no memory of this device.
         """
         home, key = self._device(device), checked_key(key)
-        options = replace, metadata, stream, group, capacity, handle_types
-        return WeightsWriter(self._take(), key, home, *options)
+        return WeightsWriter(self._connect(), key, home, replace, metadata, stream, group, handle_types)
 
     def open(
         self,
@@ -218,10 +217,7 @@ class Store(Closes):
         home, key = self._device(device), checked_key(key)
         if not isinstance(layout, (Layout, str, type(None))):
             raise TypeError(f"layout must be a Layout or its hash, not {layout!r}")
-        opened = OpenEpoch.open(self._take(), key, session_of(home), layout)
-        # Connect in advance: the server accepts the connection before the next call needs it.
-        with contextlib.suppress(StoreError, OSError):
-            self._keep(Connection(self.name))
+        opened = OpenEpoch.open(self._connect(), key, session_of(home), layout)
         return Weights.open(opened, None if device is None else home, at, stream)
 
     def load(
@@ -230,7 +226,6 @@ class Store(Closes):
         key: str | None = None,
         device: Device | int | None = None,
         replace: bool = False,
-        progress: bool | Callable[[int, int], object] | None = None,
     ) -> Weights:
         """Write the tensors of ``safetensors`` files under one key, commit, and return the weights for reading.
 
@@ -244,16 +239,25 @@ class Store(Closes):
             The key; default: the name of the first file or folder, without ``.safetensors``.
         device, replace
             As for :meth:`write`.
-        progress
-            True prints a bar to standard error; default: only if that is a terminal. Or a function, called with the
-            bytes read so far and the total.
 
         Raises
         ------
         ValueError
             A file is no ``safetensors`` file, or a name is in two files.
         """
-        return load(self.write, files, key, device, replace, progress)
+        paths = [path for one in files for path in _files_of(Path(one))]
+        if not paths:
+            raise ValueError(f"files={files!r}: no safetensors file was given, or is there")
+        found = [_read(path) for path in paths]
+        names = [name for file in found for name in file.tensors]
+        if len(set(names)) != len(names):
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in two of the files")
+        metadata = {name: value for file in found for name, value in file.metadata.items()}
+        key = key or Path(files[0]).name.removesuffix(".safetensors")
+        with self.write(key, device, replace, metadata=metadata) as writer:
+            for file in found:
+                _copy(file, writer)
+            return writer._kept()
 
     def _device(self, device: Device | int | None) -> Device:
         return device if isinstance(device, Device) else Device(0 if device is None else device, driver=self._driver)
@@ -262,16 +266,14 @@ class Store(Closes):
 
     def list(self) -> list[StoreEntry]:
         """Return all keys in order, with their writers and readers."""
-        found: list[StoreEntry] = []
-        more = True
-        while more:
-            answer = self._ask(Kind.LIST, after=found[-1].key if found else "")
-            more = answer["more"]
-            for about in answer["entries"]:
-                about["readers"] = tuple(about.get("readers", ()))
-                about["older"] = tuple((number, nbytes, tuple(pids)) for number, nbytes, pids in about["older"])
-                found.append(StoreEntry(**about))
-        return found
+        with self._connect() as connection:
+            _, received = connection.ask("list")
+            with received[0] as file:
+                entries = json.loads(read_file(file))
+        for about in entries:
+            about["readers"] = tuple(about.get("readers", ()))
+            about["older"] = tuple((number, nbytes, tuple(pids)) for number, nbytes, pids in about["older"])
+        return [StoreEntry(**about) for about in entries]
 
     def remove(self, key: str) -> None:
         """Remove a key. Its memory is freed once its readers have closed it.
@@ -281,53 +283,89 @@ class Store(Closes):
         StoreKeyError
             The store holds nothing under this key.
         """
-        self._ask(Kind.REMOVE, key=checked_key(key))
+        self._ask("remove", key=checked_key(key))
 
     def statistics(self) -> StoreStatistics:
         """Return what the store is and holds in sum."""
-        answer = self._ask(Kind.STATUS)
+        answer = self._ask("status")
         devices = answer.pop("devices")
         return StoreStatistics(devices=None if devices is None else tuple(devices), **answer)
 
-    def _ask(self, kind: Kind, **fields: Any) -> dict[str, Any]:
-        connection = self._take()
-        answer, _ = connection.ask(kind, **fields)
-        self._keep(connection)
-        return answer
+    def _ask(self, request: str, **fields: Any) -> dict[str, Any]:
+        with self._connect() as connection:
+            return connection.ask(request, **fields)[0]
 
-    def _keep(self, connection: Connection) -> None:
-        self._spare.append(connection)
-        if self._closed:  # by another thread meanwhile
-            close_all(self._spare)
-
-    def _take(self) -> Connection:
-        """Take a spare connection, or make one. Spare ones of a restarted server are dropped."""
+    def _connect(self) -> Connection:
+        """Connect to the server. The connection of a writer or reader is what it holds in the store."""
         self._check_open()
-        while self._spare:
-            with contextlib.suppress(IndexError):  # Another thread was first.
-                connection = self._spare.pop()
-                if connection.alive:
-                    return connection
         return Connection(self.name)
 
     def close(self) -> None:
-        """Close the spare connections; idempotent. Open writers and weights continue."""
-        self._closed = True
-        close_all(self._spare)
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._closed
+        """Refuse further calls; idempotent. Open writers and weights continue."""
+        self.closed = True
 
     def __contains__(self, key: object) -> bool:
         return any(entry.key == key and entry.layout for entry in self.list())
 
-    def __repr__(self) -> str:
+    def _text(self) -> str:
+        return f" {self.name!r}{', closed' if self.closed else ''}"
+
+
+# -- safetensors files -------------------------------------------------------------------------------------------------
+# The format is a length of 8 bytes, a JSON object with type, shape and position of each tensor, and the tensors' bytes.
+
+_MOST_HEADER = 100 << 20
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+"""Names in :data:`TYPES` by the type names in files."""
+
+
+class _File(NamedTuple):
+    """One file: its tensors, with offsets from the start of the file, and its metadata."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def _files_of(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
+def _read(path: Path) -> _File:
+    """Read and check the header of a file."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER):
+            raise ValueError(f"{path} is no safetensors file: it has {size} bytes, and a header of {length}")
         try:
-            if self._closed:
-                return f"<Store {self.name!r}, closed>"
-            found = self.statistics()
-        except (AttributeError, StoreError, OSError):
-            return f"<Store {getattr(self, 'name', '?')!r}, not connected>"
-        return f"<Store {self.name!r}, {found.keys} keys, {size_text(found.nbytes)}, served by process {found.pid}>"
+            header = json.loads(file.read(length))
+            metadata = header.pop("__metadata__", None) or {}
+            tensors = {name: _tensor(8 + length, **about) for name, about in header.items()}
+            spans = sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in tensors.values())
+            if [*(begin for begin, _ in spans), size] != [8 + length, *(end for _, end in spans)]:
+                raise ValueError(f"its tensors do not fill the {size - 8 - length} bytes after its header exactly")
+            return _File(path, tensors, {str(name): str(value) for name, value in metadata.items()})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from None
+
+
+def _tensor(start: int, dtype: str, shape: list[int], data_offsets: list[int]) -> Tensor:
+    begin, end = map(operator.index, data_offsets)
+    tensor = Tensor(_DTYPES[dtype], tuple(map(operator.index, shape)), None, start + begin)
+    if min(tensor.shape, default=0) < 0 or tensor.nbytes != end - begin:
+        raise ValueError(f"its header has a tensor {tensor} at bytes {begin} to {end}")
+    return tensor
+
+
+def _copy(file: _File, writer: WeightsWriter) -> None:
+    """Copy the tensors of a file, in file order."""
+    with open(file.path, "rb") as opened:
+        source = np.frombuffer(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].offset):
+        view = writer.allocate(name, tensor.shape, tensor.dtype).bytes
+        view.copy_from(source[tensor.offset : tensor.offset + tensor.nbytes])

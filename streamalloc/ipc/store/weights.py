@@ -18,7 +18,7 @@ from streamalloc.ipc.importer.imported import Announcement
 from streamalloc.ipc.importer.open import importer_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
 from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, read_file
-from streamalloc.ipc.store.protocol import Connection, Kind
+from streamalloc.ipc.store.protocol import Connection
 from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, Mechanism
 from streamalloc.vmm import AddressRange, RangeView
 from streamalloc.vmm.internal import After, ImportedChunk, MemAllocationProp, map_side_by_side
@@ -129,7 +129,7 @@ class OpenEpoch:
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(connection.close))
             undo.enter_context(session.relaxed())
-            answer, received = connection.ask(Kind.OPEN, key=key)
+            answer, received = connection.ask("open", key=key)
             undo.callback(close_all, received)
             manifest = parse(read_file(received[0]))
             if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
@@ -141,10 +141,8 @@ class OpenEpoch:
             undo.enter_context(undoing(opened.close))
             if answer["ready"]:
                 opened._find_block(session, received[1], *answer["ready"].split())
-            sizes = [nbytes for nbytes, count in answer["chunks"] for _ in range(count)]
-            handles = connection.handles(len(sizes), received[2 if answer["ready"] else 1 :])
-            undo.callback(close_all, handles)
-            for fd, nbytes in zip(handles, sizes, strict=True):
+            handles = received[2 if answer["ready"] else 1 :]
+            for fd, nbytes in zip(handles, answer["chunks"], strict=True):
                 opened.chunks.append(ImportedChunk(session, fd, nbytes))
         return opened
 

@@ -31,12 +31,12 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, checked_size
 from streamalloc.core.resource import Leaves, Unique, close_all
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import session_of
 from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
-from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection, Kind
+from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection
 from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
 from streamalloc.ipc.transport.process_group import listed
@@ -70,7 +70,6 @@ class WeightsWriter(Tensors, Unique, Leaves):
         metadata: dict[str, Any] | None,
         stream: StreamLike | None,
         group: CommunicatorLike,
-        capacity: int | None,
         handle_types: MemHandleType,
     ) -> None:
         session = session_of(device)
@@ -89,15 +88,13 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.nbytes: int = 0
         """Bytes that are allocated."""
         self._mapped = 0
-        if capacity is None:
-            capacity = device.memory_info().total
-        capacity = checked_size("capacity", capacity)
+        # Addresses for all memory that the device can have.
+        capacity = self._rounded(device.memory_info().total)
         self._pending: tuple[Lease, int, Event] | None = None
         """Announcement of the contents, its value, and the event after the copies."""
         self._connection = connection
         with undoing(self._connection.close):
-            answer, _ = self._connection.ask(Kind.WRITE, key=key, device=device.uuid.hex, replace=replace)
-            capacity = self._rounded(max(capacity, 1))
+            answer, _ = self._connection.ask("write", key=key, device=device.uuid.hex, replace=replace)
             self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
 
     # -- tensors ---------------------------------------------------------------------------------------------------
@@ -133,7 +130,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         except TypeError:
             raise TypeError(f"shape must be an integer or a sequence of integers, not {shape!r}") from None
         tensor = Tensor(dtype_name(dtype), sizes, None, 0)
-        self.layout.row(name, tensor, tensor.nbytes)  # first, so that a bad tensor leaves no memory in the epoch
+        self.layout.check_new(name, tensor, tensor.nbytes)  # first, so that a bad tensor leaves no memory in the epoch
         return self.place(name, tensor._replace(offset=self.reserve(tensor.nbytes)))
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
@@ -173,16 +170,11 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     def _grow(self, nbytes: int) -> None:
         """Create and map one more chunk."""
-        if self._mapped + nbytes > self.range.nbytes:
-            raise ValueError(
-                f"{size_text(self._mapped + nbytes)} exceed the capacity of {size_text(self.range.nbytes)}: "
-                "pass capacity= to write()"
-            )
         if len(self._chunks) == MOST_CHUNKS:
             raise ValueError(f"an epoch has at most {MOST_CHUNKS} chunks of memory: allocate larger tensors first")
-        self._connection.ask(Kind.RESERVE, total=self._mapped + nbytes)
+        self._connection.ask("reserve", total=self._mapped + nbytes)
         with contextlib.ExitStack() as undo:
-            undo.enter_context(undoing(lambda: self._connection.ask(Kind.RESERVE, total=self._mapped)))
+            undo.enter_context(undoing(lambda: self._connection.ask("reserve", total=self._mapped)))
             memory = PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
             undo.enter_context(undoing(memory.close))
             self.range.map(memory, self._mapped, access=self.device)
@@ -219,33 +211,26 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _commit(self, *, keep: bool, prepare: bool = False, block: bool = False) -> dict[str, Any]:
         """Send the epoch. With ``block`` the host waits for queued work."""
         session = session_of(self.device)
-        self._pending = None
-        with session.relaxed():
-            return self._send(session, keep, prepare, block)
-
-    def _send(self, session: Session, keep: bool, prepare: bool, block: bool) -> dict[str, Any]:
-        if not self._chunks:
-            self._grow(self._rounded(1))  # Only empty tensors: the driver maps no empty range.
-        # A commit includes the work of all streams, even of streams that only other libraries know.
-        devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
-        if block:
-            for device in devices:
-                await_device(session, device.ordinal)
-        else:
-            events = [event for device in devices for event in all_work(device)]
-            if not all(event.query() for event in events):
-                self._pending = self._announced(events)
+        self._pending, ready = None, ""
         with contextlib.ExitStack() as undo:
+            undo.enter_context(session.relaxed())
+            if not self._chunks:
+                self._grow(self._rounded(1))  # Only empty tensors: the driver maps no empty range.
+            # A commit includes the work of all streams, even of streams that only other libraries know.
+            devices = [Device(ordinal, driver=session.driver) for ordinal in session.ordinals]
+            events = [] if block else [event for device in devices for event in all_work(device)]
+            if block:
+                for device in devices:
+                    await_device(session, device.ordinal)
             manifest = undo.enter_context(sealed_file(self._manifest().to_bytes()))
             handles = [undo.enter_context(memory.export()) for memory in self._chunks]  # type: ignore[arg-type]
-            ready = ""
-            if self._pending is not None:
-                lease, value, _ = self._pending
+            if not all(event.query() for event in events):
+                self._pending = lease, value, _ = self._announced(events)
                 ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
                 handles.insert(0, lease.block.fd)
-            chunks = [memory.nbytes for memory in self._chunks]
-            about: dict[str, Any] = {"address": self.range.address, "chunks": chunks, "ready": ready}
-            answer, _ = self._connection.ask(Kind.COMMIT, [manifest, *handles], **about, prepare=prepare, keep=keep)
+            about = {"address": self.range.address, "chunks": [memory.nbytes for memory in self._chunks]}
+            about |= {"ready": ready, "prepare": prepare, "keep": keep}
+            answer, _ = self._connection.ask("commit", [manifest, *handles], **about)
         self.epoch = answer.get("epoch", 0)
         return answer
 
@@ -276,7 +261,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             raise StoreError(f"{listed(absent)} of the group did not commit: nothing was committed")
         server = votes[self._group.rank][0]
         tokens = [vote for other, vote in votes if other == server]
-        self.epoch = self._connection.ask(Kind.CONFIRM, tokens=tokens)[0]["epoch"]
+        self.epoch = self._connection.ask("confirm", tokens=tokens)[0]["epoch"]
 
     def _vote(self, token: str) -> list[tuple[str, str]]:
         """Return the server and the token of each rank. An empty token is a vote against the commit."""

@@ -355,7 +355,7 @@ def test_a_release_that_the_driver_refuses_neither_hides_the_error_nor_locks_the
 ) -> None:
     driver = sd.faulty(machine, "cuMemUnmap", result="CUDA_ERROR_UNKNOWN")
     with ipc.Store(server.name, driver=driver) as other:
-        with pytest.raises(ZeroDivisionError) as caught, other.write("key", capacity=2 * MiB) as writer:
+        with pytest.raises(ZeroDivisionError) as caught, other.write("key") as writer:
             writer.allocate("all", 8, np.uint8)
             raise ZeroDivisionError
         assert "cuMemUnmap" in str(getattr(caught.value, "__notes__", ()))

@@ -43,15 +43,14 @@ class TestFiles:
         half = np.arange(7, dtype=np.uint16)
         one = self.file(tmp_path / "one.safetensors", {"table": ("F32", table)}, {"format": "pt"})
         self.file(tmp_path / "two.safetensors", {"half": ("BF16", half), "empty": ("I8", np.empty((0, 2), np.int8))})
-        done: list[tuple[int, int]] = []
-        with store.load(one, progress=lambda *step: done.append(step)) as weights:
+        with store.load(one) as weights:
             assert (weights.key, weights.epoch, weights.metadata) == ("one", 1, {"format": "pt"})
             assert np.array_equal(read(weights["table"]).view(np.float32).reshape(3, 5), table)
             with pytest.raises(sa.CudaError):
                 weights["table"].fill(1)
             weights.detach()
             weights.attach()
-            assert done == [(60, 60)] and store.list()[0].readers
+            assert store.list()[0].readers
         with store.load(tmp_path, key="both") as both, store.open("both") as other:
             assert sorted(both) == sorted(other) == ["empty", "half", "table"]
             assert np.array_equal(read(other["half"]).view(np.uint16), half)

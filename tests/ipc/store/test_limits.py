@@ -138,14 +138,6 @@ def test_a_full_device(serve: Serve, device: sa.Device) -> None:
         assert holds(found["all"], 2)
 
 
-def test_more_than_the_capacity(serve: Serve) -> None:
-    with serve().write("key", capacity=4 * MiB) as weights:
-        weights.allocate("a", 3 * MiB, np.uint8)
-        with pytest.raises(ValueError, match="capacity="):
-            weights.allocate("b", 2 * MiB, np.uint8)
-        weights.allocate("c", MiB, np.uint8)
-
-
 @pytest.mark.parametrize("tensors", [1, 3000])
 def test_little_memory_is_left_over(serve: Serve, tensors: int) -> None:
     """Chunks grow with the epoch, so that there are few, and that at most an eighth is unused."""
@@ -315,9 +307,6 @@ def test_what_is_refused_leaves_no_memory_in_the_epoch(serve: Serve) -> None:
 
 def test_arguments_of_other_types(serve: Serve) -> None:
     store = serve()
-    for capacity in (-1, 1.5, True):
-        with pytest.raises((TypeError, ValueError), match="capacity"):
-            store.write("key", capacity=capacity)  # type: ignore[arg-type]
     with store.write(np.str_("key")) as weights:
         weights.allocate(np.str_("all"), np.int64(3), np.uint8).fill(1)
         for shape, dtype, name in ((2.0, "f4", "shape"), (None, "f4", "shape"), (3, None, "dtype")):
