@@ -112,14 +112,8 @@ def _bar(value: int, total: int) -> str:
 
 def _notebook() -> _Screen:
     display = importlib.import_module("IPython.display")
-    try:
-        widgets = importlib.import_module("ipywidgets")
-    except ModuleNotFoundError:
-        handle = display.display(display.HTML(_html([])), display_id=True)
-        return _Screen(lambda figures: handle.update(display.HTML(_html(figures))))
-    widget = widgets.HTML(_html([]))
-    display.display(widget)
-    return _Screen(lambda figures: setattr(widget, "value", _html(figures)))
+    handle = display.display(display.HTML(_html([])), display_id=True)
+    return _Screen(lambda figures: handle.update(display.HTML(_html(figures))))
 
 
 def _in_notebook() -> bool:
@@ -191,8 +185,7 @@ def live(*pools: MemoryPool, every: float = 0.5) -> LiveView:
 
     :doc:`/docs/guides/observe` has a program.
 
-    In Jupyter it is a widget if ``ipywidgets`` is installed, else an output that is updated even while a cell runs. In
-    a terminal it is a table drawn by ``rich``.
+    In Jupyter it is an output that is updated even while a cell runs. In a terminal it is a table drawn by ``rich``.
 
     Parameters
     ----------

@@ -1,14 +1,12 @@
 """Observers: :func:`observe`, :class:`Observer`, and the account of live allocations behind it.
 
-A thread that allocates or frees appends a note to a deque without a lock, so finalisers can append too. One thread at a
-time enters the notes into the account, including those of other threads. The statements that enter and remove a note
-make no call, so a signal handler that raises can neither lose a note nor enter it twice.
+A thread that allocates or frees appends a note to a deque without a lock, because a finaliser may free on a thread that
+has the lock. The thread then takes the lock and enters all notes into the account.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 import weakref
@@ -29,7 +27,7 @@ from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import RLock
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing import export
-from streamalloc.observing.records import Allocation, Happening, LeakReport, Phase, Source, largest, sites
+from streamalloc.observing.records import Action, Allocation, Happening, LeakReport, Phase, Source, largest, sites
 from streamalloc.pool import CachingAllocator
 from streamalloc.pool.internal import collect_dropped
 from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
@@ -46,10 +44,6 @@ Hook = Callable[[Allocation], object]
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
 # Number of recent frees to remember, because the driver may still refuse them.
 _REMEMBERED = 256
-# Number of notes that a thread enters for other threads at most, beside those that are present when it begins.
-_MORE_NOTES = 64
-# Number of waiting notes from which on threads that add some let the thread that enters them run.
-_MOST_NOTES = 1024
 
 
 @dataclass(eq=False, repr=False)
@@ -78,18 +72,17 @@ class Account:
     _log: export.Log | None = None
     _logged: bool = False
     """Whether the file of the log was begun."""
-    _entered: int = 0
-    """Number of notes entered."""
     _entering: int | None = None
-    """Identifier of the thread that enters notes; readers wait for it."""
+    """Identifier of the thread that enters notes."""
 
     def __post_init__(self, targets: Sequence[object], history: int | None) -> None:
         self.happened: deque[Happening] = deque(maxlen=history)
         self.phase: ContextVar[Phase | None] = ContextVar("phase", default=None)
         """Innermost phase of the thread or task."""
         self.tag: ContextVar[str] = ContextVar("tag", default="")
-        self._phases = RLock()
-        self._unwritten: deque[Happening] = deque()
+        self._lock = RLock()
+        """Held to enter notes, and to change the phases and the log."""
+        self._unwritten: list[Happening] = []
         self._allocators = [target for target in targets if isinstance(target, Allocator)]
         self._allocators += [target.pool for target in targets if isinstance(target, CachingAllocator)]
         self._devices = [target for target in targets if isinstance(target, Device)]
@@ -133,31 +126,29 @@ class Account:
 
     def _end(self) -> None:
         self.started = False
-        self._enter_until(math.inf)  # no thread adds any from now on
+        while self._notes:  # no thread adds any from now on
+            self._enter_notes()
         self._close_log()
 
     def _close_log(self) -> None:
-        me = threading.get_ident()
-        # A thread that was notified before may still write. Nothing is called from the last look to the change.
-        while self._entering not in (None, me):
-            time.sleep(0)
-        log, self._log = self._log, None
-        if log is not None:
-            log.close()
+        with self._lock:
+            log, self._log = self._log, None
+            if log is not None:
+                log.close()
 
     def _shut_after_fork(self) -> None:
         """Forget the other threads, and the file of the log, which is the parent's."""
-        self.started, self._entering, self._phases = False, None, RLock()
+        self.started, self._entering, self._lock = False, None, RLock()
         self._close_log()
 
     def begin(self, phase: Phase) -> None:
         """Record a phase that begins."""
-        with self._phases:
+        with self._lock:
             self.open = (*self.open, phase)
 
     def end(self, phase: Phase) -> None:
         """Record a phase that ends."""
-        with self._phases:
+        with self._lock:
             self.open = tuple([one for one in self.open if one is not phase])
 
     # -- notifications ---------------------------------------------------------------------------------------
@@ -189,7 +180,7 @@ class Account:
 
     def holders(self, location: MemLocation, allocators: Collection[object] | None) -> list[str]:
         """The lines with live allocations in a location, most bytes first; of all allocators, or of these pools."""
-        self._enter_notes(threading.get_ident())
+        self._enter_notes()
         live = [one for one in tuple(self.live.values()) if one.source.location == location]
         if allocators is not None:
             known = [*self._sources.items()]
@@ -271,10 +262,8 @@ class Account:
         self._notes.append((kind, what, stream, threading.get_ident(), now))
 
     def look(self) -> None:
-        """Enter the notes unless another thread is doing it, and call the hook of frees."""
-        self._enter_notes(threading.get_ident())
-        if len(self._notes) > _MOST_NOTES:
-            time.sleep(0)  # lets the thread that enters them run
+        """Enter the notes, and call the hook of frees."""
+        self._enter_notes()
         while self._unreported and self.on_free is not None:
             try:
                 one = self._unreported.popleft()
@@ -283,101 +272,74 @@ class Account:
             self.on_free(one)
 
     def settle(self) -> None:
-        """Enter all notes for a reader, and make deferred frees that are possible now."""
-        me = threading.get_ident()
-        for session in self.sessions if self.started and self._entering != me else ():
+        """Make the deferred frees that are possible now, and enter all notes for a reader."""
+        for session in self.sessions if self.started and self._entering != threading.get_ident() else ():
             if session.usable:
                 work(session)
                 for allocator in watching_of(session).allocators():
                     if isinstance(allocator, CachingAllocator) and self.wants(allocator):
                         collect_dropped(allocator)
-        self._enter_until(len(self._notes) + self._entered)
         self.look()
 
-    def _enter_until(self, number: float) -> None:
-        """Block until so many notes were entered, or none is left."""
-        me = threading.get_ident()
-        # If a signal handler reads during _enter(), it gets the account without the note in progress.
-        while self._notes and self._entered < number and self._entering != me:
-            self._enter_notes(me)
-            if self._notes:
-                time.sleep(0)
-
-    def _enter_notes(self, me: int) -> None:
-        """Enter the notes unless another thread does.
-
-        Other threads may add notes as fast as this one enters them. Then they enter the rest with their next ones.
+    def _enter_notes(self) -> None:
+        """Enter the notes that are there now. A signal handler that interrupts this gets the account without the note
+        in progress.
         """
-        number = len(self._notes) + self._entered + _MORE_NOTES
-        while self._notes and self._entered < number:
-            if self._entering is not None:
-                return
-            self._entering = me
+        with self._lock:
+            if self._entering is None:
+                self._entering = threading.get_ident()
+                try:
+                    # No loop inside try: on Python 3.12 and 3.13 a signal handler that raises at a loop's jump back
+                    # skips "finally".
+                    self._enter_some(len(self._notes))
+                finally:
+                    self._entering = None
+
+    def _enter_some(self, count: int) -> None:
+        for _ in range(count):
+            self._enter(*self._notes.popleft())
+        written, self._unwritten = self._unwritten, []
+        if written and self._log is not None:
             try:
-                # No loop inside try: on Python 3.12 and 3.13 a signal handler that raises at a loop's jump back skips
-                # "finally".
-                self._enter_some(number)
-            finally:
-                self._entering = None
-
-    def _enter_some(self, number: int) -> None:
-        while self._notes and self._entered < number:
-            self._enter(*self._notes[0])
-        if self._unwritten and self._log is not None:
-            self._write(self._log, len(self._unwritten))
-
-    def _write(self, log: export.Log, count: int) -> None:
-        try:
-            log.write([self._unwritten[at] for at in range(count)])
-            for _ in range(count):
-                self._unwritten.popleft()
-        except OSError as error:
-            self._log = None
-            log.close()
-            self._unwritten.clear()
-            warn(f"the log of allocations ends here: {error}", RuntimeWarning)
+                self._log.write(written)
+            except OSError as error:
+                self._close_log()
+                warn(f"the log of allocations ends here: {error}", RuntimeWarning)
 
     def _enter(self, kind: int, what: Any, stream: int, thread: int, now: int) -> None:
         added: Allocation | None = None
-        removed: Allocation | None = None
+        freed: Allocation | None = None
         if kind == _ALLOCATED:
             # Other code may have freed the memory through its address.
-            added, removed = what, self.live.get(what.address)
+            added, freed = what, self.live.pop(what.address, None)
         elif kind == _FREED:
-            removed = self.live.get(what)
+            freed = self.live.pop(what, None)
         elif kind == _FREE_FAILED and what not in self.live:
             added = next((one for one in reversed(self._gone) if one.address == what), None)
-        happened: list[Happening] = []
-        total = self.nbytes
-        if removed is not None:
-            total -= removed.nbytes
-            on = stream if kind == _FREED and stream >= 0 else removed.stream
-            happened.append(Happening("free", removed, now, on, thread))
-        if added is not None:
-            total += added.nbytes
-            happened.append(Happening("allocate", added, now, added.stream, thread))
-        if kind == _ALLOCATION_FAILED:
-            happened.append(Happening("failure", what, now, stream, thread))
-        for phase in self.open:
-            phase.peak = max(phase.peak, total)
-        self.peak = max(self.peak, total)
-        # No call between the change of self.live and the removal of the note.
-        if removed is not None:
-            del self.live[removed.address]
+        elif kind == _ALLOCATION_FAILED:
+            self._happen("failure", what, now, stream, thread)
+        if freed is not None:
+            self.nbytes -= freed.nbytes
+            self._happen("free", freed, now, stream if kind == _FREED and stream >= 0 else freed.stream, thread)
+            if kind == _FREED:
+                self._gone.append(freed)
+                if self.on_free is not None:
+                    self._unreported.append(freed)
         if added is not None:
             self.live[added.address] = added
-        self.nbytes = total
-        self.happened += happened
-        if self._log is not None:
-            self._unwritten += happened
-        if kind == _FREED and removed is not None:
-            self._gone += (removed,)
-            if self.on_free is not None:
-                self._unreported += (removed,)
-        del self._notes[0]
-        self._entered += 1
+            self.nbytes += added.nbytes
+            self._happen("allocate", added, now, added.stream, thread)
+        for phase in self.open:
+            phase.peak = max(phase.peak, self.nbytes)
+        self.peak = max(self.peak, self.nbytes)
         if self.profiler is not None:
-            self.profiler.sample(total)
+            self.profiler.sample(self.nbytes)
+
+    def _happen(self, action: Action, one: Allocation, *when: int) -> None:
+        entry = Happening(action, one, *when)
+        self.happened.append(entry)
+        if self._log is not None:
+            self._unwritten.append(entry)
 
 
 def _spans(target: object) -> list[tuple[int, int]]:

@@ -83,7 +83,6 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Screen:
     display.HTML = str
     display.display = lambda thing, display_id=False: types.SimpleNamespace(update=screen.shown.append)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setattr("streamalloc.observing.live_view._in_notebook", lambda: True)
     return screen
 
@@ -164,16 +163,6 @@ class TestNotebook:
         with live(pool, every=0.005), pool.allocate(5 * MiB, stream):
             until(lambda: bool(notebook.shown) and "5.0 MiB of 32.0 MiB" in notebook.shown[-1])
 
-    def test_is_a_widget_where_there_are_some(
-        self, notebook: Screen, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
-        widget = types.SimpleNamespace(value="")
-        monkeypatch.setitem(sys.modules, "ipywidgets", types.SimpleNamespace(HTML=lambda html: widget))
-        with live(pool, every=0.005), pool.allocate(7 * MiB, stream):
-            until(lambda: "7.0 MiB of 32.0 MiB" in widget.value)
-        assert notebook.shown == []
-
-
 def test_arguments(pool: sa.MemoryPool) -> None:
     with pytest.raises(TypeError, match="pools: 3"):
         live(3)  # type: ignore[arg-type]
@@ -183,13 +172,19 @@ def test_arguments(pool: sa.MemoryPool) -> None:
     assert repr(live(pool)) == "<LiveView, stopped>"
 
 
-def test_a_process_that_ends_while_it_runs(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+def test_a_process_that_ends_while_they_run(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     code = """
 import streamalloc as sa
 from streamalloc.observing import live
 import streamalloc.observing.live_view as module
 module._terminal = lambda: module._Screen(lambda figures: None, lambda: None)
-pool = sa.MemoryPool(sa.Device(0))
+device = sa.Device(0)
+stream = device.create_stream()
+pool = sa.MemoryPool(device)
+observer = sa.observe(pool).start()
+buffer = pool.allocate(8, stream)
 view = live(every=0.001).start()
 """
     done = python(code)

@@ -30,14 +30,6 @@ def _allocate(source: sa.MemoryPool | sa.CachingAllocator, device: sa.Device) ->
     return [*sizes[:18], 20 * MiB]
 
 
-def _on_the_pool(device: sa.Device, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> list[int]:
-    return _allocate(pool, device)
-
-
-def _on_the_cache(device: sa.Device, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> list[int]:
-    return _allocate(cache, device)
-
-
 def _on_both(device: sa.Device, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> list[int]:
     return _allocate(cache, device) + _allocate(pool, device)
 
@@ -65,7 +57,7 @@ def _dropped_and_given_back(device: sa.Device, pool: sa.MemoryPool, cache: sa.Ca
     return [size for base in (600, 5000, 600) for size in (base, 2 * base, base)]
 
 
-PROGRAMS: list[Program] = [_on_the_pool, _on_the_cache, _on_both, _between_streams, _dropped_and_given_back]
+PROGRAMS: list[Program] = [_on_both, _between_streams, _dropped_and_given_back]
 OBSERVED: dict[str, Callable[[sa.Device, sa.MemoryPool, sa.CachingAllocator], tuple[Any, ...]]] = {
     "the cache": lambda device, pool, cache: (cache,),
     "the cache and its pool": lambda device, pool, cache: (pool, cache),
