@@ -10,10 +10,11 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from streamalloc.checker.ranges import Range
 from streamalloc.checker.recorder import INVALID, REFUSED, Failed, Recorder
 from streamalloc.checker.rules.memory import granted, mappings
 from streamalloc.checker.rules.order import HostCall, host_function
@@ -211,7 +212,6 @@ ALLOCATED, FREED = 0xCB, 0xDB
 """Byte values of allocated and of freed memory."""
 _NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 _WRITE = 3
-_Step: TypeAlias = "Callable[[Poison, tuple[Any, ...], Any], None]"
 
 
 class Poison:
@@ -227,82 +227,39 @@ class Poison:
         """Fill memory that a call is about to free, or with its answer memory that it has allocated."""
         if name.endswith(_WAITS) or name.startswith("cuMemFree"):
             _WAITED.set()
-        step = (_BEFORE if answer is None else _AFTER).get(name)
-        if step is not None:
-            step(self, args, answer)
+        if answer is None and name in _FREES:
+            found = self._state.addresses.find(number_of(args[0]))
+            if found is not None and found.kind == _FREES[name] and found.base == number_of(args[0]):
+                self._fill(found, FREED, args[-1])
+        elif answer is None and name in ("cuMemcpyAsync", "cuMemcpyDtoHAsync"):
+            self._delay(*args[:4])
+        elif answer is not None and name in _ALLOCATES:
+            found = self._state.addresses.find(int(answer[1]))
+            if found is not None:
+                self._fill(found, ALLOCATED, args[-1])
+        elif answer is not None and name == "cuMemSetAccess":
+            self._granted(*args[:3])
 
-    # -- in stream order -------------------------------------------------------------------------------------
-
-    def _allocated(self, args: tuple[Any, ...], answer: Any) -> None:
-        if int(answer[1]):
-            self._queue(int(answer[1]), int(args[0]), args[-1], ALLOCATED)
-
-    def _freed(self, args: tuple[Any, ...], answer: Any) -> None:
-        found = self._state.addresses.find(number_of(args[0]))
-        if found is not None and found.kind == "allocation":
-            self._queue(found.base, found.size, args[1], FREED)
+    def _fill(self, range_: Range, value: int, stream: Any) -> None:
+        """Fill memory of a pool in the order of a stream, other memory at once."""
+        if range_.kind == "allocation":
+            self._queue(range_.base, range_.size, stream, value)
+        elif range_.kind == "pinned memory":
+            ctypes.memset(range_.base, value, range_.size)
+        else:
+            with self._under(range_.context):
+                if value == FREED:
+                    self._driver.cuCtxSynchronize()  # as the free does
+                self._now(range_.base, range_.size, value)
 
     def _queue(self, address: int, size: int, stream: Any, value: int) -> None:
         # The fill is ordered by the stream of the allocation or free.
         found = self._state.stream(stream)
         if found not in self._state.streams.captures:
-            self._under(found.context, lambda: self._driver.cuMemsetD8Async(address, value, size, stream))
+            with self._under(found.context):
+                self._driver.cuMemsetD8Async(address, value, size, stream)
 
-    def _copied(self, args: tuple[Any, ...], answer: Any) -> None:
-        """Fill the target of a copy to host memory, and delay the copy until the host waits: a host that reads the
-        target too early sees the fill.
-        """
-        target, nbytes = number_of(args[0]), int(args[2])
-        stream, pieces = self._state.stream(args[3]), self._state.addresses.pieces(target, nbytes)
-        if not self._delays or nbytes <= FLAG or stream in self._state.streams.captures:
-            return
-        if pieces and all(may_poll(one) for one, _, _ in pieces) and abs(number_of(args[1]) - target) >= nbytes:
-            self._queue(target, nbytes, args[3], ALLOCATED)
-            _WAITED.clear()
-            self._under(stream.context, lambda: self._driver.cuLaunchHostFunc(args[3], _DELAY, 0))
-
-    # -- at once ---------------------------------------------------------------------------------------------
-
-    def _made(self, args: tuple[Any, ...], answer: Any) -> None:
-        found = self._state.addresses.find(int(answer[1]))
-        if found is not None:
-            self._fill(found.base, found.size, ALLOCATED)
-
-    def _ends(self, args: tuple[Any, ...], answer: Any) -> None:
-        found = self._state.addresses.find(number_of(args[0]))
-        if found is not None and found.kind == "device memory" and found.base == number_of(args[0]):
-            # The free would wait for the device as well.
-            self._under(found.context, self._driver.cuCtxSynchronize)
-            self._under(found.context, lambda: self._fill(found.base, found.size, FREED))
-
-    def _host_made(self, args: tuple[Any, ...], answer: Any) -> None:
-        if int(answer[1]):
-            ctypes.memset(int(answer[1]), ALLOCATED, int(args[0]))
-
-    def _host_ends(self, args: tuple[Any, ...], answer: Any) -> None:
-        found = self._state.addresses.find(number_of(args[0]))
-        if found is not None and found.ended is None and found.kind == "pinned memory":
-            ctypes.memset(found.base, FREED, found.size)
-
-    # -- mapped memory ---------------------------------------------------------------------------------------
-
-    def _granted(self, args: tuple[Any, ...], answer: Any) -> None:
-        writers = [device for device, rights in granted(args[2]).items() if rights == _WRITE]
-        contexts: list[Any] = [one.context for one, device in self._state.streams.devices.items() if device in writers]
-        for one in mappings(self._state, number_of(args[0]), int(args[1])) if contexts else ():
-            fresh, one.bytes.fresh = one.bytes.fresh, ()
-            start, end = one.offset, one.offset + one.size
-            for low, high in fresh:
-                first, last = max(low, start), min(high, end)
-                if first < last:
-                    fill = partial(self._fill, one.base + first - start, last - first, ALLOCATED)
-                    self._under(contexts[0], fill)
-                left = ((low, min(high, start)), (max(low, end), high))
-                one.bytes.fresh += tuple(part for part in left if part[0] < part[1])
-
-    # -- fills -----------------------------------------------------------------------------------------------
-
-    def _fill(self, address: int, size: int, value: int) -> None:
+    def _now(self, address: int, size: int, value: int) -> None:
         """Fill memory on a separate stream and wait for it."""
         failed, stream = (True, None) if self._state.streams.captures else self._driver.cuStreamCreate(_NON_BLOCKING)
         if failed:
@@ -312,12 +269,42 @@ class Poison:
         self._driver.cuStreamSynchronize(stream)
         self._driver.cuStreamDestroy(stream)
 
-    def _under(self, context: Any, call: Callable[[], object]) -> None:
+    def _delay(self, to: Any, source: Any, size: Any, stream: Any) -> None:
+        """Fill the target of a copy to host memory, and delay the copy until the host waits: a host that reads the
+        target too early sees the fill.
+        """
+        target, nbytes, found = number_of(to), int(size), self._state.stream(stream)
+        pieces = self._state.addresses.pieces(target, nbytes)
+        if not self._delays or nbytes <= FLAG or found in self._state.streams.captures:
+            return
+        if pieces and all(may_poll(one) for one, _, _ in pieces) and abs(number_of(source) - target) >= nbytes:
+            self._queue(target, nbytes, stream, ALLOCATED)
+            _WAITED.clear()
+            with self._under(found.context):
+                self._driver.cuLaunchHostFunc(stream, _DELAY, 0)
+
+    def _granted(self, address: Any, size: Any, descriptors: Any) -> None:
+        """Fill the parts of mapped memory to which a device gets access for the first time."""
+        writers = [device for device, rights in granted(descriptors).items() if rights == _WRITE]
+        contexts: list[Any] = [one.context for one, device in self._state.streams.devices.items() if device in writers]
+        for one in mappings(self._state, number_of(address), int(size)) if contexts else ():
+            fresh, one.bytes.fresh = one.bytes.fresh, ()
+            start, end = one.offset, one.offset + one.size
+            for low, high in fresh:
+                first, last = max(low, start), min(high, end)
+                if first < last:
+                    with self._under(contexts[0]):
+                        self._now(one.base + first - start, last - first, ALLOCATED)
+                left = ((low, min(high, start)), (max(low, end), high))
+                one.bytes.fresh += tuple(part for part in left if part[0] < part[1])
+
+    @contextlib.contextmanager
+    def _under(self, context: Any) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if context:
                 self._driver.cuCtxPushCurrent(cuda.CUcontext(context))
                 stack.callback(self._driver.cuCtxPopCurrent)
-            call()
+            yield
 
 
 _WAITED = threading.Event()
@@ -328,15 +315,9 @@ _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: _WAITED.wait(_LONG
 # The driver may call it after the checker has gone.
 _DELAY: Any = cuda.CUhostFn(ctypes.cast(_FUNCTION, ctypes.c_void_p).value)
 _WAITS = ("Synchronize", "Query")
-_BEFORE: dict[str, _Step] = {
-    **dict.fromkeys(("cuMemcpyAsync", "cuMemcpyDtoHAsync"), Poison._copied),
-    "cuMemFreeAsync": Poison._freed,
-    "cuMemFree": Poison._ends,
-    "cuMemFreeHost": Poison._host_ends,
-}
-_AFTER: dict[str, _Step] = {
-    **dict.fromkeys(("cuMemAllocAsync", "cuMemAllocFromPoolAsync"), Poison._allocated),
-    **dict.fromkeys(("cuMemAlloc", "cuMemAllocPitch"), Poison._made),
-    **dict.fromkeys(("cuMemHostAlloc", "cuMemAllocHost"), Poison._host_made),
-    "cuMemSetAccess": Poison._granted,
-}
+_FREES = {"cuMemFreeAsync": "allocation", "cuMemFree": "device memory", "cuMemFreeHost": "pinned memory"}
+"""Calls before which memory of a kind is filled."""
+_ALLOCATES = frozenset(
+    ["cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemAlloc", "cuMemAllocPitch", "cuMemHostAlloc", "cuMemAllocHost"]
+)
+"""Calls after which memory is filled."""
