@@ -2,32 +2,262 @@
 
 Two operations of different processes are ordered if the later one waits for an interprocess event, or for a value in
 shared memory, that comes after the earlier one. A checker sees only its own process. So each announces its queued uses
-of shared memory with the event recordings after them (:mod:`.announcements`), and reads those of the others before a
-use. Where another process may have waited unseen, the order counts as given, with a note.
+of shared memory with the event recordings after them, and reads those of the others before a use. Where another process
+may have waited unseen, the order counts as given, with a note.
+
+Each announcing process has a *board*: a file of fixed entries in a directory that all checkers of a user share. The
+next reader removes the boards of ended processes. An entry is an *event*, with the number of its recordings, an open
+*import* of an allocation, or a *post*. A post announces an export that is not complete, or a later use of a part of
+shared memory by the exporter or an importer.
+
+A post names the event recordings that other processes may wait for. It is removed once the host has waited for the
+work, because the host may then notify others in ways that no checker sees. It is also removed when a stream writes a
+value after the work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import os
 import platform
+import secrets
 import select
 import stat
 import struct
-from collections.abc import Callable
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from streamalloc.checker import announcements
-from streamalloc.checker.announcements import Announced, Board, BoardEntry
+import numpy as np
+
 from streamalloc.checker.capture import TrackedEvent
 from streamalloc.checker.clocks import Actor, Clock, Obstacle, Timeline, TrackedStream
 from streamalloc.checker.judge import Judge
 from streamalloc.checker.ranges import AddressMap, AwaitedPart, Moment, Piece, Range
 from streamalloc.checker.report import Notes
 from streamalloc.checker.wait_values import WaitValues
+from streamalloc.driver.processes import alive
 from streamalloc.driver.reports import Stack
+
+# -- boards --------------------------------------------------------------------------------------------------
+
+
+def _path() -> str:
+    return os.path.join(tempfile.gettempdir(), f"streamalloc-checker-{os.getuid()}")
+
+
+def digest(exported: bytes) -> bytes:
+    """A name of 32 characters for export data."""
+    return hashlib.sha256(exported).hexdigest()[:32].encode()
+
+
+ENTRIES, POSTS = 1024, 768
+"""Entries of a board for events and imports, and for posts."""
+IMPORT = b"import"
+"""End of the name of an import, after the export data."""
+COVERS = 4
+"""Recordings that a post names at most."""
+_ENTRY = np.dtype([("name", "S32"), ("number", "u8"), ("part", "u8", 2), ("covers", "u8", (COVERS, 2))])
+"""Name; recordings of an event, or number of recordings that a post names; offsets of the part of the memory (0, 0 for
+all); index of an event and its number of recordings, for each recording that a post names.
+"""
+
+
+@dataclass(frozen=True)
+class BoardEntry:
+    """An entry of the board of another process."""
+
+    board: Any = field(compare=False)
+    at: int
+    name: bytes
+    process: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the entry still has its name."""
+        return bool(self.board["name"][self.at] == self.name)
+
+    @property
+    def number(self) -> int:
+        """Recordings of the event; 0 if the entry now belongs to another event."""
+        return int(self.board["number"][self.at]) if self.is_there else 0
+
+
+class Board:
+    """The announcements of this process. Its file is made by the first one."""
+
+    def __init__(self, on_full: Callable[[], object] = int) -> None:
+        self._on_full = on_full
+        """Called if an announcement cannot be made, or replaces one that is not complete."""
+        self._entries: Any = None
+        self._free = list(reversed(range(ENTRIES)))
+        self._posts = 0
+        self.close: Callable[[], object] = bool
+        """Removes the board."""
+
+    def _open(self) -> bool:
+        """Whether other processes can read the board; False if the directory is not writable."""
+        if self._entries is None:
+            with contextlib.suppress(OSError):
+                folder = Path(_path())
+                folder.mkdir(mode=0o700, exist_ok=True)
+                path = folder / f"{os.getpid()}-{secrets.token_hex(4)}"
+                self._entries = np.asarray(np.memmap(path, _ENTRY, "w+", shape=ENTRIES + POSTS))
+                self.close = weakref.finalize(self, _unlink, path, os.getpid())
+        return self._entries is not None
+
+    def add_entry(self, name: bytes = b"") -> int | None:
+        """Return the index of a new event or import; None if the board is full or not writable."""
+        if not self._free or not self._open():
+            self._on_full()
+            return None
+        index = self._free.pop()
+        if name:
+            self.name_entry(index, name)
+        return index
+
+    def drop_entry(self, index: int) -> None:
+        """Remove an event or import. The next event at this index continues the number of recordings."""
+        self._entries["name"][index] = b""
+        self._free.insert(0, index)
+
+    def name_entry(self, index: int, name: bytes) -> None:
+        """Set the name by which other processes look up an event or import."""
+        self._entries["name"][index] = digest(name)
+
+    def record(self, index: int) -> int:
+        """Count a recording of an event; its number."""
+        self._entries["number"][index] += 1
+        return self.number(index)
+
+    def number(self, index: int) -> int:
+        """The number of recordings of an event."""
+        return int(self._entries["number"][index])
+
+    def post(
+        self, name: bytes, covers: list[tuple[int, int]], part: tuple[int, int] = (0, 0), index: int | None = None
+    ) -> int | None:
+        """Post that memory is not complete, with the event recordings that come after the work. Returns the post's
+        index; None if the board is not writable.
+
+        ``index``: index of an earlier post to replace.
+        """
+        if not self._open():
+            self._on_full()
+            return None
+        if index is None:
+            index = ENTRIES + self._posts % POSTS
+            self._posts += 1
+            if self._entries["name"][index]:
+                self._on_full()
+        entry = self._entries[index]
+        entry["name"] = b""
+        entry["number"], entry["part"] = min(len(covers), COVERS), part
+        entry["covers"][: len(covers)] = np.reshape(covers[:COVERS], (-1, 2))
+        # Write the name last, because readers look for it.
+        entry["name"] = digest(name)
+        return index
+
+    def remove_post(self, index: int) -> None:
+        """Remove a post."""
+        self._entries["name"][index] = b""
+
+
+def _unlink(path: Path, process: int) -> None:
+    # A forked child has the objects of its parent.
+    if process == os.getpid():
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+class Announced(NamedTuple):
+    """A post of another process, as read by this process."""
+
+    post: BoardEntry
+    covers: tuple[tuple[BoardEntry, int], ...]
+    """Recordings of which one must be waited for; none for values."""
+    part: tuple[int, int] = (0, 0)
+    """Offsets of the written part; both 0 for all memory."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the exporter has removed the post or has ended."""
+        return not (self.post.is_there and alive(self.post.process))
+
+
+_boards: dict[str, Any] = {}
+"""Boards of other processes by file name."""
+
+
+def _look() -> None:
+    """Map the boards of other live processes, and remove those of ended processes."""
+    folder, there = _path(), set()
+    for name in os.listdir(folder):
+        if name in _boards:
+            there.add(name)
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            process, path = int(name.partition("-")[0]), Path(folder, name)
+            if not alive(process):
+                path.unlink()
+            elif process != os.getpid() and path.stat().st_size == (ENTRIES + POSTS) * _ENTRY.itemsize:
+                _boards[name] = np.asarray(np.memmap(path, _ENTRY, "r"))
+                there.add(name)
+    for gone in _boards.keys() - there:
+        # An entry may still refer to the mapping, and keeps it alive.
+        del _boards[gone]
+
+
+def _find(names: Iterable[bytes], posts: bool) -> Iterator[tuple[bytes, BoardEntry]]:
+    """Yield the entries with these names on the boards of other processes."""
+    with contextlib.suppress(OSError):
+        _look()
+    first, last = (ENTRIES, ENTRIES + POSTS) if posts else (0, ENTRIES)
+    for path, board in _boards.items() if names else ():
+        process, there = int(path.partition("-")[0]), board["name"][first:last]
+        for name in names:
+            wanted = digest(name)
+            for at in np.flatnonzero(there == wanted).tolist():
+                yield name, BoardEntry(board, first + at, wanted, process)
+
+
+def events_of(name: bytes) -> list[BoardEntry]:
+    """Entries of other processes for an event, found by its export data."""
+    return [found for _, found in _find((name,), posts=False)]
+
+
+def importers(exported: bytes) -> list[int]:
+    """The other processes that have an import of this export data."""
+    return sorted({one.process for one in events_of(exported + IMPORT) if alive(one.process)})
+
+
+def posts_of(*names: bytes) -> list[tuple[bytes, Announced]]:
+    """Posts of other processes with these names. A name is export data, or derived from it."""
+    return [(name, _read(found)) for name, found in _find(names, posts=True)]
+
+
+def post_of(name: bytes) -> Announced | None:
+    """The post about the whole memory; None if there is none."""
+    return next((one for _, one in posts_of(name) if one.part == (0, 0)), None)
+
+
+def _read(found: BoardEntry) -> Announced:
+    board, at = found.board, found.board[found.at]
+    covers = [
+        (BoardEntry(board, event % ENTRIES, bytes(board["name"][event % ENTRIES]), found.process), number)
+        for event, number in at["covers"][: int(at["number"])].tolist()
+    ]
+    low, high = at["part"].tolist()
+    return Announced(found, tuple(covers), (low, high))
+
+
+# -- exports, imports and announcements ------------------------------------------------------------------------
 
 _MOST_FREES = 64
 """Most queued frees of imports that are followed."""
@@ -94,8 +324,6 @@ class Interprocess:
         """Streams of the pending frees of imports."""
         self.uses: dict[Range, list[_Use]] = {}
         """Uses that others may have to wait for, by range."""
-        self._unposted: list[tuple[Range, _Use]] = []
-        """Uses that the present call has queued."""
         self.events: dict[bytes, TrackedEvent] = {}
         self._untold = partial(timeline.notes.add, "told")
         """Called if no other process can read an announcement: tables are full, or files cannot be made."""
@@ -115,11 +343,8 @@ class Interprocess:
 
     def begins_import(self, range_: Range, exported: bytes) -> None:
         """Tell other processes of an import, by its export data."""
-        index = self.board.add_entry() if self.board.is_open() else None
-        if index is None:
-            self._untold()
-        else:
-            self.board.name_entry(index, exported + announcements.IMPORT)
+        index = self.board.add_entry(exported + IMPORT)
+        if index is not None:
             self.entries[range_] = index
 
     def import_ended(self, range_: Range) -> None:
@@ -162,9 +387,9 @@ class Interprocess:
 
     def check_importers(self, range_: Range, name: bytes, what: str, stack: Stack) -> None:
         """Report a free of memory that another process has imported. ``name``: its export data."""
-        importers = announcements.importers(name) if name else []
-        if importers:
-            what = f"{what} frees {range_}, but process {', '.join(map(str, importers))} has not freed its import."
+        having = importers(name) if name else []
+        if having:
+            what = f"{what} frees {range_}, but process {', '.join(map(str, having))} has not freed its import."
             remedy = "free it after every importer has freed its pointer and notified this process."
             self._judge.report("free before the importer's", what, remedy, range_, stack)
 
@@ -197,10 +422,8 @@ class Interprocess:
     def index(self, event: TrackedEvent) -> int | None:
         """The board index of an event's recordings; None if the board is full or missing."""
         if event.index is None:
-            event.index = self.board.add_entry() if self.board.is_open() else None
-            if event.index is None:
-                self._untold()
-            elif event.mark is not None:
+            event.index = self.board.add_entry()
+            if event.index is not None and event.mark is not None:
                 number = self.board.record(event.index)
                 if event.mark.clock is not None:
                     self.covers(event, event.mark.clock, number)
@@ -216,14 +439,13 @@ class Interprocess:
             event.index = None
 
     def _post(self, name: bytes, covers: list[int], done: Callable[[], bool]) -> None:
-        if not self.board.is_open():
-            self._untold()
-            return
         for index in [index for index, (known, _) in self.posted.items() if known == name]:
             self._remove_post(index)
-        index = self.board.post(name, [(one, self.board.number(one)) for one in covers])
-        self.posted.pop(index, None)
-        self.posted[index] = (name, done)
+        made = self.board.post(name, [(one, self.board.number(one)) for one in covers])
+        if made is None:
+            return
+        self.posted.pop(made, None)
+        self.posted[made] = (name, done)
         if len(self.posted) > _MOST_POSTS:
             self._untold()
             self._remove_post(next(iter(self.posted)))
@@ -249,7 +471,7 @@ class Interprocess:
         if len(kept) >= _MOST_POSTS:
             self._untold()
         self._keep(range_, [*kept[-_MOST_POSTS + 1 :], made])
-        self._unposted.append((range_, made))
+        self._announce(range_, made)
 
     def _keep(self, range_: Range, kept: list[_Use]) -> None:
         """Remove the posts of a range's uses, except those of ``kept``."""
@@ -260,10 +482,8 @@ class Interprocess:
 
     def _announce(self, range_: Range, one: _Use) -> None:
         name = self.names.get(range_)
-        if name is not None and not self.board.is_open():
-            self._untold()
-        elif name is not None:
-            latest, part = one.covers[-announcements.COVERS :], (one.low, one.high)
+        if name is not None:
+            latest, part = one.covers[-COVERS:], (one.low, one.high)
             one.post = self.board.post(_named(name, one.write), latest, part, one.post)
 
     def covers(self, event: TrackedEvent, clock: Clock, number: int) -> None:
@@ -277,12 +497,10 @@ class Interprocess:
                     one.covers = [it for it in one.covers if it[0] != index] + [(index, number)]
                     self._announce(range_, one)
 
-    def release(self, clock: Clock) -> None:
-        """Record that other processes may wait for a clock by a value. Its uses need no announcement any more."""
-        self._drop_uses(clock.after)
-
-    def _drop_uses(self, is_over: Callable[[int, int], bool]) -> None:
-        """Remove the uses that are over, by actor number and time."""
+    def drop_uses(self, is_over: Callable[[int, int], bool]) -> None:
+        """Remove the uses that are over, by actor number and time: the host, or another process by a value, may have
+        waited for them.
+        """
         for range_, uses in self.uses.items():
             kept = [one for one in uses if not is_over(one.number, one.time)]
             if len(kept) < len(uses):
@@ -295,7 +513,7 @@ class Interprocess:
             return
         found = []
         names = [_named(name, written) for written in ((True, False) if write else (True,))]
-        for about, one in announcements.posts_of(*names):
+        for about, one in posts_of(*names):
             if one.part != (0, 0):
                 low, high = (min(range_.base + at, range_.end) for at in one.part)
                 found.append(self._contents(low, high, one, about == names[0]))
@@ -310,18 +528,14 @@ class Interprocess:
         return AwaitedPart(low, high, after, lambda: found.over, whose, remedy, found.part != (0, 0), written)
 
     def update_announcements(self) -> None:
-        """Announce the uses of this call, and remove announcements of completed work."""
+        """Remove announcements of completed work."""
         for range_ in [one for one in self.leaving if one.ended is not None and self._may_be_known(one.ended)]:
             self.import_ended(range_)
         if self._settled != self._timeline.version:
             self._settled = self._timeline.version
             for index in [index for index, (_, done) in self.posted.items() if done()]:
                 self._remove_post(index)
-            self._drop_uses(self._timeline.may_be_known)
-        unposted, self._unposted = self._unposted, []
-        for range_, one in unposted:
-            if one in self.uses.get(range_, ()) and one.post is None:
-                self._announce(range_, one)
+            self.drop_uses(self._timeline.may_be_known)
 
     def _may_be_known(self, moment: Moment) -> bool:
         """Whether the host or another process may have waited for an operation."""
@@ -330,7 +544,7 @@ class Interprocess:
 
     def awaited(self, range_: Range, name: bytes) -> None:
         """Record an import by its export data, with the events that its exporter announced."""
-        found = announcements.post_of(name)
+        found = post_of(name)
         if found is not None and found.covers:
             range_.awaited = (self._contents(range_.base, range_.end, found),)
         self.names[range_] = name
@@ -346,7 +560,7 @@ class Interprocess:
         elif ours is not None:
             self._timeline.force_mark(ours)
             self._timeline.host_observes(ours.clock or Clock())
-        found = announcements.post_of(name)
+        found = post_of(name)
         if found is None:
             return
         ready, all_ready = self._ready(found.post), self._timeline.ready.known
@@ -398,7 +612,7 @@ class Interprocess:
             return None
         clock = self._timeline.published.copy()
         clock.learn(self._timeline.ready)
-        for entry in announcements.events_of(event.name):
+        for entry in events_of(event.name):
             if entry.number:
                 clock.known[self._actor(entry).number] = entry.number
         return clock
@@ -426,6 +640,8 @@ class Interprocess:
             self._timeline.forget(gone)
         return number
 
+
+# -- open files ---------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())

@@ -16,9 +16,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
-from streamalloc.checker import announcements
-from streamalloc.checker.announcements import BoardEntry
-from streamalloc.checker.interprocess import _MOST_ACTORS
+from streamalloc.checker import interprocess
+from streamalloc.checker.interprocess import _MOST_ACTORS, BoardEntry
 from streamalloc.driver import processes
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
 from streamalloc.testing import Gate
@@ -142,9 +141,9 @@ def test_the_importer_frees_first_and_has_work_left(bench: Bench, partner: Partn
 def test_an_importer_that_was_killed_has_nothing(bench: Bench, on_cuda: bool) -> None:
     with Partner(on_cuda) as partner:
         shared = Shared(bench, partner)
-        assert announcements.importers(shared.data) == [partner.pid]
+        assert interprocess.importers(shared.data) == [partner.pid]
         partner.kill()
-        assert eventually(lambda: not announcements.importers(shared.data))
+        assert eventually(lambda: not interprocess.importers(shared.data))
         shared.buffer.free()
         assert kinds(bench) == []
 
@@ -411,14 +410,12 @@ def test_an_importer_uses_memory_after_the_stream_that_opened_it(
 
 def test_another_event_has_the_same_name() -> None:
     """As a real driver gives handles of events again: the numbers of a place on the board go on."""
-    board = announcements.Board()
-    assert board.is_open()
-    first = board.add_entry()
+    board = interprocess.Board()
+    first = board.add_entry(b"name")
     assert first is not None
-    board.name_entry(first, b"name")
     board.record(first)
     board.drop_entry(first)
-    places = [board.add_entry() for _ in range(announcements.ENTRIES)]
+    places = [board.add_entry() for _ in range(interprocess.ENTRIES)]
     assert places[-1] == first and None not in places and board.add_entry() is None
     assert board.record(first) == 2
     board.close()

@@ -156,7 +156,7 @@ def write_value(state: State, stream: TrackedStream, address: int, value: int, b
     state.sources.polled(stream, address, address + bits // 8)
     state.interprocess.notifies(stream)
     if state.interprocess.uses and _is_shared(state, address):
-        state.timeline.submit(stream, lambda stream: state.interprocess.release(stream.clock))
+        state.timeline.submit(stream, lambda stream: state.interprocess.drop_uses(stream.clock.after))
     _use_word(state, stream, f"cuStreamWriteValue{bits}", address, bits // 8)
     state.values.write(stream, address, value)
 
@@ -263,7 +263,7 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
             # depend on that, so this query counts as a stream-ordered write of the value.
             state.sources.clear()
             state.timeline.published.learn(stream.clock if clock is None else clock)
-            state.interprocess.release(stream.clock if clock is None else clock)
+            state.interprocess.drop_uses((stream.clock if clock is None else clock).after)
         elif clock is None:
             uses.host_waited_for(state, stream)
         else:
@@ -309,7 +309,7 @@ def _records_elsewhere(state: State, name: str, args: Arguments, answer: Answer)
     """Record an event after unknown streams of a green context (``cuGreenCtxRecordEvent``)."""
     event = event_of(state, args[1])
     event.mark, event.captured, event.foreign = None, None, True
-    state.interprocess.release(state.timeline.everything())
+    state.interprocess.drop_uses(state.timeline.everything().after)
 
 
 def _waits_for_others(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -348,7 +348,7 @@ def _names_value(state: State, name: str, args: Arguments) -> Finish:
         stream = state.stream(args[0])
         state.interprocess.notifies(stream)
         if stream.obstacle is None and _is_shared(state, number_of(args[1])):
-            state.interprocess.release(state.timeline.before_next(stream))
+            state.interprocess.drop_uses(state.timeline.before_next(stream).after)
     found = state.addresses.find(number_of(args[1]))
     if found is None or found.ended is None:
         return nothing
