@@ -22,16 +22,15 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.checker import recorder, report, wrapper
-from streamalloc.checker.ranges import AddressMap
 from streamalloc.checker.report import LEFT_OUT
 from streamalloc.checker.rules.table import RULES
 from streamalloc.driver import selection
-from streamalloc.driver.account import COUNTED, HandleCounts
+from streamalloc.driver.account import COUNTED
 from streamalloc.driver.bindings import cuda, parameters
 from streamalloc.testing import Gate
 from tests.checker.corpus import PAGE, SIZE, Bench
+from tests.checker.corpus.bench import Steps
 from tests.checker.corpus.nodes import Graph, fill_params
-from tests.interrupting import Interrupted
 from tests.processes import SECONDS
 from tests.support import KEEP, bytecodes, names, read
 
@@ -49,10 +48,6 @@ def race(bench: Bench) -> None:
         bench.done(memory)
 
 
-def _interrupted(*_: object) -> None:
-    raise Interrupted
-
-
 class TestModes:
     def test_report_collects(self, machine: Any) -> None:
         driver = sd.checked(machine)
@@ -65,16 +60,6 @@ class TestModes:
         for name, code in (("this call", "bench.write(memory, bench.b)"), ("used", "bench.write(memory, bench.a)")):
             assert any(code in line for line in found.stacks[name])
         assert not any("streamalloc/core" in line for lines in found.stacks.values() for line in lines)
-
-    def test_the_same_place_is_reported_once(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            memory = bench.new(bench.a)
-            bench.a.synchronize()
-            for _ in range(5):
-                for stream in (bench.a, bench.b):
-                    bench.write(memory, stream)
-        assert 1 <= len(driver.hazards) <= 2
 
     def test_a_pair_of_places_is_reported_once_with_a_count(self, machine: Any) -> None:
         driver = sd.checked(machine)
@@ -110,12 +95,6 @@ class TestModes:
         with Bench(driver) as bench, pytest.warns(RuntimeWarning, match="race: "):
             race(bench)
         assert len(driver.hazards) == 1
-
-    def test_raise_raises_where_it_is(self, machine: Any) -> None:
-        with Bench(sd.checked(machine, on="raise")) as bench:
-            with pytest.raises(sd.DriverMisuseError, match="race: ") as caught:
-                race(bench)
-            assert caught.value.hazard is not None and caught.value.hazard.kind == "race"
 
     def test_raise_stops_a_wrong_free(self, machine: Any) -> None:
         traced = sd.traced(machine)
@@ -168,23 +147,6 @@ class TestModes:
             assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
         assert [one.kind for one in driver.hazards] == ["double free"]
         assert set(driver.hazards[0].stacks) == {"this call", "freed", "allocated"}
-
-    @pytest.mark.parametrize(("owner", "name"), [(HandleCounts, "note"), (AddressMap, "add")])
-    def test_an_interrupt_loses_the_record_of_one_allocation(
-        self, machine: Any, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Nobody has the memory then; later allocations are recorded as usual."""
-        driver = sd.checked(machine)
-        with Bench(driver) as bench:
-            with monkeypatch.context() as patch, pytest.raises(Interrupted):
-                patch.setattr(owner, name, _interrupted)
-                bench.new(bench.a)
-            memory = bench.new(bench.a)
-            bench.write(memory, bench.a)
-            memory.free(bench.a)
-            with pytest.raises(sa.ClosedError):
-                bench.write(memory, bench.a)
-        assert driver.hazards == []
 
     def test_what_the_driver_refuses_has_not_happened(self, machine: Any) -> None:
         driver = sd.checked(sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN"))
@@ -330,80 +292,45 @@ class TestModes:
             sd.checked(machine, on="shout")  # type: ignore[arg-type]
 
 
-class Vain:
-    """Programs whose wait does not order the second use of memory after the first one."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench, self.memory = bench, bench.new(bench.a)
-        bench.a.synchronize()
-        self.event = bench.raw("cuEventCreate", FLAGS)
-
-    def record(self, stream: sa.Stream) -> None:
-        self.bench.raw("cuEventRecord", self.event, cuda.CUstream(stream.handle))
-
-    def wait(self, stream: sa.Stream) -> None:
-        self.bench.raw("cuStreamWaitEvent", cuda.CUstream(stream.handle), self.event, 0)
-
-    def early(self) -> None:
-        self.record(self.bench.a)
-        self.memory.used(self.bench.a)
-        self.wait(self.bench.b)
-        self.memory.used(self.bench.b)
-
-    def captured(self) -> None:
-        with self.bench.a.capture() as graph:
-            self.early()
-            self.record(self.bench.b)
-            self.wait(self.bench.a)
-        graph.close()
-
-    def on_the_host(self) -> None:
-        self.record(self.bench.a)
-        self.memory.used(self.bench.a)
-        self.bench.raw("cuEventSynchronize", self.event)
-        self.memory.used(on_host=True)
-
-    def never(self) -> None:
-        self.memory.used(self.bench.a)
-        self.wait(self.bench.b)
-        self.memory.used(self.bench.b)
-
-    def replaced(self) -> None:
-        self.memory.used(self.bench.a)
-        self.record(self.bench.a)
-        self.record(self.bench.c)
-        self.wait(self.bench.b)
-        self.memory.used(self.bench.b)
-
-    def other(self) -> None:
-        """The event is another one's."""
-        self.record(self.bench.c)
-        self.wait(self.bench.b)
-        self.memory.used(self.bench.a)
-        self.memory.used(self.bench.b)
+_WAITS_AT = r"stream 0x\w+ waits at \S+ for the event"
 
 
 class TestWords:
     """The text of a hazard."""
 
     @pytest.mark.parametrize(
-        ("program", "words"),
+        ("steps", "words"),
         [
-            (Vain.early, r"stream 0x\w+ waits at \S+ for the event recorded at \S+, before the kernel of \S+: record"),
-            (Vain.captured, r"stream 0x\w+ waits at \S+ for the event recorded at \S+, before the kernel of"),
-            (Vain.on_the_host, r"the host waits at \S+ for the event recorded at \S+, before the kernel of"),
-            (Vain.never, r"waits at \S+ for the event made at \S+, which nothing had recorded by then: record it on"),
-            (Vain.replaced, r"waits at \S+ .* after the kernel of .*, but the recording of \S+ has replaced that one"),
-            (Vain.other, r"^stream 0x\w+ must wait for an event recorded on stream 0x\w+ after its kernel\."),
+            (
+                "record a e; write x a; wait b e; write x b",
+                _WAITS_AT + r" recorded at \S+, before the kernel of \S+: rec",
+            ),
+            (
+                "begin a; record a e; write x a; wait b e; write x b; record b e; wait a e; g = end",
+                _WAITS_AT + r" recorded at \S+, before the kernel of",
+            ),
+            (
+                "record a e; write x a; synchronize e; host_writes x",
+                r"the host waits at \S+ for the event recorded at \S+, before the kernel of",
+            ),
+            (
+                "write x a; wait b e; write x b",
+                _WAITS_AT + r" made at \S+, which nothing had recorded by then: record it",
+            ),
+            (
+                "write x a; record a e; record c e; wait b e; write x b",
+                _WAITS_AT + r" .* after the kernel of .*, but the recording of \S+ has replaced that one",
+            ),
+            (
+                "record c e; wait b e; write x a; write x b",
+                r"^stream 0x\w+ must wait for an event recorded on stream 0x\w+ after its kernel\.",
+            ),
         ],
     )
-    def test_a_wait_that_has_no_effect(self, machine: Any, program: Callable[[Vain], None], words: str) -> None:
+    def test_a_wait_that_has_no_effect(self, machine: Any, steps: str, words: str) -> None:
         driver = sd.checked(machine)
         with Bench(driver) as bench:
-            vain = Vain(bench)
-            program(vain)
-            bench.done(vain.memory)
-            bench.raw("cuEventDestroy", vain.event)
+            Steps(bench, True).run(f"x = ready; e = event; {steps}")
         assert re.search(words, self._only(driver).remedy), self._only(driver).remedy
 
     @pytest.mark.simulated_only("a call with a destroyed handle may end the process")
@@ -523,6 +450,7 @@ def test_what_queued_work_keeps_is_no_leak(machine: Any, monkeypatch: pytest.Mon
             machine.cuStreamSynchronize(stream.handle)
 
         monkeypatch.setattr(recorder, "sleep", pause)
+        monkeypatch.setattr(recorder, "_PATIENCE", 0.1)
         assert [one.kind for one in driver.finish() if "pinned" not in one.what] == ["leak"] * (not freed)
         gate.open()
         stream.synchronize()
@@ -782,8 +710,6 @@ memory.used(Theirs(), write=False)
     at = lines.index("streamalloc check: 1 hazard, 1 leak")
     rest = [line.removeprefix("streamalloc check: not checked: ") for line in lines[at + 1 :]]
     assert [line.partition(":")[0].split(" ", 2)[:2] for line in rest] == [["unwritten", "bytes"], ["the", "order"]]
-    done = python(f"{program}driver.finish()")
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -880,40 +806,6 @@ class TestQuestions:
         with sa.Device(0, driver=driver).create_stream() as stream:
             stream.synchronize()
         assert driver.hazards == []
-
-    @pytest.mark.parametrize("taken", [True, False])
-    def test_a_signal_handler_raises_at_its_end(self, machine: Any, taken: bool) -> None:
-        """The lock is free afterwards; where another thread has taken it, the record of that thread is undisturbed."""
-        driver: Any = sd.checked(machine)
-        other = threading.get_ident() + 1
-
-        class Interrupted:
-            """A lock that a signal handler interrupts as the question takes it again."""
-
-            def __init__(self) -> None:
-                self.lock = threading.RLock()
-                self.release = self.lock.release
-
-            def __enter__(self) -> None:
-                self.lock.acquire()
-
-            def __exit__(self, *_: object) -> None:
-                self.lock.release()
-
-            def acquire(self) -> None:
-                if taken:
-                    self.lock.acquire()
-                else:
-                    driver._turn.thread = other
-                raise KeyError("a signal handler")
-
-        driver._turn.lock = Interrupted()
-        with pytest.raises(KeyError if taken else RuntimeError) as caught:
-            driver._alone(lambda: driver._turn.outside(int, ()))
-        assert isinstance(caught.value if taken else caught.value.__context__, KeyError)
-        assert driver._turn.thread == (0 if taken else other)
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(driver._turn.lock.lock.acquire, False).result(SECONDS)
 
 
 class TestWrongArguments:

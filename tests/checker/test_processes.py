@@ -7,7 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,27 +231,6 @@ def test_a_process_that_is_exiting_has_nothing() -> None:
     assert processes.runs(stat)
     fields[8] = str(int(fields[8]) | 4).encode()
     assert not processes.runs(b" ".join(fields))
-
-
-ARGUMENT = """
-import multiprocessing
-import streamalloc as sa
-device = sa.Device(0); stream = device.create_stream()
-with sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR) as pool:
-    buffer = pool.allocate(4096, stream)
-    stream.synchronize()
-    process = multiprocessing.get_context("spawn").Process(target=id, args=(buffer,))
-    process.start(); process.join()
-    process.close()
-    buffer.free(still_imported="wait", timeout=10)
-stream.close()
-"""
-
-
-def test_an_argument_of_a_process_is_no_leak(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    """It lasts until the end of its process."""
-    done = python(ARGUMENT, STREAMALLOC_CHECK="report")
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("end", ["free", "drop"])

@@ -72,31 +72,28 @@ def imports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, f"_forkserver_{name}", None)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_of_multiprocessing(run: Run, method: str) -> None:
+def test_of_multiprocessing(run: Run) -> None:
     result = run(
         CHILD
-        + f"""
+        + """
 def test_both(streamalloc_machine):
-    started({method!r}, both)
+    started("forkserver", both)
 
 def test_right(streamalloc_machine):
-    started({method!r}, right)
+    started("forkserver", right)
 
 @pytest.mark.streamalloc(check=False, leaks=False)
 def test_not_asked(streamalloc_machine):
-    started({method!r}, both)
+    started("forkserver", both)
 
 @pytest.mark.streamalloc(leaks=False)
 def test_one_of_them(streamalloc_machine):
-    started({method!r}, leaky)
+    started("forkserver", leaky)
 """,
         "--streamalloc-check",
         "--streamalloc-leaks",
-        # The rest is the same for processes of both kinds; those that are spawned take long.
-        *(["-k", "both or not_asked"] if method == "spawn" else []),
     )
-    result.assert_outcomes(passed=2 if method == "spawn" else 4, errors=1, deselected=2 * (method == "spawn"))
+    result.assert_outcomes(passed=4, errors=1)
     result.stdout.fnmatch_lines(
         [
             "*ERROR at teardown of test_both*",
