@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from streamalloc import ipc
+from streamalloc.ipc.wire.descriptor import Descriptor
 from tests.processes import Opened, Partner, There
 
 
@@ -23,7 +24,7 @@ class Host(Partner):
 
     def opens(self, data: bytes, name: str = "it") -> Opened:
         """Have it open a descriptor."""
-        return self.open(ipc.Shared(data, {}), name, fds=())
+        return self.open(ipc.Shared(Descriptor.from_bytes(data), {}), name, fds=())
 
     def bytes_of(self, name: str, **options: Any) -> bytes:
         """The descriptor of what it shares. The result of share is kept there, as it is here while bytes travel."""

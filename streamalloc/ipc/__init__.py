@@ -3,7 +3,8 @@
 from streamalloc.core.internal import Fd
 from streamalloc.ipc.exporter.share import Shared, send, serve, share
 from streamalloc.ipc.importer.imported import ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
-from streamalloc.ipc.importer.open import DriverVersionWarning, open, receive
+from streamalloc.ipc.importer.imports import DriverVersionWarning
+from streamalloc.ipc.importer.open import open, receive
 from streamalloc.ipc.ring.consumer import RingConsumer, RingItem
 from streamalloc.ipc.ring.producer import RingProducer, RingSlot, RingStatistics
 from streamalloc.ipc.ring.ring import Ring

@@ -24,7 +24,7 @@ from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.bridge import FreeAfterAll, free_after_all
 from streamalloc.interop.loans import Lent
-from streamalloc.ipc.importer.imported import OnceIdle
+from streamalloc.ipc.importer.imports import OnceIdle
 from streamalloc.pool.internal import collect_dropped
 from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, holds, names

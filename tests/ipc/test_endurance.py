@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue, work
-from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.pool.ending import PoolEnd
 from tests.interrupting import since_3_11
 from tests.ipc.support import at_once, hold, make_buffer, make_pool
@@ -121,7 +121,7 @@ class TestThreadsAndTheCollector:
 class TestALongLife:
     def test_pools_that_their_owner_closes(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """An importer keeps what is open, and little else."""
-        importer = importer_of(stream._session)
+        importer = imports_of(stream._session)
         most = 0
         for turn in range(30):
             partner.run(make_pool)
@@ -132,12 +132,12 @@ class TestALongLife:
             stream.synchronize()
             partner.run(_close_pool)
             if turn > 5:
-                most = max(most, len(importer.pools), len(importer.sources))
+                most = max(most, len(importer.pools))
         assert most <= 4
         assert eventually(lambda: not unfinished(stream.device)), unfinished(stream.device)
 
     def test_exporters_that_die(self, stream: sa.Stream, another: Callable[[], Partner]) -> None:
-        importer = importer_of(stream._session)
+        importer = imports_of(stream._session)
         before = len(importer.blocks)
         for _ in range(4):
             owner = another()

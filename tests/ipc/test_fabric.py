@@ -267,7 +267,7 @@ class TestOrder:
             gate.hold(stream)
             filled(buffer, 2)
             described = ipc.share(buffer).descriptor._replace(endpoint=endpoint)
-            opened = partner.open(ipc.Shared(described.to_bytes(), {}), fds=())
+            opened = partner.open(ipc.Shared(described, {}), fds=())
             assert partner.run(busy)
             gate.open()
             assert opened.shows(2)
@@ -328,7 +328,7 @@ class TestAnotherMachine:
         return ipc.share(buffer, handle_type=FABRIC).descriptor._replace(device=OTHER, endpoint=NOTHING).to_bytes()
 
     def test_is_for_the_stream_s_device(self, data: bytes, partner: Partner) -> None:
-        assert partner.open(ipc.Shared(data, {}), fds=()).shows(4)
+        assert partner.open(ipc.Shared(Descriptor.from_bytes(data), {}), fds=()).shows(4)
 
     def test_needs_a_stream(self, data: bytes, device: sa.Device) -> None:
         with pytest.raises(ValueError, match=r"not of this machine.*stream="):

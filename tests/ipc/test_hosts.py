@@ -18,7 +18,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.session import Session, session_of
 from streamalloc.ipc import relay
-from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.relay import ExporterRelay, ImporterRelay
 from streamalloc.ipc.wire.control_block import ControlBlock
 from streamalloc.ipc.wire.descriptor import Descriptor
@@ -202,8 +202,8 @@ class TestDeaths:
             with pytest.raises(ConnectionError, match="has ended"):
                 ipc.open(data, stream=stream)
             assert (opened.lost, opened.owner_alive) == (True, False)
-            block = importer_of(session_of(stream)).blocks[Descriptor.from_bytes(data).control_block]
-            importer_of(session_of(stream))._release_ended()
+            block = imports_of(session_of(stream)).blocks[Descriptor.from_bytes(data).control_block]
+            imports_of(session_of(stream))._release_ended()
             stream.device.synchronize()  # deferred work
             assert eventually(lambda: block._own.closed) and not opened.owner_alive
             opened.fill(1)
@@ -243,7 +243,7 @@ class TestDeaths:
         shared = ipc.share(buffer, hold=True)
         opened = ipc.open(bytes(shared), stream=elsewhere.create_stream())
         assert eventually(lambda: shared._lease.readers == 1)  # type: ignore[union-attr]
-        importer_of(session_of(elsewhere)).blocks[shared.descriptor.control_block].relay.stop()
+        imports_of(session_of(elsewhere)).blocks[shared.descriptor.control_block].relay.stop()
         assert eventually(lambda: shared._lease.readers == 0)  # type: ignore[union-attr]
         another = sa.Device(0, driver=sd.simulated(fabric=True, host="d"))
         ipc.open(bytes(ipc.share(buffer)), stream=another.create_stream()).close()
@@ -293,7 +293,7 @@ class TestNothingElseIsShared:
 
 
 def _has_a_replica(there: There, name: bytes) -> bool:
-    return importer_of(Session.of(there.driver)).blocks[name].relay is not None
+    return imports_of(Session.of(there.driver)).blocks[name].relay is not None
 
 
 class TestIdleRelays:

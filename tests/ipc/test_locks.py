@@ -22,8 +22,8 @@ from streamalloc.core.session import session_of
 from streamalloc.ipc import relay
 from streamalloc.ipc.exporter import exports
 from streamalloc.ipc.exporter.exports import Exports, Hold, Lease, exports_of
-from streamalloc.ipc.importer import imported
-from streamalloc.ipc.importer.open import Importer, importer_of
+from streamalloc.ipc.importer import imported, imports
+from streamalloc.ipc.importer.imports import Imports, imports_of
 from streamalloc.ipc.relay import ExporterRelay, ImporterRelay, Relay
 from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer, Slot
 from streamalloc.ipc.ring.protocol import SlotMemory
@@ -61,9 +61,9 @@ def owner() -> Iterator[Owner]:
 
 
 @pytest.fixture
-def importer() -> Importer:
+def importer() -> Imports:
     driver = sd.traced(sd.simulated())
-    return importer_of(session_of(sa.Device(0, driver=driver)))
+    return imports_of(session_of(sa.Device(0, driver=driver)))
 
 
 class TestExporter:
@@ -89,23 +89,17 @@ class TestExporter:
             found.clear()
             pool.close()
 
-    def test_one_handle_server_is_started(self, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-        started: list[bytes] = []
+    def test_one_handle_server_is_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(handle_server, "_serve", lambda listener: listener.close())
+        monkeypatch.setattr(handle_server, "_endpoints", {})
+        found: list[bytes] = []
 
-        def serve() -> bytes:
-            started.append(b"endpoint")
-            return started[-1]
+        def start(_: None) -> None:
+            found.append(handle_server.serve())
 
-        monkeypatch.setattr(handle_server, "serve", serve)
-        monkeypatch.setattr(exports, "_endpoints", {})
-
-        def make() -> Exports:
-            exports._endpoints.clear()
-            started.clear()
-            return Exports(session_of(owner.device))
-
-        for _ in interleaved(Exports.serve, make, Exports.serve, Exports.serve):
-            assert len(started) == 1
+        for _ in interleaved(handle_server.serve, handle_server._endpoints.clear, start, start):
+            assert found[0] == found[1]
+            found.clear()
 
     def test_no_two_announcements_have_one_value(self, owner: Owner) -> None:
         found: list[int] = []
@@ -198,26 +192,26 @@ class Imported(NamedTuple):
 
 
 class TestImporter:
-    def test_a_control_block_is_attached_once(self, owner: Owner, importer: Importer) -> None:
+    def test_a_control_block_is_attached_once(self, owner: Owner, importer: Imports) -> None:
         block = owner.exports.block()
         found: list[object] = []
 
         def attach(_: None) -> None:
             found.append(importer.control_block(block.id, lambda _: ipc.Fd(os.dup(block.fd.fileno()))))
 
-        for _ in interleaved(Importer.control_block, lambda: importer.blocks.clear(), attach, attach):
+        for _ in interleaved(Imports.control_block, lambda: importer.blocks.clear(), attach, attach):
             assert found[0] is found[1] is importer.blocks[block.id]
             found.clear()
 
     @pytest.mark.parametrize(
         ("function", "call"),
         [
-            (Importer.pool, "cuMemPoolImportFromShareableHandle"),
+            (Imports.pool, "cuMemPoolImportFromShareableHandle"),
             (imported.ImportedBuffer.__init__, "cuMemPoolImportPointer"),
         ],
     )
     def test_two_open_one_descriptor(
-        self, owner: Owner, importer: Importer, function: Callable[..., object], call: str
+        self, owner: Owner, importer: Imports, function: Callable[..., object], call: str
     ) -> None:
         """The driver imports the pool once, and the allocation."""
         driver: Any = importer.session.driver
@@ -239,7 +233,7 @@ class TestImporter:
             it.shared.cancel()
         stream.close()
 
-    def test_two_objects_of_one_import_are_closed(self, owner: Owner, importer: Importer) -> None:
+    def test_two_objects_of_one_import_are_closed(self, owner: Owner, importer: Imports) -> None:
         """The last one ends the import."""
         driver: Any = importer.session.driver
         stream = sa.Device(0, driver=driver).create_stream()
@@ -249,7 +243,7 @@ class TestImporter:
             shared = ipc.share(buffer)
             return [ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver) for _ in range(2)]
 
-        for _ in interleaved(imported._release, make, lambda it: it[0].close(), lambda it: it[1].close()):
+        for _ in interleaved(imports.Use.release, make, lambda it: it[0].close(), lambda it: it[1].close()):
             assert importer.allocations == {}
         stream.close()
 
@@ -261,39 +255,39 @@ class OwnWords(SimpleNamespace):
         super().__init__(users=set(), slot_words=SimpleNamespace(generation=SimpleNamespace(value=0)))
         self.opened, self.closing, self.closed = (SimpleNamespace(value=0) for _ in range(3))
 
-    def open(self) -> imported.HostLease:
+    def open(self) -> imports.HostLease:
         block: Any = SimpleNamespace(sync=lambda _: None)
         words: Any = self
         nothing: Any = None
-        return imported.HostLease(self.imports, block, words, 0, nothing)
+        return imports.HostLease(self.imports, block, words, 0, nothing)
 
 
 class TestRanges:
     """Opened and closed in two threads: the last close counts, and no other."""
 
-    def make(self) -> tuple[OwnWords, imported.HostLease]:
+    def make(self) -> tuple[OwnWords, imports.HostLease]:
         words = OwnWords()
         words.imports = SimpleNamespace(lock=threading.RLock())
         return words, words.open()
 
     @staticmethod
-    def open_and_close(it: tuple[OwnWords, imported.HostLease]) -> None:
+    def open_and_close(it: tuple[OwnWords, imports.HostLease]) -> None:
         it[0].open().end()
 
     def test_one_is_closed(self) -> None:
-        for words, _ in interleaved(imported.HostLease.end, self.make, lambda it: it[1].end(), self.open_and_close):
+        for words, _ in interleaved(imports.HostLease.end, self.make, lambda it: it[1].end(), self.open_and_close):
             assert words.opened.value == words.closing.value == words.closed.value == 2
 
     def test_one_is_opened(self) -> None:
-        opened: list[imported.HostLease] = []
+        opened: list[imports.HostLease] = []
 
-        def make() -> tuple[OwnWords, imported.HostLease]:
+        def make() -> tuple[OwnWords, imports.HostLease]:
             words, lease = self.make()
             lease.end()
             return words, lease
 
         for words, _ in interleaved(
-            imported.HostLease.__init__, make, lambda it: opened.append(it[0].open()), self.open_and_close
+            imports.HostLease.__init__, make, lambda it: opened.append(it[0].open()), self.open_and_close
         ):
             assert words.opened.value != words.closed.value
             opened.pop().end()
@@ -599,11 +593,11 @@ def test_each_request_to_a_store_gets_its_answer() -> None:
 
 
 class TestEnds:
-    def test_imports_come_while_ended_pools_are_released(self, importer: Importer) -> None:
-        held: Any = SimpleNamespace(source=SimpleNamespace(block=None))
+    def test_imports_come_while_ended_pools_are_released(self, importer: Imports) -> None:
+        held: Any = SimpleNamespace(block=None, handle=None)
 
         def make() -> None:
-            importer.handles[1] = imported.PoolHandle(importer)
+            importer.handles[1] = imports.PoolHandle(importer)
             importer.allocations.clear()
             importer.allocations[b"one"] = held
 
@@ -611,32 +605,32 @@ class TestEnds:
             with importer.lock:
                 importer.allocations[b"other"] = held
 
-        for _ in interleaved(Importer._release_unused, make, lambda _: importer._release_ended(), open_another):
+        for _ in interleaved(Imports._release_ended, make, lambda _: importer._release_ended(), open_another):
             assert len(importer.allocations) == 2
         importer.handles.clear()
         importer.allocations.clear()
 
-    def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Importer) -> None:
+    def test_a_pool_that_is_imported_anew_is_not_destroyed(self, importer: Imports) -> None:
         """The driver has returned the same handle."""
         destroyed: list[object] = []
-        imports: Any = SimpleNamespace(lock=importer.lock, handles={})
-        imports.session = SimpleNamespace(release=lambda it, _: destroyed.append(it))
+        side: Any = SimpleNamespace(lock=importer.lock, handles={})
+        side.session = SimpleNamespace(release=lambda it, _: destroyed.append(it))
         done: Any = SimpleNamespace(done=lambda: True)
 
-        def make() -> imported.PoolHandle:
-            pool = imported.PoolHandle(imports)
+        def make() -> imports.PoolHandle:
+            pool = imports.PoolHandle(side)
             pool._raw, pool._frees = 1, done
             destroyed.clear()
-            imports.handles.clear()
+            side.handles.clear()
             return pool
 
-        def import_again(pool: imported.PoolHandle) -> None:
-            with imports.lock:
+        def import_again(pool: imports.PoolHandle) -> None:
+            with side.lock:
                 if not destroyed:
-                    imports.handles[1] = pool
+                    side.handles[1] = pool
 
-        for _ in interleaved(imported.PoolHandle.attempt, make, lambda pool: pool.attempt(), import_again):
-            assert bool(destroyed) != bool(imports.handles)
+        for _ in interleaved(imports.PoolHandle.attempt, make, lambda pool: pool.attempt(), import_again):
+            assert bool(destroyed) != bool(side.handles)
 
     def test_chunks_are_set_by_two_threads(self) -> None:
         device = sa.Device(0, driver=sd.simulated())

@@ -19,7 +19,6 @@ Finalisers take none of the locks here: a dropped lease only releases its slot.
 
 from __future__ import annotations
 
-import os
 import secrets
 import select
 import time
@@ -56,12 +55,12 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session
-from streamalloc.driver.internal import Lock, RLock, cuda, opaque_bytes
+from streamalloc.driver.internal import RLock, cuda, opaque_bytes
 from streamalloc.ipc.relay import ExporterRelay
-from streamalloc.ipc.transport import handle_server
 from streamalloc.ipc.transport.channel import Channel
+from streamalloc.ipc.transport.handle_server import published, serve
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
-from streamalloc.ipc.wire.descriptor import NOWHERE, PAYLOAD_BYTES, Chunk, Descriptor, Flags, Mechanism, PoolHeader
+from streamalloc.ipc.wire.descriptor import NOWHERE, Chunk
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
@@ -76,10 +75,6 @@ _NOT_EXPORTABLE = (
 _IN_A_CAPTURE = "a shared buffer cannot be freed in a capture"
 # Seconds between two checks by a blocking free.
 _PAUSE = 0.0005
-
-# Endpoint of the handle server by process id, because a forked child has none.
-_endpoints: dict[int, bytes] = {}
-_serving = Lock()
 
 
 class Hold:
@@ -392,21 +387,19 @@ class KeptReferences(Deferred):
 
 
 class ExportedPool:
-    """The handle, the id and the descriptor headers of one pool's allocations.
+    """The handle and the id of one pool.
 
     The object exists while the pool is open or a lease needs it. Importers detect its end by its marks.
     """
 
-    __slots__ = ("__weakref__", "_marks", "device", "exports", "fd", "headers", "origin")
+    __slots__ = ("__weakref__", "_marks", "device", "fd", "origin")
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
         name = "cuMemPoolExportToShareableHandle"
-        self.exports: Exports = exports
         self.fd: Fd = Fd.made_by(exports.session, name, raw_pool(pool), _POSIX_MEMBER, 0, hint=_NOT_EXPORTABLE)
         self.origin: bytes = secrets.token_bytes(16)
+        published[self.origin] = self.fd
         self.device: Device = device
-        self.headers: dict[tuple[ControlBlock, bytes], tuple[PoolHeader, dict[bytes, Fd]]] = {}
-        """The results of :meth:`header`, by control block and endpoint."""
         self._marks: dict[bytes, Mark] = {}
 
     def mark(self, block: ControlBlock) -> int:
@@ -415,23 +408,6 @@ class ExportedPool:
         if mark is None:
             mark = self._marks.setdefault(block.id, block.new_mark("pool"))
         return mark.number
-
-    def header(self, block: ControlBlock) -> tuple[PoolHeader, dict[bytes, Fd]]:
-        """Return the descriptors' header, and the handles by id, of allocations with leases in ``block``."""
-        endpoint = self.exports.endpoint
-        found = self.headers.get((block, endpoint))
-        if found is None:
-            exports = self.exports
-            described = Descriptor(
-                Mechanism.POOL_POINTER, exports.uuid(self.device), self.origin, block.id, endpoint, Flags.LEASED,
-                driver_version=exports.version, handle_type=int(POSIX), payload=bytes(PAYLOAD_BYTES),
-                pool_mark=self.mark(block),
-            )  # fmt: skip
-            header = PoolHeader(described.to_bytes())
-            handles = {self.origin: self.fd, block.id: block.fd}
-            handle_server.published.update(handles)
-            found = self.headers[block, endpoint] = (header, handles)
-        return found
 
 
 class Exports:
@@ -464,14 +440,11 @@ class Exports:
         """Leases of other libraries' allocations, by address."""
         self._relays: dict[ControlBlock, ExporterRelay] = {}
 
-    def serve(self) -> None:
-        """Start the handle server of this process. Descriptors made later carry its address."""
+    def serve(self) -> bytes:
+        """Start the handle server of this process; descriptors made later carry its endpoint. Returns the endpoint."""
         if self.endpoint == NOWHERE:
-            with _serving:
-                process = os.getpid()
-                if process not in _endpoints:
-                    _endpoints[process] = handle_server.serve()
-                self.endpoint = _endpoints[process]
+            self.endpoint = serve()
+        return self.endpoint
 
     def uuid(self, device: Device) -> bytes:
         """Return a device's UUID for descriptors. The driver is asked once."""
@@ -512,6 +485,7 @@ class Exports:
 
     def _add_block(self) -> None:
         block = ControlBlock.create(self.session)
+        published[block.id] = block.fd
         self.blocks.append(block)
         self._free.extend([(block, slot) for slot in reversed(range(SLOTS))])
 
@@ -569,8 +543,11 @@ class Exports:
         if handle_type not in handles:
             handles.setdefault(handle_type, memory.export(handle_type))
         handle = handles[handle_type]
-        file, fabric = (handle, b"") if isinstance(handle, Fd) else (None, handle)
-        return Chunk(self.id(memory), memory.nbytes, fabric), file
+        name = self.id(memory)
+        if not isinstance(handle, Fd):
+            return Chunk(name, memory.nbytes, handle), None
+        published[name] = handle
+        return Chunk(name, memory.nbytes), handle
 
     def relay(self, block: ControlBlock, device: Device) -> bytes:
         """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -48,8 +47,6 @@ from streamalloc.ipc.exporter.exports import (
     hung_up,
 )
 from streamalloc.ipc.transport.channel import Channel
-from streamalloc.ipc.transport.handle_server import published
-from streamalloc.ipc.wire import descriptor as wire
 from streamalloc.ipc.wire.descriptor import (
     MOST_CHUNKS,
     NOWHERE,
@@ -57,7 +54,7 @@ from streamalloc.ipc.wire.descriptor import (
     Flags,
     Foreign,
     Mechanism,
-    pack_allocation,
+    check_array,
 )
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import MemoryKind, pointer_attributes
@@ -83,17 +80,18 @@ class Shared(Unique, Shown):
     Until it is sent, the object refers to the shared object, unless that is a pool allocation of this library.
     """
 
-    __slots__ = ("__weakref__", "_again", "_data", "_exports", "_hold", "_lease", "handles")
+    __slots__ = ("__weakref__", "_again", "_exports", "_hold", "_lease", "descriptor", "handles")
 
     def __init__(
         self,
-        data: bytes,
+        descriptor: Descriptor,
         handles: dict[bytes, Fd],
         lease: Lease | None = None,
         hold: Hold | None = None,
         exports: Exports | None = None,
     ) -> None:
-        self._data = data
+        self.descriptor: Descriptor = descriptor
+        """The descriptor's fields, without the hold."""
         self.handles: dict[bytes, Fd] = handles
         """The handles by their ids in the descriptor; they stay the exporter's."""
         self._lease = lease
@@ -102,11 +100,6 @@ class Shared(Unique, Shown):
         self._exports = exports
         self._again: Callable[[], Shared] | None = None
         """Shares again, with a hold; None for allocations and after a cancel."""
-
-    @property
-    def descriptor(self) -> Descriptor:
-        """The descriptor's fields."""
-        return Descriptor.from_bytes(self._data)
 
     @property
     def fds(self) -> tuple[Fd, ...]:
@@ -121,8 +114,8 @@ class Shared(Unique, Shown):
     def to_bytes(self) -> bytes:
         """Return the descriptor's bytes."""
         if self._hold is None or self._lease is None or self._hold.over():
-            return self._data
-        return wire.with_hold(self._data, self._hold.mark(self._lease.block))
+            return self.descriptor.to_bytes()
+        return self.descriptor.held(self._hold.mark(self._lease.block)).to_bytes()
 
     __bytes__ = to_bytes
 
@@ -140,18 +133,15 @@ class Shared(Unique, Shown):
         """
         if self._again is not None and not self.held:
             return self._again().carried(lost)
-        described, exports = self.descriptor, self._exports
-        if exports is not None:
-            exports.serve()
-            if described.endpoint != exports.endpoint:
-                self._data = described._replace(endpoint=exports.endpoint).to_bytes()
-        if self._lease is None or not (self.held or described.flags & Flags.LEASED):
-            return self._data
+        if self._exports is not None:
+            self.descriptor = self.descriptor._replace(endpoint=self._exports.serve())
+        if self._lease is None or not (self.held or self.descriptor.flags & Flags.LEASED):
+            return self.descriptor.to_bytes()
         hold = self._hold if self._hold is not None and self.held else Hold()
         hold.lost = lost
         self._lease.add_hold(hold)
         self._hold = None
-        return wire.with_hold(self._data, hold.mark(self._lease.block))
+        return self.descriptor.held(hold.mark(self._lease.block)).to_bytes()
 
     def _about(self) -> Iterator[Row]:
         described = self.descriptor
@@ -308,12 +298,11 @@ def send(
         shared = thing
     else:
         shared = share(thing, stream, hold=hold)
-    exports, handles, carried = shared._exports, shared.fds, channel._carried
-    if exports is not None and wire.mechanism_of(shared._data) is not Mechanism.PHYSICAL:
-        # Importers keep these handles, so they need to travel only once.
-        exports.serve()
-        if carried.issuperset(shared.handles) and exports.endpoint in shared._data:
-            handles = ()
+    described, handles, carried = shared.descriptor, shared.fds, channel._carried
+    # Importers keep the handles of pools and control blocks, so they need to travel only once.
+    exports = None if described.mechanism is Mechanism.PHYSICAL else shared._exports
+    if exports is not None and exports.serve() == described.endpoint and carried.issuperset(shared.handles):
+        handles = ()
     if shared._lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
     else:
@@ -322,7 +311,7 @@ def send(
         ours, theirs = map(Fd, os.pipe())
         with theirs:
             shared._lease.add_hold(Hold(functools.partial(hung_up, ours)))
-            channel.send(wire.with_hold(shared._data, 0), (*handles, theirs), timeout=timeout)
+            channel.send(described.held(0).to_bytes(), (*handles, theirs), timeout=timeout)
         shared.cancel()
     carried.update(shared.handles)
 
@@ -353,29 +342,12 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
     ordered = _ordered(buffer.stream if options.stream is None else options.stream, exports.session)
     lease = exports.lease(buffer)
-    hold = Hold() if options.hold else None
-    if hold is not None:
-        lease.add_hold(hold, kept=False)
+    pool = cast("ExportedPool", lease.pool)
+    draft = _Draft(options, exports, pool.device, ordered, lease)
+    draft.use_pool(pool)
     offset, size = part or (0, nbytes)
-    ready = _announced(lease, ordered, (address + offset, size))
-    # Only these fields differ between the allocations of a pool, so the rest is packed once.
-    header, handles = cast("ExportedPool", lease.pool).header(lease.block)
-    fields = pack_allocation(lease.slot, lease.generation, ready, offset, size, nbytes, 0, lease.payload)
-    data = header.data + fields + zlib.crc32(fields, header.checksum).to_bytes(4, "little")
-    return Shared(data, handles, lease, hold, exports)
-
-
-def _announced(lease: Lease, stream: Stream, memory: tuple[int, int] | None) -> int:
-    """Announce contents after the queued work of a stream; ``memory``: address and size, if it is mapped here. Returns
-    the value that importers wait for.
-    """
-    ready = lease.announce(stream)
-    listener = lease.block.session.listener
-    if listener is not None and memory is not None:
-        name = lease.block.announcement(lease.slot, lease.generation, ready)
-        with stream.device.current():
-            listener.shared(*memory, raw_handle(stream), name)
-    return ready
+    fields = {"offset": offset, "size": size, "base_size": nbytes, "payload": lease.payload}
+    return draft.shared(Mechanism.POOL_POINTER, (address + offset, size), **fields)
 
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
@@ -404,9 +376,10 @@ def _share_view(view: BufferView, options: _Options, exports: Exports) -> Shared
 def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> Shared:
     # dtype.str of a structure would describe it as bytes. str(dtype) is refused by check_array.
     dtype = view.dtype.str if view.dtype.names is None else str(view.dtype)
-    wire.check_array(dtype, view.shape)
+    check_array(dtype, view.shape)
     shared = _share_view(view, options, exports)
-    shared._data = wire.with_array(shared._data, dtype, view.shape)
+    flags = shared.descriptor.flags | Flags.ARRAY
+    shared.descriptor = shared.descriptor._replace(flags=flags, dtype=dtype, shape=view.shape)
     return shared
 
 
@@ -414,15 +387,16 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> S
 
 
 class _Draft:
-    """The descriptor of an object that is no buffer of this library, with a slot of the control block.
+    """The descriptor of a thing that is being shared, with the slot of the control block for its hold and its contents.
 
-    The slot serves a hold and the announcement of the contents. ``allocation``: the allocation's address. Held
-    descriptors of one allocation share a lease, because an importer has one import of it.
+    A buffer gives its ``lease``. Otherwise the draft takes a slot if there is a hold or a stream. Held descriptors of
+    one allocation, at the address ``allocation``, share a lease, because an importer has one import of it.
     """
 
     def __init__(
-        self, options: _Options, exports: Exports, device: Device, stream: Stream | None, allocation: int = 0
-    ) -> None:
+        self, options: _Options, exports: Exports, device: Device, stream: Stream | None, lease: Lease | None = None,
+        *, allocation: int = 0,
+    ) -> None:  # fmt: skip
         self.options = options
         self.exports = exports
         self.device = device
@@ -431,15 +405,17 @@ class _Draft:
         self.handles: dict[bytes, Fd] = {}
         self.kept: object = None
         """References to keep, with the thing, while hold or lease lasts."""
+        self.of_buffer: bool = lease is not None
         self.hold = Hold() if options.hold else None
-        self.lease: Lease | None = None
         if self.hold is not None and allocation:
-            self.lease = exports.lease_at(allocation, self.hold)
-            self.fields["flags"] = Flags.LEASED
+            lease = exports.lease_at(allocation, self.hold)
         elif self.hold is not None or stream is not None:
-            self.lease = exports.take()
+            lease = lease or exports.take()
             if self.hold is not None:
-                self.lease.add_hold(self.hold, kept=False)
+                lease.add_hold(self.hold, kept=False)
+        self.lease: Lease | None = lease
+        if self.of_buffer or (self.hold is not None and allocation):
+            self.fields["flags"] = Flags.LEASED
 
     def use_pool(self, pool: ExportedPool) -> None:
         """Add to the descriptor the pool that owns the memory, and the mark that is set when the pool ends."""
@@ -452,22 +428,31 @@ class _Draft:
     def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
         """Announce the contents, and make the descriptor; ``memory``: address and size if it is mapped here."""
         exports, lease = self.exports, self.lease
-        fields = {**fields, **self.fields}
+        fields |= self.fields
         if lease is not None:
-            fields |= {"slot": lease.slot, "generation": lease.generation, "ready": lease.words.last_announced}
+            ready = lease.words.last_announced if self.stream is None else self._announce(lease, self.stream, memory)
+            fields |= {"slot": lease.slot, "generation": lease.generation, "ready": ready}
             fields["control_block"] = lease.block.id
             self.handles[lease.block.id] = lease.block.fd
-            if self.stream is not None:
-                fields["ready"] = _announced(lease, self.stream, memory)
-        published.update(self.handles)
         uuid = exports.uuid(self.device)
         described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
-        shared = Shared(described.to_bytes(), self.handles, lease, self.hold, exports)
-        shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
-        if self.hold is not None and lease is not None:
-            kept = self.options.thing, self.handles, self.kept
-            exports.deferred.submit(KeptReferences(lease, self.device.ordinal, kept))
+        shared = Shared(described, self.handles, lease, self.hold, exports)
+        if not self.of_buffer:
+            shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
+            if self.hold is not None and lease is not None:
+                kept = self.options.thing, self.handles, self.kept
+                exports.deferred.submit(KeptReferences(lease, self.device.ordinal, kept))
         return shared
+
+    def _announce(self, lease: Lease, stream: Stream, memory: tuple[int, int] | None) -> int:
+        """Announce the contents after the queued work of a stream. Returns the value that importers wait for."""
+        ready = lease.announce(stream)
+        listener = lease.block.session.listener
+        if listener is not None and memory is not None:
+            name = lease.block.announcement(lease.slot, lease.generation, ready)
+            with stream.device.current():
+                listener.shared(*memory, raw_handle(stream), name)
+        return ready
 
 
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
@@ -608,7 +593,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
             _check_pool_array(thing, options, known.handle_types)
             pool = exports.pool(known.pool)
             fields["payload"] = exports.export_pointer(base)
-            draft = _Draft(options, exports, device, ordered, base)
+            draft = _Draft(options, exports, device, ordered, allocation=base)
             draft.use_pool(pool)
             return draft.shared(Mechanism.POOL_POINTER, **fields)
         if known.legacy_ipc:

@@ -14,7 +14,7 @@ from streamalloc.core.session import Session, refuse_after_fork, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.ipc.importer.imported import Announcement, ImportedBuffer
-from streamalloc.ipc.importer.open import Importer, importer_of
+from streamalloc.ipc.importer.imports import Imports, imports_of
 from streamalloc.ipc.importer.open import open as open_shared
 from streamalloc.ipc.ring.protocol import END, ITEM, PACKET, Introduction, RingEnd, RingEnding, SlotMemory, answer
 from streamalloc.ipc.transport.channel import Channel, Message, PeerGoneError, ProtocolError
@@ -132,7 +132,7 @@ class RingConsumer(RingEnd):
             first = Introduction.of(message)
             memory = open_shared(first.descriptor, message.handles[len(first.names) :], stream=stream, driver=driver)
             with undoing(memory.close):
-                blocks = _attached(importer_of(self._session), first.names, message)
+                blocks = _attached(imports_of(self._session), first.names, message)
                 if not isinstance(memory, ImportedBuffer) or memory.nbytes < first.stride * len(first.numbers):
                     raise ProtocolError("the memory that came is no buffer, or too small for the ring's slots")
                 self.slots: int = len(first.numbers)
@@ -295,11 +295,11 @@ class _ConsumerEnding(RingEnding):
         self._memory.close(stream)
 
 
-def _attached(importer: Importer, names: list[bytes], message: Message) -> list[ControlBlock]:
+def _attached(imports: Imports, names: list[bytes], message: Message) -> list[ControlBlock]:
     """Attach the control blocks of the slots. The buffer's block is attached already."""
     blocks = []
     for name, fd in zip(names, message.handles, strict=False):
-        block = importer.control_block(name, lambda _, fd=fd: fd)  # type: ignore[misc]
+        block = imports.control_block(name, lambda _, fd=fd: fd)  # type: ignore[misc]
         assert block is not None
         if block.fd is not fd:
             fd.close()

@@ -15,7 +15,7 @@ from streamalloc.core.properties import MemAccess
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.importer.imported import Announcement
-from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
 from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, read_file
 from streamalloc.ipc.store.protocol import Connection
@@ -134,7 +134,7 @@ class OpenEpoch:
             manifest = parse(read_file(received[0]))
             if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
                 raise changed(key, answer["epoch"], expected, manifest.layout)
-            device = importer_of(session).device_of(bytes.fromhex(answer["device"]))
+            device = imports_of(session).device_of(bytes.fromhex(answer["device"]))
             if device is None:
                 raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
             opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest)
@@ -148,7 +148,7 @@ class OpenEpoch:
 
     def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
         slot, generation, value = map(int, numbers)
-        block = importer_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
+        block = imports_of(session).control_block(bytes.fromhex(name), lambda _: Fd(os.dup(fd.fileno())))
         assert block is not None
         self.ready = Announcement(block, slot, generation, value)
 
@@ -282,7 +282,7 @@ class Weights(Tensors, Closes):
         return Descriptor(
             Mechanism.PHYSICAL, self._epoch.device.uuid.bytes, origin=token_bytes(16), size=self.nbytes,
             base_size=self.nbytes, handle_type=FABRIC, chunks=chunks,
-            driver_version=importer_of(session_of(self.range)).version,
+            driver_version=imports_of(session_of(self.range)).version,
         ).to_bytes()  # fmt: skip
 
     # -- detach and attach -----------------------------------------------------------------------------------------

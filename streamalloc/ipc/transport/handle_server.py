@@ -16,6 +16,7 @@ import weakref
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import close_all
+from streamalloc.driver.internal import Lock
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError
 
 # Seconds until a silent client is dropped, or a request fails.
@@ -33,12 +34,23 @@ published: weakref.WeakValueDictionary[bytes, Fd] = weakref.WeakValueDictionary(
 """The handles that this process has shared, by their ids in descriptors."""
 
 
+# Endpoint by process id, because a forked child has no thread.
+_endpoints: dict[int, bytes] = {}
+_starting = Lock()
+
+
 def serve() -> bytes:
-    """Start the thread that serves :data:`published`. Returns its endpoint, the 16 bytes that :func:`fetch` takes."""
-    endpoint = os.urandom(_ID_BYTES)
-    listener = Channel.listen(address_of(endpoint))
-    threading.Thread(target=_serve, args=(listener,), name="streamalloc handles", daemon=True).start()
-    return endpoint
+    """Start the thread that serves :data:`published`, unless this process has it. Returns its endpoint, the 16 bytes
+    that :func:`fetch` takes.
+    """
+    with _starting:
+        process = os.getpid()
+        if process not in _endpoints:
+            endpoint = os.urandom(_ID_BYTES)
+            listener = Channel.listen(address_of(endpoint))
+            threading.Thread(target=_serve, args=(listener,), name="streamalloc handles", daemon=True).start()
+            _endpoints[process] = endpoint
+        return _endpoints[process]
 
 
 def _serve(listener: Listener) -> None:

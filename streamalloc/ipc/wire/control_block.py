@@ -398,7 +398,8 @@ class ControlBlock:
     def end_hold(self, number: int) -> None:
         """End a hold whose descriptor has arrived; errors as for :meth:`marked`."""
         word = self.mark("hold", number)
-        if word.value == number >> 32:
+        # 0 means no hold: its index is a mark of another one.
+        if number and word.value == number >> 32:
             word.value = 0
 
     def all_closed(self, words: SlotWords) -> bool:

@@ -12,7 +12,6 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -44,34 +43,18 @@ FABRIC = 8
 FABRIC_BYTES = 64
 """Bytes of a fabric handle."""
 
-# The header, equal for all descriptors of one pool with leases in one control block: magic, version, mechanism, total
-# length; device, origin, control block, endpoint; pool mark; flags, driver version, handle type; payload length, number
-# of chunks.
+# Magic, version, mechanism, total length; device, origin, control block, endpoint; pool mark; flags, driver version,
+# handle type; payload length, number of chunks.
 _HEADER = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
-HEADER_BYTES = _HEADER.size
-"""Bytes of a header."""
-# The numbers that differ by allocation: slot, generation, ready; offset, size, base size; hold.
+# Slot, generation, ready; offset, size, base size; hold.
 _NUMBERS = struct.Struct("<IIIQQQQ")
 _BODY = _HEADER.size + _NUMBERS.size
-_HOLD = struct.Struct("<Q")
-_MECHANISM_AT = struct.calcsize("<5sH")
-_FLAGS_AT = _HEADER.size - struct.calcsize("<IIIHH")
-_HOLD_AT = _BODY - _HOLD.size
 _CHUNK = struct.Struct("<16sQ")
 _FABRIC_CHUNK = struct.Struct("<16sQ64s")
 _CHECK = struct.Struct("<I")
 _SHORTEST = _BODY + _CHECK.size
 NOWHERE = bytes(16)
 """The id that stands for no control block, endpoint or origin."""
-PAYLOAD_BYTES = 64
-"""Bytes of ``CUmemPoolPtrExportData``."""
-# The bytes between header and checksum of an allocation: its numbers, and the driver's export data.
-_ALLOCATION = struct.Struct(f"{_NUMBERS.format}{PAYLOAD_BYTES}s")
-_ALLOCATION_BYTES = _HEADER.size + _ALLOCATION.size + _CHECK.size
-pack_allocation: Callable[..., bytes] = _ALLOCATION.pack
-"""Packs :class:`AllocationFields`."""
-_unpack, _crc = struct.Struct(_ALLOCATION.format + "I").unpack_from, zlib.crc32
-
 MOST_CHUNKS = 2048
 """Most chunks of physical memory in one descriptor."""
 _MOST_PAYLOAD = 256
@@ -118,70 +101,6 @@ class Flags:
     """The shared part is an array; the payload ends with its type and shape."""
 
 
-class AllocationFields(NamedTuple):
-    """The fields of a descriptor that differ between allocations of a pool. :class:`PoolHeader` has the other ones."""
-
-    slot: int
-    generation: int
-    ready: int
-    offset: int
-    size: int
-    base_size: int
-    hold: int
-    payload: bytes
-
-    @classmethod
-    def of(cls, described: Descriptor) -> AllocationFields:
-        """The fields of a decoded descriptor."""
-        return _make(cls, (*described[6:9], *described[11:14], described.hold, described.payload))
-
-
-_make = tuple.__new__  # a third of the cost of the constructors
-
-
-class PoolHeader:
-    """The first bytes of the descriptors of one pool's allocations, which are the same in all, and their fields."""
-
-    __slots__ = ("checksum", "data", "driver_version", "flags", "plain")
-
-    def __init__(self, data: bytes) -> None:
-        """``data``: a descriptor that :meth:`Descriptor.from_bytes` accepts."""
-        self.data: bytes = data[:HEADER_BYTES]
-        self.checksum: int = zlib.crc32(self.data)
-        """CRC-32 of the header; a descriptor's CRC continues from it."""
-        self.flags: int
-        self.driver_version: int
-        _, _, _, total, *_, self.flags, self.driver_version, _, extra, _ = _HEADER.unpack(self.data)
-        self.plain: bool = (total, extra) == (_ALLOCATION_BYTES, PAYLOAD_BYTES) and not self.flags & Flags.ARRAY
-        """Whether :meth:`decode` can decode descriptors with this header."""
-
-    def decode(self, data: bytes) -> AllocationFields | None:
-        """Decode a descriptor that begins with this header, which must be :attr:`plain`; None if it is invalid.
-
-        :meth:`Descriptor.from_bytes` then raises the error.
-        """
-        if len(data) != _ALLOCATION_BYTES:
-            return None
-        fields = _unpack(data, HEADER_BYTES)
-        _, _, _, offset, size, base_size, _, _, checksum = fields
-        if _crc(data[HEADER_BYTES:-4], self.checksum) != checksum or not offset + size <= base_size <= _MOST_BYTES:
-            return None
-        return _make(AllocationFields, fields[:8])
-
-
-def mechanism_of(data: bytes) -> Mechanism:
-    """Return the mechanism of a descriptor that this process has made."""
-    return _MECHANISMS[data[_MECHANISM_AT]]
-
-
-def with_hold(data: bytes, hold: int) -> bytes:
-    """Add a hold to a descriptor: the number of its mark, or 0 for a pipe in the same message."""
-    body = bytearray(data[: -_CHECK.size])
-    body[_FLAGS_AT] |= Flags.HELD
-    _HOLD.pack_into(body, _HOLD_AT, hold)
-    return bytes(body) + _CHECK.pack(zlib.crc32(body))
-
-
 def check_array(dtype: str, shape: tuple[int, ...]) -> None:
     """Raise ``ValueError`` unless a descriptor can carry an array of this shape and NumPy type."""
     if not _TYPE.fullmatch(dtype) or len(shape) > _MOST_DIMENSIONS:
@@ -189,12 +108,6 @@ def check_array(dtype: str, shape: tuple[int, ...]) -> None:
             f"an array of {dtype} with {len(shape)} dimensions does not travel: allowed are plain numbers and bytes in "
             f"at most {_MOST_DIMENSIONS} dimensions; share the memory itself"
         )
-
-
-def with_array(data: bytes, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """Add an array's type and shape to a descriptor. :func:`check_array` must accept them."""
-    described = Descriptor.from_bytes(data)
-    return described._replace(flags=described.flags | Flags.ARRAY, dtype=dtype, shape=shape).to_bytes()
 
 
 def _pack_array(dtype: str, shape: tuple[int, ...]) -> bytes:
@@ -286,6 +199,10 @@ class Descriptor(NamedTuple):
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
+    def held(self, hold: int) -> Descriptor:
+        """Return the descriptor with a hold: the number of its mark, or 0 for a pipe in the same message."""
+        return self._replace(flags=self.flags | Flags.HELD, hold=hold)
+
     def to_bytes(self) -> bytes:
         """Pack the descriptor."""
         if self.handle_type == FABRIC:
@@ -322,13 +239,15 @@ class Descriptor(NamedTuple):
             raise ValueError(f"a descriptor of version {version}: this library reads version {VERSION}")
         if total != length or zlib.crc32(data[: -_CHECK.size]) != int.from_bytes(data[-_CHECK.size :], "little"):
             raise ValueError("the descriptor is damaged: its length or checksum is wrong")
-        slot, generation, ready, offset, size, base_size, hold = _NUMBERS.unpack_from(data, HEADER_BYTES)
+        slot, generation, ready, offset, size, base_size, hold = _NUMBERS.unpack_from(data, _HEADER.size)
         form = _FABRIC_CHUNK if handle_type == FABRIC else _CHUNK
         if extra > _MOST_PAYLOAD or count > MOST_CHUNKS or length != _SHORTEST + extra + form.size * count:
             raise ValueError("the descriptor is damaged: its parts do not fit its length")
         kind = _checked_kind(mechanism, flags, handle_type)
         if base_size > _MOST_BYTES or offset + size > base_size:
             raise ValueError(f"the descriptor's {size} bytes at {offset} are outside of its {base_size} bytes")
+        if flags & (Flags.LEASED | Flags.HELD) and ids[2] == NOWHERE:
+            raise ValueError("the descriptor has a lease or a hold, but names no control block")
         if kind in _WITHOUT_MEMORY and (count or base_size or flags & ~Flags.HELD):
             raise ValueError(f"a descriptor of a {kind.name} has fields for memory")
         payload, dtype = data[_BODY : _BODY + extra], ""
@@ -346,4 +265,4 @@ class Descriptor(NamedTuple):
                 "control block, and 0 without one"
             )
         numbers = (flags, slot, generation, ready, driver_version, handle_type, offset, size, base_size)
-        return _make(cls, (kind, *ids, *numbers, payload, chunks, hold, pool_mark, dtype, shape))
+        return cls._make((kind, *ids, *numbers, payload, chunks, hold, pool_mark, dtype, shape))

@@ -15,7 +15,7 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.core.resource import close_all
 from streamalloc.ipc.exporter.exports import exports_of
-from streamalloc.ipc.importer import imported
+from streamalloc.ipc.importer.imports import Use
 from streamalloc.ipc.wire.descriptor import Descriptor
 from streamalloc.testing import Gate
 from tests.ipc.support import (
@@ -177,7 +177,7 @@ def _has_let_go(there: There) -> bool:
     """Whether dropped imports are closed, which a thread does. Pools of earlier exporters wait for the held stream."""
     queue = deferred_queue(there.stream._session)
     items = (*queue.submitted, *queue._new, *queue._waiting, *queue._working.values())
-    return not any(isinstance(item, imported._DroppedImport) for item in items)
+    return not any(isinstance(item, Use) for item in items)
 
 
 def _close_stream(there: There, name: str) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.ipc.wire.descriptor import HEADER_BYTES, Descriptor, Flags
+from streamalloc.ipc.wire import descriptor
+from streamalloc.ipc.wire.descriptor import Descriptor, Flags
 from tests.ipc.support import PAGE, POSIX, make_pool
 from tests.processes import Partner, There
 from tests.support import MiB, filled
@@ -122,7 +123,7 @@ class TestDescriptors:
     def test_with_a_payload_that_is_too_short(self, pool: sa.MemoryPool, stream: sa.Stream, tail: bytes) -> None:
         plain = self.described(pool, stream)._replace(flags=0, dtype="", shape=(), payload=tail).to_bytes()
         body = bytearray(plain[:-4])
-        struct.pack_into("<I", body, HEADER_BYTES - 16, Flags.ARRAY)
+        struct.pack_into("<I", body, descriptor._HEADER.size - 16, Flags.ARRAY)
         with pytest.raises(ValueError, match="array"):
             Descriptor.from_bytes(bytes(body) + struct.pack("<I", zlib.crc32(body)))
 

@@ -16,7 +16,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
-from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import (
     POSIX,
@@ -252,7 +252,7 @@ class TestExporterIsGone:
         owner.take("buffer", streams[0]).close()
         device.synchronize()
         owner.kill()
-        importer = importer_of(session_of(device))
+        importer = imports_of(session_of(device))
         (block,) = [block for block in importer.blocks.values() if not block.exporter_alive()]
         gate.hold(streams[1])
         then = another()

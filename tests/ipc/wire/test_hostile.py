@@ -22,7 +22,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.ipc.importer.open import importer_of
+from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire import control_block
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS, WORD
 from tests.ipc.support import opened_by, shared_pool
@@ -92,7 +92,7 @@ def live(seed: int) -> None:
         kept = opened_by(honest, shared[0])
         words = Words(shared[0].handles[shared[0].descriptor.control_block])
         opened = [opened_by(hostile, one) for one in shared]
-        own = importer_of(opened[0]._session).blocks[shared[0].descriptor.control_block].importer
+        own = imports_of(opened[0]._session).blocks[shared[0].descriptor.control_block].importer
         for _ in range(16):
             buffer, act = chance.choice(buffers), chance.randrange(8)
             with contextlib.suppress(*REFUSED):
@@ -157,7 +157,7 @@ class TestTheExporterGoesOn:
         hostile: Any = sd.simulated()
         opened = opened_by(hostile, shared)
         described = shared.descriptor
-        block = importer_of(opened._session).blocks[described.control_block]
+        block = imports_of(opened._session).blocks[described.control_block]
         words = Words(shared.handles[described.control_block])
         opened_at, closing_at = (words.place(kind, described.slot, block.importer) for kind in ("opened", "closing"))
         words.all[closing_at] = words.all[opened_at]

@@ -1,0 +1,683 @@
+"""Imports of this process: control blocks, pools, allocations and handles, by the ids in descriptors.
+
+The driver returns the same address for a second import of an allocation, and does not count imports. So this process
+counts its uses (:class:`Use`), and ends the import (:class:`Import`) with the last one. When :class:`Imports` imports a
+new pool or control block, it releases those of ended processes and closed pools.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from typing import Any
+
+from streamalloc.core.errors import LOST, CudaError, StaleDescriptorError, error_from, size_text, undoing, warn
+from streamalloc.core.internal import (
+    Deferred,
+    DeferredQueue,
+    Device,
+    Event,
+    Fd,
+    Fence,
+    Stream,
+    StreamLike,
+    as_stream,
+    deferred_queue,
+    direct_view,
+    ordered_after,
+    raw_handle,
+    sees_all_work,
+    work,
+)
+from streamalloc.core.session import PerDriver, Session
+from streamalloc.driver.internal import RLock, cuda, opaque_struct
+from streamalloc.ipc.relay import ImporterRelay
+from streamalloc.ipc.transport.handle_server import fetch, published
+from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
+from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, Chunk, Descriptor, Flags, Mechanism
+from streamalloc.vmm import PhysicalMemory
+from streamalloc.vmm.internal import import_memory
+
+_LAZY_PEER_ACCESS = 1
+_RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
+_POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_BAD_HANDLE = "the descriptor that came along is no handle of this kind of memory, or of another machine"
+_BAD_POINTER = "the owner's process has freed it, or ended"
+_STALE = "this memory was freed by its owner before it was opened here"
+# Most attempts of a call that the driver refuses; seconds between two attempts while a device is busy; seconds before
+# each query of the devices' work.
+_TRIES = 5
+_IDLE_PAUSE = 0.02
+_QUERIES = (0.0, 0.00005, 0.0002)
+
+
+class DriverVersionWarning(UserWarning):
+    """Exporter and importer run different drivers, which NVIDIA does not support.
+
+    :func:`open` gives it.
+    """
+
+
+class Handles:
+    """The handles that came with a message. :meth:`close` closes those that are left."""
+
+    __slots__ = ("_by_id", "_given", "endpoint")
+
+    endpoint: bytes
+    """16 bytes, address of the handle server; zeros without one."""
+
+    def __init__(self, handles: Sequence[Fd]) -> None:
+        # Handles that this process has shared stay its own: without them it could not share the memory again.
+        ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
+        self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles]
+        self._by_id: dict[bytes, Fd] = {}
+
+    def identify(self, described: Descriptor) -> None:
+        """Assign ids to the handles, in the descriptor's order."""
+        self.endpoint = described.endpoint
+        if not self._given:
+            return
+        ids = [chunk.id for chunk in described.chunks if not chunk.fabric]
+        if described.mechanism in (Mechanism.POOL, Mechanism.POOL_POINTER):
+            ids = [described.origin]
+        if described.control_block != NOWHERE:
+            ids.append(described.control_block)
+        ids = list(dict.fromkeys(ids))
+        # The pipe that holds the allocation comes last. It is closed with the remaining handles.
+        pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
+        if pipes and len(self._given) == 1:
+            return
+        if len(self._given) != len(ids) + pipes:
+            raise ValueError(f"the descriptor needs {len(ids) + pipes} handles, and {len(self._given)} came along")
+        self._by_id = dict(zip(ids, self._given, strict=False))
+        self._given = self._given[len(ids) :]
+
+    def take(self, name: bytes) -> Fd:
+        """Return a handle by its id. If it did not come with the message, fetch it from the exporter. The caller closes
+        it.
+        """
+        fd = self._by_id.pop(name, None)
+        if fd is not None:
+            return fd
+        if self.endpoint == NOWHERE:
+            raise ValueError(
+                "a handle that the descriptor needs did not come along: send it with streamalloc.ipc.send, or pass "
+                "handles=shared.fds"
+            )
+        return fetch(self.endpoint, name)
+
+    def take_local(self, name: bytes) -> Fd | None:
+        """As :meth:`take`; None if the handle did not come and the exporter is on another machine or has ended."""
+        if name in self._by_id or self.endpoint != NOWHERE:
+            with contextlib.suppress(ConnectionError):
+                return self.take(name)
+        return None
+
+    def close(self) -> None:
+        """Close the handles that were not taken."""
+        for fd in (*self._given, *self._by_id.values()):
+            fd.close()
+
+
+class OnceIdle(Deferred):
+    """A driver call that waits for the devices, made on its own thread once they are idle.
+
+    While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
+    of this process, the call would never return. ``call`` may run twice.
+    """
+
+    __slots__ = ("_call", "_not_before", "_session")
+
+    def __init__(self, session: Session, call: Callable[[], object]) -> None:
+        self._session = session
+        self._call = call
+        self._not_before = 0.0
+
+    def attempt(self) -> bool:
+        """Start the thread. It submits this item again if a device is busy."""
+        if time.monotonic() < self._not_before:
+            return False
+        self._not_before = time.monotonic() + _IDLE_PAUSE
+        _thread.start_new_thread(self._run, ())
+        return True
+
+    def _run(self) -> None:
+        for _ in range(_TRIES):
+            # After an error of a lost context there is no work to wait for.
+            with contextlib.suppress(CudaError), self._session.relaxed():
+                if not self._idle():
+                    deferred_queue(self._session).submit(self)
+                    return
+            with contextlib.suppress(CudaError):
+                self._call()
+                return
+
+    def _idle(self) -> bool:
+        """Whether all present work of the devices has completed, within a few short queries."""
+        queued = Fence(self._session)
+        for pause in _QUERIES:
+            time.sleep(pause)
+            if queued.done():
+                return True
+        return False
+
+
+class HostLease(Deferred):
+    """Use of a lease for memory that is not released in stream order. The host counts its close.
+
+    Such memory is a range, or an allocation of ``cuMemAlloc``. As a deferred item, this object counts the close once
+    the present work has ended.
+    """
+
+    __slots__ = ("_words", "_work", "imports")
+
+    def __init__(
+        self, imports: Imports, block: ControlBlock, words: ImporterWords, generation: int, device: Device
+    ) -> None:
+        self.imports = imports
+        self._work: Fence | None = None
+        self._words: ImporterWords | None = words
+        # No lock needed: once this lease is in ``users``, no other lease counts a close.
+        words.users.add(self)
+        words.opened.value = (words.opened.value + 1) % WORD
+        with undoing(self.end):
+            # Count first, then check for a free. The exporter does both in the opposite order.
+            block.sync(device)
+            if words.slot_words.generation.value != generation:
+                raise StaleDescriptorError(_STALE)
+
+    def end(self) -> None:
+        """Count the close. All work on the memory must have ended. Idempotent."""
+        words, self._words = self._words, None
+        if words is not None:
+            with self.imports.lock:
+                # Read the number first: later opens have a higher one.
+                number = words.opened.value
+                words.users.discard(self)
+                if not words.users:
+                    words.closing.value = number
+                    words.closed.value = number
+
+    def attempt(self) -> bool:
+        if self._work is None:
+            self._work = Fence(self.imports.session)
+        if not self._work.done():
+            return False
+        self.end()
+        return True
+
+
+class PoolHandle(Deferred):
+    """The driver's handle of another process's pool.
+
+    It is destroyed only after the frees of all imported allocations have run. Driver 580.159 does not wait for them,
+    and a later use of the handle kills the process.
+    """
+
+    __slots__ = ("_frees", "_raw", "imports", "marks", "users")
+
+    def __init__(self, imports: Imports) -> None:
+        self.imports: Imports = imports
+        self._raw: Any = None
+        self._frees: Fence | None = None
+        self.marks: set[tuple[ControlBlock, int]] = set()
+        """Marks of the exporter, which show whether its pool still exists."""
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        """Objects (:class:`ImportedPool`) that use it."""
+
+    def watch(self, block: ControlBlock | None, mark: int) -> None:
+        """Record the mark that shows the end of the pool; ``ValueError`` if the control block has no such mark."""
+        if block is not None:
+            block.marked("pool", mark)
+            self.marks.add((block, mark))
+
+    def ended(self) -> bool:
+        """Whether the marks show that the owner has closed the pool or has died.
+
+        A pool of another library has one mark for each time it was shared.
+        """
+        marks = list(self.marks)
+        gone = [(block, mark) for block, mark in marks if not (block.marked("pool", mark) and block.exporter_alive())]
+        if len(gone) < len(marks):
+            self.marks.difference_update(gone)
+        return len(gone) == len(marks) > 0
+
+    def attempt(self) -> bool:
+        imports = self.imports
+        if self._frees is None:
+            self._frees = Fence(imports.session)
+        if not self._frees.done():
+            return False
+        with imports.lock:
+            # If the pool was imported again meanwhile, the driver returned the same handle.
+            if self._raw is not None and int(self._raw) not in imports.handles:
+                imports.session.release(self, "cuMemPoolDestroy")
+        return True
+
+
+class Import:
+    """One import of an allocation of another process, with one or more uses (:class:`Use`) in this process."""
+
+    __slots__ = (
+        "_raw", "address", "block", "count", "counted", "device", "generation", "imports", "key", "leased", "lock",
+        "nbytes", "passed", "words",
+    )  # fmt: skip
+
+    waits = False
+    """Whether the release may wait for a stream."""
+
+    def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
+        self.imports: Imports = imports
+        self.device: Device = device
+        """The device that has the memory."""
+        self.block: ControlBlock | None = block
+        """The exporter's control block."""
+        self.words: Any = None if block is None else block.importer_words(described.slot, block.importer)
+        """This importer's words (:class:`ImporterWords`) of the slot."""
+        self.leased: bool = bool(described.flags & Flags.LEASED)
+        """Whether the slot is a lease, in which opens and closes are counted."""
+        self.generation: int = described.generation
+        self.counted: bool = False
+        """Whether the lease counts this import."""
+        self.key: bytes = described.payload
+        """The driver's export data."""
+        self.nbytes: int = described.base_size
+        self._raw: Any = None
+        """``CUdeviceptr``; None before the import and after its release."""
+        self.address: int = 0
+        self.count: int = 1
+        """Uses that are not over."""
+        self.passed: tuple[Event, ...] = ()
+        """Events after the work of uses that are over; the stream of the last release waits for them."""
+        self.lock: AbstractContextManager[bool] = imports.lock
+        """Held while uses are counted."""
+
+    def known(self) -> Import | None:
+        """The import that this process has of the same allocation."""
+        return None
+
+    def begin(self) -> None:
+        """Count the open in the lease, and import the allocation.
+
+        Raises
+        ------
+        StaleDescriptorError
+            The lease has ended.
+        """
+        raise NotImplementedError
+
+    def join(self, other: Import) -> None:
+        """Add a use by another descriptor, whose import was not begun; errors as for :meth:`begin`."""
+        raise NotImplementedError
+
+    def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
+        """End the import after the work of a stream, and count the close.
+
+        ``handle``, ``sees_all``: as for :meth:`ControlBlock.write_by`.
+        """
+        raise NotImplementedError
+
+    def _check_size(self, nbytes: int) -> None:
+        """Raise ``ValueError`` unless a descriptor's size is that of the driver."""
+        result, found = self.imports.session.cuPointerGetAttribute(_RANGE_SIZE, self.address)
+        if result:
+            raise error_from(result, "cuPointerGetAttribute")
+        if found != nbytes:
+            raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
+
+
+class PoolImport(Import):
+    """An import of an allocation of a pool. It is released in stream order, so streams count its close."""
+
+    __slots__ = ("handle", "number")
+
+    def __init__(self, handle: PoolHandle, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
+        super().__init__(handle.imports, device, block, described)
+        self.handle: PoolHandle = handle
+        self.number: int = 0
+        """Value of ``opened`` that counts this import."""
+
+    def known(self) -> Import | None:
+        found = self.imports.allocations.get(self.key)
+        return None if found is None or found._raw is None else found
+
+    def begin(self) -> None:
+        """Count the open in the lease, and import the allocation (``cuMemPoolImportPointer``)."""
+        self.imports.allocations[self.key] = self
+        if self.leased:
+            self._count_open()
+        data = opaque_struct("CUmemPoolPtrExportData", self.key)
+        result, self._raw = self.imports.session.cuMemPoolImportPointer(self.handle._raw, data)
+        if result:
+            self._raw = None
+            raise error_from(result, "cuMemPoolImportPointer", _BAD_POINTER)
+        self.address = int(self._raw)
+        self._check_size(self.nbytes)
+
+    def join(self, other: Import) -> None:
+        self.count += 1
+        if other.leased and not self.counted:
+            self.block, self.words, self.generation = other.block, other.words, other.generation
+            self._count_open()
+        elif other.leased and (self.words is not other.words or self.generation != other.generation):
+            if other.words.slot_words.generation.value != other.generation:
+                raise StaleDescriptorError(_STALE)
+            raise ValueError("this memory is open here under another lease: close that first")
+        self._check_size(other.nbytes)
+
+    def _count_open(self) -> None:
+        words = self.words
+        # Count first, then check for a free. The exporter does both in the opposite order.
+        self.number = number = (words.opened.value + 1) % WORD
+        self.counted = True
+        words.opened.value = number
+        fence()
+        if words.slot_words.generation.value != self.generation:
+            if self._raw is not None:
+                # Keep the import without a lease. This open used no memory, so its end needs no stream.
+                words.opened.value, self.counted = (number - 1) % WORD, False
+            raise StaleDescriptorError(_STALE)
+
+    def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
+        """End the import after the work of a stream (``cuMemFreeAsync``), and count the close."""
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            result = self.imports.session.cuMemFreeAsync(raw, handle)[0]
+            if result:
+                error = error_from(result, "cuMemFreeAsync")
+                self._raw = None if isinstance(error, LOST) else raw
+                raise error
+        if self.imports.allocations.get(self.key) is self:
+            del self.imports.allocations[self.key]
+        self.count = 0
+        words = self.words
+        # If the word is higher, a later import of the same slot is open; its end writes the word.
+        if not self.counted or words.opened.value != self.number:
+            return
+        block: Any = self.block
+        before = (self.number - 1) % WORD
+        if not self.address:
+            # Do not count up ``closed``: streams may still write it for earlier imports.
+            words.opened.value = before
+            return
+        closed = words.closed.value
+        if closed != before and not reached(closed, before):
+            # Another stream will still write the end of an earlier import. Wait for it, because the word may only rise.
+            block.wait(stream, words.closed, before)
+        block.write_by(handle, sees_all, words.closed, self.number)
+        words.closing.value = self.number
+
+
+class PlainImport(Import):
+    """An import of an allocation of ``cuMemAlloc``. The driver counts opens, so each object has its own import."""
+
+    __slots__ = ("_lease",)
+
+    waits = True
+
+    def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
+        super().__init__(imports, device, block, described)
+        # A separate lock, because the release waits for a stream.
+        self.lock: AbstractContextManager[bool] = RLock()
+        self._lease: HostLease | None = None
+
+    def begin(self) -> None:
+        """Count the open in the lease, and open the allocation (``cuIpcOpenMemHandle``)."""
+        if self.leased and self.block is not None:
+            self._lease = HostLease(self.imports, self.block, self.words, self.generation, self.device)
+            self.counted = True
+        handle = opaque_struct("CUipcMemHandle", self.key)
+        with self.device.current():
+            self._raw = self.imports.session.call("cuIpcOpenMemHandle", handle, _LAZY_PEER_ACCESS, hint=_BAD_POINTER)
+        self.address = int(self._raw)
+        self._check_size(self.nbytes)
+
+    def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
+        """Close the allocation and count the close (``cuIpcCloseMemHandle``). Not stream-ordered: the host waits."""
+        if self._raw is not None:
+            stream.synchronize()
+            with self.device.current():
+                self.imports.session.release(self, "cuIpcCloseMemHandle")
+        if self._lease is not None:
+            self._lease.end()
+
+
+class Use(Deferred):
+    """The use of an import by one object. The release of the last one ends the import.
+
+    As a deferred item, it is the release for an object that was dropped, after the work of the object's stream.
+    """
+
+    __slots__ = ("imported", "over", "stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream: Stream = stream
+        self.imported: Import | None = None
+        self.over: bool = False
+
+    def acquire(self, new: Import) -> None:
+        """Begin ``new``, or join the import that this process has of the same allocation. After an error, release."""
+        with new.lock:
+            known = new.known()
+            # Set before the import is begun, so that a release after an error finds it.
+            self.imported = new if known is None else known
+            if known is None:
+                new.begin()
+            else:
+                known.join(new)
+
+    def release(self, stream: Stream, *, used: bool = True) -> None:
+        """End the use; the last one ends the import. After an error the call can be repeated.
+
+        ``used``: the import must be released after queued work of ``stream``.
+        """
+        imported = self.imported
+        if imported is None:
+            return
+        session = imported.imports.session
+        if session.forked:
+            session.check_process()
+        with imported.lock:
+            if self.over:
+                return  # another thread was first
+            if imported.count > 1:
+                # The last use's end follows this event.
+                imported.passed += (stream.record(),) if used else ()
+                imported.count -= 1
+                self.over = True
+                return
+            for event in imported.passed:
+                stream.wait(event)
+            handle, sees_all = direct_view(stream, session)
+            if handle is not None:
+                imported.end(stream, handle, sees_all)
+            else:
+                with stream.device.current():
+                    imported.end(stream, raw_handle(stream), sees_all_work(stream))
+            self.over = True
+
+    def attempt(self) -> bool:
+        imported = self.imported
+        if imported is not None and imported.waits:
+            imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._close))
+        else:
+            self._close()
+        return True
+
+    def _close(self) -> None:
+        ordered_after(self.stream, self.release)
+
+
+class Imports:
+    """The imports of this process through one driver, and the thread that releases dropped ones."""
+
+    def __init__(self, session: Session) -> None:
+        self.session: Session = session
+        self.lock: AbstractContextManager[bool] = RLock()
+        """Held to count imports. Code under it waits for no stream or process."""
+        self.deferred: DeferredQueue = deferred_queue(session)
+        self.version: int = int(session.call("cuDriverGetVersion"))
+        self.blocks: dict[bytes, ControlBlock] = {}
+        self.pools: dict[bytes, PoolHandle] = {}
+        """Imported pools by id."""
+        self.handles: dict[int, PoolHandle] = {}
+        """Imported pools by ``CUmemoryPool``. The driver returns the same handle for repeated imports."""
+        self.allocations: dict[bytes, PoolImport] = {}
+        """Pool allocations by the driver's export data."""
+        self.ranges: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+        """Growable ranges (:class:`ImportedRange`) by id."""
+        self._devices: dict[bytes, Device] = {}
+        self._dropped: SimpleQueue[bool] = SimpleQueue()
+        """Wakes the thread; finalisers may put into a SimpleQueue."""
+        self._thread: threading.Thread | None = None
+
+    def start_thread(self) -> None:
+        """Start the thread, before the first import that may be dropped. Idempotent."""
+        if self._thread is None:
+            args = (self._dropped, weakref.ref(self.session))
+            thread = threading.Thread(target=_release_dropped, args=args, name="streamalloc drops", daemon=True)
+            thread.start()
+            self._thread = thread
+            weakref.finalize(self, self._dropped.put, False).atexit = False
+
+    def drop(self, item: Deferred) -> None:
+        """Submit the release of a dropped object, and wake the thread. For finalisers."""
+        self.deferred.submit(item)
+        self._dropped.put(True)
+
+    def device(self, described: Descriptor, stream: StreamLike | None) -> Device:
+        """Return the device that owns the memory; for memory of another machine, the stream's device."""
+        uuid = described.device
+        found = self.device_of(uuid)
+        if found is not None:
+            return found
+        if described.handle_type == FABRIC and stream is not None:
+            return as_stream(stream, self.session).device
+        why = "this process does not see: is it hidden by CUDA_VISIBLE_DEVICES?"
+        if described.handle_type == FABRIC:
+            why = "is not of this machine, or hidden from this process: pass stream=, whose device is to have access"
+        raise ValueError(f"the memory is on device {uuid.hex()}, which {why}")
+
+    def device_of(self, uuid: bytes) -> Device | None:
+        """Return the device with a UUID of 16 bytes; None if it is not visible to this process."""
+        if uuid not in self._devices:
+            self._devices.update((device.uuid.bytes, device) for device in Device.all(self.session.driver))
+        return self._devices.get(uuid)
+
+    def check_version(self, version: int) -> None:
+        """Warn if the exporter runs another driver than this process."""
+        if version != self.version:
+            warn(
+                f"the exporter runs a driver for CUDA {version // 1000}.{version % 1000 // 10}, this process one for "
+                f"{self.version // 1000}.{self.version % 1000 // 10}: NVIDIA supports equal ones only",
+                DriverVersionWarning,
+            )
+
+    def block_of(self, described: Descriptor, handles: Handles, device: Device) -> ControlBlock | None:
+        """Return the exporter's control block, or a replica if it is on another machine; None without one."""
+        name = described.control_block
+        if name == NOWHERE:
+            return None
+        if described.handle_type != FABRIC:
+            return self.control_block(name, handles.take)
+        known = self.blocks.get(name)
+        relay = None if known is None else known.relay
+        if relay is not None and relay.ended and relay.handle != described.payload:
+            # The exporter has closed that relay and made another.
+            self.blocks.pop(name, None)
+            self.deferred.submit(OnceIdle(self.session, relay.close))
+        block = self.control_block(name, handles.take_local)
+        if block is None:
+            with self.session.relaxed():
+                relay = ImporterRelay(described.payload, name, device)
+            # No lock is held during the wait for the exporter, so another thread may have made one.
+            block = self.blocks.setdefault(name, relay.block)
+            if block is not relay.block:
+                relay.close()
+        return block
+
+    def control_block(self, name: bytes, take: Callable[[bytes], Fd | None]) -> ControlBlock | None:
+        """Return the control block with an id. ``take`` returns its file for the first time, or None if there is
+        none.
+        """
+        block = self.blocks.get(name)
+        if block is not None:
+            return block
+        self._release_ended()
+        fd = take(name)
+        if fd is None:
+            return None
+        try:
+            with self.lock:
+                block = self.blocks.get(name)
+                if block is None:
+                    block = self.blocks[name] = ControlBlock.attach(self.session, fd, name)
+            return block
+        finally:
+            if block is None or block.fd is not fd:
+                fd.close()
+
+    def pool(self, described: Descriptor, handles: Handles) -> PoolHandle:
+        """Return an imported pool. It stays in :attr:`pools`, because later descriptors may come without the handle."""
+        pool = self.pools.get(described.origin)
+        if pool is None:
+            self._release_ended()
+            with handles.take(described.origin) as fd, self.lock:
+                # Under the lock: otherwise a concurrent destruction of the same pool would make the driver's handle
+                # invalid.
+                pool = self.pools.get(described.origin)
+                if pool is None:
+                    new = PoolHandle(self)
+                    name = "cuMemPoolImportFromShareableHandle"
+                    new._raw = self.session.call(name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
+                    pool = self.pools[described.origin] = self.handles.setdefault(int(new._raw), new)
+        return pool
+
+    def _release_ended(self) -> None:
+        """Release the control blocks and pools of exporters that have ended, and closed pools."""
+        with self.lock:
+            used: set[object] = {one.block for one in self.allocations.values()}
+            used |= {one.handle for one in self.allocations.values()}
+            for number, pool in list(self.handles.items()):
+                if pool not in used and not pool.users and pool.ended():
+                    # No descriptor finds the pool from here on.
+                    for name in [name for name, known in self.pools.items() if known is pool]:
+                        del self.pools[name]
+                    self.deferred.submit(pool)
+                    del self.handles[number]
+            for name, block in list(self.blocks.items()):
+                if block not in used and not block.exporter_alive() and block.idle():
+                    del self.blocks[name]
+                    close = block.close if block.relay is None else block.relay.close
+                    self.deferred.submit(OnceIdle(self.session, close))
+
+    def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
+        """Import physical memory. Each import has a separate handle."""
+        if chunk.fabric:
+            return import_memory(self.session, chunk.fabric, chunk.nbytes)
+        with handles.take(chunk.id) as fd:
+            return import_memory(self.session, fd, chunk.nbytes)
+
+
+def _release_dropped(dropped: SimpleQueue[bool], reference: weakref.ref[Session]) -> None:
+    """Thread body: do deferred work after each True in the queue, until a False.
+
+    Without this thread, the process might reach no point of work while a dropped import's owner waits for the release.
+    """
+    while dropped.get():
+        session = reference()
+        if session is None or not session.usable:
+            return
+        work(session)
+        del session
+
+
+imports_of: PerDriver[Imports] = PerDriver(Imports)
+"""The imports of this process through a driver."""
