@@ -19,6 +19,7 @@ Finalisers take none of the locks here: a dropped lease only releases its slot.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import select
 import time
@@ -274,11 +275,8 @@ class Lease(SharedState):
             self._defer(buffer, stream)
             return
         try:
-            if handle is not None:
-                free_shared(buffer, stream, handle)
-            else:
-                with stream.device.current():
-                    free_shared(buffer, stream, raw_handle(stream))
+            with contextlib.nullcontext() if handle is not None else stream.device.current():
+                free_shared(buffer, stream, raw_handle(stream) if handle is None else handle)
         except BaseException:
             if not buffer.freed:
                 self.words.generation.value = self.generation

@@ -29,7 +29,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
-from streamalloc.ipc.importer.imports import HostLease, Import, PoolHandle, Use
+from streamalloc.ipc.importer.imports import HostLease, PlainImport, PoolHandle, PoolImport, Use
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
 from streamalloc.ipc.wire.descriptor import Descriptor, Foreign
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
@@ -200,7 +200,7 @@ class ImportedBuffer(OpenedMemory, Closes):
     __slots__ = ("__weakref__", "_announced", "_contents", "_nbytes", "_new", "_offset", "_use")
 
     def __init__(
-        self, new: Import, described: Descriptor, stream: Stream, announced: Announcement | None = None
+        self, new: PoolImport | PlainImport, described: Descriptor, stream: Stream, announced: Announcement | None
     ) -> None:
         """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
         self._new = new
@@ -290,7 +290,7 @@ class ImportedBuffer(OpenedMemory, Closes):
         alive = {True: "alive", False: "gone", None: "not known"}[self.owner_alive]
         yield "owner", f"another process, {alive}{', and the contents never came' if self.lost else ''}"
 
-    def _checked_import(self) -> Import:
+    def _checked_import(self) -> PoolImport | PlainImport:
         imported = self._use.imported
         if self._use.over or imported is None:
             raise ClosedError(f"this imported buffer of {size_text(self._nbytes)} was closed")

@@ -299,30 +299,9 @@ class Import:
         self.lock: AbstractContextManager[bool] = imports.lock
         """Held while uses are counted."""
 
-    def known(self) -> Import | None:
+    def known(self) -> PoolImport | None:
         """The import that this process has of the same allocation."""
         return None
-
-    def begin(self) -> None:
-        """Count the open in the lease, and import the allocation.
-
-        Raises
-        ------
-        StaleDescriptorError
-            The lease has ended.
-        """
-        raise NotImplementedError
-
-    def join(self, other: Import) -> None:
-        """Add a use by another descriptor, whose import was not begun; errors as for :meth:`begin`."""
-        raise NotImplementedError
-
-    def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """End the import after the work of a stream, and count the close.
-
-        ``handle``, ``sees_all``: as for :meth:`ControlBlock.write_by`.
-        """
-        raise NotImplementedError
 
     def _check_size(self, nbytes: int) -> None:
         """Raise ``ValueError`` unless a descriptor's size is that of the driver."""
@@ -344,12 +323,18 @@ class PoolImport(Import):
         self.number: int = 0
         """Value of ``opened`` that counts this import."""
 
-    def known(self) -> Import | None:
+    def known(self) -> PoolImport | None:
         found = self.imports.allocations.get(self.key)
         return None if found is None or found._raw is None else found
 
     def begin(self) -> None:
-        """Count the open in the lease, and import the allocation (``cuMemPoolImportPointer``)."""
+        """Count the open in the lease, and import the allocation (``cuMemPoolImportPointer``).
+
+        Raises
+        ------
+        StaleDescriptorError
+            The lease has ended.
+        """
         self.imports.allocations[self.key] = self
         if self.leased:
             self._count_open()
@@ -362,6 +347,7 @@ class PoolImport(Import):
         self._check_size(self.nbytes)
 
     def join(self, other: Import) -> None:
+        """Add a use by another descriptor, whose import was not begun; errors as for :meth:`begin`."""
         self.count += 1
         if other.leased and not self.counted:
             self.block, self.words, self.generation = other.block, other.words, other.generation
@@ -386,7 +372,10 @@ class PoolImport(Import):
             raise StaleDescriptorError(_STALE)
 
     def end(self, stream: Stream, handle: Any, sees_all: bool) -> None:
-        """End the import after the work of a stream (``cuMemFreeAsync``), and count the close."""
+        """End the import after the work of a stream (``cuMemFreeAsync``), and count the close.
+
+        ``handle``, ``sees_all``: as for :meth:`ControlBlock.write_by`.
+        """
         raw, self._raw = self._raw, None
         if raw is not None:
             result = self.imports.session.cuMemFreeAsync(raw, handle)[0]
@@ -459,10 +448,10 @@ class Use(Deferred):
 
     def __init__(self, stream: Stream) -> None:
         self.stream: Stream = stream
-        self.imported: Import | None = None
+        self.imported: PoolImport | PlainImport | None = None
         self.over: bool = False
 
-    def acquire(self, new: Import) -> None:
+    def acquire(self, new: PoolImport | PlainImport) -> None:
         """Begin ``new``, or join the import that this process has of the same allocation. After an error, release."""
         with new.lock:
             known = new.known()

@@ -34,7 +34,7 @@ from streamalloc.ipc.importer.imported import (
     ImportedPool,
     ImportedRange,
 )
-from streamalloc.ipc.importer.imports import Handles, HostLease, Import, Imports, PlainImport, PoolImport, imports_of
+from streamalloc.ipc.importer.imports import Handles, HostLease, Imports, PlainImport, PoolImport, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, Descriptor, Flags, Mechanism
@@ -216,7 +216,7 @@ def _ordered(stream: StreamLike, session: Session) -> Stream:
     return ordered
 
 
-def _open_allocation(request: _Request, new: Import) -> ImportedBuffer:
+def _open_allocation(request: _Request, new: PoolImport | PlainImport) -> ImportedBuffer:
     ordered, announced = request.ordered(), request.announcement()
     if announced is not None and ordered.is_default and not announced.written:
         # Before the import, because it could not be released on a captured stream.

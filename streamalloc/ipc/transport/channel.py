@@ -8,8 +8,8 @@ receiver joins these, and drops incomplete messages. The peer's user is checked 
 File descriptors travel in no other way: what :func:`streamalloc.ipc.send` sends, the answers of the handle server, the
 requests of a store, and the exchanges of a group are messages of channels.
 
-If a signal handler raises, the packet that is being received may be lost, with its descriptors. The receiver detects a
-lost packet of a larger message and closes the channel.
+If a signal handler raises, the packet that is being received may be lost, with its descriptors. The receiver drops the
+other packets of a message that lacks one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import operator
 import os
 import resource
 import select
@@ -123,7 +124,7 @@ PACKET_DATA = 64 * 1024
 """The most bytes of one packet."""
 PACKET_HANDLES = 64
 """The most file descriptors of one packet."""
-MAX_DATA = 1 << 20
+MAX_DATA = 1 << 24
 """The most bytes of one message."""
 MAX_HANDLES = 4096
 """The most file descriptors of one message."""
@@ -207,14 +208,8 @@ def as_bytes(data: BytesLike) -> bytes:
 
 
 def number_of(handle: Fd | int) -> int:
-    """A descriptor's number; raises ``TypeError`` or ``ValueError`` for an invalid one."""
-    if isinstance(handle, Fd):
-        return handle.fileno()
-    if isinstance(handle, bool) or not isinstance(handle, int):
-        raise TypeError(f"a descriptor must be an Fd or an int, not {type(handle).__name__} ({handle!r})")
-    if handle < 0:
-        raise ValueError(f"{handle} is no descriptor: they are 0 or more")
-    return handle
+    """A descriptor's number; raises ``TypeError`` for something else."""
+    return handle.fileno() if isinstance(handle, Fd) else operator.index(handle)
 
 
 def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
@@ -236,8 +231,10 @@ def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
         yield header(_PART_MAGIC, VERSION, len(some), len(body)) + body, some
 
 
-def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> Partial | str:
-    """Return a partial message with the next part added, or a text that says why the part does not fit."""
+def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> Partial | str | None:
+    """Return a partial message with the next part added; None if the part before it is missing, or a text if the part
+    is damaged.
+    """
     if len(packet) < HEADER_BYTES + _PART.size:
         return f"a part of a message of {len(packet)} bytes"
     name, number, count, nbytes, total = _PART.unpack_from(packet, HEADER_BYTES)
@@ -246,7 +243,7 @@ def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -
     if not number:
         partial = Partial(name, nbytes, count, total, (), ())
     elif partial is None or partial[:4] != (name, nbytes, count, total) or number != len(partial.data):
-        return f"part {number} of a message whose parts before it did not come"
+        return None
     longer = partial._replace(
         data=(*partial.data, packet[HEADER_BYTES + _PART.size :]), handles=partial.handles + handles
     )
@@ -254,18 +251,6 @@ def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -
     if have > nbytes or fds > total or (number + 1 == count and (have, fds) != (nbytes, total)):
         return f"parts with {have} bytes and {fds} descriptors, instead of {nbytes} and {total}"
     return longer
-
-
-def _name_in(packet: bytes) -> bytes:
-    """The name of the message that a packet is a part of; empty if the packet is a whole message."""
-    return packet[HEADER_BYTES : HEADER_BYTES + 8] if packet[:4] == _PART_MAGIC else b""
-
-
-def _descriptors_of(packet: bytes) -> int:
-    """The number of descriptors of the whole message, as a packet says."""
-    if packet[:4] == _PART_MAGIC and len(packet) >= HEADER_BYTES + _PART.size:
-        return int(_PART.unpack_from(packet, HEADER_BYTES)[4])
-    return int(_unpack(packet)[2]) if len(packet) >= HEADER_BYTES else 0
 
 
 def no_descriptors(needed: int) -> OSError:
@@ -297,7 +282,6 @@ def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
 
 # Plain integers: enum operators would cost more than the rest of a call.
 _DAMAGED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
-_ALL_BITS = (1 << 32) - 1
 
 # Nanoseconds that a receiver polls before it sleeps. A message within this time arrives in a third of the time of a
 # thread wake-up. On one processor polling would only delay the sender.
@@ -313,7 +297,6 @@ _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 
 _clock = time.perf_counter_ns
-_make = tuple.__new__  # Message() calls this too, and takes three times as long
 
 
 class _Socket(socket.socket):
@@ -390,35 +373,21 @@ class Channel(_SocketOwner):
     b'hello'
     """
 
-    __slots__ = (
-        "_carried",
-        "_lost",
-        "_misses",
-        "_partial",
-        "_ready",
-        "_receive",
-        "_send",
-        "_send_with",
-        "peer",
-        "timeout",
-    )
+    __slots__ = ("_carried", "_misses", "_partial", "_ready", "_receive", "_send_with", "peer", "timeout")
 
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
         self._carried: set[bytes] = set()
         """Ids of handles already sent over this channel."""
         self._partial: Partial | None = None
-        self._lost = b""
-        """Name of a message whose first descriptors this process had no room for."""
         self._misses = 0
         """Consecutive waits in which polling found no message."""
         self._socket = connection = _Socket(connection.family, connection.type, 0, connection.detach())
         self.peer: Peer = peer
         """The process that made the other end."""
         # Bound once: looking a method up at each call costs a tenth of a hand-off.
-        self._send = connection.send
-        self._receive = connection.recvmsg
         self._send_with = connection.sendmsg
+        self._receive = connection.recvmsg
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         self._ready = poll.poll
@@ -504,20 +473,16 @@ class Channel(_SocketOwner):
             The other end belongs to another user.
         """
         number = number_of(fd)
-        try:
-            connection = socket.socket(fileno=number)
-        except OSError as error:
-            raise ValueError(f"descriptor {number} is not open or is no socket: {error}") from None
-        with undoing(connection.detach):
-            if (connection.family, connection.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
-                raise ValueError(f"descriptor {number} is no AF_UNIX socket of type SOCK_SEQPACKET")
+        with contextlib.ExitStack() as undo:
             try:
+                connection = socket.socket(fileno=number)
+                undo.callback(connection.detach)
+                if (connection.family, connection.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+                    raise ValueError(f"descriptor {number} is no AF_UNIX socket of type SOCK_SEQPACKET")
                 connection.getpeername()
-                peer = admitted(connection)
-            except PermissionError:
-                raise
             except OSError as error:
                 raise ValueError(f"descriptor {number} is no connected socket: {error}") from None
+            peer = admitted(connection)
             os.set_inheritable(number, False)
             channel = cls(connection, peer)
         if isinstance(fd, Fd):
@@ -535,7 +500,7 @@ class Channel(_SocketOwner):
         Parameters
         ----------
         data
-            At most 1 MiB.
+            At most 16 MiB.
         handles
             At most 4096 descriptors. The receiver gets duplicates; the caller keeps the originals.
         timeout
@@ -554,19 +519,7 @@ class Channel(_SocketOwner):
             This end is closed.
         """
         wait = self.timeout if timeout is None else timeout
-        plain = not handles and type(data) is bytes and len(data) <= PACKET_DATA and (wait is None or wait >= 0)
-        if not (plain and self._offer(data)):  # type: ignore[arg-type]
-            self._send_packets(packets_of(as_bytes(data), handles), wait)
-
-    def _offer(self, data: bytes) -> bool:
-        """Send a one-packet message without waiting; returns whether it was sent. On failure :meth:`send` raises the
-        reason.
-        """
-        try:
-            self._send(header(MAGIC, VERSION, 0, len(data)) + data, _SEND)
-        except OSError:
-            return False
-        return True
+        self._send_packets(packets_of(as_bytes(data), handles), wait)
 
     def receive(self, *, timeout: float | None = None) -> Message:
         """Receive one message.
@@ -601,19 +554,13 @@ class Channel(_SocketOwner):
                 end = deadline_after(wait) if end is None else end
                 self._await(error, wait, end)
                 continue
-            if (
-                not (extra or flags & _DAMAGED)
-                and packet[:HEADER_BYTES] == header(MAGIC, VERSION, 0, len(packet) - HEADER_BYTES & _ALL_BITS)
-                and self._partial is None
-            ):
-                return _make(Message, (packet[HEADER_BYTES:], ()))
             message = self._take(packet, _handles_in(extra), flags)
             if message is not None:
                 return message
             end = deadline_after(wait) if end is None else end
 
     def _send_packets(self, packets: Iterable[Packet], wait: float | None) -> None:
-        """Send packets; wait for room if the receiver's queue is full."""
+        """Send packets (:func:`packets_of`); errors as for :meth:`send`. ``wait``: seconds to wait for room."""
         end = deadline_after(wait)
         for packet, handles in packets:
             rights = rights_of(handles)
@@ -665,11 +612,7 @@ class Channel(_SocketOwner):
         if flags & _DAMAGED == socket.MSG_CTRUNC and len(handles) < PACKET_HANDLES:
             close_all(handles)
             self._drop_partial()
-            self._lost = _name_in(packet)
-            raise no_descriptors(_descriptors_of(packet))
-        if self._lost and _name_in(packet) == self._lost:  # a further part of that message
-            close_all(handles)
-            return None
+            raise no_descriptors(_unpack(packet)[2] if len(packet) >= HEADER_BYTES else 0)
         fault = fault_in(packet, len(handles), flags)
         if fault is None and packet[:4] == MAGIC:
             # The sender abandoned the previous message; no more of its packets come.
@@ -680,9 +623,11 @@ class Channel(_SocketOwner):
             close_all(handles)
             self.close()
             raise ProtocolError(f"{self._who} sent something else than a message: {found}; the channel is closed")
-        if len(found.data) == 1:
+        if found is None:  # an earlier packet of this message was lost
+            close_all(handles)
+        if found is None or len(found.data) == 1:
             self._drop_partial()
-        if len(found.data) < found.parts:
+        if found is None or len(found.data) < found.parts:
             self._partial = found
             return None
         self._partial = None

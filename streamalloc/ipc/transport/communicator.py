@@ -142,7 +142,7 @@ class _Group(Closes):
         self._ended = ""
 
     def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
-        """The bytes of all ranks, by rank. Ranks may pass different numbers of bytes.
+        """The bytes of all ranks, by rank. Ranks may pass different numbers of bytes, at most 16 MiB.
 
         Raises
         ------
@@ -163,7 +163,7 @@ class _Group(Closes):
             self._gather(Call.BARRIER, b"", limit)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-        """Duplicates of the descriptors of all ranks, by rank; this rank's own are included.
+        """Duplicates of the descriptors of all ranks, by rank; this rank's own are included. A rank has at most 4096.
 
         Errors as for :meth:`allgather`. Every rank raises ``ValueError`` if the ranks are not all on one machine, of
         one user and in one network namespace; the group stays usable.

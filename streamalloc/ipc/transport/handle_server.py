@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 import weakref
@@ -21,7 +20,6 @@ from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError
 
 # Seconds until a silent client is dropped, or a request fails.
 _SECONDS = 10.0
-_MOST_CLIENTS = 64
 _ID_BYTES = 16
 
 
@@ -54,36 +52,21 @@ def serve() -> bytes:
 
 
 def _serve(listener: Listener) -> None:
-    """Answer one request of each client. A client that is silent delays nobody: it is dropped after a while."""
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    clients: dict[int, tuple[Channel, float]] = {}
-    """Clients by descriptor, the oldest first, and when they are dropped."""
+    """Answer each client on a thread of its own, so that a silent one delays nobody."""
     while True:
-        ready = dict(poll.poll(_SECONDS * 1000 if clients else None))
-        if ready.pop(listener.fileno(), None):
-            try:
-                client = listener.accept(timeout=0)
-                clients[client.fileno()] = client, time.monotonic() + _SECONDS
-                poll.register(client, select.POLLIN)
-            except PermissionError:
-                pass  # a client of another user
-            except OSError:
-                time.sleep(0.01)  # For example no descriptor is left: the client waits in the queue.
-        now = time.monotonic()
-        late = [number for number, (_, end) in clients.items() if end <= now]
-        full = list(clients)[: max(0, len(clients) - _MOST_CLIENTS)]
-        for number in {*ready, *late, *full}:
-            client, _ = clients.pop(number)
-            poll.unregister(number)
-            with client:
-                if number in ready:
-                    _answer(client)
+        try:
+            client = listener.accept()
+            threading.Thread(target=_answer, args=(client,), name="streamalloc handles", daemon=True).start()
+        except PermissionError:
+            pass  # a client of another user
+        except (OSError, RuntimeError):
+            time.sleep(0.01)  # For example no descriptor is left: the client waits in the queue.
 
 
 def _answer(client: Channel) -> None:
-    with contextlib.suppress(OSError, ProtocolError):
-        name, given = client.receive(timeout=0)
+    """Answer one request of a client, and close the channel."""
+    with contextlib.suppress(OSError, ProtocolError), client:
+        name, given = client.receive(timeout=_SECONDS)
         close_all(given)
         found = published.get(name)
         try:

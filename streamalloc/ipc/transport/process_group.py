@@ -14,21 +14,21 @@ import os
 import select
 import struct
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.ipc.transport.channel import (
-    PACKET_DATA,
-    PACKET_HANDLES,
     Channel,
     Listener,
+    Packet,
     PeerGoneError,
     ProtocolError,
     number_of,
+    packets_of,
 )
 from streamalloc.ipc.transport.deadlines import deadline_after, left, milliseconds
 
@@ -128,12 +128,11 @@ def name_of(call: int) -> str:
     return _NAMES.get(call, "")
 
 
-# Header of each packet: the call, the number of earlier calls, and the bytes and descriptors of the data. With
-# Call.FAILED, JSON follows: whether a rank was late, the calls of the ranks at fault, and the error's text.
-_HEAD = struct.Struct("<BxxxIQI")
+# Header of each message: the call, and the number of earlier calls. With Call.FAILED, JSON follows: whether a rank was
+# late, the calls of the ranks at fault, and the error's text.
+_HEAD = struct.Struct("<BxxxI")
 _HELLO = struct.Struct("<5sI")
 _NAMES = {int(call): str(call) for call in Call if call != Call.FAILED}
-_CHUNK = PACKET_DATA - _HEAD.size
 _LONGEST_TEXT = 1000
 # Seconds: shortest and longest pause while ranks connect, and the limit for a caller's first message.
 _SHORT = 0.001
@@ -141,18 +140,19 @@ _LONG = 0.02
 _HELLO_SECONDS = 5.0
 
 
-@dataclass(eq=False)
 class _Link:
-    """Data received from one other rank in a call, and packets still to send to it."""
+    """What is left to do with one other rank in a call."""
 
-    rank: int
-    channel: Channel
-    unsent: int
-    """Number of packets to send."""
-    received: bool = False
-    """Whether all data was received."""
-    data: bytearray = field(default_factory=bytearray)
-    handles: list[Fd] = field(default_factory=list)
+    __slots__ = ("channel", "data", "handles", "rank", "received", "unsent")
+
+    def __init__(self, rank: int, channel: Channel, packets: Sequence[Packet]) -> None:
+        self.rank = rank
+        self.channel = channel
+        self.unsent = deque(packets)
+        """Packets to send."""
+        self.received = False
+        self.data = b""
+        self.handles: tuple[Fd, ...] = ()
 
 
 class Mesh(Closes):
@@ -213,27 +213,25 @@ class Mesh(Closes):
         links: list[_Link] = []
         own: list[Fd] = []
         try:
-            packets = _packets(call, self._calls, data, handles)
+            packets = [*packets_of(_HEAD.pack(call, self._calls) + data, handles)]
             for one in handles:
                 own.append(Fd(os.dup(number_of(one))))
-            links += [_Link(rank, channel, len(packets)) for rank, channel in self._channels.items()]
-            self._run(call, links, packets, limit)
+            links += [_Link(rank, channel, packets) for rank, channel in self._channels.items()]
+            self._run(call, links, limit)
         except BaseException as error:
             close_all(itertools.chain(own, *(link.handles for link in links)))
             self._notify_failure(error)
             raise
         self._calls += 1
-        given = {link.rank: (bytes(link.data), tuple(link.handles)) for link in links}
+        given = {link.rank: (link.data, link.handles) for link in links}
         given[self._rank] = data, tuple(own)
         return [given[rank] for rank in range(len(given))]
 
-    def _run(
-        self, call: Call, links: list[_Link], packets: list[tuple[bytes, Sequence[Fd | int]]], limit: Limit
-    ) -> None:
+    def _run(self, call: Call, links: list[_Link], limit: Limit) -> None:
         ready = select.poll()
         waiting = {link.channel.fileno(): link for link in links}
         for number, link in waiting.items():
-            self._send(link, packets)
+            self._send(link)
             ready.register(number, _awaited(link))
         while waiting:
             for number, _ in ready.poll(milliseconds(limit.end) if limit.end is not None else None):
@@ -241,7 +239,7 @@ class Mesh(Closes):
                 # Receive first: a failed rank sends the reason before it closes.
                 if not link.received:
                     self._receive(link, call)
-                self._send(link, packets)
+                self._send(link)
                 if link.received and not link.unsent:
                     ready.unregister(number)
                     del waiting[number]
@@ -252,43 +250,37 @@ class Mesh(Closes):
                 missing = missing or [link.rank for link in waiting.values()]
                 raise did_not_come(missing, limit, f" to the {call}")
 
-    def _send(self, link: _Link, packets: list[tuple[bytes, Sequence[Fd | int]]]) -> None:
+    def _send(self, link: _Link) -> None:
         while link.unsent:
-            data, handles = packets[-link.unsent]
             try:
                 # Not 0 s: poll() reports room even if too many descriptors are in flight.
-                link.channel.send(data, handles, timeout=_SHORT)
+                link.channel._send_packets([link.unsent[0]], _SHORT)
             except TimeoutError:
                 return
             except PeerGoneError:
                 raise _why_gone(link) from None
-            link.unsent -= 1
+            link.unsent.popleft()
 
     def _receive(self, link: _Link, call: Call) -> None:
-        while not link.received:
-            try:
-                data, handles = link.channel.receive(timeout=0)
-            except TimeoutError:
-                return
-            except PeerGoneError:
-                raise _why_gone(link) from None
-            link.handles += handles
-            if len(data) < _HEAD.size:
-                raise GroupProtocolError(f"rank {link.rank} sent a packet of {len(data)} bytes", {link.rank: ""})
-            theirs, count, nbytes, total = _HEAD.unpack_from(data)
-            if theirs == Call.FAILED:
-                raise _reason(data)
-            if (theirs, count) != (call, self._calls):
-                name = name_of(theirs) or f"call {theirs}"
-                raise GroupProtocolError(
-                    f"rank {link.rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
-                    f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
-                    {link.rank: name, self._rank: str(call)},
-                )
-            link.data += data[_HEAD.size :]
-            if len(link.data) > nbytes or len(link.handles) > total:
-                raise GroupProtocolError(f"rank {link.rank} sent more than its header says", {link.rank: ""})
-            link.received = len(link.data) == nbytes and len(link.handles) == total
+        try:
+            data, link.handles = link.channel.receive(timeout=0)
+        except TimeoutError:
+            return
+        except PeerGoneError:
+            raise _why_gone(link) from None
+        if len(data) < _HEAD.size:
+            raise GroupProtocolError(f"rank {link.rank} sent a message of {len(data)} bytes", {link.rank: ""})
+        theirs, count = _HEAD.unpack_from(data)
+        if theirs == Call.FAILED:
+            raise _reason(data)
+        if (theirs, count) != (call, self._calls):
+            name = name_of(theirs) or f"call {theirs}"
+            raise GroupProtocolError(
+                f"rank {link.rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
+                f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
+                {link.rank: name, self._rank: str(call)},
+            )
+        link.data, link.received = data[_HEAD.size :], True
 
     def _notify_failure(self, error: BaseException) -> None:
         """Notify the other ranks of this rank's error, and close the channels."""
@@ -298,7 +290,7 @@ class Mesh(Closes):
             text = f"rank {self._rank} gave up: {described(error)}"
         calls = error.calls if isinstance(error, GroupError) else {self._rank: ""}
         reason = isinstance(error, TimeoutError), list(calls.items()), text[:_LONGEST_TEXT]
-        packet = _HEAD.pack(Call.FAILED, self._calls, 0, 0) + json.dumps(reason).encode()
+        packet = _HEAD.pack(Call.FAILED, self._calls) + json.dumps(reason).encode()
         for channel in self._channels.values():
             with contextlib.suppress(Exception):
                 channel.send(packet, timeout=0)
@@ -324,17 +316,6 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Lim
         pass  # The caller has ended, or is no rank.
     channel.close()
     return None
-
-
-def _packets(
-    call: Call, count: int, data: bytes, handles: Sequence[Fd | int]
-) -> list[tuple[bytes, Sequence[Fd | int]]]:
-    head = _HEAD.pack(call, count, len(data), len(handles))
-    number = max(1, -(-len(data) // _CHUNK), -(-len(handles) // PACKET_HANDLES))
-    return [
-        (head + data[i * _CHUNK : (i + 1) * _CHUNK], handles[i * PACKET_HANDLES : (i + 1) * PACKET_HANDLES])
-        for i in range(number)
-    ]
 
 
 def _awaited(link: _Link) -> int:

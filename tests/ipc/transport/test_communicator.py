@@ -256,7 +256,7 @@ class TestFaults:
         together(groups, lambda group: group.barrier())
         mesh = groups[1]._mesh
         assert mesh is not None
-        mesh._channels[0].send(_HEAD.pack(Call.FAILED, 1, 0, 0) + reason)
+        mesh._channels[0].send(_HEAD.pack(Call.FAILED, 1) + reason)
         with pytest.raises(ProtocolError, match="cannot be read"):
             groups[0].barrier()
 
