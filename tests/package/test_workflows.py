@@ -23,6 +23,15 @@ def test_are_of_the_form_that_github_takes() -> None:
     assert end.value.code == 0
 
 
+def test_issue_forms_ask_for_what_github_knows() -> None:
+    yaml: Any = pytest.importorskip("ruamel.yaml")
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
+        fields = yaml.YAML(typ="safe").load(form)
+        assert {"name", "description", "body"} <= fields.keys()
+        kinds = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+        assert all(field["type"] in kinds and field["attributes"]["label"] for field in fields["body"])
+
+
 @pytest.mark.parametrize("path", [*WORKFLOWS, *DOCUMENTS], ids=lambda path: path.name)
 def test_targets_of_make_are_there(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
