@@ -77,6 +77,10 @@ def test_what_is_in_it(installed: Environment) -> None:
     assert needed == {"cuda-python", "numpy", "typing-extensions"}
     assert about.metadata["License-Expression"] == "Apache-2.0" and (found / "licenses" / "LICENSE").exists()
     assert "Typing :: Typed" in about.metadata.get_all("Classifier", [])
+    # The README, without links to files that an index does not have.
+    description = about.metadata.get_payload()  # type: ignore[attr-defined]
+    assert description.startswith("# streamalloc") and "wrong.py" in description
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", description) == []
 
 
 def test_the_command(installed: Environment, tmp_path: Path) -> None:
