@@ -16,7 +16,9 @@ from streamalloc.ipc.internal import store_names
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``store``."""
-    parser.add_argument("action", choices=_ACTIONS, help="list keys, show one key, or remove one")
+    parser.add_argument(
+        "action", nargs="?", default="list", choices=_ACTIONS, help="list keys (default), show or remove one"
+    )
     parser.add_argument("name", metavar="NAME", nargs="?", help="name of the store; default for list: all")
     parser.add_argument("key", metavar="KEY", nargs="?", help="key, for show and remove")
     add_json_argument(parser)

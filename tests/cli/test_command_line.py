@@ -45,10 +45,19 @@ class TestArguments:
         assert exit.value.code == 2
         assert "swim" in capsys.readouterr().err
 
+    def test_a_command_that_is_nearly_one(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["bnech"])
+        assert capsys.readouterr().err.endswith("; did you mean bench?\n")
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [
             (["profile", "mine.json"], "streamalloc profile: error: unrecognized arguments: mine.json"),
+            (
+                ["profile", "--drvier=cuda"],
+                "streamalloc profile: error: unrecognized arguments: --drvier=cuda; did you mean --driver?",
+            ),
             (["replay", "absent.csv"], "streamalloc replay: absent.csv: No such file or directory"),
         ],
     )

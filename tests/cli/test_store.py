@@ -73,7 +73,7 @@ def test_usage(store: ipc.Store, capsys: pytest.CaptureFixture[str], arguments: 
 
 
 def test_no_store(run: Run, name: str) -> None:
-    assert run("store", "list") == (0, "no store is served\n")
+    assert run("store") == run("store", "list") == (0, "no store is served\n")
 
 
 @pytest.mark.parametrize(
