@@ -34,82 +34,54 @@ class TestGetAccess:
     def test_of_one_mapping(self, rig: Rig, start: int) -> None:
         assert rig.set_access(start, PAGE, OWN) == "SUCCESS"
         assert [rig.get_access(start + at) for at in (0, 77, PAGE)] == [READWRITE, READWRITE, NO_ACCESS]
-
-    @pytest.mark.parametrize("flags", [NO_ACCESS, READ, READWRITE])
-    def test_of_a_location(self, rig: Rig, start: int, flags: int) -> None:
-        assert rig.set_access(start, PAGE, (DEVICE, 0, flags)) == "SUCCESS"
-        # Asked for the host, the call says what device 0 may do.
-        assert [rig.get_access(start, kind) for kind in (DEVICE, HOST)] == [flags, flags]
-
-    def test_of_the_host_s_memory_node(self, rig: Rig, start: int) -> None:
-        assert rig.set_access(start, PAGE, OWN) == "SUCCESS"
         assert rig.get_access(start, HOST_NUMA) == NO_ACCESS
+        for flags in (NO_ACCESS, READ, READWRITE):
+            assert rig.set_access(start, PAGE, (DEVICE, 0, flags)) == "SUCCESS"
+            # Asked for the host, the call says what device 0 may do.
+            assert [rig.get_access(start, kind) for kind in (DEVICE, HOST)] == [flags, flags]
 
-    @pytest.mark.parametrize(("kind", "id"), [(DEVICE, 9), (NOWHERE, 0), (HOST_NUMA_CURRENT, 0)])
-    def test_of_what_is_no_place(self, rig: Rig, start: int, kind: int, id: int) -> None:
-        assert rig.get_access(start, kind, id) == "INVALID_DEVICE"
-
-    def test_of_no_location(self, rig: Rig, start: int) -> None:
+    def test_of_what_is_none(self, rig: Rig, start: int) -> None:
+        places = ((DEVICE, 9), (NOWHERE, 0), (HOST_NUMA_CURRENT, 0))
+        assert [rig.get_access(start, kind, id) for kind, id in places] == ["INVALID_DEVICE"] * 3
         assert said(rig.raw.cuMemGetAccess(None, start)) == "INVALID_VALUE"
+        assert rig.get_access(start + 5 * PAGE) == rig.get_access(UNRESERVED) == "INVALID_VALUE"
 
-    def test_where_nothing_is_mapped(self, rig: Rig, start: int) -> None:
-        assert rig.get_access(start + 5 * PAGE) == "INVALID_VALUE"
 
-    def test_where_nothing_is_reserved(self, rig: Rig) -> None:
-        assert rig.get_access(UNRESERVED) == "INVALID_VALUE"
+RANGES = {
+    "all three": (0, 3 * PAGE, "SUCCESS"),
+    "with what is not mapped": (0, 4 * PAGE, "INVALID_VALUE"),
+    "what is not mapped": (4 * PAGE, PAGE, "INVALID_VALUE"),
+    "half of one": (0, PAGE // 2, "INVALID_VALUE"),
+    "64 KiB of one": (0, 1 << 16, "INVALID_VALUE"),
+    "4 KiB behind the begin": (4096, PAGE, "INVALID_VALUE"),
+    "4 KiB more than one": (0, PAGE + 4096, "INVALID_VALUE"),
+    "halves of two": (PAGE // 2, PAGE, "INVALID_VALUE"),
+    "no bytes": (0, 0, "INVALID_VALUE"),
+}
+PLACES = {
+    "device that is not there": ((DEVICE, 9, READWRITE), "INVALID_VALUE"),
+    "nowhere": ((NOWHERE, 0, READWRITE), "INVALID_VALUE"),
+    "host": ((HOST, 0, READWRITE), "NOT_SUPPORTED"),
+    "host, none": ((HOST, 0, NO_ACCESS), "SUCCESS"),
+    "host NUMA": ((HOST_NUMA, 0, READWRITE), "NOT_SUPPORTED"),
+    "current host NUMA": ((HOST_NUMA_CURRENT, 0, READWRITE), "INVALID_VALUE"),
+}
 
 
 class TestSetAccess:
-    @pytest.mark.parametrize(
-        ("at", "size", "expected"),
-        [
-            pytest.param(0, 3 * PAGE, "SUCCESS", id="all three"),
-            pytest.param(0, 4 * PAGE, "INVALID_VALUE", id="with what is not mapped"),
-            pytest.param(4 * PAGE, PAGE, "INVALID_VALUE", id="what is not mapped"),
-            pytest.param(0, PAGE // 2, "INVALID_VALUE", id="half of one"),
-            pytest.param(0, 1 << 16, "INVALID_VALUE", id="64 KiB of one"),
-            pytest.param(4096, PAGE, "INVALID_VALUE", id="4 KiB behind the begin"),
-            pytest.param(0, PAGE + 4096, "INVALID_VALUE", id="4 KiB more than one"),
-            pytest.param(PAGE // 2, PAGE, "INVALID_VALUE", id="halves of two"),
-            pytest.param(0, 0, "INVALID_VALUE", id="no bytes"),
-        ],
-    )
-    def test_range(self, rig: Rig, start: int, at: int, size: int, expected: str) -> None:
-        assert rig.set_access(start + at, size, OWN) == expected
-
-    @pytest.mark.parametrize(
-        ("wanted", "expected"),
-        [
-            ((DEVICE, 9, READWRITE), "INVALID_VALUE"),
-            ((NOWHERE, 0, READWRITE), "INVALID_VALUE"),
-            ((HOST, 0, READWRITE), "NOT_SUPPORTED"),
-            ((HOST, 0, NO_ACCESS), "SUCCESS"),
-            ((HOST_NUMA, 0, READWRITE), "NOT_SUPPORTED"),
-            ((HOST_NUMA_CURRENT, 0, READWRITE), "INVALID_VALUE"),
-        ],
-        ids=["device that is not there", "nowhere", "host", "host, none", "host NUMA", "current host NUMA"],
-    )
-    def test_location(self, rig: Rig, start: int, wanted: tuple[int, int, int], expected: str) -> None:
-        assert rig.set_access(start, PAGE, wanted) == expected
+    def test_ranges_and_places(self, rig: Rig, start: int) -> None:
+        for name, (at, size, expected) in RANGES.items():
+            assert rig.set_access(start + at, size, OWN) == expected, name
+        for name, (wanted, expected) in PLACES.items():
+            assert rig.set_access(start, PAGE, wanted) == expected, name
+            assert rig.set_access(start, PAGE, (DEVICE, 0, READ), wanted) == expected, name
+        assert said(rig.raw.cuMemSetAccess(start, PAGE, [], 0)) == "INVALID_VALUE"
+        assert said(rig.raw.cuMemSetAccess(start, PAGE, None, 0)) == "INVALID_VALUE"
 
     def test_what_comes_before_a_refused_place_is_set(self, rig: Rig, start: int) -> None:
         assert rig.set_access(start, PAGE, (DEVICE, 0, READ)) == "SUCCESS"
         assert rig.set_access(start, PAGE, OWN, (HOST, 0, READWRITE)) == "NOT_SUPPORTED"
         assert rig.get_access(start) == READWRITE
-
-    @pytest.mark.parametrize(
-        ("wanted", "expected"),
-        [((DEVICE, 9, READWRITE), "INVALID_VALUE"), ((HOST, 0, READWRITE), "NOT_SUPPORTED")],
-        ids=["device that is not there", "host"],
-    )
-    def test_one_that_is_refused_beside_another(
-        self, rig: Rig, start: int, wanted: tuple[int, int, int], expected: str
-    ) -> None:
-        assert rig.set_access(start, PAGE, (DEVICE, 0, READ), wanted) == expected
-
-    def test_of_nobody(self, rig: Rig, start: int) -> None:
-        assert said(rig.raw.cuMemSetAccess(start, PAGE, [], 0)) == "INVALID_VALUE"
-        assert said(rig.raw.cuMemSetAccess(start, PAGE, None, 0)) == "INVALID_VALUE"
 
     def test_of_one_device_twice(self, rig: Rig, start: int) -> None:
         """The last one counts."""
@@ -154,25 +126,19 @@ class TestWork:
         assert said(rig.raw.cuMemcpyDtoD(open_start + half, open_start + 3 * half, PAGE)) == "SUCCESS"
         assert rig.read(open_start + PAGE - 4, 8) == [3] * 4 + [4] * 4
 
-    def test_into_what_is_not_mapped(self, rig: Rig, open_start: int) -> None:
-        last = open_start + 2 * PAGE
-        assert said(rig.raw.cuMemsetD8(last, 3, 2 * PAGE)) == "INVALID_VALUE"
-        assert said(rig.raw.cuMemcpyHtoD(last, np.ones(2 * PAGE, np.uint8), 2 * PAGE)) == "INVALID_VALUE"
-        rig.synchronize()
-
     def test_where_nothing_is_mapped(self, rig: Rig, open_start: int) -> None:
-        value(rig.raw.cuMemUnmap(open_start + PAGE, PAGE))
-        assert said(rig.raw.cuMemsetD8Async(open_start + PAGE, 3, PAGE, LEGACY)) == "INVALID_VALUE"
+        raw, last = rig.raw, open_start + 2 * PAGE
+        answers = [raw.cuMemsetD8(last, 3, 2 * PAGE), raw.cuMemsetD8(UNRESERVED, 1, 4)]
+        answers.append(raw.cuMemcpyHtoD(last, np.ones(2 * PAGE, np.uint8), 2 * PAGE))
+        value(raw.cuMemUnmap(open_start + PAGE, PAGE))
+        answers.append(raw.cuMemsetD8Async(open_start + PAGE, 3, PAGE, LEGACY))
+        assert [said(one) for one in answers] == ["INVALID_VALUE"] * 4
         rig.synchronize()
 
-    def test_where_nothing_is_reserved(self, rig: Rig) -> None:
-        assert said(rig.raw.cuMemsetD8(UNRESERVED, 1, 4)) == "INVALID_VALUE"
-        rig.synchronize()
-
-    @pytest.mark.parametrize("name", ["cuMemFree", "cuMemFreeAsync", "cuIpcGetMemHandle"])
-    def test_it_is_no_allocation(self, rig: Rig, open_start: int, name: str) -> None:
-        arguments = (open_start, LEGACY) if name == "cuMemFreeAsync" else (open_start,)
-        assert said(getattr(rig.raw, name)(*arguments)) == "INVALID_VALUE"
+    def test_it_is_no_allocation(self, rig: Rig, open_start: int) -> None:
+        raw = rig.raw
+        answers = raw.cuMemFree(open_start), raw.cuMemFreeAsync(open_start, LEGACY), raw.cuIpcGetMemHandle(open_start)
+        assert [said(one) for one in answers] == ["INVALID_VALUE"] * 3
         assert rig.read(open_start, 8) == [7] * 8
 
     def test_a_refusal_comes_before_further_mappings(self, rig: Rig, start: int) -> None:

@@ -68,25 +68,14 @@ REFUSED: dict[str, tuple[int, int, int, str]] = {
 
 
 class TestMap:
-    @pytest.mark.parametrize("name", REFUSED)
-    def test_refused(self, scene: Scene, name: str) -> None:
-        at, size, offset, expected = REFUSED[name]
-        assert said(scene.raw.cuMemMap(scene.start + at, size, offset, scene.two, 0)) == expected
-
-    def test_after_what_was_refused(self, scene: Scene) -> None:
-        assert scene.map(0, PAGE, scene.two) == "NOT_SUPPORTED"
-        assert [scene.unmap(0, 1), scene.unmap(0, 2)] == ["SUCCESS"] * 2
-        assert scene.map(0, 2 * PAGE, scene.two) == "SUCCESS"
-
-    def test_flags(self, scene: Scene) -> None:
+    def test_refused(self, scene: Scene) -> None:
+        for name, (at, size, offset, expected) in REFUSED.items():
+            assert said(scene.raw.cuMemMap(scene.start + at, size, offset, scene.two, 0)) == expected, name
         assert said(scene.raw.cuMemMap(scene.start, 2 * PAGE, 0, scene.two, 1)) == "INVALID_VALUE"
-
-    @pytest.mark.parametrize("memory", [0, None])
-    def test_no_memory(self, scene: Scene, memory: Any) -> None:
-        assert scene.map(0, 2 * PAGE, memory) == "INVALID_VALUE"
-
-    def test_to_no_address(self, scene: Scene) -> None:
         assert said(scene.raw.cuMemMap(0, 2 * PAGE, 0, scene.two, 0)) == "INVALID_VALUE"
+        assert [scene.map(0, 2 * PAGE, memory) for memory in (0, None)] == ["INVALID_VALUE"] * 2
+        # what was refused changes nothing
+        assert [scene.unmap(0, 1), scene.unmap(0, 2), scene.map(0, 2 * PAGE, scene.two)] == ["SUCCESS"] * 3
 
     def test_to_where_something_is(self, scene: Scene) -> None:
         assert scene.map(1, 2 * PAGE, scene.two) == "SUCCESS"
@@ -174,33 +163,19 @@ class TestUnmap:
         for page, size, memory in ((0, PAGE, scene.one), (1, 2 * PAGE, scene.two), (3, PAGE, scene.one)):
             assert scene.map(page, size, memory) == "SUCCESS"
 
-    @pytest.mark.parametrize(
-        ("at", "size"),
-        [(0, 2 * PAGE), (PAGE, PAGE), (4096, PAGE), (0, 0)],
-        ids=["one and a half", "begin of one", "unaligned", "no bytes"],
-    )
-    def test_refused(self, scene: Scene, at: int, size: int) -> None:
-        assert said(scene.raw.cuMemUnmap(scene.start + at, size)) == "INVALID_VALUE"
-        assert scene.mapped(0, 1, 2, 3, 4) == [True] * 4 + [False]
-        assert scene.rig.get_access(scene.start) == 0
-
-    def test_several_at_once(self, scene: Scene) -> None:
-        assert scene.unmap(0, 4) == "SUCCESS"
-        assert scene.mapped(0, 1, 2, 3) == [False] * 4
+    def test_refused(self, scene: Scene) -> None:
+        for at, size in ((0, 2 * PAGE), (PAGE, PAGE), (4096, PAGE), (0, 0)):
+            assert said(scene.raw.cuMemUnmap(scene.start + at, size)) == "INVALID_VALUE"
+            assert scene.mapped(0, 1, 2, 3, 4) == [True] * 4 + [False]
+            assert scene.rig.get_access(scene.start) == 0
+        assert said(scene.raw.cuMemUnmap(UNRESERVED, PAGE)) == "INVALID_VALUE"
 
     def test_several_and_what_is_between(self, scene: Scene) -> None:
+        assert scene.unmap(5, 1) == "SUCCESS"
         assert scene.map(6, PAGE, scene.one) == "SUCCESS"
         assert scene.unmap(0, 8) == "SUCCESS"
-        assert scene.mapped(0, 1, 3, 6) == [False] * 4
-
-    def test_where_nothing_is_mapped(self, scene: Scene) -> None:
-        assert scene.unmap(5, 1) == "SUCCESS"
-
-    def test_twice(self, scene: Scene) -> None:
-        assert [scene.unmap(0, 4), scene.unmap(0, 4)] == ["SUCCESS"] * 2
-
-    def test_where_nothing_is_reserved(self, rig: Rig) -> None:
-        assert said(rig.raw.cuMemUnmap(UNRESERVED, PAGE)) == "INVALID_VALUE"
+        assert scene.mapped(0, 1, 2, 3, 6) == [False] * 5
+        assert scene.unmap(0, 4) == "SUCCESS"
 
 
 class TestRetain:
@@ -211,11 +186,9 @@ class TestRetain:
     def retain(self, scene: Scene, address: int) -> Answer:
         return scene.rig.keep_memory(scene.raw.cuMemRetainAllocationHandle(address))
 
-    @pytest.mark.parametrize("at", [0, PAGE + 77], ids=["start", "inside"])
-    def test_gives_the_handle_that_is_mapped(self, scene: Scene, at: int) -> None:
-        assert int(value(self.retain(scene, scene.page(1) + at))) == int(scene.two)
-
-    def test_at_the_end(self, scene: Scene) -> None:
+    def test_gives_the_handle_that_is_mapped(self, scene: Scene) -> None:
+        for at in (0, PAGE + 77):
+            assert int(value(self.retain(scene, scene.page(1) + at))) == int(scene.two)
         assert said(self.retain(scene, scene.page(3))) == "INVALID_VALUE"
 
     def test_of_a_released_handle(self, scene: Scene) -> None:

@@ -67,21 +67,12 @@ class TestExport:
         assert first != second
         assert not os.get_inheritable(first)
 
-    @pytest.mark.parametrize(
-        ("handle_type", "flags"),
-        [(POSIX_FD, 1), (FABRIC, 0), (NO_HANDLE, 0), (WIN32, 0)],
-        ids=["flags", "fabric", "none", "Win32"],
-    )
-    def test_refused(self, rig: Rig, fds: Descriptors, handle_type: int, flags: int) -> None:
+    def test_refused(self, rig: Rig, fds: Descriptors) -> None:
         memory = rig.memory(handle_types=POSIX_FD)
-        assert said(fds.export(memory, handle_type, flags)) == "INVALID_VALUE"
-
-    def test_of_memory_that_is_not_made_for_it(self, rig: Rig, fds: Descriptors) -> None:
-        assert said(fds.export(rig.memory())) == "INVALID_VALUE"
-
-    def test_of_an_import(self, rig: Rig, fds: Descriptors) -> None:
-        imported = fds.imported(fds.exported(rig.memory(handle_types=POSIX_FD)))
-        assert said(fds.export(imported)) == "INVALID_VALUE"
+        for handle_type, flags in ((POSIX_FD, 1), (FABRIC, 0), (NO_HANDLE, 0), (WIN32, 0)):
+            assert said(fds.export(memory, handle_type, flags)) == "INVALID_VALUE"
+        for other in (rig.memory(), fds.imported(fds.exported(memory))):
+            assert said(fds.export(other)) == "INVALID_VALUE"
 
 
 class TestImport:
@@ -122,67 +113,38 @@ class TestImport:
         retained = [value(rig.keep_memory(rig.raw.cuMemRetainAllocationHandle(one))) for one in (there, here)]
         assert [int(one) for one in retained] == [int(imported), int(memory)]
 
-    def test_of_a_closed_descriptor(self, rig: Rig, fds: Descriptors) -> None:
-        fd = fds.exported(rig.memory(handle_types=POSIX_FD))
-        fds.close(fd)
-        assert said(fds.import_(fd)) == "UNKNOWN"
-
-    @pytest.mark.parametrize("kind", ["pipe", "memfd", "null device"])
-    def test_of_another_kind_of_file(self, fds: Descriptors, kind: str) -> None:
-        opened: tuple[int, ...]
-        if kind == "pipe":
-            opened = os.pipe()
-        else:
-            opened = (os.memfd_create("x") if kind == "memfd" else os.open(os.devnull, os.O_RDONLY),)
-        try:
-            assert said(fds.import_(opened[0])) == "UNKNOWN"
-        finally:
-            for fd in opened:
-                os.close(fd)
-
-    @pytest.mark.parametrize(("handle_type", "expected"), [(WIN32, "NOT_SUPPORTED"), (NO_HANDLE, "INVALID_VALUE")])
-    def test_as_another_type(self, fds: Descriptors, handle_type: int, expected: str) -> None:
-        opened = os.pipe()
-        try:
-            assert said(fds.import_(opened[0], handle_type)) == expected
-        finally:
-            for fd in opened:
-                os.close(fd)
+    def test_refused(self, rig: Rig, fds: Descriptors) -> None:
+        closed, pool = fds.exported(rig.memory(handle_types=POSIX_FD)), rig.pool(handle_types=POSIX_FD)
+        fds.close(closed)
+        others = [*os.pipe(), os.memfd_create("x"), os.open(os.devnull, os.O_RDONLY)]
+        assert [said(fds.import_(fd)) for fd in (closed, *others)] == ["UNKNOWN"] * 5
+        types = WIN32, NO_HANDLE
+        assert [said(fds.import_(others[0], one)) for one in types] == ["NOT_SUPPORTED", "INVALID_VALUE"]
+        for fd in others:
+            os.close(fd)
+        fd = int(value(fds.keep(rig.raw.cuMemPoolExportToShareableHandle(pool, fds.type(POSIX_FD), 0))))
+        assert said(fds.import_(fd)) == "NOT_SUPPORTED"
 
     def test_negative_descriptor(self, fds: Descriptors) -> None:
         message = re.escape("Provided argument is of type <class 'int'> but expected")
         with pytest.raises(TypeError, match=f"^{message}"):
             fds.import_(-1)
 
-    def test_of_a_pool(self, rig: Rig, fds: Descriptors) -> None:
-        pool = rig.pool(handle_types=POSIX_FD)
-        fd = int(value(fds.keep(rig.raw.cuMemPoolExportToShareableHandle(pool, fds.type(POSIX_FD), 0))))
-        assert said(fds.import_(fd)) == "NOT_SUPPORTED"
-
-    def test_as_a_pool(self, rig: Rig, fds: Descriptors) -> None:
-        fd = fds.exported(rig.memory(handle_types=POSIX_FD))
-        assert said(rig.raw.cuMemPoolImportFromShareableHandle(fd, fds.type(POSIX_FD), 0)) == "NOT_SUPPORTED"
-
 
 class TestLifetime:
     SIZE = 64 * MiB
 
-    def test_a_descriptor_keeps_the_memory(self, rig: Rig, fds: Descriptors) -> None:
+    @pytest.mark.parametrize("imported", [False, True], ids=["descriptor", "import"])
+    def test_is_that_of_the_last_to_have_it(self, rig: Rig, fds: Descriptors, imported: bool) -> None:
         memory = rig.memory(self.SIZE, handle_types=POSIX_FD)
         free, fd = rig.device_free(), fds.exported(memory)
         assert rig.release(memory) == "SUCCESS"
+        handle = fds.imported(fd) if imported else None
         assert rig.device_free() == free
         fds.close(fd)
-        assert rig.device_free() - free == self.SIZE
-
-    def test_an_import_keeps_the_memory(self, rig: Rig, fds: Descriptors) -> None:
-        memory = rig.memory(self.SIZE, handle_types=POSIX_FD)
-        free, fd = rig.device_free(), fds.exported(memory)
-        assert rig.release(memory) == "SUCCESS"
-        imported = fds.imported(fd)
-        fds.close(fd)
-        assert rig.device_free() == free
-        assert rig.release(imported) == "SUCCESS"
+        if handle is not None:
+            assert rig.device_free() == free
+            assert rig.release(handle) == "SUCCESS"
         assert rig.device_free() - free == self.SIZE
 
 
@@ -213,17 +175,18 @@ class TestDmaBuf:
         over_pcie = fds.keep(raw.cuMemGetHandleForAddressRange(address, size, dma_buf, 1))
         assert said(over_pcie) == ("NOT_SUPPORTED" if expected == "SUCCESS" else expected)
 
-    @pytest.mark.parametrize(("at", "size", "expected"), [one[1:] for one in RANGES], ids=[one[0] for one in RANGES])
-    def test_of_mappings(self, rig: Rig, fds: Descriptors, at: int, size: int, expected: str) -> None:
+    def test_of_mappings(self, rig: Rig, fds: Descriptors) -> None:
         start = rig.reserve(4 * PAGE)
         rig.map(start, rig.memory())
         rig.map(start + PAGE, rig.memory(rdma=1))
         assert rig.set_access(start, 2 * PAGE, OWN) == "SUCCESS"
-        self.check(fds, start + at, size, expected)
+        for _, at, size, expected in self.RANGES:
+            self.check(fds, start + at, size, expected)
 
-    @pytest.mark.parametrize(("at", "size"), [(0, 4 * MiB), (1 << 16, 1 << 16)], ids=["all", "part"])
-    def test_of_plain_memory(self, rig: Rig, fds: Descriptors, at: int, size: int) -> None:
-        self.check(fds, int(rig.plain(4 * MiB)) + at, size, "SUCCESS")
+    def test_of_plain_and_pool_memory(self, rig: Rig, fds: Descriptors) -> None:
+        plain, pooled = int(rig.plain(4 * MiB)), int(rig.allocate(rig.pool(), 4 * MiB, rig.stream()))
+        for address, size in ((plain, 4 * MiB), (plain + (1 << 16), 1 << 16), (pooled, 4 * MiB)):
+            self.check(fds, address, size, "SUCCESS")
 
     def test_of_neighbours(self, rig: Rig, fds: Descriptors) -> None:
         blocks = sorted((rig.plain(PAGE) for _ in range(4)), key=int)
@@ -234,31 +197,23 @@ class TestDmaBuf:
         value(rig.raw.cuMemFree(rig.disown(second)))
         self.check(fds, border - 4096, 8192, "INVALID_VALUE")
 
-    def test_of_pool_memory(self, rig: Rig, fds: Descriptors) -> None:
-        pointer = rig.allocate(rig.pool(), 4 * MiB, rig.stream())
-        self.check(fds, int(pointer), 4 * MiB, "SUCCESS")
-
-    @pytest.mark.parametrize(
-        ("at", "size", "expected"),
-        [
-            (0, 4096, "SUCCESS"),
-            (4096, 4096, "INVALID_VALUE"),
-            (2 * MiB, 2 * MiB, "INVALID_VALUE"),
-            (2 * MiB, 32 * MiB, "SUCCESS"),
-            (4096, 32 * MiB, "SUCCESS"),
-            (32 * MiB, 4096, "SUCCESS"),
-            (34 * MiB, 4096, "INVALID_VALUE"),
-            (64 * MiB, 100 * MiB, "SUCCESS"),  # into the next allocation
-        ],
+    IN_A_POOL = (
+        (0, 4096, "SUCCESS"),
+        (4096, 4096, "INVALID_VALUE"),
+        (2 * MiB, 2 * MiB, "INVALID_VALUE"),
+        (2 * MiB, 32 * MiB, "SUCCESS"),
+        (4096, 32 * MiB, "SUCCESS"),
+        (32 * MiB, 4096, "SUCCESS"),
+        (34 * MiB, 4096, "INVALID_VALUE"),
+        (64 * MiB, 100 * MiB, "SUCCESS"),  # into the next allocation
     )
-    def test_within_a_chunk_of_a_pool_only_from_its_beginning(
-        self, rig: Rig, fds: Descriptors, at: int, size: int, expected: str
-    ) -> None:
-        pool, stream = rig.pool(UINT64_MAX), rig.stream()
+
+    def test_within_a_chunk_of_a_pool_only_from_its_beginning(self, rig: Rig, fds: Descriptors) -> None:
+        pool, stream, raw = rig.pool(UINT64_MAX), rig.stream(), rig.raw
         pointer = rig.allocate(pool, 100 * MiB, stream)
         rig.allocate(pool, 64 * MiB, stream)
-        raw = rig.raw
         dma_buf = raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-        assert said(fds.keep(raw.cuMemGetHandleForAddressRange(pointer + at, size, dma_buf, 0))) == expected
-        # what is not supported is seen before that
-        assert said(fds.keep(raw.cuMemGetHandleForAddressRange(pointer + at, size, dma_buf, 1))) == "NOT_SUPPORTED"
+        for at, size, expected in self.IN_A_POOL:
+            # what is not supported is seen before that
+            for flags, answer in ((0, expected), (1, "NOT_SUPPORTED")):
+                assert said(fds.keep(raw.cuMemGetHandleForAddressRange(pointer + at, size, dma_buf, flags))) == answer

@@ -31,51 +31,30 @@ class TestGranularity:
         flag = rig.raw.CUmulticastGranularity_flags(option)
         return int(value(rig.raw.cuMulticastGetGranularity(properties(rig.raw, 2, **props), flag)))
 
-    def test_the_recommended_one_is_a_multiple_of_the_smallest(self, rig: Rig) -> None:
-        smallest, recommended = self.granularity(rig, 0), self.granularity(rig, 1)
-        assert smallest == PAGE
-        assert recommended % smallest == 0
-
-    @pytest.mark.parametrize("size", [0, PAGE, 1 << 30])
-    def test_does_not_depend_on_the_size(self, rig: Rig, size: int) -> None:
-        assert self.granularity(rig, 0, size=size) == PAGE
-
-    def test_needs_properties(self, rig: Rig) -> None:
+    def test_is_that_of_pages_whatever_the_size(self, rig: Rig) -> None:
+        assert [self.granularity(rig, 0, size=size) for size in (0, PAGE, 1 << 30)] == [PAGE] * 3
+        assert self.granularity(rig, 1) % PAGE == 0
         flag = rig.raw.CUmulticastGranularity_flags(0)
         assert said(rig.raw.cuMulticastGetGranularity(None, flag)) == "INVALID_VALUE"
 
 
 class TestCreate:
-    @pytest.mark.parametrize(
-        "wrong",
-        [{"devices": 0}, {"size": 0}, {"size": PAGE + 4096}, {"flags": 1}, {"handle_types": WIN32}],
-        ids=lambda wrong: "-".join(wrong),
-    )
-    def test_bad_properties(self, rig: Rig, wrong: dict[str, int]) -> None:
-        props = properties(rig.raw, **{"devices": 2, **wrong})
-        assert said(rig.raw.cuMulticastCreate(props)) == "INVALID_VALUE"
-
-    def test_no_properties(self, rig: Rig) -> None:
+    def test_bad_properties(self, rig: Rig) -> None:
+        for wrong in ({"devices": 0}, {"size": 0}, {"size": PAGE + 4096}, {"flags": 1}, {"handle_types": WIN32}):
+            props = properties(rig.raw, **{"devices": 2, **wrong})
+            assert said(rig.raw.cuMulticastCreate(props)) == "INVALID_VALUE", wrong
         assert said(rig.raw.cuMulticastCreate(None)) == "INVALID_VALUE"
 
     def test_release(self, rig: Rig) -> None:
-        assert rig.release(Team(rig).object) == "SUCCESS"
-
-    def test_release_with_devices(self, rig: Rig) -> None:
-        assert rig.release(Team(rig).add_all().object) == "SUCCESS"
+        assert rig.release(Team(rig).object) == rig.release(Team(rig).add_all().object) == "SUCCESS"
 
 
 class TestAddDevice:
-    def test_no_such_device(self, rig: Rig) -> None:
-        assert Team(rig).add(99) == "INVALID_DEVICE"
-
-    def test_twice(self, rig: Rig) -> None:
+    def test_each_once(self, rig: Rig) -> None:
         team = Team(rig)
-        assert [team.add(0), team.add(0), team.add(1)] == ["SUCCESS", "INVALID_VALUE", "SUCCESS"]
-
-    def test_of_another_team_too(self, rig: Rig) -> None:
-        Team(rig).add_all()
-        Team(rig).add_all()
+        answers = [team.add(device) for device in (99, 0, 0, 1)]
+        assert answers == ["INVALID_DEVICE", "SUCCESS", "INVALID_VALUE", "SUCCESS"]
+        Team(rig).add_all()  # of another team, too
 
 
 class TestBind:
@@ -87,22 +66,12 @@ class TestBind:
         assert team.bind(memory, offset=0, start=PAGE, size=PAGE) == "SUCCESS"
         assert team.bind(memory, offset=PAGE, start=0, size=PAGE) == "SUCCESS"
 
-    @pytest.mark.parametrize(
-        "wrong",
-        [
-            {"offset": 4096, "size": PAGE},
-            {"start": 4096, "size": PAGE},
-            {"size": PAGE + 4096},
-            {"size": 0},
-            {"offset": PAGE},
-            {"start": PAGE},
-            {"size": 3 * PAGE},
-            {"flags": 1},
-        ],
-        ids=str,
-    )
-    def test_bad_ranges(self, rig: Rig, team: Team, wrong: dict[str, int]) -> None:
-        assert team.bind(rig.memory(2 * PAGE), **wrong) == "INVALID_VALUE"
+    def test_what_is_refused(self, rig: Rig, team: Team) -> None:
+        memory = rig.memory(2 * PAGE)
+        ranges = [{"offset": 4096, "size": PAGE}, {"start": 4096, "size": PAGE}, {"size": PAGE + 4096}, {"size": 0}]
+        for wrong in (*ranges, {"offset": PAGE}, {"start": PAGE}, {"size": 3 * PAGE}, {"flags": 1}):
+            assert team.bind(memory, **wrong) == "INVALID_VALUE", wrong
+        assert team.bind(rig.memory(2 * PAGE, location=HOST_NUMA)) == "INVALID_VALUE"
 
     def test_where_something_is_bound(self, rig: Rig, team: Team) -> None:
         memory = rig.memory(2 * PAGE)
@@ -110,15 +79,12 @@ class TestBind:
         assert team.bind(rig.memory(2 * PAGE)) == "INVALID_VALUE"
         assert team.bind(memory, start=PAGE, size=PAGE) == "SUCCESS"
 
-    def test_host_memory(self, rig: Rig, team: Team) -> None:
-        assert team.bind(rig.memory(2 * PAGE, location=HOST_NUMA)) == "INVALID_VALUE"
-
-    def test_memory_that_cannot_be_shared_to_an_object_that_can(self, rig: Rig) -> None:
-        team = Team(rig, handle_types=POSIX_FD).add_all()
-        assert team.bind(rig.memory(PAGE, handle_types=NO_HANDLE)) == "INVALID_VALUE"
-        assert team.bind(rig.memory(PAGE, handle_types=POSIX_FD)) == "SUCCESS"
-
-    def test_shareable_memory_to_an_object_that_is_not(self, rig: Rig, team: Team) -> None:
+    def test_what_can_be_shared(self, rig: Rig, team: Team) -> None:
+        other, stream = Team(rig, handle_types=POSIX_FD).add_all(), rig.stream()
+        assert other.bind(rig.memory(PAGE, handle_types=NO_HANDLE)) == "INVALID_VALUE"
+        assert other.bind_address(int(rig.allocate(rig.pool(), PAGE, stream))) == "INVALID_VALUE"
+        assert other.bind_address(int(rig.allocate(rig.pool(handle_types=POSIX_FD), PAGE, stream))) == "SUCCESS"
+        assert other.bind(rig.memory(PAGE, id=1, handle_types=POSIX_FD)) == "SUCCESS"
         assert team.bind(rig.memory(2 * PAGE, handle_types=POSIX_FD)) == "SUCCESS"
 
     @pytest.mark.bindings("13.1")
@@ -130,28 +96,15 @@ class TestBind:
 
 
 class TestBindAddress:
-    def test_mapped_memory(self, rig: Rig, team: Team) -> None:
-        address = rig.mapping(2 * PAGE, (DEVICE, 0, READWRITE))
-        assert team.bind_address(address) == "SUCCESS"
+    def test_of_mappings_and_pools(self, rig: Rig, team: Team) -> None:
+        assert team.bind_address(rig.mapping(2 * PAGE, (DEVICE, 0, READWRITE))) == "SUCCESS"
+        assert team.unbind(0) == "SUCCESS"
+        assert team.bind_address(int(rig.allocate(rig.pool(), 4 * PAGE, rig.stream()))) == "SUCCESS"
 
-    def test_pool_memory(self, rig: Rig, team: Team) -> None:
-        pool, stream = rig.pool(), rig.stream()
-        address = int(rig.allocate(pool, 4 * PAGE, stream))
-        assert team.bind_address(address) == "SUCCESS"
-
-    def test_pool_memory_that_cannot_be_shared(self, rig: Rig) -> None:
-        team = Team(rig, handle_types=POSIX_FD).add_all()
-        stream = rig.stream()
-        assert team.bind_address(int(rig.allocate(rig.pool(), PAGE, stream))) == "INVALID_VALUE"
-        assert team.bind_address(int(rig.allocate(rig.pool(handle_types=POSIX_FD), PAGE, stream))) == "SUCCESS"
-
-    def test_other_memory(self, rig: Rig, team: Team) -> None:
-        assert team.bind_address(int(rig.plain(4 * PAGE)) // PAGE * PAGE + PAGE, size=PAGE) == "INVALID_VALUE"
-        assert team.bind_address(rig.reserve(2 * PAGE)) == "INVALID_VALUE"
-
-    def test_bad_ranges(self, rig: Rig, team: Team) -> None:
+    def test_what_is_refused(self, rig: Rig, team: Team) -> None:
         address = rig.mapping(PAGE, (DEVICE, 0, READWRITE))
-        assert team.bind_address(address) == "INVALID_VALUE"
+        assert team.bind_address(int(rig.plain(4 * PAGE)) // PAGE * PAGE + PAGE, size=PAGE) == "INVALID_VALUE"
+        assert team.bind_address(rig.reserve(2 * PAGE)) == team.bind_address(address) == "INVALID_VALUE"
         assert team.bind_address(address + 4096, size=PAGE) == "INVALID_VALUE"
 
     @pytest.mark.bindings("13.1")
@@ -182,12 +135,11 @@ class TestUnbind:
 
 
 class TestMapping:
-    def test_twice(self, rig: Rig) -> None:
-        team, _ = whole(rig)
+    def test_more_than_once_in_part_and_before_anything_is_bound(self, rig: Rig) -> None:
+        team = Team(rig, size=2 * PAGE).add_all()
         team.map()
-
-    def test_half(self, rig: Rig) -> None:
-        team = Team(rig, size=2 * PAGE).add_all().bind_all()
+        team.bind_all()
+        team.map()
         rig.map(rig.reserve(PAGE), team.object, PAGE)
 
     def test_bad_ranges(self, rig: Rig, team: Team) -> None:
@@ -195,9 +147,6 @@ class TestMapping:
         for size, offset in ((3 * PAGE, 0), (4096, 0), (PAGE, 4096), (0, 0), (PAGE, 2 * PAGE)):
             assert said(rig.raw.cuMemMap(start, size, offset, team.object, 0)) == "INVALID_VALUE"
         assert said(rig.raw.cuMemMap(start + 4096, PAGE, 0, team.object, 0)) == "INVALID_VALUE"
-
-    def test_before_anything_is_bound(self, rig: Rig) -> None:
-        Team(rig).add_all().map()
 
     def test_access(self, rig: Rig) -> None:
         team, address = whole(rig)
@@ -294,21 +243,14 @@ class TestWrites:
 
 
 class TestMemoryThatIsBound:
-    def test_counts_until_it_is_unbound(self, rig: Rig, team: Team) -> None:
+    @pytest.mark.parametrize("how", ["unbound", "object gone"])
+    def test_counts_until_its_binding_ends(self, rig: Rig, team: Team, how: str) -> None:
         memory = rig.memory(2 * PAGE)
         before = rig.device_free()
         assert team.bind(memory) == "SUCCESS"
         rig.release(memory)
         assert rig.device_free() == before
-        assert team.unbind(0) == "SUCCESS"
-        assert rig.device_free() == before + 2 * PAGE
-
-    def test_counts_until_the_object_is_gone(self, rig: Rig, team: Team) -> None:
-        memory = rig.memory(2 * PAGE)
-        before = rig.device_free()
-        assert team.bind(memory) == "SUCCESS"
-        rig.release(memory)
-        rig.release(team.object)
+        assert (team.unbind(0) if how == "unbound" else rig.release(team.object)) == "SUCCESS"
         assert rig.device_free() == before + 2 * PAGE
 
 

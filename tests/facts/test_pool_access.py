@@ -14,34 +14,24 @@ HOST_POOLS = pytest.mark.parametrize("location", [HOST, HOST_NUMA], ids=["host",
 
 
 class TestDevicePool:
-    @pytest.mark.parametrize(("kind", "flags"), [(DEVICE, READWRITE), (HOST, NO_ACCESS), (HOST_NUMA, NO_ACCESS)])
-    def test_access_at_first(self, rig: Rig, kind: int, flags: int) -> None:
-        assert rig.access_flags(rig.pool(), kind) == flags
+    def test_access_at_first(self, rig: Rig) -> None:
+        pool = rig.pool()
+        assert [rig.access_flags(pool, kind) for kind in (DEVICE, HOST, HOST_NUMA)] == [READWRITE, NO_ACCESS, NO_ACCESS]
+        for place in ((DEVICE, 9), (HOST_NUMA_CURRENT, 0), (NOWHERE, 0)):
+            assert said(rig.raw.cuMemPoolGetAccess(pool, rig.location(*place))) == "INVALID_VALUE"
 
-    @pytest.mark.parametrize(("kind", "id"), [(DEVICE, 9), (HOST_NUMA_CURRENT, 0), (NOWHERE, 0)])
-    def test_access_of_what_is_no_place(self, rig: Rig, kind: int, id: int) -> None:
-        answer = rig.raw.cuMemPoolGetAccess(rig.pool(), rig.location(kind, id))
-        assert said(answer) == "INVALID_VALUE"
-
-    @pytest.mark.parametrize(
-        ("wanted", "expected"),
-        [
+    def test_set_access(self, rig: Rig) -> None:
+        pool = rig.pool()
+        for wanted, expected in (
             ((DEVICE, 0, NO_ACCESS), "INVALID_DEVICE"),
             ((DEVICE, 0, READ), "NOT_SUPPORTED"),
             ((DEVICE, 0, READWRITE), "SUCCESS"),
             ((DEVICE, 9, READWRITE), "INVALID_DEVICE"),
             ((HOST, 0, READWRITE), "NOT_SUPPORTED"),
             ((HOST_NUMA, 0, READWRITE), "NOT_SUPPORTED"),
-        ],
-        ids=["revoke own", "own read only", "own", "device that is not there", "host", "host NUMA"],
-    )
-    def test_set_access(self, rig: Rig, wanted: tuple[int, int, int], expected: str) -> None:
-        pool = rig.pool()
-        assert rig.grant(pool, wanted) == expected
-        assert rig.access_flags(pool, DEVICE) == READWRITE
-
-    def test_set_access_of_nobody(self, rig: Rig) -> None:
-        pool = rig.pool()
+        ):
+            assert rig.grant(pool, wanted) == expected
+            assert rig.access_flags(pool, DEVICE) == READWRITE
         assert said(rig.raw.cuMemPoolSetAccess(pool, [], 0)) == "INVALID_VALUE"
         assert said(rig.raw.cuMemPoolSetAccess(pool, None, 0)) == "INVALID_VALUE"
 
@@ -53,28 +43,22 @@ class TestDevicePool:
 
 @HOST_POOLS
 class TestHostPool:
-    @pytest.mark.parametrize(("kind", "flags"), [(DEVICE, NO_ACCESS), (HOST, READWRITE), (HOST_NUMA, READWRITE)])
-    def test_access_at_first(self, rig: Rig, location: int, kind: int, flags: int) -> None:
-        assert rig.access_flags(rig.pool(location=location), kind) == flags
-
-    @pytest.mark.parametrize("kind", [HOST_NUMA_CURRENT, NOWHERE])
-    def test_access_of_what_is_no_place(self, rig: Rig, location: int, kind: int) -> None:
+    def test_access_at_first(self, rig: Rig, location: int) -> None:
         pool = rig.pool(location=location)
-        assert said(rig.raw.cuMemPoolGetAccess(pool, rig.location(kind))) == "INVALID_VALUE"
+        found = [rig.access_flags(pool, kind) for kind in (DEVICE, HOST, HOST_NUMA)]
+        assert found == [NO_ACCESS, READWRITE, READWRITE]
+        for kind in (HOST_NUMA_CURRENT, NOWHERE):
+            assert said(rig.raw.cuMemPoolGetAccess(pool, rig.location(kind))) == "INVALID_VALUE"
 
-    @pytest.mark.parametrize(
-        ("wanted", "expected"),
-        [
+    def test_set_access(self, rig: Rig, location: int) -> None:
+        for wanted, expected in (
             ((DEVICE, 0, READWRITE), "SUCCESS"),
             ((DEVICE, 0, READ), "NOT_SUPPORTED"),
             ((HOST, 0, NO_ACCESS), "NOT_SUPPORTED"),
             ((HOST_NUMA, 0, NO_ACCESS), "NOT_SUPPORTED"),
             ((HOST, 0, READWRITE), "SUCCESS"),
-        ],
-        ids=["device", "device read only", "revoke host", "revoke host NUMA", "host"],
-    )
-    def test_set_access(self, rig: Rig, location: int, wanted: tuple[int, int, int], expected: str) -> None:
-        assert rig.grant(rig.pool(location=location), wanted) == expected
+        ):
+            assert rig.grant(rig.pool(location=location), wanted) == expected
 
     def test_grows_as_a_device_pool_does(self, rig: Rig, location: int) -> None:
         pool, stream = rig.pool(location=location), rig.stream()
@@ -128,17 +112,13 @@ class TestHostPoolWithAGrant:
         value(rig.raw.cuStreamSynchronize(stream))
         return pointer
 
-    def test_is_no_source_of_a_copy_on_the_device(self, rig: Rig, pointer: Any) -> None:
-        answer = rig.raw.cuMemcpyDtoDAsync(rig.plain(4096), pointer, 64, rig.stream())
-        assert said(answer) == "INVALID_VALUE"
-
-    def test_copy_past_its_end(self, rig: Rig, pointer: Any) -> None:
-        answer = rig.raw.cuMemcpyHtoDAsync(rig.plain(4096), int(pointer) + 4000, 200, rig.stream())
-        assert said(answer) == "INVALID_VALUE"
-
-    def test_is_no_word_to_wait_for(self, rig: Rig, pointer: Any) -> None:
-        ctypes.memset(int(pointer), 0, 4)
-        assert said(rig.raw.cuStreamWaitValue32(rig.stream(), int(pointer), 0, 1)) == "INVALID_VALUE"
+    def test_what_is_refused(self, rig: Rig, pointer: Any) -> None:
+        raw, plain, stream, address = rig.raw, rig.plain(4096), rig.stream(), int(pointer)
+        ctypes.memset(address, 0, 4)
+        answers = [raw.cuMemcpyDtoDAsync(plain, address, 64, stream)]
+        answers.append(raw.cuMemcpyHtoDAsync(plain, address + 4000, 200, stream))  # past its end
+        answers.append(raw.cuStreamWaitValue32(stream, address, 0, 1))
+        assert [said(one) for one in answers] == ["INVALID_VALUE"] * 3
 
 
 @pytest.mark.parametrize(

@@ -73,32 +73,16 @@ def plain(pair: Pair) -> Any:
 
 
 class TestPeers:
-    def test_access_both_ways(self, raw: Any) -> None:
-        assert [value(raw.cuDeviceCanAccessPeer(*pair)) for pair in ((0, 1), (1, 0))] == [1, 1]
-
-    def test_a_device_is_no_peer_of_itself(self, raw: Any) -> None:
-        assert value(raw.cuDeviceCanAccessPeer(0, 0)) == 0
-
-    def test_device_that_is_not_there(self, raw: Any) -> None:
+    def test_access_and_attributes(self, raw: Any) -> None:
+        assert [value(raw.cuDeviceCanAccessPeer(*pair)) for pair in ((0, 1), (1, 0), (0, 0))] == [1, 1, 0]
         assert said(raw.cuDeviceCanAccessPeer(0, 99)) == "INVALID_DEVICE"
-
-    @pytest.mark.parametrize(
-        ("name", "reading"),
-        {
-            "PERFORMANCE_RANK": 0,
-            "ACCESS_SUPPORTED": 1,
-            "NATIVE_ATOMIC_SUPPORTED": 1,
-            "ACCESS_ACCESS_SUPPORTED": 1,
-            "CUDA_ARRAY_ACCESS_SUPPORTED": 1,
-            "ONLY_PARTIAL_NATIVE_ATOMIC_SUPPORTED": 0,
-        }.items(),
-    )
-    def test_attribute(self, raw: Any, name: str, reading: int) -> None:
-        attribute = getattr(raw.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}", None)
-        if attribute is None:
-            pytest.skip("these bindings do not name the attribute")
-        assert value(raw.cuDeviceGetP2PAttribute(attribute, 0, 1)) == reading
-        assert said(raw.cuDeviceGetP2PAttribute(attribute, 0, 0)) == "INVALID_DEVICE"
+        readings = {"PERFORMANCE_RANK": 0, "ACCESS_SUPPORTED": 1, "NATIVE_ATOMIC_SUPPORTED": 1}
+        readings |= {"ACCESS_ACCESS_SUPPORTED": 1, "CUDA_ARRAY_ACCESS_SUPPORTED": 1}
+        for name, reading in {**readings, "ONLY_PARTIAL_NATIVE_ATOMIC_SUPPORTED": 0}.items():
+            attribute = getattr(raw.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}", None)
+            if attribute is not None:
+                assert value(raw.cuDeviceGetP2PAttribute(attribute, 0, 1)) == reading, name
+                assert said(raw.cuDeviceGetP2PAttribute(attribute, 0, 0)) == "INVALID_DEVICE"
 
     def test_enable_and_disable(self, pair: Pair) -> None:
         raw, (own, peer) = pair.raw, pair.contexts
@@ -153,37 +137,23 @@ class TestPool:
         pair.use(0)
         assert pair.copy(plain, pooled, 0) == "SUCCESS"
 
-    def test_revocation(self, pair: Pair, pool: Any) -> None:
-        assert pair.rig.grant(pool, (DEVICE, 1, READWRITE)) == "SUCCESS"
-        assert pair.rig.grant(pool, (DEVICE, 1, NO_ACCESS)) == "SUCCESS"
-        assert pair.rig.access_flags(pool, DEVICE, 1) == NO_ACCESS
+    def test_grants(self, pair: Pair, pool: Any) -> None:
+        rig, refused = pair.rig, ((DEVICE, 1, NO_ACCESS), (DEVICE, 9, READWRITE))
+        assert rig.grant(pool, (DEVICE, 1, READWRITE), (DEVICE, 0, READWRITE)) == "SUCCESS"
+        assert rig.grant(pool, (DEVICE, 1, READ)) == "NOT_SUPPORTED"
+        assert rig.grant(pool, *refused) == "INVALID_DEVICE"
+        assert rig.access_flags(pool, DEVICE, 1) == READWRITE
+        assert rig.grant(pool, (DEVICE, 1, NO_ACCESS)) == "SUCCESS"
+        assert rig.access_flags(pool, DEVICE, 1) == NO_ACCESS
 
-    def test_read_only(self, pair: Pair, pool: Any) -> None:
-        assert pair.rig.grant(pool, (DEVICE, 1, READ)) == "NOT_SUPPORTED"
-
-    def test_grant_to_both(self, pair: Pair, pool: Any) -> None:
-        assert pair.rig.grant(pool, (DEVICE, 1, READWRITE), (DEVICE, 0, READWRITE)) == "SUCCESS"
-
-    def test_a_refused_grant_changes_nothing(self, pair: Pair, pool: Any) -> None:
-        assert pair.rig.grant(pool, (DEVICE, 1, READWRITE)) == "SUCCESS"
-        wanted = (DEVICE, 1, NO_ACCESS), (DEVICE, 9, READWRITE)
-        assert pair.rig.grant(pool, *wanted) == "INVALID_DEVICE"
-        assert pair.rig.access_flags(pool, DEVICE, 1) == READWRITE
-
-    def test_pool_of_the_second_device(self, pair: Pair) -> None:
-        pool = pair.rig.pool(UINT64_MAX, id=1)
-        pair.rig.allocate(pool, 64, pair.streams[0])
-        assert pair.rig.access_flags(pool, DEVICE, 0) == NO_ACCESS
-
-    @pytest.mark.parametrize("device", [0, 1])
-    def test_host_pool(self, pair: Pair, device: int) -> None:
-        pool = pair.rig.pool(location=HOST)
-        pair.rig.allocate(pool, 64, pair.streams[0])
-        assert pair.rig.access_flags(pool, DEVICE, device) == NO_ACCESS
-
-    def test_current_pool_has_to_be_the_device_s_own(self, pair: Pair) -> None:
+    def test_pools_of_the_second_device_and_of_the_host(self, pair: Pair) -> None:
+        rig = pair.rig
+        second, host = rig.pool(UINT64_MAX, id=1), rig.pool(location=HOST)
+        for pool, devices in ((second, [0]), (host, [0, 1])):
+            rig.allocate(pool, 64, pair.streams[0])
+            assert [rig.access_flags(pool, DEVICE, device) for device in devices] == [NO_ACCESS] * len(devices)
         other = value(pair.raw.cuDeviceGetDefaultMemPool(1))
-        assert said(pair.raw.cuDeviceSetMemPool(0, other)) == "INVALID_VALUE"
+        assert said(pair.raw.cuDeviceSetMemPool(0, other)) == "INVALID_VALUE"  # it has to be the device's own
 
     @pytest.mark.parametrize("current", [0, 1])
     def test_the_stream_chooses_the_default_pool(self, pair: Pair, current: int) -> None:
@@ -197,53 +167,34 @@ class TestPool:
 class TestPlainMemoryOfTheOtherDevice:
     """Without peer access: fills are refused; which copies work depends on the current context, too."""
 
-    def test_fill(self, pair: Pair, plain: Any) -> None:
-        assert pair.fill(plain, 0) == "INVALID_VALUE"
-        pair.use(1)
-        assert pair.fill(plain, 0) == "INVALID_VALUE"
-
-    def test_copy_to_it(self, pair: Pair, pooled: Any, plain: Any) -> None:
-        assert pair.copy(plain, pooled, 0) == "SUCCESS"
-        pair.use(1)
-        assert pair.copy(plain, pooled, 0) == "INVALID_VALUE"
-
-    def test_copy_from_it(self, pair: Pair, pooled: Any, plain: Any) -> None:
-        assert said(pair.raw.cuMemcpyAsync(pooled, plain, 64, pair.streams[0])) == "SUCCESS"
-        value(pair.raw.cuStreamSynchronize(pair.streams[0]))
-
-    @pytest.mark.parametrize("device", [0, 1])
-    def test_peer_copy(self, pair: Pair, pooled: Any, plain: Any, device: int) -> None:
-        own, peer = pair.contexts
-        answer = pair.raw.cuMemcpyPeerAsync(plain, peer, pooled, own, 64, pair.streams[device])
-        assert said(answer) == "SUCCESS"
-        value(pair.raw.cuStreamSynchronize(pair.streams[device]))
-
-    def test_peer_copy_without_a_current_context(self, pair: Pair, pooled: Any, plain: Any) -> None:
-        own, peer = pair.contexts
-        pair.rig.use(pair.raw.CUcontext(0))
-        answer = pair.raw.cuMemcpyPeerAsync(plain, peer, pooled, own, 64, pair.streams[0])
-        assert said(answer) == "SUCCESS"
-        value(pair.raw.cuStreamSynchronize(pair.streams[0]))
-
-    def test_copy_to_host(self, pair: Pair, plain: Any) -> None:
+    def test_fill_and_copies(self, pair: Pair, pooled: Any, plain: Any) -> None:
         host = np.zeros(4, np.uint8)
+        assert pair.fill(plain, 0) == "INVALID_VALUE"
+        assert pair.copy(plain, pooled, 0) == "SUCCESS"
         assert said(pair.raw.cuMemcpyDtoH(host, plain, 4)) == "SUCCESS"
         assert said(pair.raw.cuMemcpyDtoHAsync(host, plain, 4, pair.streams[0])) == "SUCCESS"
+        assert said(pair.raw.cuMemcpyAsync(pooled, plain, 64, pair.streams[0])) == "SUCCESS"
+        value(pair.raw.cuStreamSynchronize(pair.streams[0]))
+        pair.use(1)
+        assert pair.fill(plain, 0) == pair.copy(plain, pooled, 0) == "INVALID_VALUE"
 
-    def test_peer_copy_carries_the_bytes(self, pair: Pair, pooled: Any, plain: Any) -> None:
+    @pytest.mark.parametrize("current", [True, False], ids=["a context", "none"])
+    def test_peer_copies(self, pair: Pair, pooled: Any, plain: Any, current: bool) -> None:
         own, peer = pair.contexts
         assert pair.fill(pooled, 0) == "SUCCESS"
-        value(pair.raw.cuMemcpyPeerAsync(plain, peer, pooled, own, 64, pair.streams[0]))
+        if not current:
+            pair.rig.use(pair.raw.CUcontext(0))
+        for stream in pair.streams if current else pair.streams[:1]:
+            assert said(pair.raw.cuMemcpyPeerAsync(plain, peer, pooled, own, 64, stream)) == "SUCCESS"
+            value(pair.raw.cuStreamSynchronize(stream))
+        pair.rig.use(own)
         assert pair.rig.read(plain, 64) == [1] * 64
 
 
 class TestStreamsAndEvents:
-    def test_an_event_is_recorded_in_its_own_context_only(self, pair: Pair) -> None:
+    def test_events_are_recorded_in_their_context_and_waited_for_in_any(self, pair: Pair) -> None:
         event = pair.rig.event()
         assert said(pair.raw.cuEventRecord(event, pair.streams[1])) == "INVALID_HANDLE"
-
-    def test_a_stream_waits_for_an_event_of_the_other_device(self, pair: Pair) -> None:
-        event = pair.rig.event()
         value(pair.raw.cuEventRecord(event, pair.streams[0]))
         assert said(pair.raw.cuStreamWaitEvent(pair.streams[1], event, 0)) == "SUCCESS"
         assert pair.rig.executed(pair.streams[1])
