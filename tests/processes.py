@@ -637,6 +637,8 @@ def _plain(returned: Any) -> Any:
     """The form of a value that can be sent: numbers, text, several of these, and the bytes of opaque structs."""
     if isinstance(returned, (list, tuple)):
         return [_plain(one) for one in returned]
+    if isinstance(returned, dict):
+        return {name: _plain(one) for name, one in returned.items()}
     if returned is None or isinstance(returned, (str, bytes)):
         return returned
     if hasattr(returned, "getPtr") and not hasattr(returned, "__int__"):

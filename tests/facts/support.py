@@ -12,7 +12,7 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -346,6 +346,12 @@ class Rig:
         return int(answer[1]) if said(answer) == "SUCCESS" else said(answer)
 
     # --- what a test reads
+
+    def pointer_attributes(self, address: int, names: Iterable[str]) -> dict[str, int | str]:
+        """Attributes of an address, or what the call says where it fails."""
+        members = {name: getattr(self.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}") for name in names}
+        answers = {name: self.raw.cuPointerGetAttribute(one, address) for name, one in members.items()}
+        return {name: int(one[1]) if said(one) == "SUCCESS" else said(one) for name, one in answers.items()}
 
     def pool_attribute(self, name: str) -> Any:
         return getattr(self.raw.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")

@@ -12,39 +12,32 @@ import pytest
 from tests.facts.enums import HOST, HOST_NUMA
 from tests.facts.support import PAGE, UINT64_MAX, UNRESERVED, MiB, Rig, said, value
 
+SIZES: dict[str, tuple[int, ...]] = {
+    "SUCCESS": (PAGE, 3 * PAGE, 1 << 30, 1 << 40, 1 << 45, 1 << 46),
+    "INVALID_VALUE": (0, 1, 4096, 1 << 16, MiB, PAGE + 4096, PAGE + (1 << 16), UINT64_MAX),
+    "OUT_OF_MEMORY": (*(1 << bits for bits in (47, 48, 49, 50, 56, 57, 62, 63)), UINT64_MAX + 1 - PAGE),
+}
+ALIGNMENTS: dict[str, tuple[int, ...]] = {
+    "SUCCESS": (0, 1, 2, 512, 4096, 1 << 16, MiB, PAGE, 4 * MiB, 1 << 30, 1 << 40),
+    "INVALID_VALUE": (3, 1 << 63),
+    "OUT_OF_MEMORY": (1 << 46, 1 << 47, 1 << 48),
+}
+HINTS: dict[str, tuple[int, ...]] = {
+    "SUCCESS": (0x7000000000, 0x100000000000, 0x200000000000, 0x7FFF00000000),
+    "INVALID_VALUE": (1, 0x1000, 0x1000001000, 0x1000010000, 0x700000000001),
+    "OUT_OF_MEMORY": (1 << 47, 1 << 48, 1 << 56),
+}
 
-def in_hex(given: int | str) -> str:
-    return hex(given) if isinstance(given, int) else given
 
-
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (0, "INVALID_VALUE"),
-        (1, "INVALID_VALUE"),
-        (4096, "INVALID_VALUE"),
-        (1 << 16, "INVALID_VALUE"),
-        (MiB, "INVALID_VALUE"),
-        (PAGE, "SUCCESS"),
-        (PAGE + 4096, "INVALID_VALUE"),
-        (PAGE + (1 << 16), "INVALID_VALUE"),
-        (3 * PAGE, "SUCCESS"),
-        (1 << 30, "SUCCESS"),
-        (1 << 40, "SUCCESS"),
-        (1 << 45, "SUCCESS"),
-        (1 << 46, "SUCCESS"),
-        *((1 << bits, "OUT_OF_MEMORY") for bits in (47, 48, 49, 50, 56, 57, 62, 63)),
-        (UINT64_MAX + 1 - PAGE, "OUT_OF_MEMORY"),
-        (UINT64_MAX, "INVALID_VALUE"),
-    ],
-    ids=in_hex,
-)
-def test_size(rig: Rig, size: int, expected: str) -> None:
-    answer = rig.try_reserve(size)
-    assert said(answer) == expected
-    if expected == "SUCCESS":
-        assert int(answer[1]) % PAGE == 0
-        assert rig.free_range(int(answer[1]), size) == "SUCCESS"
+def test_sizes(rig: Rig) -> None:
+    for expected, sizes in SIZES.items():
+        for size in sizes:
+            answer = rig.try_reserve(size)
+            assert said(answer) == expected, hex(size)
+            if expected == "SUCCESS":
+                assert int(answer[1]) % PAGE == 0
+                assert rig.free_range(int(answer[1]), size) == "SUCCESS"
+    assert said(rig.try_reserve(PAGE, flags=1)) == "INVALID_VALUE"
 
 
 def test_addresses_run_out(rig: Rig) -> None:
@@ -52,37 +45,12 @@ def test_addresses_run_out(rig: Rig) -> None:
     assert said(rig.try_reserve(1 << 46)) == "OUT_OF_MEMORY"
 
 
-@pytest.mark.parametrize(
-    ("alignment", "expected"),
-    [
-        (0, "SUCCESS"),
-        (1, "SUCCESS"),
-        (2, "SUCCESS"),
-        (3, "INVALID_VALUE"),
-        (512, "SUCCESS"),
-        (4096, "SUCCESS"),
-        (1 << 16, "SUCCESS"),
-        (MiB, "SUCCESS"),
-        (PAGE, "SUCCESS"),
-        (4 * MiB, "SUCCESS"),
-        (1 << 30, "SUCCESS"),
-        (1 << 40, "SUCCESS"),
-        (1 << 46, "OUT_OF_MEMORY"),
-        (1 << 47, "OUT_OF_MEMORY"),
-        (1 << 48, "OUT_OF_MEMORY"),
-        (1 << 63, "INVALID_VALUE"),
-    ],
-    ids=in_hex,
-)
-def test_alignment(rig: Rig, alignment: int, expected: str) -> None:
-    answer = rig.try_reserve(PAGE, alignment)
-    assert said(answer) == expected
-    if expected == "SUCCESS":
-        assert int(answer[1]) % max(alignment, PAGE) == 0
-
-
-def test_flags(rig: Rig) -> None:
-    assert said(rig.try_reserve(PAGE, flags=1)) == "INVALID_VALUE"
+def test_alignments(rig: Rig) -> None:
+    for expected, alignments in ALIGNMENTS.items():
+        for alignment in alignments:
+            answer = rig.try_reserve(PAGE, alignment)
+            assert said(answer) == expected, hex(alignment)
+            assert expected != "SUCCESS" or int(answer[1]) % max(alignment, PAGE) == 0
 
 
 def test_ranges_lie_apart(rig: Rig) -> None:
@@ -93,44 +61,16 @@ def test_ranges_lie_apart(rig: Rig) -> None:
 class TestHint:
     """A hint is a wish: whether it is followed differs, and the answer is the same."""
 
-    @pytest.mark.parametrize(
-        ("hint", "expected"),
-        [
-            (0x7000000000, "SUCCESS"),
-            (0x100000000000, "SUCCESS"),
-            (0x200000000000, "SUCCESS"),
-            (0x7FFF00000000, "SUCCESS"),
-            (1, "INVALID_VALUE"),
-            (0x1000, "INVALID_VALUE"),
-            (0x1000001000, "INVALID_VALUE"),
-            (0x1000010000, "INVALID_VALUE"),
-            (0x700000000001, "INVALID_VALUE"),
-            (1 << 47, "OUT_OF_MEMORY"),
-            (1 << 48, "OUT_OF_MEMORY"),
-            (1 << 56, "OUT_OF_MEMORY"),
-        ],
-        ids=in_hex,
-    )
-    def test_address(self, rig: Rig, hint: int, expected: str) -> None:
-        assert said(rig.try_reserve(PAGE, hint=hint)) == expected
-
-    def test_that_is_not_as_aligned_as_wished(self, rig: Rig) -> None:
+    def test_addresses(self, rig: Rig) -> None:
+        for expected, hints in HINTS.items():
+            assert [said(rig.try_reserve(PAGE, hint=hint)) for hint in hints] == [expected] * len(hints)
         assert said(rig.try_reserve(PAGE, 1 << 30, hint=0x100000200000)) == "INVALID_VALUE"
 
-    def test_into_another_range(self, rig: Rig) -> None:
-        taken = rig.reserve(16 * PAGE)
-        start = int(value(rig.try_reserve(PAGE, hint=taken)))
-        assert not taken <= start < taken + 16 * PAGE
-
-    def test_behind_another_range(self, rig: Rig) -> None:
-        taken = rig.reserve(16 * PAGE)
-        start = int(value(rig.try_reserve(PAGE, hint=taken + 16 * PAGE)))
-        assert not taken <= start < taken + 16 * PAGE
-
-    def test_into_plain_memory(self, rig: Rig) -> None:
-        taken = int(rig.plain(64 * MiB))
-        start = int(value(rig.try_reserve(PAGE, hint=taken)))
-        assert not taken <= start < taken + 64 * MiB
+    def test_into_what_is_taken(self, rig: Rig) -> None:
+        taken, plain = rig.reserve(16 * PAGE), int(rig.plain(64 * MiB))
+        for low, size, hint in ((taken, 16 * PAGE, 0), (taken, 16 * PAGE, 16 * PAGE), (plain, 64 * MiB, 0)):
+            start = int(value(rig.try_reserve(PAGE, hint=low + hint)))
+            assert not low <= start < low + size
 
     def test_into_memory_of_the_host(self, rig: Rig) -> None:
         with mmap.mmap(-1, 4 * PAGE) as memory:
@@ -142,24 +82,11 @@ class TestHint:
 
 
 class TestFree:
-    @pytest.mark.parametrize(
-        ("at", "size"),
-        [(0, 8), (1, 1), (0, 0)],
-        ids=["half", "inside", "no bytes"],
-    )
-    def test_other_than_what_was_reserved(self, rig: Rig, at: int, size: int) -> None:
+    def test_of_what_is_no_range(self, rig: Rig) -> None:
         start = rig.reserve(16 * PAGE)
-        assert rig.free_range(start + at * PAGE, size * PAGE) == "INVALID_VALUE"
-        assert rig.free_range(start, 16 * PAGE) == "SUCCESS"
-
-    @pytest.mark.parametrize("address", [0, UNRESERVED], ids=["nothing", "unreserved"])
-    def test_of_nothing(self, rig: Rig, address: int) -> None:
-        assert rig.free_range(address, PAGE) == "INVALID_VALUE"
-
-    def test_twice(self, rig: Rig) -> None:
-        start = rig.reserve(PAGE)
-        assert rig.free_range(start, PAGE) == "SUCCESS"
-        assert rig.free_range(start, PAGE) == "INVALID_VALUE"
+        for address, size in ((start, 8 * PAGE), (start + PAGE, PAGE), (start, 0), (0, PAGE), (UNRESERVED, PAGE)):
+            assert rig.free_range(address, size) == "INVALID_VALUE"
+        assert [rig.free_range(start, 16 * PAGE) for _ in range(2)] == ["SUCCESS", "INVALID_VALUE"]
 
     def test_while_something_is_mapped(self, rig: Rig) -> None:
         start = rig.reserve(2 * PAGE)

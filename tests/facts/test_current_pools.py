@@ -25,10 +25,7 @@ PLACES: dict[str, tuple[int, int, int, str]] = {
 }
 # What destroying the default pool for managed memory of a host NUMA node says is not among the readings.
 DEFAULT_POOLS = [name for name in PLACES if PLACES[name][3] == "SUCCESS" and name != "host NUMA, managed"]
-NO_PLACES = {
-    "host NUMA 9, pinned": (HOST_NUMA, 9, PINNED),
-    "device 9, pinned": (DEVICE, 9, PINNED),
-}
+NO_PLACES = ((HOST_NUMA, 9, PINNED), (DEVICE, 9, PINNED))
 
 
 @pytest.fixture(autouse=True)
@@ -70,21 +67,13 @@ def test_during_a_capture_the_place_is_not_looked_at(rig: Rig, on_cuda: bool) ->
 
 @pytest.mark.bindings("13.0")
 class TestPlaces:
-    @pytest.mark.parametrize("name", PLACES)
-    def test_default_pool(self, rig: Rig, name: str) -> None:
-        *place, expected = PLACES[name]
-        answer = default_pool(rig, *place)
-        assert said(answer) == expected
-        if expected == "SUCCESS":
-            assert rig.get(answer[1], "RELEASE_THRESHOLD") == 0
-
-    @pytest.mark.parametrize("name", PLACES)
-    def test_current_pool(self, rig: Rig, name: str) -> None:
-        *place, expected = PLACES[name]
-        answer = current_pool(rig, *place)
-        assert said(answer) == expected
-        if expected == "SUCCESS":
-            assert int(answer[1]) == int(value(default_pool(rig, *place)))
+    def test_default_and_current_pool(self, rig: Rig) -> None:
+        for name, (*place, expected) in PLACES.items():
+            default, current = default_pool(rig, *place), current_pool(rig, *place)
+            assert said(default) == said(current) == expected, name
+            if expected == "SUCCESS":
+                assert rig.get(default[1], "RELEASE_THRESHOLD") == 0
+                assert int(current[1]) == int(default[1])
 
     @pytest.mark.parametrize("name", DEFAULT_POOLS)
     def test_default_pool_cannot_be_destroyed(self, rig: Rig, name: str) -> None:

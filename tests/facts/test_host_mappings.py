@@ -39,36 +39,25 @@ cases = pytest.mark.parametrize("name", CASES)
 @locations
 @cases
 class TestGrant:
-    def test_flags(self, rig: Rig, location: int, name: str) -> None:
-        address = rig.mapping(PAGE, *CASES[name].wanted, location=location)
-        assert [rig.get_access(address, kind) for kind in (DEVICE, HOST, HOST_NUMA)] == CASES[name].flags
-
-    def test_fill(self, rig: Rig, location: int, name: str) -> None:
+    def test_effects(self, rig: Rig, location: int, name: str) -> None:
         case = CASES[name]
         address = rig.mapping(PAGE, *case.wanted, location=location)
+        assert [rig.get_access(address, kind) for kind in (DEVICE, HOST, HOST_NUMA)] == case.flags
+        expected: dict[str, int | str] = {
+            "MEMORY_TYPE": 1,
+            "DEVICE_POINTER": address if case.flags[0] else "INVALID_VALUE",
+            "HOST_POINTER": address if case.host else "INVALID_VALUE",
+            "DEVICE_ORDINAL": 0,
+            "RANGE_SIZE": PAGE,
+            "MAPPED": 1,
+            "ACCESS_FLAGS": case.flags[0],
+        }
+        assert rig.pointer_attributes(address, expected) == expected
         assert said(rig.raw.cuMemsetD8(address, 5, PAGE)) == case.fill
         rig.synchronize()
         if case.host:
             byte = 5 if case.fill == "SUCCESS" else 0
             assert ctypes.string_at(address, PAGE) == bytes([byte]) * PAGE
-
-    def test_pointer(self, rig: Rig, location: int, name: str) -> None:
-        case = CASES[name]
-        address = rig.mapping(PAGE, *case.wanted, location=location)
-        device = case.flags[0]
-        expected: dict[str, int | str] = {
-            "MEMORY_TYPE": 1,
-            "DEVICE_POINTER": address if device else "INVALID_VALUE",
-            "HOST_POINTER": address if case.host else "INVALID_VALUE",
-            "DEVICE_ORDINAL": 0,
-            "RANGE_SIZE": PAGE,
-            "MAPPED": 1,
-            "ACCESS_FLAGS": device,
-        }
-        for attribute, reading in expected.items():
-            of = getattr(rig.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
-            answer = rig.raw.cuPointerGetAttribute(of, address)
-            assert (said(answer) if isinstance(reading, str) else int(value(answer))) == reading, attribute
 
 
 @locations
@@ -121,25 +110,15 @@ class TestOneAfterTheOther:
         assert rig.set_access(address, PAGE, (DEVICE, 0, NO_ACCESS)) == "SUCCESS"
 
 
-class TestDeviceAlone:
-    """Copies that the device does need no access of the host."""
-
-    @pytest.fixture
-    def address(self, rig: Rig) -> int:
-        address = rig.mapping(PAGE, OWN, location=HOST)
-        value(rig.raw.cuMemsetD8(address, 5, PAGE))
-        rig.synchronize()
-        return address
-
-    def test_copy_to_the_host(self, rig: Rig, address: int) -> None:
-        assert rig.read(address, 4) == [5] * 4
-
-    def test_copies_to_device_memory(self, rig: Rig, address: int) -> None:
-        target = rig.plain(2 * MiB)
-        assert said(rig.raw.cuMemcpyDtoD(target, address, PAGE)) == "SUCCESS"
-        assert rig.read(target, 4) == [5] * 4
-        assert said(rig.raw.cuMemcpyAsync(target, address, PAGE, 0)) == "SUCCESS"
-        rig.synchronize()
+def test_copies_that_the_device_does_need_no_access_of_the_host(rig: Rig) -> None:
+    address, target = rig.mapping(PAGE, OWN, location=HOST), rig.plain(2 * MiB)
+    value(rig.raw.cuMemsetD8(address, 5, PAGE))
+    rig.synchronize()
+    assert rig.read(address, 4) == [5] * 4
+    assert said(rig.raw.cuMemcpyDtoD(target, address, PAGE)) == "SUCCESS"
+    assert rig.read(target, 4) == [5] * 4
+    assert said(rig.raw.cuMemcpyAsync(target, address, PAGE, 0)) == "SUCCESS"
+    rig.synchronize()
 
 
 def test_beside_device_memory(rig: Rig) -> None:

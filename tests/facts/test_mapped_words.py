@@ -42,34 +42,31 @@ class TestOfTheOwnDevice:
         assert rig.executed(waiting)
         assert rig.read(word, 4) == [1, 0, 0, 0]
 
-    @pytest.mark.parametrize("how", ["copy", "fill"])
-    def test_a_copy_or_a_fill_ends_the_wait_too(self, rig: Rig, word: int, how: str) -> None:
-        waiting, writing = rig.stream(), rig.stream()
-        assert wait(rig, waiting, word, 5) == "SUCCESS"
-        assert rig.held(waiting)
-        if how == "copy":
-            value(rig.raw.cuMemcpyHtoDAsync(word, bytearray(b"\5\0\0\0"), 4, writing))
-        else:
-            value(rig.raw.cuMemsetD32Async(word, 6, 1, writing))
-        assert rig.executed(waiting)
+    def test_a_copy_or_a_fill_ends_the_wait_too(self, rig: Rig, word: int) -> None:
+        raw, waiting, writing = rig.raw, rig.stream(), rig.stream()
+        for at, put in (
+            (0, lambda: raw.cuMemcpyHtoDAsync(word, bytearray(b"\5\0\0\0"), 4, writing)),
+            (4, lambda: raw.cuMemsetD32Async(word + 4, 6, 1, writing)),
+        ):
+            assert wait(rig, waiting, word + at, 5) == "SUCCESS"
+            assert rig.held(waiting)
+            value(put())
+            assert rig.executed(waiting)
 
-    @pytest.mark.parametrize(
-        ("comparison", "operand", "now", "met"),
-        [
+    def test_comparisons(self, rig: Rig, word: int) -> None:
+        stream = rig.stream()
+        for comparison, operand, now, met in (
             (EQUAL, 5, 5, True),
             (AND, 4, 12, True),
             (NOR, 0xFFFFFFF0, 3, True),
             (AT_LEAST, 1, 0x7FFFFFFF, True),
             (AT_LEAST, 0, 0xFFFFFFFF, False),  # cyclic: 0 is one more
-        ],
-    )
-    def test_comparisons(self, rig: Rig, word: int, comparison: int, operand: int, now: int, met: bool) -> None:
-        stream = rig.stream()
-        assert write(rig, stream, word, now) == "SUCCESS"
-        assert wait(rig, stream, word, operand, comparison) == "SUCCESS"
-        assert rig.executed(stream) if met else rig.held(stream)
-        assert write(rig, rig.stream(), word, operand) == "SUCCESS"
-        assert rig.executed(stream)
+        ):
+            assert write(rig, stream, word, now) == "SUCCESS"
+            assert wait(rig, stream, word, operand, comparison) == "SUCCESS"
+            assert rig.executed(stream) if met else rig.held(stream)
+            assert write(rig, rig.stream(), word, operand) == "SUCCESS"
+            assert rig.executed(stream)
 
     def test_64_bits(self, rig: Rig, word: int) -> None:
         stream = rig.stream()
@@ -86,15 +83,10 @@ class TestOfTheOwnDevice:
         assert rig.executed(stream)
         assert rig.read(word + PAGE - 4, 4) == [7, 0, 0, 0]
 
-    def test_misaligned(self, rig: Rig, word: int) -> None:
+    def test_what_is_refused(self, rig: Rig, word: int) -> None:
         stream = rig.stream()
-        assert write(rig, stream, word + 2, 7) == "INVALID_VALUE"
-        assert wait(rig, stream, word + 2, 7) == "INVALID_VALUE"
-
-    def test_flags(self, rig: Rig, word: int) -> None:
-        stream = rig.stream()
-        for flags in (1, 2):  # 1: without a memory barrier
-            assert write(rig, stream, word, 7, flags) == "INVALID_VALUE"
+        assert write(rig, stream, word + 2, 7) == wait(rig, stream, word + 2, 7) == "INVALID_VALUE"
+        assert [write(rig, stream, word, 7, flags) for flags in (1, 2)] == ["INVALID_VALUE"] * 2  # no memory barrier
         assert wait(rig, stream, word, 0, FLUSH) == "NOT_SUPPORTED"
         assert rig.executed(stream)
 

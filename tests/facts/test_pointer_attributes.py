@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -41,12 +40,6 @@ NEWER = ("MAPPING_SIZE", "MAPPING_BASE_ADDR", "MEMORY_BLOCK_ID", "IS_HW_DECOMPRE
 
 def attribute(raw: Any, name: str) -> Any:
     return getattr(raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-
-
-def read(rig: Rig, address: int, names: Iterable[str]) -> dict[str, int | str]:
-    """The attributes of an address, or what the call says where it fails."""
-    answers = {name: rig.raw.cuPointerGetAttribute(attribute(rig.raw, name), address) for name in names}
-    return {name: int(one[1]) if said(one) == "SUCCESS" else said(one) for name, one in answers.items()}
 
 
 class Sample:
@@ -97,7 +90,7 @@ def test_attributes(rig: Rig, kind: str) -> None:
     for address in sample.addresses:
         words = {"context": int(rig.context), "pool": sample.pool, "itself": address, "start": sample.start}
         expected = {name: words.get(one, one) if isinstance(one, str) else one for name, one in readings.items()}
-        assert read(rig, address, expected) == expected
+        assert rig.pointer_attributes(address, expected) == expected
 
 
 def test_of_what_is_no_allocation(rig: Rig) -> None:
@@ -107,21 +100,23 @@ def test_of_what_is_no_allocation(rig: Rig) -> None:
     rig.free(freed, stream)
     value(rig.raw.cuStreamSynchronize(stream))
     for address in (int(memory.ctypes.data), freed, 0, start + PAGE, start + 6 * PAGE):
-        assert read(rig, address, NAMES) == dict.fromkeys(NAMES, BAD)
+        assert rig.pointer_attributes(address, NAMES) == dict.fromkeys(NAMES, BAD)
 
 
 def test_of_a_mapping_without_access(rig: Rig) -> None:
     start = mapped(rig)
     expected = WITHOUT_ACCESS | {"RANGE_START_ADDR": start}
-    assert read(rig, start + 3 * PAGE, expected) == expected
+    assert rig.pointer_attributes(start + 3 * PAGE, expected) == expected
 
 
 def test_of_a_mapping_are_the_memory_s(rig: Rig) -> None:
     plain, special = rig.mapping(handle_types=POSIX_FD), rig.mapping(PAGE, OWN, rdma=1)
-    assert read(rig, plain, ["ALLOWED_HANDLE_TYPES"]) == {"ALLOWED_HANDLE_TYPES": POSIX_FD}
-    assert read(rig, special, ["IS_GPU_DIRECT_RDMA_CAPABLE"]) == {"IS_GPU_DIRECT_RDMA_CAPABLE": 1}
+    assert rig.pointer_attributes(plain, ["ALLOWED_HANDLE_TYPES"]) == {"ALLOWED_HANDLE_TYPES": POSIX_FD}
+    assert rig.pointer_attributes(special, ["IS_GPU_DIRECT_RDMA_CAPABLE"]) == {"IS_GPU_DIRECT_RDMA_CAPABLE": 1}
     start = mapped(rig)
-    first, inside, second = (read(rig, start + at, ["BUFFER_ID"])["BUFFER_ID"] for at in (0, 100, 2 * PAGE))
+    first, inside, second = (
+        rig.pointer_attributes(start + at, ["BUFFER_ID"])["BUFFER_ID"] for at in (0, 100, 2 * PAGE)
+    )
     assert first == inside != second
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -117,13 +117,6 @@ def import_pointer(peer: Peer, data: bytes, keep: str = "pointer") -> str:
 
 def imported(peer: Peer, data: bytes, keep: str = "pointer") -> int:
     return int(peer.value("cuMemPoolImportPointer", Kept("pool"), pointer_data(data), keep=keep))
-
-
-def attributes(peer: Peer, rig: Rig, address: int, names: Iterable[str]) -> dict[str, Any]:
-    """Pointer attributes of an address in the other process."""
-    members = {name: getattr(rig.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}") for name in names}
-    kind = "CUpointer_attribute"
-    return {name: peer.value("cuPointerGetAttribute", Member(kind, int(one)), address) for name, one in members.items()}
 
 
 def export_pool(rig: Rig, pool: Any, handle_type: int = POSIX_FD, flags: int = 0) -> str:
@@ -275,7 +268,7 @@ class TestImportOfAPointer:
         address = imported(importer, shared.data(shared.allocate(4 * MiB)))
         expected = {"MEMORY_TYPE": 2, "RANGE_SIZE": 4 * MiB, "ALLOWED_HANDLE_TYPES": 0, "DEVICE_ORDINAL": 0}
         expected |= {"DEVICE_POINTER": address, "CONTEXT": 0, "ACCESS_FLAGS": 3, "MEMPOOL_HANDLE": pool}
-        assert attributes(importer, rig, address, expected) == expected
+        assert importer.rig("pointer_attributes", address, list(expected)) == expected
 
     def test_twice_is_not_counted(self, importer: Peer, shared: SharedPool) -> None:
         data = shared.data(shared.allocate(MiB))
@@ -453,7 +446,7 @@ class TestPlainMemory:
         there = self.opened(peer, self.handle(rig, self.memory(rig)))
         assert peer.value("cuMemGetAddressRange", there + 5) == [there, 4 * MiB]
         expected = {"MEMORY_TYPE": 2, "IS_LEGACY_CUDA_IPC_CAPABLE": 0, "DEVICE_ORDINAL": 0, "RANGE_SIZE": 4 * MiB}
-        assert attributes(peer, rig, there, expected) == expected
+        assert peer.rig("pointer_attributes", there, list(expected)) == expected
 
     @pytest.mark.gpus(2)
     def test_opened_where_another_device_is_current(self, rig: Rig, on_cuda: bool) -> None:
@@ -466,7 +459,7 @@ class TestPlainMemory:
             # libcuda was asked for the ordinal: bindings 13.3 read 0
             known = {"DEVICE_ORDINAL": 1} if not on_cuda else {}
             expected = known | {"MEMORY_TYPE": 2, "RANGE_SIZE": 4 * MiB, "CONTEXT": peer.value("cuCtxGetCurrent")}
-            assert attributes(peer, rig, there, expected) == expected
+            assert peer.rig("pointer_attributes", there, list(expected)) == expected
             assert peer.said("cuMemsetD8", there, 5, 4 * MiB) == peer.said("cuCtxSynchronize") == "SUCCESS"
             assert rig.read(address, 4) == [5] * 4
             assert peer.said("cuIpcCloseMemHandle", there) == "SUCCESS"
