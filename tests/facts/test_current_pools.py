@@ -75,18 +75,12 @@ class TestPlaces:
                 assert rig.get(default[1], "RELEASE_THRESHOLD") == 0
                 assert int(current[1]) == int(default[1])
 
-    @pytest.mark.parametrize("name", DEFAULT_POOLS)
-    def test_default_pool_cannot_be_destroyed(self, rig: Rig, name: str) -> None:
-        *place, _ = PLACES[name]
-        assert said(rig.raw.cuMemPoolDestroy(value(default_pool(rig, *place)))) == "INVALID_VALUE"
-
-    @pytest.mark.parametrize("name", NO_PLACES)
-    def test_place_that_is_not_there(self, rig: Rig, name: str) -> None:
-        assert said(default_pool(rig, *NO_PLACES[name])) == "INVALID_VALUE"
-
-    def test_a_device_has_one_default_pool(self, rig: Rig) -> None:
-        of_the_device = value(rig.raw.cuDeviceGetDefaultMemPool(0))
-        assert int(value(default_pool(rig, DEVICE))) == int(of_the_device)
+    def test_default_pools(self, rig: Rig) -> None:
+        for name in DEFAULT_POOLS:
+            *place, _ = PLACES[name]
+            assert said(rig.raw.cuMemPoolDestroy(value(default_pool(rig, *place)))) == "INVALID_VALUE", name
+        assert [said(default_pool(rig, *place)) for place in NO_PLACES] == ["INVALID_VALUE"] * 2
+        assert int(value(default_pool(rig, DEVICE))) == int(value(rig.raw.cuDeviceGetDefaultMemPool(0)))
 
 
 class TestDevice:

@@ -48,42 +48,27 @@ class TestAllocation:
 
 
 class TestFree:
-    def test_once(self, rig: Rig) -> None:
-        pool, stream = rig.pool(), rig.stream()
-        pointer = rig.allocate(pool, 1, stream)
-        assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
-        assert said(rig.raw.cuMemFreeAsync(pointer, stream)) == "INVALID_VALUE"
+    def test_answers(self, rig: Rig) -> None:
+        raw, pool, stream = rig.raw, rig.pool(UINT64_MAX), rig.stream()
+        first, second = int(rig.allocate(pool, 4096, stream)), rig.allocate(pool, 1, stream)
+        for address, on, expected in (
+            (0, stream, "SUCCESS"),
+            (12345, stream, "INVALID_VALUE"),
+            (first + 512, stream, "INVALID_VALUE"),
+            (first, stream, "SUCCESS"),
+            (first, stream, "INVALID_VALUE"),
+            (second, 0, "SUCCESS"),  # the legacy stream
+        ):
+            assert said(raw.cuMemFreeAsync(address, on)) == expected
 
-    def test_inside_an_allocation(self, rig: Rig) -> None:
-        stream = rig.stream()
-        pointer = rig.allocate(rig.pool(), 4096, stream)
-        assert said(rig.raw.cuMemFreeAsync(int(pointer) + 512, stream)) == "INVALID_VALUE"
 
-    def test_of_what_is_no_allocation(self, rig: Rig) -> None:
-        assert said(rig.raw.cuMemFreeAsync(12345, rig.stream())) == "INVALID_VALUE"
-
-    def test_of_nothing(self, rig: Rig) -> None:
-        assert said(rig.raw.cuMemFreeAsync(0, rig.stream())) == "SUCCESS"
-
-    def test_on_the_legacy_stream(self, rig: Rig) -> None:
-        pointer = rig.allocate(rig.pool(UINT64_MAX), 1, rig.stream())
-        assert said(rig.raw.cuMemFreeAsync(pointer, 0)) == "SUCCESS"
+STEPS = {32: (1, MiB, 2 * MiB, 2 * MiB + 1, 32 * MiB), 64: (32 * MiB + 1, 64 * MiB), 128: (100 * MiB,)}
 
 
 @pytest.mark.parametrize(
-    ("size", "reserved"),
-    [
-        (1, 32 * MiB),
-        (MiB, 32 * MiB),
-        (2 * MiB, 32 * MiB),
-        (2 * MiB + 1, 32 * MiB),
-        (32 * MiB, 32 * MiB),
-        (32 * MiB + 1, 64 * MiB),
-        (64 * MiB, 64 * MiB),
-        (100 * MiB, 128 * MiB),
-    ],
+    ("reserved", "size"), [(steps * MiB, size) for steps, sizes in STEPS.items() for size in sizes]
 )
-def test_reserved_and_used(rig: Rig, size: int, reserved: int) -> None:
+def test_reserved_and_used(rig: Rig, reserved: int, size: int) -> None:
     pool, stream = rig.pool(), rig.stream()
     pointer = rig.allocate(pool, size, stream)
     assert rig.stats(pool) == Stats(reserved, reserved, size, size)
