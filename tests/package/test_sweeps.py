@@ -202,6 +202,7 @@ class World(Faults):
             sa.TypedView: self.buffer.view_as(np.uint8),
             CachingAllocator: self.cache,
             object: None,
+            type(None): None,
         }
 
     def shape(self) -> dict[str, Any]:
@@ -397,6 +398,33 @@ def _group(world: World) -> Any:
     return group
 
 
+def _on_default_streams(world: World) -> None:
+    for stream in (world.device.default_stream, world.device.per_thread_stream):
+        for allocate in (world.pool.allocate, sa.allocate):
+            with allocate(64, stream) as buffer:
+                buffer.fill(1)
+
+
+def _on_two_streams(world: World) -> None:
+    with world.cache.allocate(64, world.stream) as buffer:
+        buffer.fill(1)
+        world.other.wait(world.stream.record())
+        buffer.free(world.other)
+    world.cache.trim()
+
+
+def _captured_allocation(world: World) -> None:
+    with world.stream.capture() as graph, world.pool.allocate(64, world.stream) as buffer:
+        buffer.fill(1)
+    with graph:
+        graph.launch(world.stream)
+        world.stream.synchronize()
+    world.device.graph_memory.trim()
+
+
+PROGRAMS = [_on_default_streams, _on_two_streams, _captured_allocation]
+"""Several operations, of which some may be done where another one has failed."""
+
 MAKERS: dict[str, Callable[[World], Any]] = {
     "Event": lambda world: sa.Event(world.device),
     "MemoryPool": lambda world: sa.MemoryPool(world.device, release_threshold=MiB),
@@ -482,7 +510,14 @@ def _perform(world: Any, kind: type, act: Act) -> tuple[BaseException | None, di
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, ACTS), *makers(MAKERS)])
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [
+        *members(CLASSES, ACTS),
+        *makers(MAKERS),
+        *(pytest.param(type(None), lambda world, _, run=run: run(world), id=run.__name__) for run in PROGRAMS),
+    ],
+)
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Act | None) -> None:
     fails_in_turn(lambda: (Virtual if kind.__module__.startswith(vmm.__name__) else World)(machine), kind, act)
 
@@ -528,7 +563,7 @@ def fails_in_turn(
             failed = world.faulty.failed
             world.put_right()
             assert raised is None or isinstance(raised, (sa.CudaError, *errors)), (first, times, failed, raised)
-            if times == 1 and not any(name in ENDERS or name in halves for name in failed):
+            if times == 1 and kind is not type(None) and not any(name in ENDERS or name in halves for name in failed):
                 # What the driver refuses to end is still there, and where undoing fails as well, there may be more.
                 # What was to be made nobody has where that has failed.
                 allowed = shapes[:-1] if kind is object and raised is not None else shapes

@@ -294,7 +294,7 @@ def test_a_cache_beside_a_model(machine: Any) -> None:
     run_state_machine_as_test(
         make,
         settings=settings(
-            max_examples=80,
+            max_examples=50,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

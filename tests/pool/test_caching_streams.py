@@ -118,16 +118,6 @@ def test_the_default_stream_has_one_cache_whatever_its_handle(cache: sa.CachingA
         assert again.address == address
 
 
-def test_no_context_is_needed_for_a_hit(cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:
-    cache.allocate(SIZE, device.default_stream).free()
-    with contextlib.ExitStack() as undo:
-        while int(traced.cuCtxGetCurrent()[1]):
-            undo.callback(traced.cuCtxPushCurrent, traced.cuCtxPopCurrent()[1])
-        del traced.calls[:]
-        cache.allocate(SIZE, device.default_stream).free()
-        assert traced.calls == []
-
-
 @pytest.mark.parametrize("begin", ["before the allocation", "before the free"])
 def test_a_stream_that_its_library_captures(cache: sa.CachingAllocator, device: sa.Device, begin: str) -> None:
     """An allocation in the capture is the graph's. Memory from outside may be freed: nobody gets it in the capture."""
@@ -212,21 +202,6 @@ def test_a_new_stream_with_the_handle_of_one_that_its_library_closed(
             assert cache.statistics().misses == 3  # no block of the first stream
         buffer.free(device.default_stream)
         assert buffer.freed
-
-
-def test_a_block_comes_home_after_its_event(cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:
-    with device.create_stream() as loader, device.create_stream() as user, Gate(device) as gate:
-        batch = cache.allocate(SIZE, loader)
-        address = batch.address
-        gate.hold(user)
-        batch.free(user)
-        with cache.allocate(SIZE, loader) as other:
-            assert other.address != address
-            assert cache.statistics()[4:6] == (SIZE, SIZE)
-            gate.open()
-            assert executed(user)
-            with cache.allocate(SIZE, loader) as again:
-                assert again.address == address
 
 
 def test_events_are_few_and_used_again(cache: sa.CachingAllocator, device: sa.Device, traced: Any) -> None:

@@ -19,7 +19,7 @@ from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.state import MAX_RETURNING
 from streamalloc.testing import Gate
-from tests.support import MiB, executed, holds, in_threads, later_memory_is_whole
+from tests.support import MiB, holds, in_threads, later_memory_is_whole
 
 SIZE = 4096
 Worker = Callable[[Callable[[], Any]], Any]
@@ -53,50 +53,6 @@ def next_address(cache: sa.CachingAllocator, device: sa.Device) -> int:
     """Address of this thread's next block, which returns to the cache."""
     with cache.allocate(SIZE, device.per_thread_stream) as buffer:
         return buffer.address
-
-
-@pytest.mark.parametrize("end", ["free", "drop"])
-def test_each_thread_has_its_own_blocks(
-    device: sa.Device, cache: sa.CachingAllocator, gate: Gate, worker: Worker, end: str
-) -> None:
-    mine = held_block(cache, device, gate)
-    theirs = worker(lambda: next_address(cache, device))
-    assert theirs != mine
-    for _ in range(3):
-        buffer = cache.allocate(SIZE, device.per_thread_stream)
-        assert buffer.address == mine
-        if end == "free":
-            buffer.free()
-        del buffer
-        assert worker(lambda: next_address(cache, device)) == theirs
-    assert cache.statistics().misses == 2
-
-
-@pytest.mark.parametrize("end", ["free", "free on its stream", "drop"])
-def test_a_block_that_another_thread_frees_returns_after_the_work_of_both(
-    device: sa.Device, cache: sa.CachingAllocator, gate: Gate, worker: Worker, end: str
-) -> None:
-    held = [cache.allocate(SIZE, device.per_thread_stream)]
-    address = held[0].address
-    device.synchronize()
-
-    def free() -> None:
-        gate.hold(device.per_thread_stream)
-        held[0].fill(3)
-        if end == "drop":
-            held.clear()
-            gc.collect()
-        else:
-            held[0].free(device.per_thread_stream if end == "free on its stream" else None)
-
-    worker(free)
-    with cache.allocate(SIZE, device.per_thread_stream) as other:
-        assert other.address != address
-        gate.open()
-        assert worker(lambda: executed(device.per_thread_stream)) and executed(device.default_stream)
-        with cache.allocate(SIZE, device.per_thread_stream) as again:
-            assert again.address == address
-    assert cache.statistics().misses == 2
 
 
 @pytest.mark.parametrize("end", ["trim", "close", "out of memory"])
@@ -317,11 +273,6 @@ def test_blocks_that_another_thread_frees_when_too_many_return(
         mine.open()
         time.sleep(0.01)
         assert later_memory_is_whole(cache.pool, SIZE, other, gate)
-
-
-def test_without_a_current_context(device: sa.Device, cache: sa.CachingAllocator, worker: Worker) -> None:
-    address = worker(lambda: next_address(cache, device))
-    assert worker(lambda: next_address(cache, device)) == address
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -70,11 +70,6 @@ class TestMaking:
             with pytest.raises(ValueError, match="MemPoolProps"):
                 sa.MemoryPool(properties, **arguments)
 
-    @pytest.mark.parametrize(("threshold", "kept"), [(None, 0), (0, 0), (7, 7), (KEEP, KEEP)])
-    def test_release_threshold(self, device: sa.Device, threshold: int | None, kept: int) -> None:
-        with sa.MemoryPool(device, release_threshold=threshold) as pool:
-            assert pool.attributes.release_threshold == kept
-
     def test_changes_nothing_that_was_not_asked_for(self, traced: Any, device: sa.Device) -> None:
         sa.MemoryPool(device).close()
         assert names(traced, "cuMemPoolSetAttribute", "cuMemPoolSetAccess", "cuDeviceSetMemPool") == []
@@ -202,11 +197,6 @@ class TestAttributes:
             with pytest.raises(TypeError, match=name):
                 setattr(pool.attributes, name, value)
 
-    @pytest.mark.parametrize("value", [0, 1, 1 << 40, KEEP])
-    def test_release_threshold(self, pool: sa.MemoryPool, value: int) -> None:
-        pool.attributes.release_threshold = value
-        assert pool.attributes.release_threshold == value and type(pool.attributes.release_threshold) is int
-
     @pytest.mark.parametrize(
         ("value", "error"), [(-1, ValueError), (1 << 64, ValueError), (1.0, TypeError), (None, TypeError)]
     )
@@ -322,31 +312,7 @@ def _answering(machine: Any, answer: Callable[[Any], Any]) -> sa.MemoryPool:
     return sa.MemoryPool(sa.Device(0, driver=driver))
 
 
-# Sizes, and what the pool reserves for each: the readings are in tests/facts/test_pool_sizes.py.
-RESERVED = {
-    1: GROWTH,
-    MiB: GROWTH,
-    2 * MiB: GROWTH,
-    2 * MiB + 1: GROWTH,
-    GROWTH: GROWTH,
-    GROWTH + 1: 2 * GROWTH,
-    2 * GROWTH: 2 * GROWTH,
-    100 * MiB: 4 * GROWTH,
-}
-
-
 class TestStatistics:
-    @pytest.mark.parametrize("size", RESERVED)
-    def test_reserved_and_used(self, device: sa.Device, stream: sa.Stream, size: int) -> None:
-        with sa.MemoryPool(device) as pool:
-            reserved = RESERVED[size]
-            buffer = pool.allocate(size, stream)
-            assert pool.statistics() == (reserved, reserved, size, size)
-            buffer.free()
-            assert pool.statistics() == (reserved, reserved, 0, size)
-            stream.synchronize()
-            assert pool.statistics() == (0, reserved, 0, size)
-
     def test_peaks(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(20 * MiB, stream):
             with pool.allocate(20 * MiB, stream):
@@ -360,12 +326,6 @@ class TestStatistics:
         pool.reset_peaks()
         assert pool.statistics() == (0, 0, 0, 0)
 
-    def test_are_named(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pool.allocate(5, stream):
-            found = pool.statistics()
-        assert (found.reserved, found.reserved_high, found.used, found.used_high) == (GROWTH, GROWTH, 5, 5)
-        assert all(type(value) is int for value in found)
-
     def test_show_in_a_notebook(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(5 * MiB, stream):
             html = pool._repr_html_()
@@ -375,17 +335,6 @@ class TestStatistics:
 
 
 class TestThreshold:
-    @pytest.mark.parametrize(("threshold", "kept"), [(0, 0), (16, 0), (32, 32), (40, 32), (64, 64), (70, 64), (96, 64)])
-    def test_what_a_synchronisation_leaves(
-        self, device: sa.Device, stream: sa.Stream, threshold: int, kept: int
-    ) -> None:
-        """In MiB, after 40 of them (64 reserved) were freed: whole growth steps above the threshold go."""
-        with sa.MemoryPool(device, release_threshold=threshold * MiB) as pool:
-            pool.allocate(40 * MiB, stream).free()
-            assert pool.statistics().reserved == 2 * GROWTH
-            stream.synchronize()
-            assert pool.statistics().reserved == kept * MiB
-
     @pytest.mark.parametrize("how", ["stream", "device", "event"])
     def test_which_synchronisations_count(self, device: sa.Device, stream: sa.Stream, how: str) -> None:
         with sa.MemoryPool(device) as pool:
@@ -394,13 +343,6 @@ class TestThreshold:
             assert executed(stream) and pool.statistics().reserved == GROWTH  # asking is none
             {"stream": stream.synchronize, "device": device.synchronize, "event": event.synchronize}[how]()
             assert pool.statistics().reserved == 0
-
-    def test_lowered_later(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        pool.allocate(MiB, stream).free()
-        stream.synchronize()
-        assert pool.statistics().reserved == GROWTH
-        pool.attributes.release_threshold = 0
-        assert pool.trim() == GROWTH
 
 
 class TestTrim:
@@ -413,20 +355,12 @@ class TestTrim:
         assert pool.trim(keep) == (2 - left) * GROWTH
         assert pool.statistics().reserved == left * GROWTH
 
-    def test_more_than_there_is(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        pool.allocate(40 * MiB, stream).free()
-        stream.synchronize()
-        assert pool.trim(keep=1 << 40) == 0
-
     def test_keeps_what_is_used(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(MiB, stream):
             pool.allocate(100 * MiB, stream).free()
             stream.synchronize()
             assert pool.statistics().reserved == 4 * GROWTH
             assert pool.trim() == 3 * GROWTH
-
-    def test_of_an_empty_pool(self, pool: sa.MemoryPool) -> None:
-        assert pool.trim() == 0
 
     def test_a_free_that_has_not_run(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
         buffer = pool.allocate(40 * MiB, stream)
@@ -438,12 +372,6 @@ class TestTrim:
         gate.open()
         stream.synchronize()
         assert pool.trim() == 2 * GROWTH
-
-    def test_a_free_that_no_synchronisation_has_seen(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        pool.allocate(MiB, stream).free()
-        assert executed(stream)
-        with pytest.warns(sa.PendingFreesWarning):
-            assert pool.trim() == 0
 
     def test_a_free_that_would_not_have_come_back(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
         with pool.allocate(MiB, stream):
