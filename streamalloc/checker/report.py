@@ -18,7 +18,7 @@ from typing import Any
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.parent import ParentTest
 from streamalloc.driver.protocol import On
-from streamalloc.driver.reports import Hazard, Stack, here, place_of
+from streamalloc.driver.reports import Hazard, Hazards, Stack, here, place_of
 
 LEFT_OUT = {
     "kernels": "kernels that do not declare their uses; unwritten bytes and element types of memory that existed then",
@@ -87,7 +87,7 @@ class Reports:
     """The hazards of a driver."""
 
     def __init__(self, on: On, notes: Notes, found: list[Hazard]) -> None:
-        self.all: list[Hazard] = []
+        self.all = Hazards()
         """All hazards in order, one for each pair of places. The program may clear the list."""
         self.found: list[Hazard] = found
         """Hazards of the present call."""

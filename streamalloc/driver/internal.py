@@ -23,14 +23,14 @@ from streamalloc.driver.selection import RealFunctions, as_asked, default_of_thr
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Listener
-    from streamalloc.driver.reports import Stack, here, line_of, lines
+    from streamalloc.driver.reports import Stack, here, line_of, lines, place_of
     from streamalloc.driver.wrappers import Wrapper
 
 # Imported on first use, to keep the package's import fast.
 _LATER = {
     "Listener": "protocol",
     "Wrapper": "wrappers",
-    **dict.fromkeys(("Stack", "here", "line_of", "lines"), "reports"),
+    **dict.fromkeys(("Stack", "here", "line_of", "lines", "place_of"), "reports"),
 }
 
 

@@ -55,8 +55,8 @@ _DRIVERS = tuple(f"{_PACKAGE}{folder}/" for folder in ("checker", "driver", "sim
 _BETWEEN = 3
 """Most frames of a user's driver between package and checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"
-# A stack ends at frames of a test runner or process starter.
-_RUNNERS = ("/_pytest/", "/pluggy/", f"{_LIBRARY}multiprocessing/")
+# A stack ends at frames of a test runner, notebook or process starter.
+_RUNNERS = ("/_pytest/", "/pluggy/", "/IPython/", "/ipykernel/", f"{_LIBRARY}multiprocessing/")
 # Frames that call the program's functions and say nothing of them.
 _CALLERS = (
     "<frozen ",
@@ -121,18 +121,32 @@ def lines(stack: Stack) -> list[str]:
     for code, at in reversed(stack):
         number = line_of(code, at)
         text = linecache.getline(code.co_filename, number).strip()
-        shown.append(f'  File "{code.co_filename}", line {number}, in {code.co_name}')
+        file = _cell(code) or f'File "{code.co_filename}"'
+        shown.append(f"  {file}, line {number}, in {code.co_name}")
         if text:
             shown.append(f"    {text}")
     return shown
 
 
 def place_of(stack: Stack) -> str:
-    """File name and line of the innermost frame."""
+    """File name and line of the innermost frame, as ``program.py:7``; in a notebook ``cell [3], line 7``."""
     if not stack:
         return "an unknown place"
     code, at = stack[0]
-    return f"{Path(code.co_filename).name}:{line_of(code, at)}"
+    cell, line = _cell(code), line_of(code, at)
+    return f"{cell}, line {line}" if cell else f"{Path(code.co_filename).name}:{line}"
+
+
+def _cell(code: CodeType) -> str:
+    """``cell [3]`` for code of the notebook's input 3; empty for other code.
+
+    The file name of a cell is a hash of its text: only IPython knows which cell it is.
+    """
+    try:
+        _, name = sys.modules["IPython"].get_ipython().compile.format_code_name(code.co_filename)
+    except (AttributeError, KeyError, TypeError):  # no notebook, or no cell of it
+        return ""
+    return f"cell {name.removeprefix('In').strip()}"
 
 
 def line_of(code: CodeType, at: int) -> int:
@@ -143,7 +157,7 @@ def line_of(code: CodeType, at: int) -> int:
     return code.co_firstlineno
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Hazard:
     """A violation of stream order between two places of the program, found by :func:`streamalloc.driver.checked`."""
 
@@ -201,8 +215,14 @@ class Hazard:
         for name, stack in self.places:
             code = escape("\n".join(line.rstrip() for line in lines(stack)))
             cells.append(f"<tr><td>{escape(name)}</td><td style='text-align:left'><pre>{code}</pre></td></tr>")
-        head = f"<b>{escape(self.kind)}</b>, {self.nbytes / 2**20:,.1f} MiB"
-        return f"{head}<table><tbody>{''.join(cells)}</tbody></table>"
+        head = f"<b>{escape(self.kind)}</b>, {self.nbytes / 2**20:,.1f} MiB, at {escape(self._place())}"
+        return f"<details><summary>{head}</summary><table><tbody>{''.join(cells)}</tbody></table></details>"
+
+    def __repr__(self) -> str:
+        return f"<Hazard: {self.kind} at {self._place()}>"
+
+    def _place(self) -> str:
+        return place_of(self.places[0][1] if self.places else ())
 
     def __str__(self) -> str:
         (_, what), *others = self._texts()
@@ -210,3 +230,10 @@ class Hazard:
         for name, stack in self.places:
             shown += [f"{name}:", *lines(stack)]
         return "\n".join(shown)
+
+
+class Hazards(list[Hazard]):
+    """Hazards in the order in which they were found. Notebooks show each folded."""
+
+    def _repr_html_(self) -> str:
+        return "".join(one._repr_html_() for one in self) or "no hazards"

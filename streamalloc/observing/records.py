@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import marshal
-import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Literal, NamedTuple
 from streamalloc.core.errors import size_text
 from streamalloc.core.html import code, mib, table
 from streamalloc.core.properties import MemLocation
-from streamalloc.driver.internal import here, line_of
+from streamalloc.driver.internal import here, line_of, place_of
 
 Kind = Literal["pool", "cache", "mapping"]
 Action = Literal["allocate", "free", "failure"]
@@ -45,7 +44,7 @@ class Site(NamedTuple):
         return line_of(self.code, self.at)
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.line} in {self.function}"
+        return f"{place_of((self,))} in {self.function}"
 
     def __repr__(self) -> str:
         return f"<Site {self}>"
