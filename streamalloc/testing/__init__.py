@@ -1,7 +1,8 @@
 """Tools for tests and demonstrations of stream-ordered code.
 
 :class:`Gate`, :func:`settle` and :class:`Faults` work on every driver, kernels as Python functions and the multimem
-functions on the simulated driver only. :mod:`streamalloc.testing.plugin` is a plugin for pytest.
+functions on the simulated driver only. :func:`notebook` sets up a notebook. :mod:`streamalloc.testing.plugin` is a
+plugin for pytest.
 """
 
 import importlib
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from streamalloc.simulator.internal import current_launch, device_global, device_view, kernel, unregister_kernel
     from streamalloc.testing.installing import install
     from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
+    from streamalloc.testing.notebooks import notebook
     from streamalloc.testing.tools import Faults, Gate, settle
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "multimem_ld_reduce",
     "multimem_red",
     "multimem_st",
+    "notebook",
     "settle",
     "unregister_kernel",
 ]
@@ -32,6 +35,7 @@ __all__ = [
 _LATER = {
     **dict.fromkeys(("Faults", "Gate", "settle"), "testing.tools"),
     "install": "testing.installing",
+    "notebook": "testing.notebooks",
     **dict.fromkeys(("multimem_ld_reduce", "multimem_red", "multimem_st"), "testing.multimem"),
     **dict.fromkeys(
         ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.internal"
