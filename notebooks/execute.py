@@ -1,4 +1,4 @@
-"""Run the notebooks again and write their new outputs: ``make notebooks``.
+"""Run the notebooks again, each in an empty folder, and write their new outputs: ``make notebooks``.
 
 A second run changes nothing: no times of the run are stored, and a cell keeps its stored outputs if the new ones have
 the same text, addresses aside, and the same pictures. Pictures of measured times, in cells with the tag ``measured``,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,9 @@ def main() -> None:
     for path in given.notebooks or sorted(Path(__file__).parent.glob("*.ipynb")):
         print(path.name, flush=True)
         old, new = (nbformat.read(path, as_version=4) for _ in range(2))
-        where = {"metadata": {"path": str(path.parent)}}
-        NotebookClient(
-            new, record_timing=False, coalesce_streams=True, kernel_name="python3", resources=where
-        ).execute()
+        with tempfile.TemporaryDirectory() as folder:
+            options: Any = {"kernel_name": "python3", "record_timing": False, "coalesce_streams": True}
+            NotebookClient(new, resources={"metadata": {"path": folder}}, **options).execute()
         settle(old, new, measured=given.measured)
         nbformat.write(new, path)
 

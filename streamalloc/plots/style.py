@@ -18,7 +18,7 @@ WIDTH = 9.4
 """Inches: the width of a figure in a notebook."""
 
 # Each colour has one meaning in all figures. Locations use :func:`streamalloc.core.html.color_of`.
-INK, GREY, TINT = "#24292f", "#6e7781", "#eef4fa"
+INK, GREY = "#24292f", "#6e7781"
 RESERVED, RESERVED_EDGE, USED = "#cfe0f1", "#7ba3cf", "#1f4e86"
 RED = "#b3402e"
 """Failures, and results that depend on timing."""

@@ -119,7 +119,7 @@ def _run(folder: Path, cells: list[str]) -> Iterator[tuple[dict[str, str], list[
     from IPython.utils.capture import capture_output
 
     os.chdir(folder)
-    sys.path.insert(0, str(folder))  # as Jupyter has it: notebooks import the modules beside them
+    sys.path.insert(0, str(folder))  # as Jupyter has it
     gc.freeze()  # collections look at what the notebook makes only
     shell: Any = InteractiveShell.instance()
     shell.enable_gui = lambda *_: None

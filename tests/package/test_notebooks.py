@@ -1,7 +1,8 @@
-"""The notebooks run from top to bottom on either driver, and what is committed with them is what they print."""
+"""The notebooks run on either driver, each in an empty folder, and what is committed with them is what they print."""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -48,15 +49,50 @@ def runner(on_cuda: bool) -> Iterator[Runner]:
         yield runner
 
 
-def test_a_picture_is_drawn_once(runner: Runner) -> None:
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs: nothing of the project lies beside a notebook that somebody has downloaded."""
+    return tmp_path_factory.mktemp("downloaded")
+
+
+def test_a_picture_is_drawn_once(runner: Runner, empty: Path) -> None:
     cells = [
         "import streamalloc as sa; pool = sa.MemoryPool(sa.Device(0))",
         "pool.plot()",  # as the value of the cell
         "picture = pool.plot()\nprint(1)",  # at the end of the cell
         "picture",
     ]
-    runner.begin("pictures", FOLDER, cells)
+    runner.begin("pictures", empty, cells)
     assert [one.images for one in runner.result("pictures")] == [0, 1, 1, 1]
+
+
+def test_set_up(runner: Runner, empty: Path, on_cuda: bool) -> None:
+    cells = [
+        "import os, subprocess, sys\nimport streamalloc as sa\nmachine = sa.testing.notebook(devices=2)",
+        "dev = sa.Device(0)\nload, compute = (dev.create_stream(name=name) for name in ('load', 'compute'))\n"
+        "buffer = sa.allocate(1024, load)\nbuffer.fill(1, compute)",
+        "with sa.observe(dev) as observer:\n    kept = sa.allocate(1024, load)\nobserver.leaks()",
+        "print(machine.hazards[0])\nmachine.hazards",
+        "program = 'import streamalloc as sa; print(sa.Device.count(), sa.Device(0).uuid)'\n"
+        "told = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, check=True).stdout\n"
+        "print(told == f'{sa.Device.count()} {dev.uuid}\\n')",
+        "dev.synchronize()\nbuffer.free()\nkept.free()",
+    ]
+    runner.begin("set-up", empty, cells)
+    ready, wrong, leaks, told, same, _ = runner.result("set-up")
+    assert re.fullmatch(
+        r"running on \d+ x .+\n" if on_cuda else r"running on 2 x .+, simulated\n", ready.streams["stdout"]
+    )
+    (shown,) = wrong.shown  # below the cell that has it
+    assert shown["text/html"].startswith(
+        "<details><summary><b>use before allocation</b>, 0.0 MiB, at cell [2], line 4<"
+    )
+    assert "<code>cell [3], line 2 in &lt;module&gt;</code>" in leaks.shown[0]["text/html"]
+    text = told.streams["stdout"]
+    assert "stream &#x27;compute&#x27; (created at cell [2], line 2)" in told.shown[0]["text/html"]
+    assert "on stream 'compute' (created at cell [2], line 2)" in text
+    assert text.endswith("allocated:\n  cell [2], line 3, in <module>\n    buffer = sa.allocate(1024, load)\n")
+    assert same.streams["stdout"] == "True\n"
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: str(path.stem))
@@ -67,11 +103,11 @@ def path(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def executed(path: Path, runner: Runner) -> list[Outputs]:
+def executed(path: Path, runner: Runner, empty: Path) -> list[Outputs]:
     """Outputs of the cells on the driver under test. An error in one is raised here."""
     # And the next one, meanwhile.
     for one in NOTEBOOKS[(at := NOTEBOOKS.index(path)) : at + 2]:
-        runner.begin(one.stem, one.parent, [cell.source for cell in _code(one)])
+        runner.begin(one.stem, empty, [cell.source for cell in _code(one)])
     return runner.result(path.stem)
 
 
@@ -84,7 +120,15 @@ def test_every_cell_runs(path: Path, executed: list[Outputs]) -> None:
 
 
 def test_pictures_are_drawn(executed: list[Outputs]) -> None:
-    assert sum(one.images for one in executed) >= 4
+    assert sum(one.images for one in executed) >= 3
+
+
+def test_needs_no_other_module(path: Path) -> None:
+    nodes = [node for cell in _code(path) for node in ast.walk(ast.parse(cell.source))]
+    names = [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    found = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    assert found <= {"matplotlib", "numpy", "streamalloc"}
 
 
 class TestCommitted:
@@ -93,7 +137,7 @@ class TestCommitted:
         assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
 
     def test_has_its_pictures(self, path: Path) -> None:
-        assert sum(Outputs.committed(cell).images for cell in _code(path)) >= 4
+        assert sum(Outputs.committed(cell).images for cell in _code(path)) >= 3
         assert path.stat().st_size < 1_000_000
 
     def test_is_valid_and_names_no_machine(self, path: Path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import runpy
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +20,6 @@ from streamalloc import plots, vmm
 from tests.support import MiB
 
 GiB = 1 << 30
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-# The figures of the notebooks, which are no package.
-PICTURES = SimpleNamespace(**runpy.run_path(str(NOTEBOOKS / "pictures.py"), run_name="pictures"))
 
 
 @pytest.fixture(autouse=True)
@@ -82,15 +76,10 @@ def big(unit: int) -> Any:
 class TestText:
     def test_of_pools(self, big: Any, unit: int) -> None:
         device = sa.Device(0, driver=big)
-        steps = []
         with sa.MemoryPool(device, release_threshold=2**64 - 1) as pool, device.create_stream() as stream:
-            for number in range(9):
-                with pool.allocate(number * unit + 512, stream):
-                    steps.append(PICTURES.Step(f"+{number * unit >> 20}", pool.statistics()))
-                steps.append(PICTURES.Step("sync", pool.statistics()))
+            with pool.allocate(9 * unit + 512, stream):
+                assert overlaps(pool.plot()) == []
             assert overlaps(pool.plot()) == []
-        assert overlaps(PICTURES.usage({"one": steps, "two": steps[::-1]}, peaks=True)) == []
-        assert overlaps(PICTURES.usage({"many": steps * 6})) == []
 
     def test_of_observers(self, big: Any, unit: int) -> None:
         device = sa.Device(0, driver=big)
@@ -118,24 +107,10 @@ class TestText:
                 addresses.map(memory, 2 * number * page, access={here: sa.MemAccess(1 + 2 * (number % 3 == 0))})
             addresses.map(stack.enter_context(vmm.PhysicalMemory(here, 2 * MiB)), 30 * page, access=[here, there])
             assert overlaps(addresses.plot()) == []
-            frames = [PICTURES.frame(f"map({number})", addresses) for number in range(5)]
-            assert overlaps(PICTURES.film(frames)) == []
             with vmm.GrowableBuffer(here, 64 * page, page) as buffer:
                 assert overlaps(buffer.plot()) == []
             with vmm.AddressRange(40 * page, driver=big) as nothing:
                 assert overlaps(nothing.plot()) == []
-
-    def test_of_charts(self) -> None:
-        bars = [PICTURES.Bar("one", 0, 3, text="fits"), PICTURES.Bar("two", 3, 3.1, text="does not fit in there")]
-        mark = PICTURES.Mark("one", 4, "here", to="two")
-        made = PICTURES.spans(bars, [mark], legend={"what": "#123456"}, xlabel="ms")
-        assert overlaps(made) == []
-        assert "does not fit in there" not in {text.get_text() for text in made.findobj(matplotlib.text.Text)}
-        cells = [PICTURES.Cell(row, column, "yes") for row in range(3) for column in range(4)]
-        assert overlaps(PICTURES.grid(cells, ["a", "b", "c"], ["w", "x", "y", "z"])) == []
-        x = list(range(20))
-        same = {f"curve {number}": (x, [number * 1e-3 + value for value in x]) for number in range(4)}
-        assert overlaps(PICTURES.curves({"linear": same, "log": same}, log=["log"])) == []
 
 
 def shown(figure: Any) -> set[str]:
