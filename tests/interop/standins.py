@@ -2,13 +2,19 @@
 
 What they do beside is as little as the tests need: streams, arrays of bytes that can be filled and read, and the way in
 which each library takes and gives back memory. The same tests run on the libraries themselves on GPUs.
+
+``STREAMALLOC_DRIVER=simulated python -m tests.interop.standins program.py`` runs a program of the documentation with
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
+import runpy
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +22,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+import streamalloc.driver
 
 
 class Calls:
@@ -67,6 +75,19 @@ class Calls:
 
     def non_blocking(self) -> int:
         return int(self.here("cuStreamCreate", 1))
+
+
+def new_pool(calls: Calls, release_threshold: int = 0, max_size: int = 0) -> Any:
+    """A driver pool of device 0; never destroyed."""
+    driver = calls.driver
+    properties = driver.CUmemPoolProps()
+    properties.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.maxSize = max_size
+    pool = calls.here("cuMemPoolCreate", properties)
+    attribute = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    calls("cuMemPoolSetAttribute", pool, attribute, driver.cuuint64_t(release_threshold))
+    return pool
 
 
 class _Owner:
@@ -334,6 +355,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
     free_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     known: list[dict[int, dict[str, int]]] = []  # the segments of all pools, also of those that were dropped
     freeable: list[tuple[Any, dict[int, dict[str, int]]]] = []
+    by_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
     segment_size = 2 << 20
 
     class OutOfMemoryError(RuntimeError): ...
@@ -350,9 +372,14 @@ def torch(driver: Any) -> dict[str, ModuleType]:
             self.allocator = allocator
             self.segments: dict[int, dict[str, int]] = {}
             known.append(self.segments)
+            by_id[self.id] = self
+
+        @property
+        def id(self) -> int:
+            return id(self)
 
         def use_count(self) -> int:
-            return 1 + len(graphs.get(id(self), ()))
+            return 1 + len(graphs.get(self.id, ()))
 
         def take(self, nbytes: int, stream: int) -> int:
             size = -(-nbytes // segment_size) * segment_size
@@ -475,6 +502,22 @@ def torch(driver: Any) -> dict[str, ModuleType]:
         finally:
             local.stream = before
 
+    class CUDAGraph:
+        executable: Any
+
+        def replay(self) -> None:
+            calls.here("cuGraphLaunch", self.executable, current_stream().cuda_stream)
+
+    @contextlib.contextmanager
+    def graph(graph: Any, pool: int) -> Iterator[None]:
+        stream = Stream()
+        with on(stream), use_mem_pool(by_id[pool]):
+            calls.here("cuStreamBeginCapture", stream.cuda_stream, driver.CUstreamCaptureMode(0))
+            yield
+            captured = calls.here("cuStreamEndCapture", stream.cuda_stream)
+        graph.executable = calls.here("cuGraphInstantiate", captured, 0)
+        graphs.setdefault(pool, []).append(graph)
+
     def from_dlpack(array: Any) -> Tensor:
         capsule = array.__dlpack__(stream=current_stream().cuda_stream or 1)
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -493,7 +536,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
     module.cuda = SimpleNamespace(
         MemPool=MemPool, use_mem_pool=use_mem_pool, Stream=Stream, stream=on, current_stream=current_stream,
         device=lambda ordinal: contextlib.nullcontext(), is_initialized=lambda: True,
-        empty_cache=empty_cache, memory_snapshot=memory_snapshot, graphs=graphs,
+        empty_cache=empty_cache, memory_snapshot=memory_snapshot, graphs=graphs, CUDAGraph=CUDAGraph, graph=graph,
     )  # fmt: skip
     return {"torch": module}
 
@@ -534,6 +577,25 @@ def rmm(driver: Any) -> dict[str, ModuleType]:
         def deallocate(self, address: int, nbytes: int, stream: Any) -> None:
             calls.here("cuMemFreeAsync", address, stream.ptr)
 
+    class CudaAsyncMemoryResource(CudaAsyncViewMemoryResource):
+        def __init__(self, release_threshold: int = 0) -> None:
+            super().__init__(new_pool(calls, release_threshold=release_threshold))
+
+    class StatisticsResourceAdaptor:
+        def __init__(self, upstream_mr: Any) -> None:
+            self.upstream_mr = upstream_mr
+            self.allocation_counts = SimpleNamespace(current_bytes=0, peak_bytes=0)
+
+        def allocate(self, nbytes: int, stream: Any) -> Any:
+            address, counts = self.upstream_mr.allocate(nbytes, stream), self.allocation_counts
+            counts.current_bytes += nbytes
+            counts.peak_bytes = max(counts.peak_bytes, counts.current_bytes)
+            return address
+
+        def deallocate(self, address: int, nbytes: int, stream: Any) -> None:
+            self.allocation_counts.current_bytes -= nbytes
+            self.upstream_mr.deallocate(address, nbytes, stream)
+
     class CallbackMemoryResource:
         def __init__(self, allocate_func: Any, deallocate_func: Any) -> None:
             # RMM makes a new stream object of the handle for each call.
@@ -562,7 +624,9 @@ def rmm(driver: Any) -> dict[str, ModuleType]:
     module.DeviceBuffer = DeviceBuffer
     module.mr = SimpleNamespace(
         CudaAsyncViewMemoryResource=CudaAsyncViewMemoryResource, CallbackMemoryResource=CallbackMemoryResource,
+        CudaAsyncMemoryResource=CudaAsyncMemoryResource, StatisticsResourceAdaptor=StatisticsResourceAdaptor,
         get_per_device_resource=resources.__getitem__, set_per_device_resource=resources.__setitem__,
+        set_current_device_resource=functools.partial(resources.__setitem__, 0),
     )  # fmt: skip
     module.pylibrmm = SimpleNamespace(stream=SimpleNamespace(Stream=Stream))
     return {"rmm": module}
@@ -603,6 +667,9 @@ def cuda_core(driver: Any) -> dict[str, ModuleType]:
         def fill(self, value: int, *, stream: Any) -> None:
             calls.fill(self.handle, value, self.size, stream.ptr)
 
+        def copy_to(self, dst: Any, *, stream: Any) -> None:
+            calls.here("cuMemcpyDtoHAsync", dst.array, self.handle, self.size, stream.ptr)
+
         def close(self, stream: Any = None) -> None:
             resource, self.memory_resource = self.memory_resource, None
             if resource is not None:
@@ -618,8 +685,11 @@ def cuda_core(driver: Any) -> dict[str, ModuleType]:
     class DeviceMemoryResource(MemoryResource):
         is_device_accessible, is_host_accessible = True, False
 
-        def __init__(self, device: Any) -> None:
+        def __init__(self, device: Any, options: Any = None) -> None:
             self.device_id = device.device_id
+            if options is not None:
+                self.handle = new_pool(calls, max_size=options.max_size)
+                return
             self.handle = calls("cuDeviceGetMemPool", self.device_id)
             self.is_handle_owned = False
             attribute = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
@@ -635,6 +705,11 @@ def cuda_core(driver: Any) -> dict[str, ModuleType]:
 
         def deallocate(self, ptr: int, size: int, *, stream: Any) -> None:
             calls("cuMemFreeAsync", ptr, stream.ptr)
+
+    class HostBuffer:
+        def __init__(self, size: int) -> None:
+            self.array = np.zeros(size, np.uint8)
+            self.__dlpack__, self.__dlpack_device__ = self.array.__dlpack__, self.array.__dlpack_device__
 
     resources: dict[int, Any] = {}
 
@@ -662,13 +737,131 @@ def cuda_core(driver: Any) -> dict[str, ModuleType]:
 
     module: Any = ModuleType("cuda.core")
     module.Device, module.Buffer, module.MemoryResource = Device, Buffer, MemoryResource
-    module.DeviceMemoryResource = DeviceMemoryResource
+    module.DeviceMemoryResource, module.DeviceMemoryResourceOptions = DeviceMemoryResource, SimpleNamespace
+    module.LegacyPinnedMemoryResource = lambda: SimpleNamespace(allocate=HostBuffer)
     utils: Any = ModuleType("cuda.core._utils.cuda_utils")
     utils.CUDAError = CUDAError
     return {"cuda.core": module, "cuda.core._utils": ModuleType("cuda.core._utils"),
             "cuda.core._utils.cuda_utils": utils}  # fmt: skip
 
 
+# -- torch_memory_saver and vLLM's allocator --------------------------------------------------------------------------
+
+
+class Sleeper:
+    """PyTorch's tensors in memory that is released and mapped again, as both libraries do it."""
+
+    def __init__(self, driver: Any) -> None:
+        self.calls = Calls(driver)
+        self.driver = driver
+        self.made: dict[int, SimpleNamespace] = {}
+
+    @contextlib.contextmanager
+    def pool(self, tag: str) -> Iterator[None]:
+        import torch
+
+        allocator = SimpleNamespace(allocate=lambda nbytes, *_: self.allocate(nbytes, tag), free=self.free)
+        pool = torch.cuda.MemPool(allocator)
+        with torch.cuda.use_mem_pool(pool):
+            yield
+
+    def allocate(self, nbytes: int, tag: str) -> int:
+        address = int(self.calls("cuMemAddressReserve", nbytes, 0, 0, 0))
+        self.made[address] = SimpleNamespace(nbytes=nbytes, tag=tag, bytes=None)
+        self.map(address)
+        return address
+
+    def map(self, address: int) -> None:
+        driver, one = self.driver, self.made[address]
+        properties, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        one.handle = self.calls("cuMemCreate", one.nbytes, properties, 0)
+        self.calls("cuMemMap", address, one.nbytes, 0, one.handle, 0)
+        self.calls("cuMemSetAccess", address, one.nbytes, [access], 1)
+        if one.bytes is not None:
+            self.calls.here("cuMemcpyHtoD", address, one.bytes, one.nbytes)
+
+    def unmap(self, address: int, keep: bool) -> None:
+        one = self.made[address]
+        self.calls.here("cuCtxSynchronize")
+        one.bytes = np.empty(one.nbytes, np.uint8) if keep else None
+        if keep:
+            self.calls.here("cuMemcpyDtoH", one.bytes, address, one.nbytes)
+        self.calls("cuMemUnmap", address, one.nbytes)
+        self.calls("cuMemRelease", one.handle)
+
+    def free(self, address: int, *_: object) -> None:
+        self.unmap(address, keep=False)
+        self.calls("cuMemAddressFree", address, self.made.pop(address).nbytes)
+
+    def tagged(self, tags: Any) -> list[int]:
+        return [address for address, one in self.made.items() if tags is None or one.tag in tags]
+
+
+def torch_memory_saver(driver: Any) -> dict[str, ModuleType]:
+    sleeper = Sleeper(driver)
+    kept: set[str] = set()
+
+    class TorchMemorySaver:
+        hook_mode = "preload"
+
+        def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Any:
+            kept.update([tag] if enable_cpu_backup else [])
+            return sleeper.pool(tag)
+
+        def pause(self, tag: str) -> None:
+            for address in sleeper.tagged([tag]):
+                sleeper.unmap(address, keep=tag in kept)
+
+        def resume(self, tag: str) -> None:
+            for address in sleeper.tagged([tag]):
+                sleeper.map(address)
+
+    module: Any = ModuleType("torch_memory_saver")
+    module.torch_memory_saver = TorchMemorySaver()
+    return {"torch_memory_saver": module}
+
+
+def vllm(driver: Any) -> dict[str, ModuleType]:
+    sleeper = Sleeper(driver)
+
+    class CuMemAllocator:
+        @staticmethod
+        def get_instance() -> CuMemAllocator:
+            return instance
+
+        def use_memory_pool(self, tag: str = "default") -> Any:
+            return sleeper.pool(tag)
+
+        def sleep(self, offload_tags: Any = ("default",)) -> None:
+            for address in sleeper.tagged(None):
+                sleeper.unmap(address, keep=sleeper.made[address].tag in offload_tags)
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            for address in sleeper.tagged(tags):
+                sleeper.map(address)
+
+    instance = CuMemAllocator()
+    module: Any = ModuleType("vllm.device_allocator.cumem")
+    module.CuMemAllocator = CuMemAllocator
+    packages = {name: ModuleType(name) for name in ("vllm", "vllm.device_allocator")}
+    return {**packages, "vllm.device_allocator.cumem": module}
+
+
 STANDINS: dict[str, Callable[[Any], dict[str, ModuleType]]] = {
     "cupy": cupy, "numba": numba, "torch": torch, "rmm": rmm, "cuda_core": cuda_core,
+    "torch_memory_saver": torch_memory_saver, "vllm": vllm,
 }  # fmt: skip
+
+
+def run(program: str) -> None:
+    """Run a program of the documentation with the stand-ins, on the default driver."""
+    for standin in STANDINS.values():
+        sys.modules.update(standin(streamalloc.driver.default()))
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])

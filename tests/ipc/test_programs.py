@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.package.test_recipes import PAGES as ALONE
 from tests.processes import finished
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "notebooks" / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted({*(ROOT / "notebooks" / "docs").rglob("*.md")} - {*ALONE})]
 # A program, and below it what it prints, if it prints anything.
 _FILE = re.compile(r"^```py\n(# (\w+\.py)\n.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
@@ -36,7 +37,7 @@ def starts() -> list[tuple[str, str]]:
 
 def test_there_are_some() -> None:
     pages = {page for page, _ in starts()}
-    assert {"notebooks/docs/guides/ipc.md", "notebooks/docs/recipes/shared-weights.md"} <= pages
+    assert {"notebooks/docs/guides/ipc.md", "README.md"} <= pages
     for page in PAGES:
         for block in re.findall(r"^```py\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             # One that starts processes is run as well, and so has a name.

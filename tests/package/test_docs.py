@@ -15,6 +15,7 @@ import pytest
 import streamalloc.driver as sd
 from tests.checker.corpus import CASES, KINDS
 from tests.interop.standins import STANDINS
+from tests.package.test_recipes import PAGES as ALONE
 from tests.simulator.test_random_steps import recorded
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,7 @@ DOCS = ROOT / "notebooks" / "docs"
 REFERENCE = DOCS / "reference"
 PAGES = sorted(DOCS.rglob("*.md"))
 PROGRAMS = [ROOT / "README.md", *PAGES]
+IN_ORDER = [page for page in PROGRAMS if page not in ALONE]
 # A program, and below it what it prints, if the page shows that.
 _PROGRAM = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 
@@ -33,7 +35,7 @@ def name(page: Path) -> str:
 @pytest.mark.simulated_only("the programs make their own simulated machines, or take the default driver")
 # Beside a checker nothing is cached, so that a pool that is trimmed has frees of its own pending.
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
-@pytest.mark.parametrize("page", [page for page in PROGRAMS if _PROGRAM.search(page.read_text())], ids=name)
+@pytest.mark.parametrize("page", [page for page in IN_ORDER if _PROGRAM.search(page.read_text())], ids=name)
 def test_programs_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,15 +59,18 @@ _WITH_LIBRARIES = re.compile(r"^```py\n(?!# \w+\.py\n)(.*?)^```", re.MULTILINE |
 
 
 @pytest.mark.simulated_only("with stand-ins for the libraries")
-@pytest.mark.parametrize("page", [page for page in PROGRAMS if _WITH_LIBRARIES.search(page.read_text())], ids=name)
+@pytest.mark.parametrize("page", [page for page in IN_ORDER if _WITH_LIBRARIES.search(page.read_text())], ids=name)
 def test_programs_with_other_libraries_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks marked ``py``, each on its own; those that name a file are run by ``tests/ipc/test_programs.py``."""
+    """Blocks marked ``py``, each on its own; those that name a file are run by ``tests/ipc/test_programs.py``.
+
+    Those of the recipes are run by ``test_recipes.py``, beside this file.
+    """
     for block in _WITH_LIBRARIES.findall(page.read_text()):
         if "live" in block:
             pytest.importorskip("rich")
         machine = sd.simulated()
-        for library in ("cupy", "torch", "numba", "rmm"):
-            for module, standin in STANDINS[library](machine).items():
+        for make in STANDINS.values():
+            for module, standin in make(machine).items():
                 monkeypatch.setitem(sys.modules, module, standin)
         with sd.use(machine):
             exec(compile(block, str(page), "exec"), {"__name__": "page"})

@@ -16,10 +16,14 @@ DOCUMENTS = [ROOT / "README.md", *(ROOT / "notebooks" / "docs" / f"{name}.md" fo
 pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="without the repository")
 
 
-def test_are_of_the_form_that_github_takes() -> None:
+def test_are_of_the_form_that_github_takes(tmp_path: Path) -> None:
+    """And so is the one that the documentation shows."""
     check: Any = pytest.importorskip("check_jsonschema")
+    text = (ROOT / "notebooks" / "docs" / "recipes" / "ci-without-gpu.md").read_text()
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
+    (tmp_path / "shown.yml").write_text(shown)
     with pytest.raises(SystemExit) as end:
-        check.main(["--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS)])
+        check.main(["--builtin-schema", "vendor.github-workflows", *map(str, [*WORKFLOWS, tmp_path / "shown.yml"])])
     assert end.value.code == 0
 
 
