@@ -80,16 +80,6 @@ def test_after_it_was_closed(
         assert given_back(cache)
 
 
-def test_dropped_while_it_is_open(cache: sa.CachingAllocator, stream: sa.Stream, partner: Partner) -> None:
-    buffer = again(cache, stream)
-    opened = partner.give(buffer)
-    del buffer
-    gc.collect()
-    assert cache.statistics().in_use == SIZE and opened.shows(1)
-    opened.close()
-    assert given_back(cache)
-
-
 def test_errors_and_repeats(cache: sa.CachingAllocator, buffer: sa.Buffer, partner: Partner) -> None:
     first, second = partner.give(buffer), partner.give(buffer[100:200])
     with pytest.raises(sa.StillImportedError):
@@ -106,15 +96,6 @@ def test_errors_and_repeats(cache: sa.CachingAllocator, buffer: sa.Buffer, partn
         ipc.share(buffer)
     buffer.close()
     assert given_back(cache)
-
-
-def test_the_cache_closed_meanwhile(cache: sa.CachingAllocator, buffer: sa.Buffer, partner: Partner) -> None:
-    opened = partner.give(buffer)
-    cache.close()
-    buffer.free()
-    assert opened.shows(1) and cache.pool.statistics().used == SIZE
-    opened.close()
-    assert eventually(lambda: cache.pool.statistics().used == 0)
 
 
 def _read(_: None, connection: Any, thing: Any) -> None:

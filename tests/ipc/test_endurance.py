@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
-import signal
-import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +11,12 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue, work
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.pool.ending import PoolEnd
-from tests.interrupting import since_3_11
 from tests.ipc.support import at_once, hold, make_buffer, make_pool
-from tests.processes import SECONDS, Partner, There, eventually
+from tests.processes import Partner, There, eventually
 from tests.support import executed
 
 SIZE = 4096
@@ -182,69 +176,3 @@ def _close_pool(there: There) -> None:
 
 def _fill(there: There) -> None:
     there.kept["buffer"].fill(9)
-
-
-class _Interrupted(Exception):
-    """Out of a signal handler."""
-
-
-class TestInterrupts:
-    """An exception out of a signal handler, between any two calls."""
-
-    @since_3_11
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    @pytest.mark.simulated_only("several drivers in one process, which stand for several processes")
-    def test_of_all_that_is_shared_and_opened(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # The queue reports what a handler raises while it works on an item, which comes back to it.
-        monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-        mine, theirs = sd.simulated(), sd.simulated()
-        device, there = sa.Device(0, driver=mine), sa.Device(0, driver=theirs)
-        stream, other = device.create_stream(), there.create_stream()
-        pool = sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
-        hits, armed = 0, False
-
-        def handler(*_: object) -> None:
-            nonlocal armed
-            if armed:
-                armed = False
-                raise _Interrupted
-
-        before = signal.signal(signal.SIGALRM, handler)
-        end = time.monotonic() + 0.8  # at every point: tests/package/test_signals.py
-        while time.monotonic() < end:
-            # A channel of its own for each turn: handles travel once, and an interrupted one drops them.
-            ours, ends = ipc.Channel.pair()
-            try:
-                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.0015))
-                armed = True
-                buffer = pool.allocate(SIZE, stream)
-                ipc.send(ours, buffer, hold=True, timeout=1)
-                opened = ipc.receive(ends, stream=other, timeout=1, driver=theirs)
-                buffer.free()
-                opened.close()
-                armed = False
-            except _Interrupted:
-                hits += 1
-            finally:
-                armed = False
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            buffer = opened = None  # type: ignore[assignment]
-            ours.close()
-            ends.close()
-        signal.signal(signal.SIGALRM, before)
-        assert hits
-        gc.collect()
-        for one in (stream, other, stream):
-            one.synchronize()
-            work(one._session)
-        # An interrupt may lose the allocation that was being made, and few of them come there.
-        assert eventually(lambda: pool.statistics().used <= max(4, hits // 4) * SIZE)
-        # All of it works still. With the same size: an interrupt may lose the import that was being made, and the
-        # simulated driver opens no memory of another size over that.
-        ours, ends = ipc.Channel.pair()
-        with pool.allocate(SIZE, stream) as last:
-            last.fill(5)
-            ipc.send(ours, last, hold=True)
-            with ipc.receive(ends, stream=other, timeout=SECONDS, driver=theirs) as opened:
-                assert _read(opened) == b"\5" * SIZE
-        assert executed(stream) and executed(other)

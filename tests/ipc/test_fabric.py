@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -26,11 +25,9 @@ from tests.ipc.support import (
     busy,
     hold,
     map_and_see,
-    no_more,
     release,
     same,
     state,
-    state_there,
 )
 from tests.ipc.test_faults import sweep
 from tests.ipc.wire import test_descriptor
@@ -121,20 +118,6 @@ class TestPhysicalMemory:
             assert partner.run(map_and_see, "memory", 3)
         assert partner.run(map_and_see, "memory", 3)  # it outlives what its owner has of it
 
-    def test_opened_twice(self, device: sa.Device, partner: Partner) -> None:
-        with memory(PAGE, device) as physical:
-            shared = ipc.share(physical)
-            first, _ = partner.open(shared, "first"), partner.open(shared, "second")
-            first.close()
-            assert not partner.run(map_and_see, "second", 1)
-
-    def test_of_which_only_the_mapping_is_left(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
-        range_, (physical,) = several_chunks(device, PAGE)
-        with range_:
-            physical.close()
-            filled(range_.mappings[0], 4, stream)
-            assert partner.give(range_.mappings[0], stream=stream).shows(4)
-
     def test_of_another_library(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
         range_, (physical,) = several_chunks(device, PAGE)
         with range_, physical:
@@ -183,24 +166,10 @@ class TestHandleType:
             with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
                 ipc.share(both.view(0, 2 * PAGE), stream, handle_type=POSIX)
 
-    @pytest.mark.parametrize(("made_with", "asked"), [(POSIX, FABRIC), (FABRIC, POSIX)], ids=repr)
-    def test_that_it_was_not_made_with(
-        self, device: sa.Device, made_with: sa.MemHandleType, asked: sa.MemHandleType
-    ) -> None:
-        with (
-            memory(PAGE, device, made_with) as physical,
-            pytest.raises(ValueError, match=rf"make it with handle_types=.*{asked.name}"),
-        ):
-            ipc.share(physical, handle_type=asked)
-
     @pytest.mark.parametrize("asked", [BOTH, sa.MemHandleType.NONE, sa.MemHandleType.WIN32], ids=repr)
     def test_that_is_none(self, device: sa.Device, asked: sa.MemHandleType) -> None:
         with memory(PAGE, device, BOTH) as physical, pytest.raises(ValueError, match="allowed are POSIX"):
             ipc.share(physical, handle_type=asked)
-
-    def test_that_is_a_number(self, device: sa.Device) -> None:
-        with memory(PAGE, device) as physical, pytest.raises(TypeError, match="MemHandleType"):
-            ipc.share(physical, handle_type=8)  # type: ignore[arg-type]
 
     def test_of_pools(self, device: sa.Device, stream: sa.Stream) -> None:
         """Refused by name, before the driver is asked: see the facts of exported pools."""
@@ -213,17 +182,6 @@ class TestHandleType:
             for thing in others:
                 with pytest.raises(ValueError, match="fabric handles of pools are not"):
                     ipc.share(thing, handle_type=FABRIC)
-
-    def test_of_what_has_none(self, raw: Any, device: sa.Device) -> None:
-        with (
-            device.create_event(interprocess=True) as event,
-            pytest.raises(ValueError, match="leave it out"),
-        ):
-            ipc.share(event, handle_type=FABRIC)
-        address = raw.cuMemAlloc(PAGE)[1]
-        with pytest.raises(ValueError, match="leave it out"):
-            ipc.share(Array(int(address), PAGE), handle_type=POSIX)
-        raw.cuMemFree(address)
 
     def test_of_a_pool_that_can_be_shared(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
         with sa.MemoryPool(device, handle_types=BOTH) as pool, pool.allocate(MiB, stream) as buffer:
@@ -295,15 +253,6 @@ def _make_held(there: There) -> None:
 
 
 class TestGrowableBuffer:
-    def test_grows_and_shrinks(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
-        opened = partner.give(buffer, "it", handle_type=FABRIC)
-        for step, nbytes in enumerate((7 * MiB, 33 * MiB, 5 * MiB, 64 * MiB)):
-            buffer.resize(nbytes)
-            filled(buffer, step)
-            again = partner.give(buffer, "it", handle_type=FABRIC)
-            assert (again.address, again.nbytes) == (opened.address, nbytes)
-            assert opened.shows(step)
-
     def test_by_either_handles(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
         """It is one object in the importer, whose pieces stay where they are."""
         by_descriptors = ipc.share(buffer, handle_type=POSIX)
@@ -341,15 +290,6 @@ class TestAnotherMachine:
 
 
 class TestWays:
-    def test_over_a_channel(self, buffer: vmm.GrowableBuffer, partner: Partner) -> None:
-        filled(buffer, 6)
-        mine, theirs = ipc.Channel.pair()
-        with mine, theirs:
-            for _ in range(2):
-                ipc.send(mine, ipc.share(buffer, handle_type=FABRIC), timeout=SECONDS)
-                opened = ipc.receive(theirs, timeout=SECONDS)
-                assert shows(opened, 6)
-
     def test_through_multiprocessing(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
         with vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=FABRIC, stream=stream) as buffer:
             filled(buffer, 7)
@@ -408,30 +348,10 @@ def changes(descriptor: Descriptor) -> dict[str, dict[str, Any]]:
 
 
 class TestHostileDescriptors:
-    def test_before_anything_was_opened(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
-        descriptor, fds = sent
-        _refuses_all(descriptor, fds, stream)
-        ipc.open(descriptor.to_bytes(), again(fds), stream=stream).close()
-
     def test_while_the_good_one_is_open(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
         descriptor, fds = sent
         with ipc.open(descriptor.to_bytes(), again(fds), stream=stream):
             _refuses_all(descriptor, fds, stream)
-
-    def test_more_handles_than_it_names(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
-        descriptor, fds = sent
-        given = (*again(fds), ipc.Fd(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)))
-        with pytest.raises(ValueError, match=f"{len(fds)} handles, and {len(given)} came"):
-            ipc.open(descriptor.to_bytes(), given, stream=stream)
-        assert all(fd.closed for fd in given)
-
-    def test_a_promise_that_is_never_kept(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
-        """With the control block: the stream must not wait for contents that nobody announces."""
-        descriptor, fds = sent
-        if descriptor.control_block != NOTHING:
-            with pytest.raises(ValueError, match="not announced"):
-                ipc.open(descriptor._replace(ready=descriptor.ready + 9).to_bytes(), again(fds), stream=stream)
-            assert executed(stream)
 
 
 def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Stream) -> None:
@@ -451,22 +371,6 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
 def _nothing_more(before: State) -> bool:
     after = state()
     return after.descriptors <= before.descriptors + 2 and after.mappings <= before.mappings + 1
-
-
-def test_a_hundred_rounds(partner: Partner, device: sa.Device, stream: sa.Stream) -> None:
-    """Nothing is left of what was shared, opened and closed."""
-    with (
-        memory(PAGE, device) as physical,
-        vmm.GrowableBuffer(device, 64 * MiB, MiB, handle_types=FABRIC, stream=stream) as buffer,
-    ):
-        for number in range(100):
-            for thing in (physical, buffer):
-                opened = partner.give(thing)
-                opened.close()
-                opened.drop()
-            if number == 4:
-                before, there = state(), partner.run(state_there)
-        assert no_more(before, state()) and no_more(there, partner.run(state_there))
 
 
 @pytest.mark.parametrize("kind", ["growable", "memory"])

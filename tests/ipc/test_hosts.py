@@ -73,17 +73,6 @@ class TestOrder:
         gate.open()
         assert host.run(idle) and opened.shows(1)
 
-    def test_later_contents(self, buffer: vmm.GrowableBuffer, host: Host, gate: Any) -> None:
-        """The later contents of a buffer that has grown."""
-        host.opens(bytes(ipc.share(buffer)))
-        buffer.resize(9 * MiB)
-        gate.hold(buffer.stream)
-        filled(buffer, 2)
-        opened = host.opens(bytes(ipc.share(buffer)))
-        assert opened.nbytes == 9 * MiB and host.run(busy)
-        gate.open()
-        assert opened.shows(2)
-
     def test_the_other_way(self, host: Host, stream: sa.Stream) -> None:
         """By whatever carries bytes, here a TCP connection."""
         host.run(_make_held, "made")

@@ -1,11 +1,11 @@
-"""A thousand rounds of sharing, opening and closing leave both processes as they were."""
+"""Hundreds of rounds of sharing, opening and closing leave both processes as they were."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,18 +17,11 @@ from tests.ipc.support import (
     make_growable,
     make_pool,
     no_more,
-    shared_pool,
     state,
     state_there,
 )
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import MiB, filled, shows
-
-
-@pytest.fixture
-def rounds(on_cuda: bool) -> int:
-    """A real driver takes its time to map and unmap."""
-    return 200 if on_cuda else 1000
 
 
 @pytest.fixture
@@ -55,156 +48,74 @@ def unchanged(partner: Partner) -> Iterator[Callable[[Callable[[int], None], int
 Unchanged = Callable[[Callable[[int], None], int], None]
 
 
-@pytest.mark.unchecked("counts descriptors, of which the checker has some")
-class TestRounds:
-    def test_of_a_new_buffer_each(
-        self, unchanged: Unchanged, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, rounds: int
-    ) -> None:
-        def one(number: int) -> None:
-            buffer = pool.allocate(4096, stream)
-            buffer.fill(number % 256)
-            opened = partner.give(buffer, "it")
-            if number % 3:
-                opened.close()
-            else:
-                opened.drop()
-            buffer.free()
+class Sides(NamedTuple):
+    """This process, and another one that opens its memory."""
 
-        unchanged(one, rounds)
-        assert eventually(lambda: pool.statistics().used == 0)
-        assert pool.statistics().reserved == 32 * MiB
+    partner: Partner
+    pool: sa.MemoryPool
+    stream: sa.Stream
 
-    def test_of_one_buffer(
-        self, unchanged: Unchanged, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, rounds: int
-    ) -> None:
-        with pool.allocate(4096, stream) as buffer:
-            unchanged(lambda number: partner.give(buffer, "it").close(), rounds)
+    def buffer(self, number: int) -> None:
+        buffer = self.pool.allocate(4096, self.stream)
+        buffer.fill(number % 256)
+        opened = self.partner.give(buffer, "it")
+        opened.close() if number % 3 else opened.drop()
+        buffer.free()
 
-    def test_that_free_while_it_is_open(
-        self, unchanged: Unchanged, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
-        def one(number: int) -> None:
-            with pool.allocate(4096, stream) as buffer:
-                opened = partner.give(buffer, "it")
-            opened.close()
-
-        unchanged(one, 200)
-        assert eventually(lambda: pool.statistics().used == 0)
-
-    def test_of_a_new_pool_each(
-        self, unchanged: Unchanged, partner: Partner, device: sa.Device, stream: sa.Stream
-    ) -> None:
-        """The importer keeps a pool for as long as it runs, as the driver does; its descriptor it does not keep."""
-        before, there = state(), partner.run(state_there)
-        for number in range(20):
-            with shared_pool(device) as pool, pool.allocate(4096, stream) as buffer:
-                filled(buffer, number)
-                opened = partner.give(buffer, "it")
-                assert opened.shows(number)
-                opened.close()
-            stream.synchronize()
-        assert state().descriptors <= before.descriptors + 4
-        assert partner.run(state_there).descriptors <= there.descriptors + 4 + 20
-
-    def test_of_mapped_memory(
-        self, unchanged: Unchanged, partner: Partner, device: sa.Device, stream: sa.Stream
-    ) -> None:
-        def one(number: int) -> None:
-            with vmm.GrowableBuffer(device, 8 * MiB, MiB, handle_types=POSIX, stream=stream) as buffer:
-                partner.give(buffer, "it").close()
-                buffer.grow(2 * MiB)
-                partner.give(buffer, "it").close()
-
-        free = device.memory_info().free
-        unchanged(one, 100)
-        assert eventually(lambda: device.memory_info().free == free)
-
-    def test_of_one_range(self, unchanged: Unchanged, partner: Partner, device: sa.Device) -> None:
-        with vmm.GrowableBuffer(device, 8 * MiB, 3 * MiB, handle_types=POSIX) as buffer:
-
-            def one(number: int) -> None:
-                opened = partner.give(buffer[number : number + 100], "it")
+    def growable(self, number: int) -> None:
+        device = self.stream.device
+        with vmm.GrowableBuffer(device, 8 * MiB, MiB, handle_types=POSIX, stream=self.stream) as buffer:
+            for nbytes in (MiB, 2 * MiB):
+                buffer.resize(nbytes)
+                opened = self.partner.give(buffer, "it")
                 opened.close() if number % 2 else opened.drop()
 
-            unchanged(one, 200)
+    def event(self, number: int) -> None:
+        with self.stream.device.create_event(interprocess=True) as event:
+            self.stream.record(event)
+            self.partner.give(event, "it").close()
 
-    def test_of_events(self, unchanged: Unchanged, partner: Partner, device: sa.Device, stream: sa.Stream) -> None:
-        def one(number: int) -> None:
-            with device.create_event(interprocess=True) as event:
-                stream.record(event)
-                partner.give(event, "it").close()
+    def opened_here(self, number: int) -> None:
+        if not number:
+            self.partner.run(make_pool)
+            self.partner.run(make_buffer, "buffer", 1)
+            self.partner.run(make_growable, "growable", 1, MiB)
+        for kind in ("buffer", "growable"):
+            self.partner.take(kind, self.stream).close()
 
-        unchanged(one, 200)
+    def stale(self, number: int) -> None:
+        with self.pool.allocate(4096, self.stream) as buffer:
+            shared = ipc.share(buffer)
+        with pytest.raises(sa.StaleDescriptorError):
+            self.partner.open(shared, fds=shared.fds)
 
-    def test_of_opening_here(self, unchanged: Unchanged, partner: Partner, stream: sa.Stream, rounds: int) -> None:
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 1)
-        partner.run(make_growable, "growable", 1, MiB)
+    def channel(self, number: int) -> None:
+        """A channel of its own each time, on which the handles go along again."""
+        mine, theirs = ipc.Channel.pair()
+        with mine, theirs, self.pool.allocate(4096, self.stream) as buffer:
+            ipc.send(mine, buffer, timeout=SECONDS)
+            ipc.receive(theirs, stream=self.stream, timeout=SECONDS).close()
 
-        def one(number: int) -> None:
-            for kind in ("buffer", "growable"):
-                partner.take(kind, stream).close()
 
-        unchanged(one, rounds // 5)
+ROUNDS: dict[Callable[[Sides, int], None], int] = {
+    Sides.buffer: 500, Sides.growable: 60, Sides.event: 100, Sides.opened_here: 100, Sides.stale: 60,
+    Sides.channel: 100,
+}  # fmt: skip
 
-    def test_of_stale_descriptors(
-        self, unchanged: Unchanged, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
-        def one(number: int) -> None:
-            with pool.allocate(4096, stream) as buffer:
-                shared = ipc.share(buffer)
-            with pytest.raises(sa.StaleDescriptorError):
-                partner.open(shared, fds=shared.fds)
 
-        unchanged(one, 100)
-
-    def test_of_channels(self, unchanged: Unchanged, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        """Each with a channel of its own, on which the handles go along again."""
-
-        def one(number: int) -> None:
-            mine, theirs = ipc.Channel.pair()
-            with mine, theirs, pool.allocate(4096, stream) as buffer:
-                ipc.send(mine, buffer, timeout=SECONDS)
-                ipc.receive(theirs, stream=stream, timeout=SECONDS).close()
-
-        unchanged(one, 200)
+@pytest.mark.unchecked("counts descriptors, of which the checker has some")
+@pytest.mark.parametrize("kind", ROUNDS, ids=lambda kind: kind.__name__)
+def test_rounds(unchanged: Unchanged, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, kind: Any) -> None:
+    sides = Sides(partner, pool, stream)
+    free = stream.device.memory_info().free
+    unchanged(lambda number: kind(sides, number), ROUNDS[kind])
+    assert eventually(lambda: pool.statistics().used == 0)
+    assert pool.statistics().reserved <= 32 * MiB
+    if kind is Sides.growable:
+        assert eventually(lambda: stream.device.memory_info().free >= free)
 
 
 class TestProcesses:
-    def test_that_come_and_go(self, another: Callable[[], Partner], pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        """The exporter has nothing of theirs once they are gone, whether they closed what they had or not."""
-        with pool.allocate(4096, stream) as buffer:
-            filled(buffer, 1)
-            states = []
-            for number in range(8):
-                one = another()
-                opened = one.give(buffer)
-                assert opened.shows(1)
-                if number % 2:
-                    opened.close()
-                one.kill()
-                states.append(state())
-            assert states[-1].descriptors <= states[2].descriptors + 1
-            assert states[-1].mappings <= states[2].mappings + 1
-            assert eventually(lambda: state().threads <= states[2].threads + 1)
-
-    def test_that_own_memory_and_go(self, another: Callable[[], Partner], stream: sa.Stream) -> None:
-        """An importer that outlives many exporters."""
-        states = []
-        for number in range(8):
-            one = another()
-            one.run(make_pool)
-            one.run(make_buffer, "buffer", number)
-            opened = one.take("buffer", stream)
-            assert shows(opened, number)
-            opened.close()
-            stream.synchronize()
-            one.kill()
-            states.append(state())
-        # A pool that was imported stays, as drivers keep it.
-        assert states[-1].descriptors <= states[2].descriptors + 7
-        assert eventually(lambda: state().threads <= states[2].threads + 1)
-
     def test_more_than_there_are_places_for(
         self, another: Callable[[], Partner], pool: sa.MemoryPool, stream: sa.Stream
     ) -> None:
@@ -234,19 +145,3 @@ def _open_by_drivers(there: There, data: bytes, count: int) -> int:
         stream = opened = device = driver = None  # type: ignore[assignment]
         gc.collect()
     return good
-
-
-def test_dropped_things_are_gone(pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-    """Records of a shared object end with it."""
-    import gc
-    import weakref
-
-    buffer = pool.allocate(4096, stream)
-    known = weakref.ref(buffer)
-    shared: Any = ipc.share(buffer)
-    partner.open(shared).close()
-    del buffer, shared
-    gc.collect()
-    assert known() is None
-    stream.synchronize()
-    assert eventually(lambda: pool.statistics().used == 0)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-from streamalloc import vmm
-from tests.ipc.support import POSIX, shared_pool
+from tests.ipc.support import shared_pool
 from tests.processes import Partner, There
-from tests.support import MiB, pattern, read
+from tests.support import MiB, read
 
 PROCESSES = 3
 NBYTES = 4 * MiB
@@ -134,80 +133,6 @@ def _free_and_count(there: There, count: int) -> int:
     return int(there.kept["pool"].statistics().used)
 
 
-class TestMemMapIPC:
-    """Each process has a piece of physical memory; all map all of them, side by side in one range."""
-
-    def test_rotation(self, ring: list[Partner]) -> None:
-        for place, owner in enumerate(ring):
-            owner.run(_make_memory, f"memory {place}")
-            pass_around(owner, f"memory {place}", ring)
-            owner.run(_make_event, f"event {place}")
-            pass_around(owner, f"event {place}", ring)
-        for one in ring:
-            one.run(_map_all)
-        for place in range(PROCESSES):
-            ring[place].run(_fill_and_record, place)
-        rotate(ring)
-        assert all(finished(ring, place) for place in range(PROCESSES))
-        assert {one.run(_sum_of_all) for one in ring} == {
-            sum(value_of((place - 2 * PROCESSES + 1) % PROCESSES, 2 * PROCESSES - 1) for place in range(PROCESSES))
-        }
-        for one in ring:
-            one.run(_unmap_all)
-
-
-def _make_memory(there: There, name: str) -> None:
-    there.keep(name, vmm.PhysicalMemory(there.device, NBYTES, handle_types=POSIX))
-
-
-def _map_all(there: There) -> None:
-    names = sorted(name for name in there.kept if name.startswith("memory"))
-    range_ = vmm.AddressRange(len(names) * NBYTES, driver=there.driver)
-    for place, name in enumerate(names):
-        mapping = range_.map(there.kept[name], place * NBYTES, access=there.device)
-        there.keep(name.replace("memory", "buffer"), mapping)
-        there.kept[name].close()
-    there.kept["whole"] = range_
-
-
-def _fill_and_record(there: There, place: int) -> None:
-    there.kept[f"buffer {place}"].fill(0, there.stream)
-    there.stream.record(there.kept[f"event {place}"])
-
-
-def _sum_of_all(there: There) -> int:
-    data = read(there.kept["whole"].view())
-    return int(data.sum(dtype=np.int64)) // NBYTES
-
-
-def _unmap_all(there: There) -> None:
-    there.device.synchronize()
-    range_ = there.kept.pop("whole")
-    range_.unmap()
-    range_.close()
-    for name in [name for name in there.kept if name.startswith("buffer")]:
-        del there.kept[name]
-
-
-class TestSimpleIPC:
-    """Each process has a buffer of ``cuMemAlloc`` and an event; all open all of them by legacy handles."""
-
-    def test_rotation(self, ring: list[Partner]) -> None:
-        for place, owner in enumerate(ring):
-            owner.run(_plain, f"buffer {place}")
-            pass_around(owner, f"buffer {place}", ring)
-            owner.run(_make_event, f"event {place}")
-            pass_around(owner, f"event {place}", ring)
-        rotate(ring)
-        assert all(finished(ring, place) for place in range(PROCESSES))
-        for place, owner in enumerate(ring):
-            for one in ring:
-                if one is not owner:
-                    one.run(_close, f"buffer {place}")
-        for place, owner in enumerate(ring):
-            owner.run(_free_plain, f"buffer {place}")
-
-
 class PoolBuffer(sa.Memory):
     """Memory of ``cuMemAlloc``, as some other library has it."""
 
@@ -243,23 +168,3 @@ class PoolBuffer(sa.Memory):
     def free(self) -> None:
         with self._stream.device.current():
             self._stream.device._session.call("cuMemFree", self._address)
-
-
-def _plain(there: There, name: str) -> None:
-    there.keep(name, PoolBuffer(there.device, there.stream)).fill(0)
-
-
-def _free_plain(there: There, name: str) -> None:
-    there.kept.pop(name).free()
-
-
-def test_two_imports_of_one_buffer(partner: Partner, device: sa.Device, stream: sa.Stream) -> None:
-    """cuda.core unmaps both when one is closed."""
-    with shared_pool(device) as pool, pool.allocate(NBYTES, stream) as buffer:
-        buffer.copy_from(pattern(NBYTES, 1))
-        first, second = partner.give(buffer), partner.give(buffer)
-        first.close()
-        assert second.shows(1)
-        second.write(2)
-        assert (read(buffer) == pattern(NBYTES, 2)).all()
-        second.close()

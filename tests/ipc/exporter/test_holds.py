@@ -19,7 +19,6 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.interrupting import interrupts
 from tests.ipc.support import uses
 from tests.processes import SECONDS, Partner, There, finished, python
 from tests.support import MiB
@@ -61,21 +60,6 @@ class TestHandlesTravelOnce:
                 assert partner.run(_receive_byte) == 7
         assert uses(pool)
 
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_all_but_the_last_are_dropped_by_an_interrupt(
-        self, machine: Any, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair
-    ) -> None:
-        """The signal may come at any moment of the opening."""
-        partner.run(_take_end, fds=(pair[1].fileno(),))
-        with pool.allocate(SIZE, stream) as buffer:
-            buffer.fill(7)
-            for turn in range(40):
-                ipc.send(pair[0], buffer)
-                partner.run(_interrupted, 0.0001 * (1 + turn % 10))
-            ipc.send(pair[0], buffer)
-            assert partner.run(_receive_byte) == 7
-        assert uses(pool)
-
     def test_what_was_shared_before_anything_was_sent(
         self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, pair: Pair
     ) -> None:
@@ -114,26 +98,7 @@ def _receive_byte(there: There) -> int:
     return int(target[0])
 
 
-def _interrupted(there: There, after: float) -> None:
-    message = there.kept["end"].receive(timeout=SECONDS)
-    with interrupts(after), ipc.open(message.data, message.handles, stream=there.stream):
-        pass
-    there.stream.synchronize()
-
-
 class TestMessages:
-    def test_the_receiver_closes_before_it_receives(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
-        sent(pool, stream, pair[0], 3)
-        pair[1].close()
-        assert uses(pool)
-
-    def test_both_ends_are_closed(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
-        sent(pool, stream, pair[0])
-        pair[0].close()
-        assert pool.statistics().used == SIZE
-        pair[1].close()
-        assert uses(pool)
-
     def test_the_receiver_drops_the_message(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         sent(pool, stream, pair[0], 2)
         message = pair[1].receive(timeout=SECONDS)
@@ -175,14 +140,6 @@ class TestMessages:
         pair[1].close()
         with pool.allocate(SIZE, stream) as buffer, pytest.raises(ipc.PeerGoneError):
             ipc.send(pair[0], buffer, hold=True)
-        assert uses(pool)
-
-    def test_it_arrives(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        """The importer's lease is there before the hold ends."""
-        with pool.allocate(SIZE, stream) as buffer:
-            opened = partner.open(ipc.share(buffer, hold=True))
-        assert pool.statistics().used == SIZE
-        opened.close()
         assert uses(pool)
 
     def test_one_thing_on_two_ways(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
@@ -231,25 +188,6 @@ class TestMessages:
 
 
 class TestShared:
-    @pytest.mark.parametrize("how", ["cancel", "drop", "cycle"])
-    def test_is_not_sent(self, pool: sa.MemoryPool, stream: sa.Stream, how: str) -> None:
-        with pool.allocate(SIZE, stream) as buffer:
-            shared = ipc.share(buffer, hold=True)
-            data = bytes(shared)
-        assert pool.statistics().used == SIZE and ", held" in repr(shared)
-        if how == "cancel":
-            shared.cancel()
-            shared.cancel()
-            assert ", held" not in repr(shared) and bytes(shared) != data
-        elif how == "cycle":
-            cycle: list[Any] = [shared]
-            cycle.append(cycle)
-            del shared, cycle
-            gc.collect()
-        else:
-            del shared
-        assert uses(pool)
-
     def test_is_no_message_of_a_channel(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
         with pool.allocate(SIZE, stream) as buffer:
             for thing in (buffer, ipc.share(buffer), pool):

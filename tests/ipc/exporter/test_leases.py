@@ -13,10 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
-from streamalloc.core.resource import close_all
-from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.ipc.importer.imports import Use
-from streamalloc.ipc.wire.descriptor import Descriptor
 from streamalloc.testing import Gate
 from tests.ipc.support import (
     POSIX,
@@ -63,13 +60,6 @@ class TestFreeWhileItIsOpen:
         assert int(pool.attributes.used_mem_current) <= 1024
         small.close()
         shared.close()
-
-    def test_dropped_by_the_importer_in_a_cycle(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        opened = partner.give(buffer)
-        partner.run(_in_a_cycle, opened.name)
-        buffer.free()
-        opened.drop()
-        assert uses(pool, 0)
 
     def test_dropped_by_the_importer_after_its_stream_was_closed(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner
@@ -120,20 +110,6 @@ class TestFreeWhileItIsOpen:
         opened.close()
         assert uses(pool, 0)
 
-    def test_on_another_stream(
-        self, pool: sa.MemoryPool, device: sa.Device, buffer: sa.Buffer, partner: Partner, gate: Gate
-    ) -> None:
-        """The stream that is named orders the free, also where it is deferred."""
-        opened = partner.give(buffer)
-        buffer.stream.synchronize()
-        with device.create_stream() as other:
-            gate.hold(buffer.stream)
-            buffer.free(other)
-            opened.close()
-            assert uses(pool, 0)
-            assert executed(other)
-            gate.open()
-
     def test_the_pool_is_closed(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
         """It ends when the last lease has, and the importer reads until then."""
         driver = sd.traced(device.driver)
@@ -162,15 +138,6 @@ class TestFreeWhileItIsOpen:
                 pool.allocate(64 * MiB, stream)
             opened.close()
             pool.allocate(64 * MiB, stream).free()
-
-
-def _in_a_cycle(there: There, name: str) -> None:
-    class Holder:
-        pass
-
-    holder = Holder()
-    holder.it, holder.me = there.kept[name], holder  # type: ignore[attr-defined]
-    there.kept[name] = holder
 
 
 def _has_let_go(there: There) -> bool:
@@ -254,21 +221,6 @@ class TestWorkOfImporters:
         buffer.fill(7)
         return buffer
 
-    def test_not_reused_on_another_stream(
-        self, pool: sa.MemoryPool, device: sa.Device, buffer: sa.Buffer, partner: Partner
-    ) -> None:
-        partner.give(buffer, "it")
-        partner.run(idle)
-        partner.run(hold)
-        partner.run(_copy_of, "it", "copy", "stream")
-        partner.kept("it").close()
-        buffer.free()
-        with device.create_stream() as free_stream, pool.allocate(SIZE, free_stream) as other:
-            other.fill(9)
-            assert executed(free_stream)
-            partner.run(release)
-            assert partner.run(_copy_holds, "copy", 7)
-
     @pytest.mark.parametrize("held", [0, 1, 2])
     def test_of_three_streams(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, held: int) -> None:
         """The allocation is open three times, on three streams, one of which is held."""
@@ -308,25 +260,6 @@ class TestWorkOfImporters:
         opened.close(on="second")
         buffer.free()
         assert partner.run(idle) and waits(pool, buffer.stream, partner, "copy")
-
-    def test_of_two_processes(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, another: Callable[[], Partner]
-    ) -> None:
-        partners = [partner, another()]
-        for one in partners:
-            one.give(buffer, "it")
-            assert one.run(idle)
-            one.run(hold)
-            one.run(_copy_of, "it", "copy", "stream")
-            one.kept("it").close()
-        buffer.free()
-        with pool.allocate(SIZE, buffer.stream) as other:
-            other.fill(9)
-            for one in partners:
-                assert pending(buffer.stream)
-                one.run(release)
-            assert executed(buffer.stream)
-            assert all(one.run(_copy_holds, "copy", 7) for one in partners)
 
     def test_dropped_while_its_stream_is_held(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         opened = partner.give(buffer, "it")
@@ -425,24 +358,6 @@ class TestSlotsAreUsedAgain:
         partner.kept("it").close()
         buffer.free()
 
-    def test_one_after_the_other(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        """A few places do, whose words stay close to the processor."""
-        places = set()
-        here, there = ipc.Channel.pair()
-        with here, there:
-            # Slots that earlier tests have released are used first, each once.
-            earlier = len(exports_of(stream._session).leaving)
-            for number in range(earlier + 20):
-                buffer = pool.allocate(512, stream)
-                ipc.send(here, buffer)
-                message = there.receive()
-                close_all(message.handles)
-                if number >= earlier:
-                    places.add(Descriptor.from_bytes(message.data).slot)
-                buffer.free()
-                assert executed(stream)
-        assert len(places) <= 3
-
     def test_two_thousand(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """More than a control block has: a second control block is made, and the places come back."""
         for _ in range(2):
@@ -453,42 +368,6 @@ class TestSlotsAreUsedAgain:
                 buffer.free()
         stream.synchronize()
         assert uses(pool, 0)
-
-
-class TestStaleDescriptors:
-    def test_while_the_close_is_pending(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream, partner: Partner
-    ) -> None:
-        """Trying disturbs nobody who waits for the close."""
-        shared = ipc.share(buffer)
-        opened = partner.open(shared)
-        assert partner.run(idle)
-        partner.run(hold)
-        opened.close()
-        buffer.free()
-        for _ in range(5):
-            with pytest.raises(sa.StaleDescriptorError):
-                partner.open(shared)
-        assert pending(stream)
-        partner.run(release)
-        assert executed(stream)
-        for seed in range(2):
-            with pool.allocate(SIZE, stream) as again:
-                filled(again, seed)
-                opened = partner.give(again)
-                assert opened.shows(seed)
-                opened.close()
-            assert executed(stream)
-
-    def test_in_this_process(self, partner: Partner, stream: sa.Stream) -> None:
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 1)
-        data, fds = partner.shared("buffer")
-        partner.run(_free, "buffer")
-        with pytest.raises(sa.StaleDescriptorError):
-            ipc.open(data, fds, stream=stream)
-        with pytest.raises(sa.StaleDescriptorError):
-            ipc.open(data, stream=stream)
 
 
 def _free(there: There, name: str) -> None:

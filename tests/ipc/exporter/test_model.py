@@ -27,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 SIZE = 1 << 20
 WORKOUT = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    max_examples=25, stateful_step_count=40, deadline=None, derandomize=True, database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip

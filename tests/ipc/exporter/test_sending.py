@@ -15,7 +15,6 @@ from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire.descriptor import Descriptor
-from streamalloc.testing import Gate
 from tests.ipc.support import shared_pool
 from tests.support import end_what_was_dropped, executed, filled, names, shows
 
@@ -85,41 +84,6 @@ def test_each_side_asks_the_driver_no_more_than_it_has_to(sides: Sides) -> None:
     assert sides.ours.calls(ours) == ["cuMemFreeAsync"]
 
 
-@pytest.mark.unchecked("the driver is wrapped")
-def test_the_driver_is_that_of_the_stream(sides: Sides) -> None:
-    _, opened = sides.hand_over(7)
-    assert opened._session.driver is sides.theirs.driver and shows(opened, 7)
-    opened.close()
-
-
-def test_contents_are_waited_for(sides: Sides) -> None:
-    with Gate(sides.ours.stream.device) as gate:
-        gate.hold(sides.ours.stream)
-        buffer, opened = sides.hand_over(9)
-        assert not sides.theirs.stream.query()
-    assert executed(sides.theirs.stream) and shows(opened, 9) and not opened.lost
-    opened.close()
-    buffer.free()
-
-
-def test_every_byte_is_looked_at_before_the_driver_is_asked(sides: Sides) -> None:
-    """Also where an importer has opened others whose descriptors begin so."""
-    buffer = sides.pool.allocate(4096, sides.ours.stream)
-    ipc.send(sides.ours.channel, buffer)
-    data = sides.theirs.channel.receive().data
-    before = len(sides.theirs.driver.calls)
-    for at in range(len(data)):
-        with pytest.raises(ValueError):
-            ipc.open(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :], stream=sides.theirs.stream)
-        with pytest.raises(ValueError):
-            ipc.open(data[:at], stream=sides.theirs.stream)
-    with pytest.raises(ValueError):
-        ipc.open(data + b"\0", stream=sides.theirs.stream)
-    assert sides.theirs.calls(before) == []
-    ipc.open(data, stream=sides.theirs.stream).close()
-    buffer.free()
-
-
 @pytest.mark.parametrize(
     ("fields", "words", "kind"),
     [
@@ -144,32 +108,6 @@ def test_wrong_fields(sides: Sides, fields: dict[str, Any], words: str, kind: An
     ipc.open(data, stream=sides.theirs.stream).close()
     buffer.free()
     assert buffer.freed
-
-
-def test_what_is_freed_or_empty_or_of_another_driver(sides: Sides) -> None:
-    channel, freed = sides.ours.channel, sides.pool.allocate(64, sides.ours.stream)
-    freed.free()
-    with pytest.raises(sa.ClosedError, match="64 bytes was freed"):
-        ipc.send(channel, freed)
-    with pytest.raises(ValueError, match="nothing to share"):
-        ipc.send(channel, sides.pool.allocate(0, sides.ours.stream))
-    with sides.pool.allocate(64, sides.ours.stream) as buffer, pytest.raises(ValueError, match="another driver"):
-        ipc.send(channel, buffer, stream=sides.theirs.stream)
-    with sides.pool.allocate(64, sides.ours.stream) as buffer, pytest.raises(ValueError, match="timeout=-1"):
-        ipc.send(channel, buffer, timeout=-1)
-    assert sides.hand_over(3)[1].nbytes == 4096
-
-
-def test_the_other_end_is_closed(sides: Sides) -> None:
-    sides.theirs.channel.close()
-    with sides.pool.allocate(64, sides.ours.stream) as buffer, pytest.raises(ipc.PeerGoneError):
-        ipc.send(sides.ours.channel, buffer)
-    sides.ours.channel.close()
-    with (
-        sides.pool.allocate(64, sides.ours.stream) as buffer,
-        pytest.raises(sa.ClosedError, match="channel was closed"),
-    ):
-        ipc.send(sides.ours.channel, buffer)
 
 
 def test_there_is_no_room(sides: Sides) -> None:

@@ -53,16 +53,6 @@ class TestOtherProcesses:
         assert partner.run(_closed, "array") == (True, True)
         buffer.free(still_imported="wait", timeout=10)
 
-    def test_again_and_beside_plain_memory(self, pool: sa.MemoryPool, partner: Partner, stream: sa.Stream) -> None:
-        buffer = pool.allocate(4096, stream)
-        kinds = []
-        for seed in range(3):
-            filled(buffer, seed)
-            for thing in (buffer.view_as(np.float32, (32, 32)), buffer, buffer[1024:2048].view_as(np.int32)):
-                opened = partner.give(thing)
-                kinds.append(opened.kind)
-        assert kinds == ["ImportedArray", "ImportedBuffer", "ImportedArray"] * 3
-
     def test_an_array_in_virtual_memory(self, device: sa.Device, partner: Partner) -> None:
         with vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE, handle_types=POSIX) as buffer:
             filled(buffer, 4)
@@ -70,19 +60,6 @@ class TestOtherProcesses:
             assert opened.kind == "ImportedArray" and opened.shows(4)
             assert partner.run(_form, "array")[:2] == ("<f8", (2, PAGE // 8))
             assert partner.run(_closed, "array") == (True, True)
-
-    def test_from_the_other_process(self, partner: Partner, stream: sa.Stream) -> None:
-        partner.run(make_pool)
-        partner.run(_make_array, "array")
-        with partner.take("array", stream) as array:
-            assert isinstance(array, ipc.ImportedArray) and array.shape == (4, 4)
-            read = np.zeros((4, 4), np.float32)
-            array.copy_to(read)
-            stream.synchronize()
-            assert (read == np.arange(16).reshape(4, 4)).all()
-            with pytest.raises(ValueError, match="opened here"):
-                ipc.share(array)
-        assert array.closed
 
     def test_kinds(self, partner: Partner, stream: sa.Stream) -> None:
         partner.run(make_pool)

@@ -12,13 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typing_extensions import Buffer as BytesLike
 
 from streamalloc import ClosedError, Fd
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
@@ -105,9 +103,8 @@ def child(group: ProcessCommunicator, report: Channel) -> None:
 
 
 class TestProcesses:
-    @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-    def test_exchange(self, method: str) -> None:
-        context: Any = multiprocessing.get_context(method)
+    def test_exchange(self) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
         mine, *theirs = ProcessCommunicator.create(3)
         ours, reports = zip(*(Channel.pair() for _ in theirs), strict=True)
         children = [context.Process(target=child, args=pair) for pair in zip(theirs, reports, strict=True)]
@@ -149,15 +146,6 @@ class TestProcesses:
             ):
                 with pytest.raises(ClosedError, match="was closed"):
                     call()
-
-    def test_are_made_with_sense(self) -> None:
-        for wrong in (0, -1):
-            with pytest.raises(ValueError, match="size"):
-                ProcessCommunicator.create(wrong)
-        with pytest.raises(TypeError, match="size"):
-            ProcessCommunicator.create(True)
-        with pytest.raises(ValueError, match="timeout"):
-            ProcessCommunicator.create(2, timeout=-1)
 
     def test_bad_arguments_leave_the_group_usable(self) -> None:
         groups = ProcessCommunicator.create(2)
@@ -271,7 +259,7 @@ class TestFaults:
         assert any("all ranks must do the same" in str(one) for one in results)
 
     def test_a_rank_that_is_killed(self) -> None:
-        context: Any = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("forkserver")
         groups = ProcessCommunicator.create(3)
         children = [context.Process(target=wait_in_vain, args=(group,)) for group in groups[1:]]
         for process in children:
@@ -353,45 +341,11 @@ class TestMachines:
 
 
 class TestAnyGroup:
-    def test_of_ours_is_itself(self) -> None:
-        group = SelfCommunicator()
-        assert as_communicator(group) is group
-
-    def test_of_somebody_s_own(self) -> None:
-        class Own:
-            rank, size, host = 0, 1, "here"
-
-            def allgather(self, data: BytesLike, *, timeout: float | None = None) -> list[bytes]:
-                return [bytes(data)]
-
-            def barrier(self, *, timeout: float | None = None) -> None: ...
-
-            def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
-                return [()]
-
-            def close(self) -> None: ...
-
-        own: Communicator = Own()
-        assert as_communicator(own) is own
-
     def test_that_is_none(self) -> None:
         for wrong in (3, "world", object()):
             with pytest.raises(TypeError, match="no group"):
                 as_communicator(wrong)  # type: ignore[arg-type]
         if "torch.distributed" not in sys.modules:
-            with pytest.raises(ValueError, match=r"SelfCommunicator\(\)"):
-                as_communicator()
-
-    @pytest.mark.parametrize("module", ["torch.distributed", "mpi4py.MPI"])
-    def test_where_the_import_of_a_library_has_failed_half_way(
-        self, monkeypatch: pytest.MonkeyPatch, module: str
-    ) -> None:
-        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
-        group = SelfCommunicator()
-        assert as_communicator(group) is group
-        with pytest.raises(TypeError, match="no group"):
-            as_communicator(object())  # type: ignore[arg-type]
-        if module == "torch.distributed":
             with pytest.raises(ValueError, match=r"SelfCommunicator\(\)"):
                 as_communicator()
 

@@ -29,25 +29,6 @@ pytestmark = [
     pytest.mark.simulated_only("several drivers in one process, which stand for several processes"),
 ]
 
-MORE = 40
-"""Importers of one buffer at a time."""
-
-
-def test_many_importers(pool: sa.MemoryPool, stream: sa.Stream) -> None:
-    buffer = pool.allocate(MiB, stream)
-    buffer.fill(3)
-    shared = ipc.share(buffer)
-    machines = [sd.simulated() for _ in range(MORE)]
-    opened = [opened_by(machine, shared) for machine in machines]
-    blocks = [imports_of(one._session).blocks[shared.descriptor.control_block] for one in opened]
-    assert sorted(block.importer for block in blocks) == list(range(MORE))
-    buffer.free()
-    for one in opened:
-        assert pool.statistics().used == MiB
-        one.close()
-        one.stream.synchronize()
-    assert pool.statistics().used == 0
-
 
 def test_one_too_many(pool: sa.MemoryPool, stream: sa.Stream) -> None:
     """All places are taken: the lock of each is held."""

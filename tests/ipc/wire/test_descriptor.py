@@ -437,15 +437,6 @@ class TestWrongHandles:
         assert good(opened, kind)
         close(opened)
 
-    def test_swapped(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
-        descriptor, fds = sent
-        if len(fds) > 1:
-            with pytest.raises(REFUSED):
-                ipc.open(descriptor.to_bytes(), again(fds[::-1]), stream=stream)
-        opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
-        assert good(opened, kind)
-        close(opened)
-
     @pytest.mark.parametrize("count", [-1, 1, 5])
     def test_too_few_or_too_many(self, sent: Sent, kind: str, count: int, stream: sa.Stream) -> None:
         descriptor, fds = sent
@@ -467,14 +458,6 @@ class TestWrongHandles:
         opened = ipc.open(descriptor.to_bytes(), again(fds), stream=stream)
         assert good(opened, kind)
         close(opened)
-
-    def test_closed_ones(self, sent: Sent, kind: str, stream: sa.Stream) -> None:
-        descriptor, fds = sent
-        given = again(fds)
-        for fd in given:
-            fd.close()
-        with pytest.raises((sa.ClosedError, *REFUSED)):
-            ipc.open(descriptor.to_bytes(), given, stream=stream)
 
 
 class TestAnotherPool:
@@ -510,7 +493,7 @@ class TestAnotherPool:
                 assert shows(opened, 1)
 
 
-def test_a_thousand_hostile_ones(partner: Partner, stream: sa.Stream) -> None:
+def test_hundreds_of_hostile_ones(partner: Partner, stream: sa.Stream) -> None:
     """Random fields under a right checksum: refused, or what it says of memory that is there; nothing is left open."""
     partner.run(make_pool)
     partner.run(make_buffer, "buffer", 1)
@@ -520,7 +503,7 @@ def test_a_thousand_hostile_ones(partner: Partner, stream: sa.Stream) -> None:
     chance = random.Random(7)
     numbers = (0, 1, 2, 511, 4096, MiB, MiB + 1, 1 << 31, (1 << 32) - 1)
     before = state()
-    for _ in range(1000):
+    for _ in range(300):
         fields: dict[str, Any] = {}
         for name in chance.sample(["slot", "generation", "flags", "offset", "size", "base_size", "handle_type"], 2):
             fields[name] = chance.choice(numbers)
