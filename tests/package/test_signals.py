@@ -32,7 +32,7 @@ from tests.processes import eventually
 from tests.support import MiB, end_what_was_dropped, sampled
 
 PAGE = 2 * MiB
-SAMPLE = 10
+SAMPLE = 8
 """The points of a program that are tried: of those in the same place of a function, the first."""
 WAIT = 20.0
 """Seconds after which a program counts as stuck."""
@@ -88,22 +88,6 @@ def program(bench: type[Bench]) -> Callable[[Program], Program]:
 
 
 @program(Bench)
-def pools(bench: Bench) -> None:
-    with sa.MemoryPool(bench.device, release_threshold=MiB) as pool:
-        buffer = pool.allocate(64, bench.stream)
-        pool.allocate(64, bench.stream)  # dropped
-        buffer.free(bench.other)
-        with pool.allocate(4096, bench.stream) as other:
-            other.fill(1)
-        pool.allocate(64, bench.device.default_stream).free()
-        with pool.make_current():
-            sa.allocate(64, bench.stream).close()
-        bench.device.synchronize()
-        pool.trim()
-        assert pool.statistics().used >= 0
-
-
-@program(Bench)
 def captures(bench: Bench) -> None:
     with sa.MemoryPool(bench.device) as pool:  # memory of graphs cannot be shared
         with bench.stream.capture() as graph:
@@ -113,23 +97,6 @@ def captures(bench: Bench) -> None:
         with graph, graph.instantiate() as executable:
             executable.launch(bench.stream)
             bench.stream.synchronize()
-
-
-@program(Bench)
-def caches(bench: Bench) -> None:
-    with sa.CachingAllocator(bench.pool) as cache:
-        first, second = cache.allocate(600, bench.stream), cache.allocate(600, bench.stream)
-        first.free()
-        again = cache.allocate(600, bench.stream)
-        again.free(bench.other)
-        cache.allocate(600, bench.stream)  # dropped
-        second.free(bench.device.default_stream)
-        with bench.device.create_stream() as short:
-            cache.allocate(5000, short).free()
-        shared = cache.allocate(4096, bench.stream)
-        ipc.share(shared)
-        shared.free()
-        assert cache.statistics().in_use <= 5120  # an interrupt may lose one block
 
 
 @program(Bench)
@@ -238,77 +205,6 @@ def imports(bench: Opening) -> None:
     del second  # dropped
 
 
-@program(Opening)
-def messages(bench: Opening) -> None:
-    with ipc.Channel.listen() as listener, ipc.Channel.connect(listener.address) as one, listener.accept() as two:
-        with bench.device.create_event(interprocess=True) as event:
-            ipc.send(one, event)
-            two.receive(timeout=WAIT)
-        ipc.send(one, bench.theirs["buffer"], hold=True)
-        with ipc.receive(two, stream=bench.stream, timeout=WAIT, driver=bench.driver):
-            pass
-        ipc.send(one, bench.theirs["buffer"], hold=True)  # never received
-
-
-@program(Opening)
-def handoffs(bench: Opening) -> None:
-    """One allocation after the other, so that all but the first ones take the fast paths."""
-    theirs = bench.theirs["buffer"]
-    for pool, stream, there in ((bench.pool, bench.stream, theirs.stream), (theirs.owner, theirs.stream, bench.stream)):
-        one, two = ipc.Channel.pair()
-        with one, two:
-            for _ in range(4):
-                buffer = pool.allocate(4096, stream)
-                ipc.send(one, buffer)
-                ipc.receive(two, stream=there, timeout=WAIT).close()
-                buffer.free()
-
-
-@program(Opening)
-def rings(bench: Opening) -> None:
-    """The other end is on a thread, which no signal stops."""
-    ours, theirs = ipc.Channel.pair()
-    others: list[Any] = []
-    threads: list[threading.Thread] = []
-
-    def beside(there: Callable[[], Any]) -> threading.Thread:
-        def run() -> None:
-            with contextlib.suppress(Exception):  # this end has gone
-                others.append(there())
-
-        threads.append(threading.Thread(target=run, daemon=True))
-        threads[-1].start()
-        return threads[-1]
-
-    stream = bench.theirs["buffer"].stream
-    try:
-        with ipc.Ring.producer(bench.pool, 4096, 2, stream=bench.stream) as ring:
-            other = beside(lambda: ipc.Ring.consumer(theirs, stream=stream, timeout=WAIT))
-            ring.add(ours, WAIT)
-            other.join()
-            ring.put(b"some bytes", WAIT)
-            others[0].next(WAIT).release()
-            ring.next(WAIT).give_back()
-        others.pop().close()
-        ours, theirs = ipc.Channel.pair()
-        with ipc.Ring.producer(bench.theirs["buffer"].owner, 4096, 2, stream=stream) as ring:
-            other = beside(lambda: ring.add(theirs, WAIT))
-            with ipc.Ring.consumer(ours, stream=bench.stream, timeout=WAIT) as consumer:
-                other.join()
-                ring.put(b"some bytes", WAIT)
-                with consumer.next(WAIT):
-                    pass
-    finally:
-        ours.close()
-        theirs.close()
-        for thread in threads:
-            with contextlib.suppress(RuntimeError):  # a signal came before it was started
-                thread.join(WAIT)
-        for one in others:
-            if one is not None:
-                one.close()
-
-
 class Serving(Bench):
     """And a store."""
 
@@ -350,15 +246,6 @@ def multicasts(bench: Team) -> None:
         with made.map(access=bench.devices) as view:
             view.set_access(bench.devices[1])
         bindings[0].close()
-
-
-@program(Team)
-def symmetric(bench: Team) -> None:
-    with multicast.SymmetricMemory.local(bench.devices, 5000) as memory:
-        with bench.devices[1].create_stream() as second:
-            memory.barrier(bench.stream, second)
-            second.synchronize()
-        memory.buffers[0].fill(1)
 
 
 @pytest.fixture(autouse=True)
