@@ -17,7 +17,9 @@ __all__ = ["buffer", "memory", "resource", "use"]
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
-    """Make ``Device.allocate`` of cuda.core allocate from ``sources`` (sets ``Device.memory_resource``).
+    """Make ``Device.allocate`` of cuda.core allocate from ``sources`` on this thread (sets ``Device.memory_resource``).
+
+    Each thread has ``Device`` objects of its own; :func:`resource` is for the others.
 
     :doc:`/docs/guides/interop` has a program.
 

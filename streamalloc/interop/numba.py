@@ -25,7 +25,7 @@ __all__ = ["array", "memory", "use"]
 
 
 def use(*sources: Source) -> Bridge:
-    """Make Numba allocate device memory from ``sources``, in its present and future contexts.
+    """Make Numba allocate device memory from ``sources`` on all threads, in its present and future contexts.
 
     :doc:`/docs/guides/interop` has a program.
 

@@ -15,7 +15,7 @@ _kept: list[object] = []
 
 
 def use(*sources: Source, callbacks: bool = False) -> Bridge:
-    """Set RMM's resource of each device (``set_per_device_resource``), which cuDF and Dask-CUDA use.
+    """Set RMM's resource of each device for all threads (``set_per_device_resource``); cuDF and Dask-CUDA use it.
 
     :doc:`/docs/guides/interop` has a program.
 

@@ -14,7 +14,8 @@ from tests.package.programs import Runner, runner, serve
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "notebooks" / "docs"
-PAGES = [*sorted((DOCS / "recipes").glob("*.md")), DOCS / "getting-started.md", DOCS / "coming-from.md"]
+_OTHERS = [DOCS / f"{name}.md" for name in ("getting-started", "coming-from", "guides/testing")]
+PAGES = [*sorted((DOCS / "recipes").glob("*.md")), *_OTHERS]
 """Pages whose programs run alone. The programs of other pages run in order, or have other files beside them."""
 _BLOCK = re.compile(r"^```(?:python|py)\b[^\n]*\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 _LIBRARY = re.compile(
