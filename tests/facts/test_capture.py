@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,28 +15,20 @@ from tests.facts.support import UINT64_MAX, Answer, MiB, Rig, said, value
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 
 
-@dataclasses.dataclass
 class Scene:
     """A stream to capture, another one, and things to use while it captures."""
 
-    rig: Rig
-    raw: Any
-    stream: Any
-    other: Any
-    pool: Any
-    plain: Any  # 4096 bytes
-    pinned: Any  # 64 bytes
-    event: Any
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.raw, self.event = rig, rig.raw, rig.event()
+        self.stream, self.other, self.pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX)
+        self.plain, self.pinned = rig.plain(4096), rig.pinned(64)
+        rig.allocate(self.pool, 64, self.other)
+        rig.synchronize()
 
 
 @pytest.fixture
 def scene(rig: Rig) -> Scene:
-    scene = Scene(
-        rig, rig.raw, rig.stream(), rig.stream(), rig.pool(UINT64_MAX), rig.plain(4096), rig.pinned(64), rig.event()
-    )
-    rig.allocate(scene.pool, 64, scene.other)
-    rig.synchronize()
-    return scene
+    return Scene(rig)
 
 
 def kept(scene: Scene, answer: Answer, destroy: str) -> Answer:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,41 +15,23 @@ from tests.facts.support import UINT64_MAX, Answer, MiB, Rig, said, value
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclasses.dataclass
 class Memory:
     """Memory of every kind, with a stream to use it on."""
 
-    rig: Rig
-    raw: Any
-    stream: Any
-    small: Any  # 1 byte of device memory
-    five: Any  # 5 MiB of device memory
-    three: Any  # 3 MiB and 1 byte of device memory
-    pool: Any  # 1000 bytes of a pool on the device
-    host_pool: Any  # 4096 bytes of a host pool, which no device may access
-    numa_pool: Any
-    pinned: Any  # 4096 bytes
-    pageable: Bytes
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.raw, self.stream = rig, rig.raw, rig.stream()
+        self.small, self.five, self.three = rig.plain(1), rig.plain(5 * MiB), rig.plain(3 * MiB + 1)
+        self.pool = rig.allocate(rig.pool(UINT64_MAX), 1000, self.stream)
+        # no device may access the hosts' pools
+        self.host_pool = rig.allocate(rig.pool(UINT64_MAX, location=HOST), 4096, self.stream)
+        self.numa_pool = rig.allocate(rig.pool(UINT64_MAX, location=HOST_NUMA), 4096, self.stream)
+        self.pinned, self.pageable = rig.pinned(4096), np.zeros(1 << 16, np.uint8)
+        value(rig.raw.cuStreamSynchronize(self.stream))
 
 
 @pytest.fixture
 def memory(rig: Rig) -> Memory:
-    stream = rig.stream()
-    memory = Memory(
-        rig=rig,
-        raw=rig.raw,
-        stream=stream,
-        small=rig.plain(1),
-        five=rig.plain(5 * MiB),
-        three=rig.plain(3 * MiB + 1),
-        pool=rig.allocate(rig.pool(UINT64_MAX), 1000, stream),
-        host_pool=rig.allocate(rig.pool(UINT64_MAX, location=HOST), 4096, stream),
-        numa_pool=rig.allocate(rig.pool(UINT64_MAX, location=HOST_NUMA), 4096, stream),
-        pinned=rig.pinned(4096),
-        pageable=np.zeros(1 << 16, np.uint8),
-    )
-    value(rig.raw.cuStreamSynchronize(stream))
-    return memory
+    return Memory(rig)
 
 
 CALLS: dict[str, dict[str, Callable[[Memory], Answer]]] = {
@@ -103,10 +83,11 @@ CALLS: dict[str, dict[str, Callable[[Memory], Answer]]] = {
 }
 
 
-@pytest.mark.parametrize(("expected", "name"), [(expected, name) for expected in CALLS for name in CALLS[expected]])
-def test_call(memory: Memory, expected: str, name: str) -> None:
-    assert said(CALLS[expected][name](memory)) == expected
-    assert said(memory.raw.cuStreamSynchronize(memory.stream)) == "SUCCESS"
+@pytest.mark.parametrize("expected", CALLS)
+def test_calls(memory: Memory, expected: str) -> None:
+    for name, call in CALLS[expected].items():
+        assert said(call(memory)) == expected, name
+        assert said(memory.raw.cuStreamSynchronize(memory.stream)) == "SUCCESS"
 
 
 @pytest.mark.parametrize("kind", ["pinned", "plain"])
@@ -133,51 +114,41 @@ def test_fill_32_bits_writes_little_endian(memory: Memory) -> None:
 class TestBuffers:
     """Objects that the bindings accept as a host address."""
 
-    def test_bytes_to_the_device(self, memory: Memory) -> None:
-        value(memory.raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
-        assert bytes(memory.rig.read(memory.five, 4)) == b"abcd"
-
-    def test_an_array_both_ways(self, memory: Memory) -> None:
+    def test_arrays_bytes_and_bytearrays(self, memory: Memory) -> None:
+        raw, back, written = memory.raw, np.zeros(64, np.uint8), bytearray(4)
         memory.pageable[:64] = np.arange(64)
-        value(memory.raw.cuMemcpyHtoD(memory.five, memory.pageable, 64))
-        back = np.zeros(64, np.uint8)
-        value(memory.raw.cuMemcpyDtoH(back, memory.five, 64))
+        value(raw.cuMemcpyHtoD(memory.five, memory.pageable, 64))
+        value(raw.cuMemcpyDtoH(back, memory.five, 64))
         assert back.tolist() == list(range(64))
-
-    def test_a_bytearray_from_the_device(self, memory: Memory) -> None:
-        value(memory.raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
-        back = bytearray(4)
-        value(memory.raw.cuMemcpyDtoH(back, memory.five, 4))
-        assert back == b"abcd"
-
-    def test_an_array_that_numpy_calls_read_only_is_written(self, memory: Memory) -> None:
-        value(memory.raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
-        back = np.zeros(4, np.uint8)
-        back.flags.writeable = False
-        assert said(memory.raw.cuMemcpyDtoH(back, memory.five, 4)) == "SUCCESS"
-        assert back.tobytes() == b"abcd"
+        value(raw.cuMemcpyHtoD(memory.five, b"abcd", 4))
+        value(raw.cuMemcpyDtoH(written, memory.five, 4))
+        back.flags.writeable = False  # which the bindings do not look at
+        value(raw.cuMemcpyDtoH(back, memory.five, 4))
+        assert written == back[:4].tobytes() == bytes(memory.rig.read(memory.five, 4)) == b"abcd"
 
 
 class TestPageableMemory:
-    @pytest.mark.parametrize("size", [1024, 65536, 65537, 1 << 20])
-    def test_is_read_at_the_call(self, memory: Memory, size: int) -> None:
-        gate, buffer = memory.rig.gate(), np.full(size, 1, np.uint8)
-        gate.hold(memory.stream)
-        with gate.opening_after(60):
-            value(memory.raw.cuMemcpyHtoDAsync(memory.five, buffer, size, memory.stream))
-            assert not gate.is_open
-        buffer[:] = 2
-        assert set(memory.rig.read(memory.five, size)) == {1}
+    SIZES = (1024, 65536, 65537, 1 << 20)
 
-    @pytest.mark.parametrize("size", [1024, 65536, 65537, 1 << 20])
-    def test_is_written_by_the_end_of_the_call(self, memory: Memory, size: int) -> None:
-        gate, buffer = memory.rig.gate(), np.zeros(size, np.uint8)
-        gate.hold(memory.stream)
-        value(memory.raw.cuMemsetD8Async(memory.five, 3, size, memory.stream))
-        with gate.opening_after(0.05):
-            value(memory.raw.cuMemcpyDtoHAsync(buffer, memory.five, size, memory.stream))
-            assert gate.is_open
-            assert set(buffer.tolist()) == {3}
+    def test_is_read_at_the_call(self, memory: Memory) -> None:
+        for size in self.SIZES:
+            gate, buffer = memory.rig.gate(), np.full(size, 1, np.uint8)
+            gate.hold(memory.stream)
+            with gate.opening_after(60):
+                value(memory.raw.cuMemcpyHtoDAsync(memory.five, buffer, size, memory.stream))
+                assert not gate.is_open
+            buffer[:] = 2
+            assert set(memory.rig.read(memory.five, size)) == {1}
+
+    def test_is_written_by_the_end_of_the_call(self, memory: Memory) -> None:
+        for size in self.SIZES:
+            gate, buffer = memory.rig.gate(), np.zeros(size, np.uint8)
+            gate.hold(memory.stream)
+            value(memory.raw.cuMemsetD8Async(memory.five, 3, size, memory.stream))
+            with gate.opening_after(0.03):
+                value(memory.raw.cuMemcpyDtoHAsync(buffer, memory.five, size, memory.stream))
+                assert gate.is_open
+                assert set(buffer.tolist()) == {3}
 
 
 def read_at_execution(memory: Memory, pointer: int) -> bool:
@@ -202,48 +173,29 @@ def writing_waits(memory: Memory, pointer: int) -> bool:
         return gate.is_open
 
 
-class TestHostMemoryByKind:
-    def test_pinned_memory_is_used_at_execution(self, memory: Memory) -> None:
-        assert read_at_execution(memory, int(memory.pinned))
-        assert not writing_waits(memory, int(memory.pinned))
-
-    def test_memory_of_a_host_pool_without_a_grant_is_used_at_the_call(self, memory: Memory) -> None:
-        assert not read_at_execution(memory, int(memory.host_pool))
-        assert writing_waits(memory, int(memory.host_pool))
-
-    def test_memory_of_a_host_pool_with_a_grant_is_used_at_execution(self, memory: Memory) -> None:
-        rig = memory.rig
-        pool = rig.pool(location=HOST)
-        assert rig.grant(pool, (DEVICE, 0, READWRITE)) == "SUCCESS"
-        pointer = int(rig.allocate(pool, 4096, memory.stream))
-        value(memory.raw.cuStreamSynchronize(memory.stream))
-        assert read_at_execution(memory, pointer)
-        assert not writing_waits(memory, pointer)
+def test_host_memory_is_used_at_execution_where_a_device_may_use_it(memory: Memory) -> None:
+    rig = memory.rig
+    pool = rig.pool(location=HOST)
+    assert rig.grant(pool, (DEVICE, 0, READWRITE)) == "SUCCESS"
+    granted = int(rig.allocate(pool, 4096, memory.stream))
+    value(memory.raw.cuStreamSynchronize(memory.stream))
+    for pointer, late in ((int(memory.pinned), True), (granted, True), (int(memory.host_pool), False)):
+        assert read_at_execution(memory, pointer) == late
+        assert writing_waits(memory, pointer) != late
 
 
 class TestSynchronousCalls:
     """The calls without a stream: work of the legacy stream."""
 
-    def test_copy_to_host_does_not_wait_for_a_non_blocking_stream(self, memory: Memory) -> None:
-        gate = memory.rig.gate()
-        gate.hold(memory.stream)
-        with gate.opening_after(60):
-            value(memory.raw.cuMemcpyDtoH(np.zeros(64, np.uint8), memory.three, 64))
-            assert not gate.is_open
-
-    def test_copy_to_host_waits_for_a_blocking_stream(self, memory: Memory) -> None:
-        gate, stream = memory.rig.gate(), memory.rig.stream(BLOCKING)
-        gate.hold(stream)
-        with gate.opening_after(0.05):
-            value(memory.raw.cuMemcpyDtoH(np.zeros(64, np.uint8), memory.three, 64))
-            assert gate.is_open
-
-    def test_fill_does_not_wait(self, memory: Memory) -> None:
-        gate, stream = memory.rig.gate(), memory.rig.stream(BLOCKING)
-        gate.hold(stream)
-        with gate.opening_after(60):
-            value(memory.raw.cuMemsetD8(memory.three, 1, 64))
-            assert not gate.is_open
+    def test_only_a_copy_to_the_host_waits_and_for_blocking_streams(self, memory: Memory) -> None:
+        raw, blocking, host = memory.raw, memory.rig.stream(BLOCKING), np.zeros(64, np.uint8)
+        for stream, copies, waits in ((memory.stream, True, False), (blocking, True, True), (blocking, False, False)):
+            gate = memory.rig.gate()
+            gate.hold(stream)
+            with gate.opening_after(0.05 if waits else 60):
+                value(raw.cuMemcpyDtoH(host, memory.three, 64) if copies else raw.cuMemsetD8(memory.three, 1, 64))
+                assert gate.is_open == waits
+            memory.rig.synchronize()
 
 
 @pytest.mark.parametrize("kind", [HOST, HOST_NUMA])

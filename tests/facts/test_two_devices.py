@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,15 @@ from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, said, value
 pytestmark = pytest.mark.gpus(2)
 
 
-@dataclasses.dataclass
 class Pair:
     """The contexts of both devices and a stream in each, with device 0's context current."""
 
-    rig: Rig
-    raw: Any
-    contexts: tuple[Any, Any]
-    streams: tuple[Any, Any]
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.raw = rig, rig.raw
+        first, on_first = rig.context, rig.stream()
+        self.contexts = first, rig.device_context(1)
+        self.streams = on_first, rig.stream()
+        rig.use(first)
 
     def use(self, device: int) -> None:
         self.rig.use(self.contexts[device])
@@ -41,12 +41,7 @@ class Pair:
 
 @pytest.fixture
 def pair(rig: Rig) -> Pair:
-    first = rig.context
-    on_first = rig.stream()
-    second = rig.device_context(1)
-    on_second = rig.stream()
-    rig.use(first)
-    return Pair(rig, rig.raw, (first, second), (on_first, on_second))
+    return Pair(rig)
 
 
 @pytest.fixture

@@ -163,6 +163,7 @@ class TestNotebook:
         with live(pool, every=0.005), pool.allocate(5 * MiB, stream):
             until(lambda: bool(notebook.shown) and "5.0 MiB of 32.0 MiB" in notebook.shown[-1])
 
+
 def test_arguments(pool: sa.MemoryPool) -> None:
     with pytest.raises(TypeError, match="pools: 3"):
         live(3)  # type: ignore[arg-type]
