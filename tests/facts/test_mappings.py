@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any
@@ -16,15 +15,12 @@ from tests.facts.support import PAGE, UNRESERVED, Answer, Rig, said, value
 OWN = (DEVICE, 0, READWRITE)
 
 
-@dataclasses.dataclass
 class Scene:
     """A range of eight pages, and memory of one page and of two."""
 
-    rig: Rig
-    raw: Any
-    start: int
-    one: Any
-    two: Any
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.raw, self.start = rig, rig.raw, rig.reserve(8 * PAGE)
+        self.one, self.two = rig.memory(), rig.memory(2 * PAGE)
 
     def page(self, number: int) -> int:
         return self.start + number * PAGE
@@ -47,7 +43,7 @@ class Scene:
 
 @pytest.fixture
 def scene(rig: Rig) -> Scene:
-    return Scene(rig, rig.raw, rig.reserve(8 * PAGE), rig.memory(), rig.memory(2 * PAGE))
+    return Scene(rig)
 
 
 # Where in the range, how many bytes, and from where in the memory, which has two pages.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +15,18 @@ pytestmark = pytest.mark.gpus(2)
 FIRST, SECOND = (DEVICE, 0, READWRITE), (DEVICE, 1, READWRITE)
 
 
-@dataclasses.dataclass
 class Pair:
     """A page of each device's memory, mapped side by side, and what is in each device's context."""
 
-    rig: Rig
-    raw: Any
-    contexts: tuple[Any, Any]
-    streams: tuple[Any, Any]
-    plain: tuple[int, int]  # two pages
-    start: int  # of device 0's page; device 1's is the next
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.raw = rig, rig.raw
+        first, on_first, of_first = rig.context, rig.stream(), int(rig.plain(2 * PAGE))
+        self.contexts = first, rig.device_context(1)
+        self.streams, self.plain = (on_first, rig.stream()), (of_first, int(rig.plain(2 * PAGE)))
+        rig.use(first)
+        self.start = rig.reserve(8 * PAGE)  # of device 0's page; device 1's is the next
+        for device in (0, 1):
+            rig.map(self.start + device * PAGE, rig.memory(id=device))
 
     def use(self, device: int) -> None:
         self.rig.use(self.contexts[device])
@@ -52,14 +52,7 @@ class Pair:
 
 @pytest.fixture
 def pair(rig: Rig) -> Pair:
-    first, on_first, of_first = rig.context, rig.stream(), int(rig.plain(2 * PAGE))
-    second = rig.device_context(1)
-    on_second, of_second = rig.stream(), int(rig.plain(2 * PAGE))
-    rig.use(first)
-    start = rig.reserve(8 * PAGE)
-    for device in (0, 1):
-        rig.map(start + device * PAGE, rig.memory(id=device))
-    return Pair(rig, rig.raw, (first, second), (on_first, on_second), (of_first, of_second), start)
+    return Pair(rig)
 
 
 def test_no_device_has_access_at_first(pair: Pair) -> None:

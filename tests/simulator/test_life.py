@@ -191,7 +191,7 @@ elif end == 2:
 """
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
 def test_the_interpreter_ends_whatever_is_held(seed: int) -> None:
     """Closed gates, evicted memory, deferred frees, daemon threads in the middle of calls."""
     done = subprocess.run(

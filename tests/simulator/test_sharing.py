@@ -182,10 +182,10 @@ class TestPools:
         assert other.grant(imported, (DEVICE, 1, READWRITE)) == "SUCCESS"
         assert other.access_flags(imported, DEVICE, 1) == READWRITE
 
-    def test_thousands_in_one_process(self, rig: Rig, other: Rig) -> None:
+    def test_hundreds_in_one_process(self, rig: Rig, other: Rig) -> None:
         """Kept as well as destroyed: none takes the addresses of a whole device."""
         kept, handles = [], set()
-        for _ in range(2000):
+        for _ in range(600):
             pool = value(rig.create_pool(handle_types=POSIX_FD))
             fd = export_pool(rig, pool)
             imported = import_pool(other, fd)
@@ -193,12 +193,12 @@ class TestPools:
             assert said(rig.raw.cuMemPoolDestroy(pool)) == "SUCCESS"
             handles.add(int(imported))
             kept.append(imported)
-        assert len(handles) == 2000
+        assert len(handles) == 600
         arenas = len(other.raw._machine.banks.arenas.at)
         for imported in kept:
             assert said(other.raw.cuMemPoolDestroy(imported)) == "SUCCESS"
             assert said(other.raw.cuMemPoolDestroy(imported)) == "INVALID_VALUE"
-        assert len(other.raw._machine.banks.arenas.at) == arenas - 2000
+        assert len(other.raw._machine.banks.arenas.at) == arenas - 600
 
     def test_destroying_one_waits_for_what_uses_it(self, rig: Rig, other: Rig) -> None:
         stream = rig.stream()
@@ -479,7 +479,7 @@ class TestWhatIsLeft:
         self.one_round(rig, peer)
         gc.collect()
         mine, theirs = descriptors(), descriptors(peer.pid)
-        for _ in range(50):
+        for _ in range(20):
             self.one_round(rig, peer)
         assert len(descriptors()) <= len(mine)  # machines of other tests may close late
         assert len(descriptors(peer.pid)) == len(theirs)
