@@ -151,10 +151,26 @@ class MappedMemory(Allocation):
 
 
 @dataclass(eq=False)
+class OpenedBlock:
+    """A block of another process's cuMemAlloc memory, with its number of open allocations."""
+
+    key: tuple[int, ...]
+    """Process and descriptor, owner, offset."""
+    reservation: Reservation
+    allocations: int = 0
+
+
+@dataclass(eq=False)
 class OpenedMemory(Allocation):
     """Another process's cuMemAlloc memory. ``device``: the device of the context that opened it and may use it. Opening
     enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
     """
+
+    block: OpenedBlock
+    words: tuple[int, ...]
+    """What its handle says."""
+    times: int = 1
+    """Opens without a close."""
 
 
 def is_gone(allocation: Allocation, address: int, size: int) -> bool:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from streamalloc.driver.processes import alive
-from streamalloc.simulator.allocations import Allocation, Allocations, OpenedMemory, PoolMemory
+from streamalloc.simulator.allocations import Allocation, Allocations, OpenedBlock, OpenedMemory, PoolMemory
 from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
 from streamalloc.simulator.contexts import Context, Device
-from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, not_modelled
+from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.events import TABLE_BYTES, EventTable, QueueEvent, SharedEvent
 from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach, recognise
 from streamalloc.simulator.memory import Physical, Reservation
@@ -55,25 +55,6 @@ def pack_memory(serial: int, *words: int) -> bytes:
     return unread + data[:24] + unread + data[24:48]
 
 
-@dataclass(eq=False)
-class OpenedBlock:
-    """A block of another process's cuMemAlloc memory, with its number of open allocations."""
-
-    reservation: Reservation
-    owner: int
-    """Device that has the memory."""
-    allocations: int = 0
-
-
-@dataclass(eq=False)
-class Opening:
-    """An allocation of another process. ``times``: number of opens without a close."""
-
-    allocation: Allocation
-    block: OpenedBlock
-    times: int = 1
-
-
 # -- all of a machine ----------------------------------------------------------------------------------------
 
 
@@ -90,8 +71,7 @@ class Sharing:
     _handed_out: dict[int, int] = field(default_factory=dict)
     """Descriptors of plain memory with handles, by allocation number."""
     _blocks: dict[tuple[int, ...], OpenedBlock] = field(default_factory=dict)
-    """By process and descriptor, owner, offset."""
-    _opened: dict[tuple[int, ...], Opening] = field(default_factory=dict)
+    _opened: dict[tuple[int, ...], OpenedMemory] = field(default_factory=dict)
     """By what the handle says."""
     _own_tables: list[EventTable] = field(default_factory=list)
     _tables: WeakValueDictionary[tuple[int, ...], EventTable] = field(default_factory=WeakValueDictionary)
@@ -198,7 +178,7 @@ class Sharing:
         found = self._opened.get(words)
         if found is not None:
             found.times += 1
-            return found.allocation.base
+            return found.base
         start = offset // BLOCK * BLOCK
         key = (where, owner, start)
         own = self._reach_heap(where >> 32, where & 0xFFFFFFFF, owner)
@@ -206,16 +186,18 @@ class Sharing:
             block = self._blocks.get(key)
             if block is None:
                 check(is_locked(own, number))
-                block = self._blocks[key] = self._map_block(own, start, -(-(offset + size) // BLOCK) * BLOCK)
+                end = -(-(offset + size) // BLOCK) * BLOCK
+                check(end <= os.fstat(own).st_size)
+                block = self._blocks[key] = OpenedBlock(key, Reservation(end - start, BLOCK, own, start))
+                self.banks.arenas.add(block.reservation)
         finally:
             os.close(own)
         address = block.reservation.base + offset - start
         if address + size > block.reservation.end or self.allocations.overlapping(address, address + size):
             raise NotModelled("opening memory while something is open that was freed by its owner before")
         block.allocations += 1
-        allocation = OpenedMemory(address, size, context.device.ordinal, context)
-        self.allocations.add(allocation)
-        self._opened[words] = Opening(allocation, block)
+        opened = self._opened[words] = OpenedMemory(address, size, context.device.ordinal, context, block, words)
+        self.allocations.add(opened)
         return address
 
     def _reach_heap(self, process: int, fd: int, owner: int) -> int:
@@ -226,34 +208,25 @@ class Sharing:
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)  # all that was in the file is freed
         return own
 
-    def _map_block(self, fd: int, start: int, end: int) -> OpenedBlock:
-        check(end <= os.fstat(fd).st_size)
-        reservation = Reservation(end - start, BLOCK, fd, start)
-        self.banks.arenas.add(reservation)
-        return OpenedBlock(reservation, self.labels.seen(need(recognise(fd)).place.id))
-
     def _unmap_block(self, block: OpenedBlock) -> None:
         self.banks.arenas.remove(block.reservation)
         block.reservation.close()
 
-    def opened_at(self, address: int) -> Opening:
-        return need(next((one for one in self._opened.values() if one.allocation.base == address), None))
+    def opened_at(self, address: int) -> OpenedMemory:
+        return need_a(OpenedMemory, self.allocations.at.get(address))
 
-    def close_memory(self, opened: Opening) -> None:
+    def close_memory(self, opened: OpenedMemory) -> None:
         opened.times -= 1
         if not opened.times:
-            self.forget_memory(opened.allocation)
+            self.forget_memory(opened)
 
-    def forget_memory(self, allocation: Allocation) -> None:
+    def forget_memory(self, opened: OpenedMemory) -> None:
         """Unmap opened memory, regardless of the number of opens."""
-        words, opened = next((words, one) for words, one in self._opened.items() if one.allocation is allocation)
-        del self._opened[words]
-        self.allocations.remove(allocation)
+        del self._opened[opened.words]
+        self.allocations.remove(opened)
         opened.block.allocations -= 1
         if not opened.block.allocations:
-            key = next(key for key, block in self._blocks.items() if block is opened.block)
-            del self._blocks[key]
-            self._unmap_block(opened.block)
+            self._unmap_block(self._blocks.pop(opened.block.key))
 
     # -- events ----------------------------------------------------------------------------------------------
 

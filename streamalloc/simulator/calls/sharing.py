@@ -166,7 +166,7 @@ class SharingCalls(Calls):
         self._machine.current()
         self._not_during_capture()
         sharing.opened_at(dptr)
-        self._machine.drain(sharing.opened_at(dptr).allocation.device)
+        self._machine.drain(sharing.opened_at(dptr).device)
         sharing.close_memory(sharing.opened_at(dptr))  # another thread may have closed it meanwhile
 
     # -- events ----------------------------------------------------------------------------------------------
