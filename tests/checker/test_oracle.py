@@ -154,22 +154,21 @@ class Program:
         choose = self.choose
         kind = choose.choices(list(KINDS), list(KINDS.values()))[0]
         which, event = choose.randrange(len(self.streams)), choose.randrange(len(self.events))
-        stream, number = self.streams[which], len(self.written)
-        handle = cuda.CUstream(stream.handle)
         if kind in ("synchronise", "happened", "all", "query", "let go"):
             self.let_go()
         if kind in ("fill", "copy", "free", "launch") and len(self.buffers) > 1:
             self.order(which)
-        if kind == "fill":
-            (memory, named), low, high = choose.choice(self.buffers), choose.choice([0, 64]), choose.choice([128, SIZE])
-            self.fill(memory[low:high], stream)
-            self.node(which, uses=[(named, low, high, True)])
-        elif kind == "copy" and len(self.buffers) > 1:
-            (one, first), (other, second) = choose.sample(self.buffers, 2)
-            low, at = choose.choice([0, 64, 128]), choose.choice([0, 64, 128])
-            one[low : low + 128].copy_to(other[at : at + 128], stream)
-            self.node(which, uses=[(first, low, low + 128, False), (second, at, at + 128, True)])
-        elif kind == "record":
+        if kind in ("fill", "copy", "new", "free", "graph", "launch"):
+            self.work(kind, which)
+        elif kind in ("write word", "wait word", "hold"):
+            if not self.held:
+                self.use_word(kind, which)
+        else:
+            self.wait(kind, which, event)
+
+    def wait(self, kind: str, which: int, event: int) -> None:
+        stream = self.streams[which]
+        if kind == "record":
             stream.record(self.events[event])
             self.marks[event] = self.node(which)
         elif kind == "wait":
@@ -189,6 +188,18 @@ class Program:
             while not stream.query():
                 pass
             self.knows(*self.all_of(which))
+
+    def work(self, kind: str, which: int) -> None:
+        choose, stream = self.choose, self.streams[which]
+        if kind == "fill":
+            (memory, named), low, high = choose.choice(self.buffers), choose.choice([0, 64]), choose.choice([128, SIZE])
+            self.fill(memory[low:high], stream)
+            self.node(which, uses=[(named, low, high, True)])
+        elif kind == "copy" and len(self.buffers) > 1:
+            (one, first), (other, second) = choose.sample(self.buffers, 2)
+            low, at = choose.choice([0, 64, 128]), choose.choice([0, 64, 128])
+            one[low : low + 128].copy_to(other[at : at + 128], stream)
+            self.node(which, uses=[(first, low, low + 128, False), (second, at, at + 128, True)])
         elif kind == "new" and len(self.buffers) < 4:
             self.new(which)
             self.fill(self.buffers[-1][0], stream)
@@ -204,14 +215,17 @@ class Program:
             if named_all <= {named for _, named in self.buffers}:
                 graph.launch(stream)
                 self.launched[at] = self.node(which, self.launched.get(at), uses=uses)
-        elif kind == "write word" and number < 100 and not self.held:
+
+    def use_word(self, kind: str, which: int) -> None:
+        handle, number = cuda.CUstream(self.streams[which].handle), len(self.written)
+        if kind == "write word" and number < 100:
             self.raw("cuStreamWriteValue32", handle, self.word(number), 1, 0)
             self.written.append(self.node(which))
-        elif kind == "wait word" and self.written and not self.held:
-            at = choose.randrange(len(self.written))
+        elif kind == "wait word" and self.written:
+            at = self.choose.randrange(number)
             self.raw("cuStreamWaitValue32", handle, self.word(at), 1, 0)
             self.node(which, self.written[at])
-        elif kind == "hold" and not self.held:
+        elif kind == "hold":
             self.gates += 1
             self.raw("cuStreamWaitValue32", handle, self.word(-self.gates), 1, 0)
             self.held = (self.gates, self.node(which))

@@ -55,9 +55,6 @@ class TestEveryDriver:
         assert [one for one in sorted(FUNCTIONS) if not callable(getattr(driver, one, None))] == []
         assert isinstance(driver, sd.Driver)
 
-    def test_under_test_is_one(self, machine: Any) -> None:
-        assert isinstance(machine, sd.Driver)
-
     @pytest.mark.parametrize("function", COMPARED)
     def test_the_protocol_takes_the_bindings_arguments(self, function: str) -> None:
         ours = list(inspect.signature(getattr(sd.Driver, function)).parameters)[1:]
@@ -134,25 +131,6 @@ class TestChoice:
         left.set()
         thread.join()
 
-    def test_environment(self, python: Python) -> None:
-        """simulated; a name that is none; and that a block and an argument go before it."""
-        done = python(
-            "import streamalloc as sa, streamalloc.driver as sd\n"
-            "import os\n"
-            "machine = sd.default()\n"
-            "assert getattr(machine, 'is_simulated', False) and sd.default() is machine\n"
-            "assert sa.Device(0).driver is machine\n"
-            "other = sd.simulated()\n"
-            "with sd.use(other): assert sa.Device(0).driver is other\n"
-            "assert sa.Device(0, driver=other).driver is other\n"
-            "os.environ['STREAMALLOC_DRIVER'] = 'gpu'\n"
-            "try: sa.Device(0)\n"
-            "except ValueError as error: print(error)\n",
-            STREAMALLOC_DRIVER="simulated",
-        )
-        assert done.stderr == ""
-        assert all(word in done.stdout for word in ("STREAMALLOC_DRIVER", "'gpu'", "cuda", "simulated"))
-
     def test_under_test(self, on_cuda: bool, machine: Any) -> None:
         assert (machine is cuda) == on_cuda
         assert getattr(machine, "is_simulated", False) != on_cuda
@@ -165,7 +143,7 @@ def refuse(flags):
 cuda.cuInit = refuse
 import streamalloc as sa, streamalloc.driver as sd
 try:
-    {what}
+    sa.Device(0)
 except sa.DriverNotFoundError as error:
     assert error.__context__ is None or error.__suppress_context__, "a chain of tracebacks"
     print(error)
@@ -175,25 +153,20 @@ else:
 
 
 class TestNoDriver:
-    @pytest.mark.parametrize("environment", [None, "cuda"])
     @pytest.mark.parametrize(
-        ("how", "found"),
+        ("environment", "how", "found"),
         [
-            ("raise RuntimeError('Failed to dlopen libcuda.so.1')", "dlopen"),
-            ("return (cuda.CUresult.CUDA_ERROR_NO_DEVICE,)", "CUDA_ERROR_NO_DEVICE"),
+            (None, "raise RuntimeError('Failed to dlopen libcuda.so.1')", "dlopen"),
+            ("cuda", "return (cuda.CUresult.CUDA_ERROR_NO_DEVICE,)", "CUDA_ERROR_NO_DEVICE"),
         ],
     )
     def test_says_what_was_looked_for_and_how_to_simulate(
         self, python: Python, environment: str | None, how: str, found: str
     ) -> None:
-        done = python(NO_DRIVER.format(how=how, what="sa.Device(0)"), STREAMALLOC_DRIVER=environment)
+        done = python(NO_DRIVER.format(how=how), STREAMALLOC_DRIVER=environment)
         assert done.stderr == ""
         for word in (found, "libcuda.so.1", BINDINGS_VERSION, "STREAMALLOC_DRIVER=simulated", "driver.simulated()"):
             assert word in done.stdout
-
-    def test_naming_the_real_one_does_not_help(self, python: Python) -> None:
-        done = python(NO_DRIVER.format(how="raise OSError('no libcuda')", what="sd.real()"))
-        assert done.stderr == "" and "no libcuda" in done.stdout
 
 
 class TestImport:
@@ -260,18 +233,6 @@ class TestContexts:
 
 
 class TestSideBySide:
-    def test_two_machines(self) -> None:
-        first, second = (sa.Device(0, driver=sd.simulated(memory=size * 1024 * MiB)) for size in (1, 2))
-        assert first != second and (first.total_memory, second.total_memory) == (1024 * MiB, 2048 * MiB)
-        with sa.MemoryPool(first) as one, sa.MemoryPool(second) as two:
-            a, b = one.allocate(MiB, first.create_stream()), two.allocate(2 * MiB, second.create_stream())
-            a.fill(1)
-            b.fill(2)
-            assert holds(a, 1) and holds(b, 2)
-            assert (one.statistics().used, two.statistics().used) == (MiB, 2 * MiB)
-            a.free()
-            b.free()
-
     def test_the_driver_under_test_and_a_simulated_one(self, device: sa.Device, pool: sa.MemoryPool) -> None:
         simulated = sa.Device(0, driver=sd.simulated())
         with sa.MemoryPool(simulated) as other, device.create_stream() as ours, simulated.create_stream() as theirs:

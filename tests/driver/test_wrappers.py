@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import io
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -34,17 +32,6 @@ class TestTraced:
         first, second = out.getvalue().splitlines()
         assert first.startswith("cuDeviceGet(1000000) -> CUDA_ERROR_INVALID_DEVICE")
         assert second.startswith("cuDriverGetVersion() -> CUDA_SUCCESS") and str(driver.calls[1].answer[1]) in second
-
-    def test_every_raw_call_of_the_hot_path(self, machine: Any) -> None:
-        """An allocation and a free are one driver call each, and nothing else."""
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-            del driver.calls[:]
-            pool.allocate(4096, stream).free()
-            assert names(driver) == ["cuMemAllocFromPoolAsync", "cuMemFreeAsync"]
-            sa.allocate(4096, stream).free()
-            assert names(driver)[2:] == ["cuMemAllocAsync", "cuMemFreeAsync"]
 
     @pytest.mark.parametrize("wrap", [sd.traced, sd.checked, lambda driver: sd.faulty(driver, 10**9)])
     def test_keyword_arguments(self, machine: Any, wrap: Any) -> None:
@@ -102,17 +89,6 @@ class TestChecked:
         stream.close()
         del buffer, stream  # and with them the event that closing the stream recorded
         driver.assert_nothing_left()
-
-    def test_a_second_free_does_not_reach_the_driver(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        checked = sd.checked(driver, on="raise")
-        device = sa.Device(0, driver=checked)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-            address = pool.allocate(64, stream).address  # freed as it is dropped
-            before = len(driver.calls)
-            with pytest.raises(sd.DriverMisuseError, match="cuMemFreeAsync"):
-                checked.cuMemFreeAsync(address, stream.handle)
-            assert len(driver.calls) == before
 
     def test_freeing_nothing_is_allowed(self, machine: Any) -> None:
         checked = sd.checked(machine)
@@ -232,24 +208,3 @@ def test_what_is_no_function_is_the_driver_s(machine: Any, wrap: Any) -> None:
     with pytest.raises(AttributeError):
         driver.cuNoSuchFunction  # noqa: B018
     assert type(driver).__name__.strip("_").lower() in repr(driver)
-
-
-@pytest.mark.timeout(20)
-def test_a_finaliser_in_the_middle_of_an_observation(machine: Any) -> None:
-    """The collector may run one anywhere, also where the account is being kept; it must not wait for itself."""
-    driver: Any = sd.checked(machine)
-    device = sa.Device(0, driver=driver)
-
-    class Collects(Counter[tuple[str, int]]):
-        def __setitem__(self, key: tuple[str, int], count: int) -> None:
-            super().__setitem__(key, count)
-            gc.collect()
-
-    driver._state.account._live = Collects(driver._state.account._live)
-    for _ in range(3):
-        cycle: list[object] = [device.create_stream(), device.create_event()]
-        cycle.append(cycle)
-        del cycle
-    device.create_stream().close()
-    gc.collect()
-    driver.assert_nothing_left()

@@ -132,7 +132,7 @@ class TestLog:
         try:
             for thread in threads:
                 thread.start()
-            for _ in range(100):
+            for _ in range(30):
                 with sa.observe(pool, log=tmp_path / "log.csv"):
                     pass
         finally:
@@ -330,12 +330,6 @@ class TestNvtx:
         size = "allocated bytes", int
         expected = [("push", "step", "streamalloc"), (*size, 64), (*size, 0), ("pop", "step", "streamalloc")]
         assert told == expected
-
-    def test_without_counters(self, told: list[Any], pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        sys.modules["nvtx"].get_domain = lambda name: object()  # type: ignore[attr-defined]
-        with sa.observe(pool, nvtx=True) as observer, observer.phase("step"):
-            pool.allocate(64, stream).free()
-        assert [word for word, *_ in told] == ["push", "pop"]
 
     def test_that_is_not_installed(self, monkeypatch: pytest.MonkeyPatch, pool: sa.MemoryPool) -> None:
         monkeypatch.setitem(sys.modules, "nvtx", None)

@@ -179,22 +179,6 @@ def test_memory_where_the_beginning_is_gone(pool: sa.MemoryPool, stream: sa.Stre
         assert "at most 6 MiB" in shown(observer.plot())
 
 
-def test_each_colour_has_one_meaning() -> None:
-    from streamalloc.core.html import color_of
-    from streamalloc.plots import style
-
-    places = {color_of(where) for where in (sa.MemLocation.host(), *map(sa.MemLocation.device, range(8)))}
-    groups = [
-        places,
-        {style.RED},
-        {style.RESERVED, style.RESERVED_EDGE},
-        {*style.USES},
-        {*style.STREAMS},
-        {*style.PHASES},
-    ]
-    assert len(set().union(*groups)) == sum(map(len, groups))
-
-
 class TestLives:
     """Why memory could be handed out again, from the calls of a traced driver."""
 

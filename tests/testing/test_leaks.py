@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -99,19 +98,6 @@ def test_an_open_object_is_named_once_with_its_line(world: World, name: str) -> 
         assert world.found(watch) == []
 
 
-def test_objects_that_disguise_themselves(world: World) -> None:
-    class Hook:
-        __module__ = property(lambda hook: "program")
-
-        def __call__(self, _: object) -> None:
-            pass
-
-    proxy = weakref.proxy(Hook())  # its object is gone
-    with sa.observe(world.pool, on_free=Hook()), Watch() as watch:
-        assert world.found(watch) == []
-    assert proxy is not None
-
-
 def test_both_ends_of_a_pair(world: World) -> None:
     with Watch() as watch:
         ends = ipc.Channel.pair()
@@ -120,20 +106,6 @@ def test_both_ends_of_a_pair(world: World) -> None:
         assert [text.split()[0] for text, _ in world.found(watch)] == ["Channel"]
         ends[1].close()
         assert world.found(watch) == []
-
-
-def test_an_object_that_cannot_be_printed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: object) -> str:
-        raise ValueError
-
-    monkeypatch.setattr(ipc.Listener, "__repr__", refuse)
-    with Watch() as watch, ipc.Listener():
-        assert [text for text, _ in world.found(watch)] == ["Listener"]
-
-
-def test_a_call_without_arguments(world: World) -> None:
-    with pytest.raises(TypeError):
-        world.driver.cuMemAllocAsync()  # type: ignore[call-arg]
 
 
 def test_descriptors_after_those_of_the_machine(world: World) -> None:
@@ -167,17 +139,6 @@ def test_an_event_that_its_stream_keeps_is_no_leak(world: World, kind: str) -> N
         assert [text.split()[0] for text, _ in world.found(watch)] == ["event"]
         event.close()
         assert world.found(watch) == []
-
-
-def test_what_was_there_before_does_not_count(world: World) -> None:
-    ends = ipc.Channel.pair()
-    pipe = os.pipe()
-    with Watch() as watch:
-        assert world.found(watch) == []
-    for end in ends:
-        end.close()
-    for number in pipe:
-        os.close(number)
 
 
 @pytest.mark.parametrize(
@@ -253,11 +214,6 @@ def test_in_a_project(run: Run) -> None:
         kept = []
 
         @pytest.fixture(scope="module")
-        def lasting():
-            with ipc.Listener() as listener:
-                yield listener
-
-        @pytest.fixture(scope="module")
         def late():
             ends = os.pipe()
             with ipc.Listener():
@@ -265,50 +221,33 @@ def test_in_a_project(run: Run) -> None:
             for end in ends:
                 os.close(end)
 
-        @pytest.fixture(scope="module")
-        def later(late):
-            with ipc.Listener():
-                yield
-
         def test_asks_late(streamalloc_machine, request):
             request.getfixturevalue("late")
 
         class TestInside:
-            def test_asks_later(self, streamalloc_machine_class, streamalloc_machine, request):
-                request.getfixturevalue("later")
-
             @pytest.fixture(scope="class")
             def keeping(self):
                 kept.append(ipc.Listener())
 
-            def test_last(self, streamalloc_machine_class, request):
+            def test_last(self, streamalloc_machine_class, streamalloc_machine, request):
                 request.getfixturevalue("keeping")
 
-        def test_keeps(lasting, streamalloc_machine):
-            kept.append(ipc.Listener())
-
-        def test_keeps_a_descriptor(lasting, streamalloc_machine):
-            kept.append(os.pipe())
-
-        def test_closes(lasting, streamalloc_machine, capfd):
-            with ipc.Listener(), open(os.devnull):
-                pass
+        def test_keeps(streamalloc_machine):
+            kept.append((ipc.Listener(), os.pipe()))
         """,
         "--streamalloc-leaks",
     )
-    result.assert_outcomes(passed=6, errors=3)
+    result.assert_outcomes(passed=3, errors=2)
     result.stdout.fnmatch_lines(
         [
             "*ERROR at teardown of TestInside.test_last *",
             "1 thing was made here and not released:",
             "*, in keeping",
             "*ERROR at teardown of test_keeps *",
-            "1 thing was made here and not released:",
+            "3 things were made here and not released:",
             "Listener at @streamalloc-*",
             '  File "*test_in_a_project.py", line *, in test_keeps',
-            "    kept.append(ipc.Listener())",
-            "*ERROR at teardown of test_keeps_a_descriptor *",
-            "2 things were made here and not released:",
+            "    kept.append((ipc.Listener(), os.pipe()))",
             "file descriptor * (pipe *",
         ]
     )
