@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -46,10 +46,6 @@ def strip(ax: Axes, y: float, height: float, pieces: Sequence[Piece], nbytes: in
             ax.text(*middle, piece.name, color="white", ha="center", va="center", weight="bold")
 
 
-_LEVELS = (4.15, 4.85, 5.55)
-"""Y positions of the access rights above the mappings."""
-
-
 def address_range(
     of: AddressRange | VirtualBuffer, names: Mapping[str, PhysicalMemory] | None = None, *, ax: Axes | None = None
 ) -> Figure:
@@ -78,7 +74,8 @@ def address_range(
             axes.add_patch(Rectangle((at, 0), size, 1, fc=color_of(memory.location), ec="white", lw=1.5))
             if size > total / 60:
                 axes.text(at + size / 2, 0.5, name, color="white", ha="center", va="center", weight="bold")
-        _below(axes, [(sum(places[name]) - places[name][1] / 2, _size_of(one)) for name, one in names.items()], total)
+        sizes = [(sum(places[name]) - places[name][1] / 2, _size_of(one)) for name, one in names.items()]
+        _labels(axes, sizes, -0.12, "top", total)
         pieces = pieces_of(addresses, names)
         strip(axes, 3, 1, pieces, addresses.nbytes)
         above = []
@@ -93,8 +90,9 @@ def address_range(
                 for where, allowed in mapping.rights.items()
                 if allowed
             ]
-            above.append(((left + right) / 2, "\n".join(rights) or "nobody"))
-        top = _above(axes, above, total)
+            above.append((max((left + right) / 2, 0.05 * total), "\n".join(rights) or "nobody"))
+        _labels(axes, above, 4.15, "bottom", total)
+        top = 5 + 0.4 * max([text.count("\n") for _, text in above], default=0)
         for y, text in ((4.45, "access"), (3.5, "addresses"), (2, "mappings"), (0.5, "physical\nmemory")):
             axes.text(-0.02 * total, y, text, ha="right", va="center", weight="bold")
         axes.text(0, 2.93, "0", ha="center", va="top", color=GREY)
@@ -133,35 +131,11 @@ def _size_of(memory: PhysicalMemory) -> str:
     return f"{size_text(memory.nbytes)}\n{place(memory.location)}"
 
 
-def _below(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> None:
-    """Write the labels of physical memory that fit."""
-    last = -total
+def _labels(ax: Axes, labels: Iterable[tuple[float, str]], y: float, va: str, total: float) -> None:
+    """Write a row of labels, without those that would lie on the one before."""
+    end = -total
     for x, text in labels:
-        if x - last > _width(text) * total:
-            ax.text(x, -0.12, text, ha="center", va="top", color=INK)
-            last = x
-
-
-def _above(ax: Axes, labels: Sequence[tuple[float, str]], total: float) -> float:
-    """Write labels above the mappings, on several levels where they would overlap; equal neighbours once.
-
-    Returns the y position above the labels.
-    """
-    ends = [-total] * len(_LEVELS)
-    before, top = None, 5.0
-    for place_, text in labels:
         half = 0.5 * _width(text) * total
-        x = max(place_, half)
-        level = next((number for number, end in enumerate(ends) if x - half > end), None)
-        if level is None or text == before:
-            continue
-        before = text
-        y = _LEVELS[level]
-        if level:
-            ax.plot([place_, x], [4.05, y], color=GREY, lw=0.6)
-        top = max(top, y + 0.4 * (1 + text.count("\n")))
-        ax.text(x, y, text, ha="center", va="bottom", fontsize=9)
-        # A second line takes space of the next level.
-        for number in range(level, min(level + 1 + text.count("\n"), len(ends))):
-            ends[number] = x + half
-    return top
+        if x - half > end:
+            ax.text(x, y, text, ha="center", va=va, color=INK, fontsize=9)
+            end = x + half

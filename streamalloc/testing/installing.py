@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import mmap
 import os
 import runpy
 import sys
@@ -56,7 +55,8 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     the same devices. A child of ``os.fork`` can use the machine if the parent has not initialised it, as on hardware.
 
     Code that calls CUDA's C libraries directly (CuPy, PyTorch, cuda.core, ctypes) does not use the machine. An import
-    of such a library in the block gives a :class:`RuntimeWarning`.
+    of CuPy, cuda.core, JAX, PyCUDA, PyTorch, RMM, TensorFlow or Triton in the block gives a
+    :class:`RuntimeWarning`, as does a load of ``libcuda.so`` by :mod:`ctypes`.
 
     ``CUDA_VISIBLE_DEVICES`` hides devices of the machine if the program sets it before it initialises the driver: in
     the process itself or, from the block, for child processes. The initial value of the first process names this
@@ -197,10 +197,7 @@ _LIBRARIES = {
     "torch": "PyTorch",
     "triton": "Triton",
 }
-"""Library names by module, for libraries whose extension modules do not reveal CUDA."""
-_MARKS = (b"cuda.bindings.cy", b"libcuda.so", b"libcudart.so")
-"""Bytes in extension modules that call CUDA's C libraries."""
-_OURS = ("cuda.bindings", "cuda.pathfinder")
+"""Libraries by module."""
 
 _watching = False
 _added = False
@@ -227,22 +224,11 @@ def _look(event: str, args: tuple[Any, ...]) -> None:
     if not _watching:
         return
     if event == "import":
-        name, path = args[:2]
-        if name in _LIBRARIES:
-            _warn(_LIBRARIES[name], f"{_LIBRARIES[name]} calls")
-        elif isinstance(path, str) and not name.startswith(_OURS) and _calls_cuda(path):
-            library = _LIBRARIES.get(".".join(name.split(".")[:2]), name.partition(".")[0])
+        library = _LIBRARIES.get(args[0])
+        if library is not None:
             _warn(library, f"{library} calls")
     elif event == "ctypes.dlopen" and str(args[0]).rpartition("/")[2].startswith(("libcuda.so", "libcudart.so")):
         _warn("ctypes", f"ctypes.CDLL({args[0]!r}) loads")
-
-
-def _calls_cuda(path: str) -> bool:
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return any(data.find(mark) >= 0 for mark in _MARKS)
-    except (OSError, ValueError):
-        return False
 
 
 def _warn(library: str, what: str) -> None:

@@ -129,7 +129,6 @@ _LOADED = (RingConsumer, RingProducer, SymmetricMemory, GrowableBuffer, SleepGro
 
 _DIRECT = (Stream, Event, Graph, MemoryPool, Fd)
 """Classes with one driver handle or descriptor, which counts as them."""
-_DEPTH = 6  # levels of attributes and containers to search for an object's members
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _COUNTED = {"socket:": "socket", "pipe:": "pipe", "/memfd:": "memfd"}
 _MACHINE = "/memfd:streamalloc:"
@@ -267,18 +266,12 @@ class Watch(Leaves):
         objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
                    and not self._was_there(one) and _is_open(one)]  # fmt: skip
         places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
-        parts = [_reachable([one], _DEPTH) for one in objects]
-
-        def is_part(at: int) -> bool:
-            """Whether another object made by the same call contains it."""
-            return any(
-                id(objects[at]) in parts[other] and (id(objects[other]) not in parts[at] or other < at)
-                for other in range(len(objects))
-                if other != at and places[other] == places[at]
-            )
-
+        # Of the objects that a line has made, the last one may contain the others.
+        last = {place: type(one) for one, place in zip(objects, places, strict=True) if place}
         kept: list[Leak | OpenObject] = [
-            OpenObject(_name(one), places[at]) for at, one in enumerate(objects) if not is_part(at)
+            OpenObject(_name(one), place)
+            for one, place in zip(objects, places, strict=True)
+            if last.get(place, type(one)) is type(one)
         ]
         seen = set(filter(None, places))
         kept += [one for one in self._left_open(inside, live, exported) if one.place not in seen]
@@ -364,7 +357,17 @@ def _inside(driver: Driver) -> set[int]:
     modules = (module for name, module in tuple(sys.modules.items())
                if name.startswith("streamalloc.") and not name.startswith(_NOT_KEEPERS))  # fmt: skip
     threads = (one for frame in sys._current_frames().values() for one in _locals_of_ours(frame))
-    return _reachable([Session.of(driver), *map(vars, modules), *threads], None)
+    seen: set[int] = set()
+    layer: list[object] = [Session.of(driver), *map(vars, modules), *threads]
+    while layer:
+        following = []
+        for one in gc.get_referents(*layer):
+            if id(one) not in seen and (issubclass(type(one), _CONTAINERS) or _is_ours(one)):
+                seen.add(id(one))
+                if not issubclass(type(one), (type, types.ModuleType, Session)):
+                    following.append(one)
+        layer = following
+    return seen
 
 
 def _locals_of_ours(frame: types.FrameType | None) -> list[object]:
@@ -390,22 +393,6 @@ def _name(thing: object) -> str:
         return repr(thing).strip("<>")
     except Exception:
         return type(thing).__name__
-
-
-def _reachable(roots: list[object], depth: int | None) -> set[int]:
-    """``id`` of each object of this package that is reachable through its objects and containers."""
-    seen: set[int] = set()
-    layer = roots
-    while layer and depth != 0:
-        depth = None if depth is None else depth - 1
-        following = []
-        for one in gc.get_referents(*layer):
-            if id(one) not in seen and (issubclass(type(one), _CONTAINERS) or _is_ours(one)):
-                seen.add(id(one))
-                if not issubclass(type(one), (type, types.ModuleType, Session)):
-                    following.append(one)
-        layer = following
-    return seen
 
 
 def _descriptors() -> dict[tuple[int, int, int], str]:
