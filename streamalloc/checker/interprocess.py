@@ -38,10 +38,10 @@ import numpy as np
 
 from streamalloc.checker.capture import TrackedEvent
 from streamalloc.checker.clocks import Actor, Clock, Obstacle, Timeline, TrackedStream
+from streamalloc.checker.contents import WaitValues
 from streamalloc.checker.judge import Judge
 from streamalloc.checker.ranges import AddressMap, AwaitedPart, Moment, Piece, Range
 from streamalloc.checker.report import Notes
-from streamalloc.checker.wait_values import WaitValues
 from streamalloc.driver.processes import alive
 from streamalloc.driver.reports import Stack
 

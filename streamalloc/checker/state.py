@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 from streamalloc.checker.capture import TrackedEvent, TrackedGraph, TrackedNode
 from streamalloc.checker.clocks import Obstacle, Timeline
-from streamalloc.checker.contents import ElementTypes, QueuedSources
+from streamalloc.checker.contents import ElementTypes, QueuedSources, WaitValues
 from streamalloc.checker.interprocess import Interprocess, OpenFiles
 from streamalloc.checker.judge import Judge
 from streamalloc.checker.ranges import AddressMap, BoundBytes, Bytes, Range, size_text
 from streamalloc.checker.streams import MEMORY_TYPE, Questions, Streams
-from streamalloc.checker.wait_values import WaitValues
 from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.reports import Hazard, Stack
 

@@ -1,4 +1,4 @@
-"""Uses of memory by streams and by the host, and waits of the host: what the rules of several calls share.
+"""Rules of driver calls, and what several of them share: uses of memory by streams and by the host, waits of the host.
 
 A use is queued by the call (:func:`queue_use`) and judged when its stream runs it (:func:`touch`). The two moments
 differ if the stream waits for something that has not happened: a value, a host function, an event behind these. Judged
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from streamalloc.checker.capture import TrackedNode, Unseen
 from streamalloc.checker.clocks import Actor, Clock, Obstacle, TrackedStream
@@ -26,6 +26,16 @@ Touch = tuple[int, int, bool]
 """Address, size in bytes, and whether the bytes are written."""
 Finish = Callable[[tuple[Any, ...]], object]
 """Called with the driver's answer."""
+Arguments: TypeAlias = "tuple[Any, ...]"
+Answer: TypeAlias = "tuple[Any, ...]"
+After: TypeAlias = Callable[[State, str, Arguments, Answer], object]
+"""Called after a successful call."""
+Before: TypeAlias = Callable[[State, str, Arguments], Finish]
+"""Called before a call. Its result is called with the answer, even if the driver refuses.
+
+For example frees: after the call another thread may already get the memory.
+"""
+T = TypeVar("T")
 
 KERNEL = "a kernel"
 """Name of a use reported by ``used``."""
@@ -54,6 +64,46 @@ def may_poll(range_: Range) -> bool:
 
 def nothing(answer: tuple[Any, ...]) -> None:
     """Do nothing with the answer."""
+
+
+class Rule(NamedTuple):
+    """The functions for one driver call."""
+
+    before: Before | None = None
+    after: After | None = None
+
+
+def rules(*, before: dict[str, Before], after: dict[str, After]) -> dict[str, Rule]:
+    """A table of rules by the names of calls, separated by spaces."""
+    made: dict[str, Rule] = {}
+    for names, function in before.items():
+        made.update(dict.fromkeys(names.split(), Rule(before=function)))
+    for names, done in after.items():
+        for name in names.split():
+            made[name] = Rule(made.get(name, Rule()).before, done)
+    return made
+
+
+def ends(
+    table: Callable[[State], dict[int, T]], ended: Callable[[State, T], object] = lambda state, one: None
+) -> Before:
+    """A call that destroys the owner of its first argument. During the call others may already get the handle."""
+
+    def rule(state: State, name: str, args: Arguments) -> Finish:
+        number, live = number_of(args[0]), table(state)
+        one = live.pop(number, None)
+
+        def finish(answer: Answer) -> None:
+            if one is None:
+                return
+            if answer[0]:
+                live[number] = one
+            else:
+                ended(state, one)
+
+        return finish
+
+    return rule
 
 
 # -- kernels -----------------------------------------------------------------------------------------------

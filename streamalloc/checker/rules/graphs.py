@@ -13,10 +13,9 @@ from streamalloc.checker.capture import TrackedCapture, TrackedGraph, TrackedNod
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import Bytes, Range
 from streamalloc.checker.rules.order import batch_of_values, event_of, record, wait
-from streamalloc.checker.rules.rule import Answer, Arguments, ends, rules
 from streamalloc.checker.rules.work import plane, rows
 from streamalloc.checker.state import Executable, State
-from streamalloc.checker.uses import Finish, Touch
+from streamalloc.checker.uses import Answer, Arguments, Finish, Touch, ends, rules
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.reports import Launched, Stack
 

@@ -10,10 +10,9 @@ from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedCapture, TrackedNode
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import BoundBytes, Moment, Range
-from streamalloc.checker.rules.rule import After, Answer, Arguments, ends, rules
 from streamalloc.checker.state import OPENED, State, TrackedArray, TrackedMemory
 from streamalloc.checker.streams import beside_captures, rights_of_process
-from streamalloc.checker.uses import Finish, nothing
+from streamalloc.checker.uses import After, Answer, Arguments, Finish, ends, nothing, rules
 from streamalloc.driver.bindings import cuda, number_of
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)

@@ -13,9 +13,8 @@ from streamalloc.checker.capture import TrackedEvent, TrackedNode
 from streamalloc.checker.clocks import Obstacle, TrackedStream
 from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import NEVER, Access, Moment
-from streamalloc.checker.rules.rule import Answer, Arguments, Before, ends, rules
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import Finish, nothing
+from streamalloc.checker.uses import Answer, Arguments, Before, Finish, ends, nothing, rules
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.reports import Stack, from_package
 

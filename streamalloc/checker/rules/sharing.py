@@ -8,8 +8,8 @@ from streamalloc.checker.capture import TrackedEvent
 from streamalloc.checker.ranges import Range
 from streamalloc.checker.rules.memory import frees_at_once
 from streamalloc.checker.rules.order import event_of
-from streamalloc.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.checker.state import OPENED, State, TrackedMemory
+from streamalloc.checker.uses import Answer, Arguments, rules
 from streamalloc.driver.bindings import cuda, number_of, opaque_bytes
 from streamalloc.driver.reports import from_package
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from streamalloc.checker.rules import graphs, memory, order, sharing, work
-from streamalloc.checker.rules.rule import Answer, Arguments, Before, Rule
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import Finish, stale
+from streamalloc.checker.uses import Answer, Arguments, Before, Finish, Rule, stale
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.bindings import cuda
 

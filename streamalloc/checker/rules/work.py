@@ -11,9 +11,8 @@ from typing import Any
 from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedNode
 from streamalloc.checker.clocks import TrackedStream
-from streamalloc.checker.rules.rule import Answer, Arguments, rules
 from streamalloc.checker.state import State, TrackedArray
-from streamalloc.checker.uses import Finish, Touch, nothing
+from streamalloc.checker.uses import Answer, Arguments, Finish, Touch, nothing, rules
 from streamalloc.driver.bindings import number_of
 
 # CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL and _ANY, which older bindings lack. With _ANY a copy may read its source
