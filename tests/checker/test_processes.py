@@ -61,20 +61,26 @@ def event_handle(bench: Bench, event: sa.Event) -> bytes:
     return opaque_bytes(bench.raw("cuIpcGetEventHandle", cuda.CUevent(event.handle)))
 
 
-def _import(there: There, data: bytes) -> None:
+def _import(there: There, data: bytes, event: bytes = b"") -> None:
+    """Import memory, and an event if there is one."""
     driver: Any = sd.checked(there.driver)
     with there.device.current():
         pool = driver.cuMemPoolImportFromShareableHandle(there.came[0].fileno(), _KIND, 0)[1]
         address = driver.cuMemPoolImportPointer(pool, opaque_struct("CUmemPoolPtrExportData", data))[1]
-    there.keep("import", (driver, pool, address))
+        opened = driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", event))[1] if event else None
+        there.keep("import", (driver, pool, address, opened, driver.cuStreamCreate(1)[1]))
 
 
 def _free(there: There) -> list[str]:
-    driver, pool, address = there.kept.pop("import")
+    driver, pool, address, opened, stream = there.kept.pop("import")
     with there.device.current():
-        driver.cuMemFreeAsync(address, cuda.CUstream(there.stream.handle))
-        driver.cuStreamSynchronize(cuda.CUstream(there.stream.handle))
+        if address is not None:
+            driver.cuMemFreeAsync(address, stream)
+        driver.cuStreamSynchronize(stream)
+        if opened is not None:
+            driver.cuEventDestroy(opened)
         driver.cuMemPoolDestroy(pool)
+        driver.cuStreamDestroy(stream)
     return [str(one) for one in driver.hazards]
 
 
@@ -107,22 +113,14 @@ def test_the_importer_frees_first(bench: Bench, partner: Partner) -> None:
 
 def _free_and_go_on(there: There, told: bool) -> bytes:
     """Free the import in stream order; ``told``: with an event behind it that the exporter can wait for."""
-    driver, pool, address = there.kept.pop("import")
-    stream = cuda.CUstream(there.stream.handle)
+    driver, pool, address, _, stream = there.kept.pop("import")
     with there.device.current():
         driver.cuMemFreeAsync(address, stream)
         event = driver.cuEventCreate(_INTERPROCESS)[1]
         if told:
             driver.cuEventRecord(event, stream)
-        there.keep("left", (driver, pool, event))
+        there.keep("import", (driver, pool, None, event, stream))
         return opaque_bytes(driver.cuIpcGetEventHandle(event)[1])
-
-
-def _end(there: There) -> None:
-    driver, pool, event = there.kept.pop("left")
-    there.stream.synchronize()
-    driver.cuEventDestroy(event)
-    driver.cuMemPoolDestroy(pool)
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -134,7 +132,7 @@ def test_the_importer_frees_first_and_has_work_left(bench: Bench, partner: Partn
     bench.raw("cuStreamWaitEvent", cuda.CUstream(bench.a.handle), event, 0)
     shared.buffer.free(bench.a)
     assert kinds(bench) == ([] if told else ["free before the importer's"])
-    partner.run(_end)
+    partner.run(_free)
     bench.raw("cuEventDestroy", event)
 
 
@@ -253,34 +251,14 @@ def test_memory_whose_free_waits_for_importers_is_no_leak(machine: Any, end: str
 # -- what an importer does not wait for --------------------------------------------------------------------------
 
 
-def _begins_steps(there: There, data: bytes, event: bytes) -> None:
-    """Import memory and an event, once for all steps."""
-    driver: Any = sd.checked(there.driver)
-    with there.device.current():
-        pool = driver.cuMemPoolImportFromShareableHandle(there.came[0].fileno(), _KIND, 0)[1]
-        address = driver.cuMemPoolImportPointer(pool, opaque_struct("CUmemPoolPtrExportData", data))[1]
-        opened = driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", event))[1]
-        there.keep("steps", (driver, pool, address, opened, driver.cuStreamCreate(1)[1]))
-
-
 def _step(there: There, offset: int, nbytes: int, waits: bool) -> list[str]:
-    driver, _, address, opened, stream = there.kept["steps"]
+    driver, _, address, opened, stream = there.kept["import"]
     with there.device.current():
         if waits:
             driver.cuStreamWaitEvent(stream, opened, 0)
         driver.used(int(address) + offset, nbytes, stream, False)
         driver.cuStreamSynchronize(stream)
     return [one.kind for one in driver.hazards]
-
-
-def _ends_steps(there: There) -> None:
-    driver, pool, address, opened, stream = there.kept.pop("steps")
-    with there.device.current():
-        driver.cuMemFreeAsync(address, stream)
-        driver.cuStreamSynchronize(stream)
-        driver.cuEventDestroy(opened)
-        driver.cuMemPoolDestroy(pool)
-        driver.cuStreamDestroy(stream)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +280,9 @@ def test_an_importer_waits_for_the_exporter_s_event(
     events = [event_handle(bench, one) for one in (before, after)]
     if synchronised:
         bench.a.synchronize()
-    partner.run(_begins_steps, data, events[wait or 0], fds=[fd])
+    partner.run(_import, data, events[wait or 0], fds=[fd])
     assert partner.run(_step, 0, SIZE, wait is not None) == expected
-    partner.run(_ends_steps)
+    partner.run(_free)
     bench.done(buffer)
     assert kinds(bench) == []
 
@@ -316,7 +294,7 @@ def test_handles_once_and_an_event_a_step(bench: Bench, partner: Partner) -> Non
     bench.a.synchronize()
     event = bench.event(interprocess=True)
     fd, data = exported(bench, pool, buffer)
-    partner.run(_begins_steps, data, event_handle(bench, event), fds=[fd])
+    partner.run(_import, data, event_handle(bench, event), fds=[fd])
     half = SIZE // 2
 
     def write() -> None:
@@ -332,7 +310,7 @@ def test_handles_once_and_an_event_a_step(bench: Bench, partner: Partner) -> Non
     assert partner.run(_step, 0, half, False) == []
     write()
     assert partner.run(_step, half - 1, 1, False) == ["race"]
-    partner.run(_ends_steps)
+    partner.run(_free)
     bench.done(buffer)
     assert kinds(bench) == []
 
@@ -418,8 +396,8 @@ class _Word:
 
 def _begins_turns(there: There, data: bytes, events: list[bytes]) -> None:
     """Import memory, an event of the exporter and one for the way back."""
-    _begins_steps(there, data, events[0])
-    driver = there.kept["steps"][0]
+    _import(there, data, events[0])
+    driver = there.kept["import"][0]
     with there.device.current():
         back = driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", events[1]))[1]
         there.keep("way back", (back, _Word(driver, there.came[1].fileno())))
@@ -427,7 +405,7 @@ def _begins_turns(there: There, data: bytes, events: list[bytes]) -> None:
 
 def _turn(there: There, back: str) -> list[str]:
     """Wait for the exporter, read, and notify it by ``back``."""
-    driver, _, address, written, stream = there.kept["steps"]
+    driver, _, address, written, stream = there.kept["import"]
     read, word = there.kept["way back"]
     with there.device.current():
         driver.cuStreamWaitEvent(stream, written, 0)
@@ -446,13 +424,13 @@ def _turn(there: There, back: str) -> list[str]:
 
 
 def _ends_turns(there: There) -> None:
-    driver, *_, stream = there.kept["steps"]
+    driver, *_, stream = there.kept["import"]
     back, word = there.kept.pop("way back")
     with there.device.current():
         driver.cuStreamSynchronize(stream)
         driver.cuEventDestroy(back)
         word.close()
-    _ends_steps(there)
+    _free(there)
 
 
 class _Turns:
@@ -508,9 +486,9 @@ def test_a_third_process_waits_for_the_second(bench: Bench, partner: Partner, on
     turns = _Turns(bench, partner)
     assert partner.run(_turn, "event") == []
     with Partner(on_cuda) as third:
-        third.run(_begins_steps, turns.data, turns.events[1], fds=[turns.fd])
+        third.run(_import, turns.data, turns.events[1], fds=[turns.fd])
         assert third.run(_step, 0, SIZE, True) == []
-        third.run(_ends_steps)
+        third.run(_free)
     turns.end(partner)
     assert kinds(bench) == []
 
@@ -520,11 +498,11 @@ def test_an_event_that_was_recorded_before_the_work(bench: Bench, partner: Partn
     buffer, event = pool.allocate(SIZE, bench.a), bench.event(interprocess=True)
     bench.a.synchronize()
     fd, data = exported(bench, pool, buffer)
-    partner.run(_begins_steps, data, event_handle(bench, event), fds=[fd])
+    partner.run(_import, data, event_handle(bench, event), fds=[fd])
     bench.a.record(event)
     bench.write(buffer, bench.a)
     assert partner.run(_step, 0, SIZE, True) == ["race"]
-    partner.run(_ends_steps)
+    partner.run(_free)
     bench.done(buffer)
 
 

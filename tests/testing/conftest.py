@@ -22,6 +22,18 @@ IMPORTS = """\
 import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
+
+def fills(ordered):
+    device = sa.Device(0)
+    one, other = device.create_stream(), device.create_stream()
+    with sa.MemoryPool(device) as pool, pool.allocate(4096, one) as buffer:
+        buffer.fill(1, one)
+        if ordered:
+            other.wait(one)
+        buffer.fill(2, other)
+        if ordered:
+            one.wait(other)
+        device.synchronize()
 """
 
 

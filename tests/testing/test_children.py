@@ -22,27 +22,16 @@ import streamalloc.driver
 
 kept = []
 
-def wrong():
-    device = sa.Device(0)
-    one, other = device.create_stream(), device.create_stream()
-    with sa.MemoryPool(device) as pool, pool.allocate(4096, one) as buffer:
-        buffer.fill(1, one)
-        buffer.fill(2, other)
-        device.synchronize()
-
 def leaky():
     device = sa.Device(0)
     kept.append(sa.MemoryPool(device).allocate(4096, device.create_stream()))
 
 def both():
-    wrong()
+    fills(ordered=False)
     leaky()
 
 def right(*given):
-    device = sa.Device(0)
-    with sa.MemoryPool(device) as pool, pool.allocate(4096, device.create_stream()) as buffer:
-        buffer.fill(1)
-        device.synchronize()
+    fills(ordered=True)
 
 def started(method, function):
     process = multiprocessing.get_context(method).Process(target=function)
@@ -99,7 +88,7 @@ def test_one_of_them(streamalloc_machine):
             "*ERROR at teardown of test_both*",
             "in process *, which the test has started:",
             "use before allocation: cuMemsetD8Async in fill() on stream *",
-            "*, in wrong",
+            "*, in fills",
             "in process *, which the test has started:",
             "leak: allocation of 4 KiB at *",
         ]
