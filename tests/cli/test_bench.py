@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +16,6 @@ import streamalloc.driver as sd
 from streamalloc.cli import bench, bench_calls, bench_processes, bench_vmm, main, measuring, worker
 from streamalloc.cli.machine import Chosen, Unavailable
 from streamalloc.cli.measuring import Row, Target
-from streamalloc.cli.terminal import Terminal
 from streamalloc.traces import Event, Trace
 from tests.cli.conftest import Complete, Run, complete, start_worker_quickly, without
 
@@ -256,48 +253,3 @@ def test_the_simulation_judges_no_targets(
     assert code == 0 and "missed" not in text
     assert main(["bench", "--strict"]) == 2
     assert "--strict judges targets, which are those of a GPU" in capsys.readouterr().err
-
-
-def test_target_beside_what_is_not_there(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Chosen, "is_simulated", False)
-    targets = (Target("ours", 1, "CuPy"),)
-    ways = {"ours": fixed(3), "CuPy": raising(ImportError("not there"))}
-    monkeypatch.setattr(bench, "ROWS", (row_of(ways, targets),))
-    code, text = run("bench", "--strict")
-    assert code == 0
-    assert "Targets: 0 met, 0 missed, 1 not measured" in text
-
-
-def test_rounds_are_in_many_orders() -> None:
-    seen: list[str] = []
-
-    def note(name: str, _: int) -> float:
-        seen.append(name)
-        return 1.0
-
-    ready = {name: measuring.Measured(functools.partial(note, name)) for name in "abc"}
-    around: Any = SimpleNamespace(quick=False, device=SimpleNamespace(synchronize=lambda: None))
-    measuring._times(around, Row("key", "title", {}, most=1, rounds=(60, 0)), ready)
-    orders = {tuple(seen[at : at + 3]) for at in range(0, 180, 3)}
-    assert len(seen) == 180 and orders == set(itertools.permutations("abc"))
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        ({"to": "raw", "figure": "", "at_most": 1.25}, "ours: 1.5 times raw (target: <= 1.25)"),
-        ({"to": "", "figure": "", "at_most": 0.6}, "ours: 1.5 us (target: <= 0.6)"),
-        (
-            {"to": "other", "figure": "reserved_over_used", "at_most": 1.0},
-            "ours: reserved / used 1.5 times that of other (target: <= 1)",
-        ),
-        ({"to": "", "figure": "ratio_to_raw", "at_most": 2.0}, "ours: ratio to the raw calls 1.5 (target: <= 2)"),
-    ],
-)
-def test_targets_in_words(target: dict[str, Any], words: str) -> None:
-    assert bench.target_text({"of": "ours", "found": 1.5, **target}, "us") == words
-
-
-def test_table_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.show_row(Terminal(), {"title": "A row", "unavailable": "no reason"}, 0)
-    assert capsys.readouterr().out == "\nA row\n  not measured: no reason\n"

@@ -148,17 +148,3 @@ def test_what_was_lost_is_said(run: Run, machine: object, name: str, tmp_path: P
     code, text = run("serve", name)
     thread.join()
     assert code == 0 and "lost: key: the server that held it, process 5, was killed" in text
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"lost": 5}', '{"pid": 1, "lost": {"a": "b"}}'])
-def test_a_damaged_journal(machine: object, name: str, tmp_path: Path, text: str) -> None:
-    (tmp_path / "streamalloc").mkdir(mode=0o700)
-    (tmp_path / "streamalloc" / "models.held").write_text(text)
-    with ipc.Store.serve(name) as server:
-        assert server.lost == {}
-
-
-def test_a_file_that_is_no_store_is_not_listed(run: Run, store: ipc.Store, tmp_path: Path) -> None:
-    (tmp_path / "streamalloc" / "my notes.store").touch()
-    code, text = run("store", "list")
-    assert code == 0 and "notes" not in text

@@ -22,16 +22,6 @@ def guarded() -> Any:
     return makes_no_multicast_object(inspect.unwrap(cuda.cuMulticastCreate))
 
 
-def test_has_the_bindings_signature(guarded: Any) -> None:
-    assert inspect.signature(guarded) == inspect.signature(inspect.unwrap(cuda.cuMulticastCreate))
-
-
-@pytest.mark.parametrize("wrong", [(), (1,), ("properties",), (cuda.CUmemAllocationProp(),), (None, None)], ids=repr)
-def test_argument_errors_come(guarded: Any, wrong: tuple[Any, ...]) -> None:
-    with pytest.raises(TypeError):
-        guarded(*wrong)
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_nothing_reaches_the_driver(guarded: Any, named: bool) -> None:
     for one in (None, cuda.CUmulticastObjectProp()):

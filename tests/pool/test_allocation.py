@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -266,19 +265,6 @@ class TestOutOfMemory:
                     one.free()
                 allocator.allocate(GROWTH, stream).free()
 
-    def test_caches_return_what_the_function_freed(self, device: sa.Device, stream: sa.Stream) -> None:
-        def release(_: sa.OutOfMemoryError) -> bool:
-            kept.pop().free()
-            stream.synchronize()
-            return True
-
-        with sa.MemoryPool(device, max_size=GROWTH, on_oom=release) as pool, sa.CachingAllocator(pool) as cache:
-            kept = [cache.allocate(GROWTH // 4, stream) for _ in range(4)]
-            cache.allocate(GROWTH // 2, stream).free()
-            assert len(kept) == 2
-            for buffer in kept:
-                buffer.free()
-
     def test_no_hidden_work_by_default(self, traced: Any, device: sa.Device, stream: sa.Stream) -> None:
         with sa.MemoryPool(device, GROWTH) as pool:
             with pytest.raises(sa.OutOfMemoryError):
@@ -286,19 +272,6 @@ class TestOutOfMemory:
             hidden = ("cuCtxSynchronize", "cuStreamSynchronize", "cuMemPoolTrimTo", "cuMemPoolSetAttribute")
             assert names(traced, *hidden) == []
             assert names(traced).count("cuMemAllocFromPoolAsync") == 1
-
-    def test_on_a_default_stream(self, device: sa.Device) -> None:
-        with sa.MemoryPool(device, max_size=GROWTH) as pool:
-            for stream in (device.default_stream, device.per_thread_stream):
-                with pytest.raises(sa.OutOfMemoryError) as caught:
-                    pool.allocate(2 * GROWTH, stream)
-                assert (caught.value.requested, caught.value.limit) == (2 * GROWTH, GROWTH)
-
-    def test_of_a_host_pool(self, device: sa.Device, stream: sa.Stream) -> None:
-        with sa.MemoryPool(sa.MemLocation.host(), max_size=GROWTH) as pool:
-            with pytest.raises(sa.OutOfMemoryError) as caught:
-                pool.allocate(2 * GROWTH, stream)
-            assert (caught.value.limit, caught.value.free, caught.value.total) == (GROWTH, None, None)
 
     def test_another_failure_is_another_error(self, machine: Any) -> None:
         driver = sd.faulty(machine, "cuMemAllocFromPoolAsync", result="CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -315,18 +288,3 @@ class TestOutOfMemory:
             with pytest.raises(sa.OutOfMemoryError) as caught:
                 sa.allocate(64, stream)
             assert caught.value.call == "cuMemAllocAsync"
-
-
-class TestThreads:
-    def test_many_at_once(self, device: sa.Device, pool: sa.MemoryPool) -> None:
-        """Each thread fills and reads its own memory, with its own and with the shared stream."""
-
-        def work(number: int) -> None:
-            with device.create_stream() as own:
-                for turn in range(20):
-                    with pool.allocate(4096 + turn, own) as buffer:
-                        buffer.fill(number)
-                        assert holds(buffer, number)
-
-        in_threads(*[functools.partial(work, number) for number in range(4)])
-        assert pool.statistics().used == 0

@@ -8,7 +8,6 @@ import gc
 import random
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -92,22 +91,6 @@ class TestReuse:
                 assert cache.statistics()[4:] == (0, SIZE + size, 2)
                 assert executed(user)
             assert len(addresses) == 1
-
-    def test_by_way_of_the_pool(self, device: sa.Device, stream: sa.Stream, other: sa.Stream, gate: Gate) -> None:
-        """The pool reuses it on another stream after its free."""
-        with sa.MemoryPool(device, max_size=GROWTH) as pool, sa.CachingAllocator(pool) as cache:
-            pool.attributes.reuse_allow_internal_dependencies = False
-            buffer = cache.allocate(GROWTH, stream)
-            address = buffer.address
-            gate.hold(stream)
-            buffer.free()
-            with pytest.raises(sa.OutOfMemoryError):
-                cache.allocate(GROWTH, other)
-            assert cache.statistics()[4:6] == (0, 0)
-            gate.open()
-            assert executed(stream)
-            with cache.allocate(GROWTH, other) as theirs:
-                assert theirs.address == address
 
 
 class TestSizes:
@@ -241,26 +224,6 @@ class TestSizes:
         kept = [cache.allocate(64 * MiB, stream) for _ in range(8)]
         assert cache.pool.statistics().reserved == len(kept) * 64 * MiB
 
-    def test_a_block_that_another_thread_has_just_taken(
-        self, cache: sa.CachingAllocator, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Each look at a list finds a block, and each pop finds none."""
-
-        class Taken(deque[Any]):
-            def pop(self) -> Any:  # type: ignore[override]
-                raise IndexError
-
-            popleft = pop
-
-        cache.allocate(SIZE, stream).free()
-        (known,) = cache._state.live()
-        (wanted,) = known.classes.values()
-        there = list(wanted.free)
-        monkeypatch.setattr(known, "returning", Taken([None]))
-        monkeypatch.setattr(wanted, "fitting", (Taken([None]), wanted.free))
-        assert known.take(wanted, SIZE) is there[0]
-        wanted.free.append(there[0])
-
     def test_lists_are_known_for_so_many_sizes_only(
         self, cache: sa.CachingAllocator, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -372,18 +335,6 @@ class TestComesBack:
         assert cache.pool.statistics()[::2] == (0, 0) and cache.statistics().cached == 0
         cache.reset_peaks()
         assert cache.statistics()[:4] == (0, 0, 0, 0)
-
-    def test_trim_waits_for_nothing(self, cache: sa.CachingAllocator, stream: sa.Stream, gate: Gate) -> None:
-        buffer = cache.allocate(MiB, stream)
-        gate.hold(stream)
-        buffer.free()
-        with pytest.warns(sa.PendingFreesWarning) as caught:
-            assert cache.trim() == 0
-        assert [warning.filename for warning in caught] == [__file__]
-        assert cache.pool.statistics().used == 0
-        gate.open()
-        stream.synchronize()
-        assert cache.trim() == GROWTH
 
     def test_when_the_stream_is_closed(self, device: sa.Device, cache: sa.CachingAllocator, gate: Gate) -> None:
         stream = device.create_stream()
@@ -519,17 +470,6 @@ class TestDropped:
                 assert one.address != two.address
             cache.trim()
             cache._state.misses = 0
-
-    def test_with_its_stream_and_its_cache(self, pool: sa.MemoryPool, device: sa.Device) -> None:
-        stream = device.create_stream()
-        cache = sa.CachingAllocator(pool)
-        ring: list[object] = [stream, cache, cache.allocate(SIZE, stream), cache.allocate(SIZE, stream)]
-        cache.allocate(700, stream).free()
-        ring.append(ring)
-        del ring, stream, cache
-        gc.collect()
-        device.synchronize()
-        assert pool.statistics().used == 0
 
     def test_makes_no_call(self, traced: Any, stream: sa.Stream, cache: sa.CachingAllocator) -> None:
         buffer = cache.allocate(SIZE, stream)
@@ -719,47 +659,6 @@ def test_one_buffer_is_freed_once(cache: sa.CachingAllocator, stream: sa.Stream)
         results = free_in_threads(cache.allocate(SIZE, stream), 4)
         assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
     assert cache.statistics()[4:] == (0, SIZE, 1)
-
-
-class TestFaults:
-    def test_a_free_that_the_driver_refuses(self, machine: Any) -> None:
-        """The cache is closed, so the free goes past it: the buffer stays open."""
-        driver = sd.faulty(machine, "cuMemFreeAsync", result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-            cache = sa.CachingAllocator(pool)
-            buffer = cache.allocate(SIZE, stream)
-            cache.close()
-            with pytest.raises(sa.CudaError, match="cuMemFreeAsync"):
-                buffer.free()
-            assert buffer.address
-            buffer.free()
-            assert buffer.freed and pool.statistics().used == 0
-
-    def test_an_event_that_the_driver_refuses(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuEventRecord", result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        with contextlib.ExitStack() as resources:
-            pool = resources.enter_context(sa.MemoryPool(device))
-            cache = resources.enter_context(sa.CachingAllocator(pool))
-            stream, other = (resources.enter_context(device.create_stream()) for _ in range(2))
-            buffer = cache.allocate(SIZE, stream)
-            with pytest.raises(sa.CudaError, match="cuEventRecord"):
-                buffer.free(other)
-            assert buffer.address and cache.statistics().in_use == SIZE
-            buffer.free(other)
-            assert buffer.freed and cache.statistics().in_use == 0
-
-    def test_a_flush_that_the_driver_refuses(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemFreeAsync", 2, result="CUDA_ERROR_UNKNOWN")
-        device = sa.Device(0, driver=driver)
-        with device.create_stream() as stream, sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
-            for buffer in [cache.allocate(SIZE, stream) for _ in range(5)]:
-                buffer.free()
-            with pytest.raises(sa.CudaError, match="cuMemFreeAsync"):
-                cache.trim()
-            cache.trim()
-            assert pool.statistics().used == 0 and cache.statistics().cached == 0
 
 
 def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:

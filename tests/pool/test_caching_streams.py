@@ -12,15 +12,12 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
-from streamalloc import traces
 from streamalloc.core import library_streams
 from streamalloc.core.internal import Spares, leave_stream
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.state import MAX_RETURNING, StreamCache
 from streamalloc.testing import Gate
-from streamalloc.traces.replaying import prepare
 from tests.interleaving import interleaved
 from tests.support import executed, holds
 
@@ -253,25 +250,6 @@ def test_blocks_on_their_way_home_are_released_after_their_event(device: sa.Devi
         resources.callback(loader.close)
         gate.open()
         device.synchronize()
-
-
-def test_a_loader_asks_the_pool_no_more(device: sa.Device) -> None:
-    """Replays of the made-up traces make no allocation and no free of the driver once the cache has what it needs."""
-    driver = sd.traced(device.driver)
-    traced = sa.Device(0, driver=driver)
-    for name in ("loading", "mixed"):
-        trace = traces.WORKLOADS[name](1)
-        with (
-            sa.MemoryPool(traced, release_threshold=1 << 40) as pool,
-            sa.CachingAllocator(pool) as cache,
-            prepare(trace, cache, traced) as replay,
-        ):
-            for _ in range(6):
-                misses = cache.statistics().misses
-                replay.run()
-                traced.synchronize()
-            assert cache.statistics().misses - misses <= 3
-        del driver.calls[:]
 
 
 def test_a_cache_that_ends_while_another_begins_on_its_stream(device: sa.Device, pool: sa.MemoryPool) -> None:

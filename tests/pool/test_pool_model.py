@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
@@ -105,21 +104,3 @@ def _do(model: Model, pool: sa.MemoryPool, stream: sa.Stream, other: sa.Stream, 
         model.used_high = model.used
     elif step == "order":
         stream.wait(other)
-
-
-@WORKOUT
-@given(sizes=some.lists(some.integers(1, 4096), min_size=1, max_size=12), data=some.data())
-def test_nobody_writes_to_another_s_memory(pool: sa.MemoryPool, stream: sa.Stream, sizes: list[int], data: Any) -> None:
-    """Neighbours keep their bytes while some are freed and others take their places."""
-    live: dict[int, sa.Buffer] = {}
-    for number, size in enumerate(sizes):
-        if live and data.draw(some.booleans()):
-            live.pop(data.draw(some.sampled_from(sorted(live)))).free()
-        live[number] = pool.allocate(size, stream)
-        live[number].fill(number)
-    for number, buffer in live.items():
-        target = bytearray(buffer.nbytes)
-        buffer.copy_to(target)
-        assert set(target) == {number}
-        buffer.free()
-    assert pool.statistics().used == 0
