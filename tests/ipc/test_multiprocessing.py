@@ -22,7 +22,7 @@ from tests.ipc.support import PAGE, POSIX, Chosen, received, shared_pool
 from tests.processes import SECONDS, eventually
 from tests.support import MiB, filled, holds, read, shows
 
-SIZE = MiB
+SIZE = 1 << 16
 
 
 @pytest.fixture

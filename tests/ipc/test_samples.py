@@ -17,7 +17,7 @@ from tests.processes import Partner, There
 from tests.support import MiB, read
 
 PROCESSES = 3
-NBYTES = 4 * MiB
+NBYTES = 2 * MiB
 
 
 @pytest.fixture

@@ -21,9 +21,8 @@ import streamalloc as sa
 from streamalloc import ipc
 from tests.ipc.support import uses
 from tests.processes import SECONDS, Partner, There, finished, python
-from tests.support import MiB
 
-SIZE = MiB
+SIZE = 1 << 16
 Pair = tuple[ipc.Channel, ipc.Channel]
 
 

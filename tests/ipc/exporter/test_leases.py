@@ -33,7 +33,7 @@ from tests.ipc.support import (
 from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import KEEP, MiB, executed, filled, holds, names, pending, shows
 
-SIZE = 4 * MiB
+SIZE = 1 << 16
 
 
 # What makes a free that waits, given the pool, a buffer and one that is shared as well.

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-SIZE = 1 << 20
+SIZE = 4096
 WORKOUT = settings(
     max_examples=25, stateful_step_count=40, deadline=None, derandomize=True, database=None,
     phases=[Phase.generate],

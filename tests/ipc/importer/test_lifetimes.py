@@ -33,7 +33,7 @@ from tests.ipc.support import (
 from tests.processes import Partner, There, eventually, fork
 from tests.support import MiB, executed, filled, holds, in_threads, pending, shows
 
-SIZE = 2 * MiB
+SIZE = 1 << 16
 Another = Callable[[], Partner]
 
 
