@@ -104,7 +104,7 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 }
 
 
-class _Message:
+class _QueuedItem:
     """The argument of a queue's ``put``, pickled in that call."""
 
     __slots__ = ("_lost", "data", "refused")
@@ -130,7 +130,7 @@ def _at_once(put: Callable[..., None]) -> Callable[..., None]:
     def put_at_once(self: Any, obj: Any, block: bool = True, timeout: float | None = None) -> None:
         if self._closed or not _contains_ours(obj):
             return put(self, obj, block, timeout)
-        message = _Message(self, obj)
+        message = _QueuedItem(self, obj)
         try:
             return put(self, message, block, timeout)
         except BaseException:
@@ -189,9 +189,9 @@ def _carrier() -> Callable[[], bool]:
     if child is not None:
         return functools.partial(_has_ended, weakref.ref(child))
     caller = _pickled_by()
-    # The value is a connection's send, a simple queue's put, a queue's feeder thread, or a _Message being pickled.
+    # The value is a connection's send, a simple queue's put, a queue's feeder thread, or a _QueuedItem being pickled.
     for value in list(caller.f_locals.values()) if caller is not None else ():
-        if type(value) is _Message:
+        if type(value) is _QueuedItem:
             return value.lost
         for found in (value, getattr(value, "_writer", None), getattr(value, "__self__", None)):
             if isinstance(found, Connection):

@@ -13,7 +13,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.ipc.transport.channel import PACKET_DATA
-from streamalloc.ipc.wire.descriptor import Chunk, Descriptor
+from streamalloc.ipc.wire.descriptor import ChunkHandle, Descriptor
 from tests.ipc import kinds
 from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.kinds import KINDS, Made, closing
@@ -333,7 +333,7 @@ def changes(descriptor: Descriptor) -> dict[str, dict[str, Any]]:
     del others["unknown device"]  # the stream's is taken
 
     def handles(data: bytes) -> dict[str, Any]:
-        return {"chunks": tuple(Chunk(OTHER, chunk.nbytes, data) for chunk in chunks)}
+        return {"chunks": tuple(ChunkHandle(OTHER, chunk.nbytes, data) for chunk in chunks)}
 
     damaged = {f"bit of byte {at}": handles(bytes([first[at] ^ 1 if i == at else first[i] for i in range(64)]))
                for at in (0, 8, 23, 63)}  # fmt: skip

@@ -243,7 +243,7 @@ class TestImporter:
             shared = ipc.share(buffer)
             return [ipc.open(bytes(shared), again(shared.fds), stream=stream, driver=driver) for _ in range(2)]
 
-        for _ in interleaved(imports.Use.release, make, lambda it: it[0].close(), lambda it: it[1].close()):
+        for _ in interleaved(imports.ImportUse.release, make, lambda it: it[0].close(), lambda it: it[1].close()):
             assert importer.allocations == {}
         stream.close()
 

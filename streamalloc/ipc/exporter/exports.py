@@ -60,8 +60,8 @@ from streamalloc.driver.internal import RLock, cuda, opaque_bytes
 from streamalloc.ipc.relay import ExporterRelay
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import published, serve
-from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, Mark, SlotWords, fence, reached
-from streamalloc.ipc.wire.descriptor import NOWHERE, Chunk
+from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, ExporterMark, SlotWords, fence, reached
+from streamalloc.ipc.wire.descriptor import NOWHERE, ChunkHandle
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
@@ -90,7 +90,7 @@ class Hold:
 
     def __init__(self, lost: Callable[[], bool] | None = None) -> None:
         self.lost: Callable[[], bool] | None = lost
-        self._mark: Mark | None = None
+        self._mark: ExporterMark | None = None
         self._over = False
 
     def mark(self, block: ControlBlock) -> int:
@@ -330,10 +330,9 @@ class Lease(SharedState):
 class _DeferredFree(Deferred):
     """A free that waits for importers."""
 
-    __slots__ = ("_lease", "_raw", "_session", "_stream")
+    __slots__ = ("_lease", "_raw", "_stream")
 
     def __init__(self, lease: Lease, stream: Stream, raw: Any) -> None:
-        self._session = lease._exports.session
         self._lease: Lease | None = lease
         self._stream = stream
         self._raw = raw
@@ -352,9 +351,9 @@ class _DeferredFree(Deferred):
         refuse_capture(ordered, "cuMemFreeAsync", _IN_A_CAPTURE)
         if not lease.end(ordered, for_good=True):
             return False
-        raw = raw_handle(ordered)
-        with ordered.device.current(), notify_freed(self._session, int(self._raw), raw):
-            self._session.release(self, "cuMemFreeAsync", raw)
+        session, raw = lease._exports.session, raw_handle(ordered)
+        with ordered.device.current(), notify_freed(session, int(self._raw), raw):
+            session.release(self, "cuMemFreeAsync", raw)
         return True
 
     def forget(self) -> None:
@@ -398,7 +397,7 @@ class ExportedPool:
         self.origin: bytes = secrets.token_bytes(16)
         published[self.origin] = self.fd
         self.device: Device = device
-        self._marks: dict[bytes, Mark] = {}
+        self._marks: dict[bytes, ExporterMark] = {}
 
     def mark(self, block: ControlBlock) -> int:
         """Return the number of the mark that keeps its value while this object exists."""
@@ -535,7 +534,7 @@ class Exports:
                     self._pools.pop(closed, None)
             return found
 
-    def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[Chunk, Fd | None]:
+    def memory(self, memory: PhysicalMemory, handle_type: MemHandleType) -> tuple[ChunkHandle, Fd | None]:
         """Return the chunk of a descriptor for physical memory, and the handle if it is a file descriptor."""
         handles = self._handles.setdefault(memory, {})
         if handle_type not in handles:
@@ -543,9 +542,9 @@ class Exports:
         handle = handles[handle_type]
         name = self.id(memory)
         if not isinstance(handle, Fd):
-            return Chunk(name, memory.nbytes, handle), None
+            return ChunkHandle(name, memory.nbytes, handle), None
         published[name] = handle
-        return Chunk(name, memory.nbytes), handle
+        return ChunkHandle(name, memory.nbytes), handle
 
     def relay(self, block: ControlBlock, device: Device) -> bytes:
         """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""

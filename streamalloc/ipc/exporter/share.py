@@ -23,7 +23,6 @@ from streamalloc.core.internal import (
     TypedView,
     as_stream,
     check_usable,
-    direct_handle,
     raw_handle,
     refuse_capture,
     viewed,
@@ -352,8 +351,6 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
     """Return the caller's stream; it must not be captured."""
-    if direct_handle(stream, session) is not None:
-        return cast("Stream", stream)
     ordered = as_stream(stream, session)
     refuse_capture(ordered, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
     return ordered
@@ -553,8 +550,6 @@ def _handle_type(memories: Iterable[PhysicalMemory], options: _Options) -> MemHa
 
 def _check_handle_type(thing: object, handle_type: object) -> None:
     """Raise if objects of this kind cannot be shared by this handle type."""
-    if not isinstance(handle_type, MemHandleType):
-        raise TypeError(f"handle_type must be a MemHandleType, not {type(handle_type).__name__} ({handle_type!r})")
     if handle_type not in (POSIX, _FABRIC):
         raise ValueError(f"handle_type={handle_type!r}: allowed are POSIX_FILE_DESCRIPTOR and FABRIC")
     if isinstance(thing, Event):
@@ -580,7 +575,9 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
         raise ValueError(f"{thing!r} is not device memory of this process")
-    ordered = _ordered(_stream_of(thing, device) if options.stream is None else options.stream, session)
+    handle = thing.__cuda_array_interface__.get("stream")
+    own = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
+    ordered = _ordered(own if options.stream is None else options.stream, session)
     with device.current():
         base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))
         if span.address + span.nbytes > base + size:
@@ -604,12 +601,6 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
         memory = PhysicalMemory.at(base, driver=driver)
         _check_mapped_array(thing, options, memory, span.address - base + span.nbytes)
         return _share_chunks(thing, exports, [memory], ordered, options, **fields)
-
-
-def _stream_of(thing: Any, device: Device) -> Stream:
-    """Return the stream that an array names, or the device's default stream."""
-    handle = thing.__cuda_array_interface__.get("stream")
-    return device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
 
 
 def _check_pool_array(thing: object, options: _Options, handle_types: MemHandleType) -> None:

@@ -29,7 +29,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
-from streamalloc.ipc.importer.imports import HostLease, PlainImport, PoolHandle, PoolImport, Use
+from streamalloc.ipc.importer.imports import HostLease, ImportUse, PlainImport, PoolHandle, PoolImport
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
 from streamalloc.ipc.wire.descriptor import Descriptor, Foreign
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
@@ -147,7 +147,7 @@ class ImportedPool(Foreign):
         return f"<ImportedPool {self.handle:#x} on device {self.device.ordinal}>"
 
 
-class OpenedMemory(Memory, Foreign):
+class ForeignMemory(Memory, Foreign):
     """Memory of another process, whose contents are announced."""
 
     __slots__ = ()
@@ -190,7 +190,7 @@ class OpenedMemory(Memory, Foreign):
         return None if self._announced is None else self._announced.block.exporter_alive()
 
 
-class ImportedBuffer(OpenedMemory, Closes):
+class ImportedBuffer(ForeignMemory, Closes):
     """An allocation of another process, or a part of one, made by :func:`open`.
 
     Its close is stream-ordered and allows the owner to free the memory. Dropping the object closes it on its own
@@ -204,7 +204,7 @@ class ImportedBuffer(OpenedMemory, Closes):
     ) -> None:
         """Open an allocation, again if it is open already. ``stream`` waits for its contents."""
         self._new = new
-        self._use = Use(stream)
+        self._use = ImportUse(stream)
         self._offset = described.offset
         self._nbytes = described.size
         self._announced: Announcement | None = announced
@@ -336,7 +336,7 @@ class ImportedArray(TypedView[Any], Closes):
         self._parent.close(stream)
 
 
-class ImportedRange(OpenedMemory, RemappableBuffer):
+class ImportedRange(ForeignMemory, RemappableBuffer):
     """Physical memory of another process, mapped at one address here, made by :func:`open`.
 
     The driver keeps the memory while any process has a handle. A range shared by fabric handles with a hold also has a
@@ -357,7 +357,7 @@ class ImportedRange(OpenedMemory, RemappableBuffer):
 
     @property
     def _at(self) -> int:
-        return super(OpenedMemory, self).address
+        return super(ForeignMemory, self).address
 
     def close(self, after: After = None) -> None:
         """Wait for ``after``, then unmap and release the memory, and end its lease. Idempotent."""

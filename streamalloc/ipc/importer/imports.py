@@ -1,8 +1,8 @@
 """Imports of this process: control blocks, pools, allocations and handles, by the ids in descriptors.
 
 The driver returns the same address for a second import of an allocation, and does not count imports. So this process
-counts its uses (:class:`Use`), and ends the import (:class:`Import`) with the last one. When :class:`Imports` imports a
-new pool or control block, it releases those of ended processes and closed pools.
+counts its uses (:class:`ImportUse`), and ends the import (:class:`Import`) with the last one. When :class:`Imports`
+imports a new pool or control block, it releases those of ended processes and closed pools.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.ipc.relay import ImporterRelay
 from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
-from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, Chunk, Descriptor, Flags, Mechanism
+from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, ChunkHandle, Descriptor, Flags, Mechanism
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import import_memory
 
@@ -65,7 +65,7 @@ class DriverVersionWarning(UserWarning):
     """
 
 
-class Handles:
+class ReceivedHandles:
     """The handles that came with a message. :meth:`close` closes those that are left."""
 
     __slots__ = ("_by_id", "_given", "endpoint")
@@ -74,7 +74,7 @@ class Handles:
     """16 bytes, address of the handle server; zeros without one."""
 
     def __init__(self, handles: Sequence[Fd]) -> None:
-        # Handles that this process has shared stay its own: without them it could not share the memory again.
+        # ReceivedHandles that this process has shared stay its own: without them it could not share the memory again.
         ours = {id(reference()) for reference in published.valuerefs()} if handles else ()
         self._given = [Fd(os.dup(fd.fileno())) if id(fd) in ours else fd for fd in handles]
         self._by_id: dict[bytes, Fd] = {}
@@ -263,15 +263,12 @@ class PoolHandle(Deferred):
 
 
 class Import:
-    """One import of an allocation of another process, with one or more uses (:class:`Use`) in this process."""
+    """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process."""
 
     __slots__ = (
         "_raw", "address", "block", "count", "counted", "device", "generation", "imports", "key", "leased", "lock",
         "nbytes", "passed", "words",
     )  # fmt: skip
-
-    waits = False
-    """Whether the release may wait for a stream."""
 
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         self.imports: Imports = imports
@@ -299,10 +296,6 @@ class Import:
         self.lock: AbstractContextManager[bool] = imports.lock
         """Held while uses are counted."""
 
-    def known(self) -> PoolImport | None:
-        """The import that this process has of the same allocation."""
-        return None
-
     def _check_size(self, nbytes: int) -> None:
         """Raise ``ValueError`` unless a descriptor's size is that of the driver."""
         result, found = self.imports.session.cuPointerGetAttribute(_RANGE_SIZE, self.address)
@@ -324,6 +317,7 @@ class PoolImport(Import):
         """Value of ``opened`` that counts this import."""
 
     def known(self) -> PoolImport | None:
+        """The import that this process has of the same allocation."""
         found = self.imports.allocations.get(self.key)
         return None if found is None or found._raw is None else found
 
@@ -409,8 +403,6 @@ class PlainImport(Import):
 
     __slots__ = ("_lease",)
 
-    waits = True
-
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         super().__init__(imports, device, block, described)
         # A separate lock, because the release waits for a stream.
@@ -438,7 +430,7 @@ class PlainImport(Import):
             self._lease.end()
 
 
-class Use(Deferred):
+class ImportUse(Deferred):
     """The use of an import by one object. The release of the last one ends the import.
 
     As a deferred item, it is the release for an object that was dropped, after the work of the object's stream.
@@ -454,7 +446,7 @@ class Use(Deferred):
     def acquire(self, new: PoolImport | PlainImport) -> None:
         """Begin ``new``, or join the import that this process has of the same allocation. After an error, release."""
         with new.lock:
-            known = new.known()
+            known = new.known() if isinstance(new, PoolImport) else None
             # Set before the import is begun, so that a release after an error finds it.
             self.imported = new if known is None else known
             if known is None:
@@ -494,7 +486,7 @@ class Use(Deferred):
 
     def attempt(self) -> bool:
         imported = self.imported
-        if imported is not None and imported.waits:
+        if isinstance(imported, PlainImport):  # whose release waits for the stream
             imported.imports.deferred.submit(OnceIdle(imported.imports.session, self._close))
         else:
             self._close()
@@ -569,7 +561,7 @@ class Imports:
                 DriverVersionWarning,
             )
 
-    def block_of(self, described: Descriptor, handles: Handles, device: Device) -> ControlBlock | None:
+    def block_of(self, described: Descriptor, handles: ReceivedHandles, device: Device) -> ControlBlock | None:
         """Return the exporter's control block, or a replica if it is on another machine; None without one."""
         name = described.control_block
         if name == NOWHERE:
@@ -613,7 +605,7 @@ class Imports:
             if block is None or block.fd is not fd:
                 fd.close()
 
-    def pool(self, described: Descriptor, handles: Handles) -> PoolHandle:
+    def pool(self, described: Descriptor, handles: ReceivedHandles) -> PoolHandle:
         """Return an imported pool. It stays in :attr:`pools`, because later descriptors may come without the handle."""
         pool = self.pools.get(described.origin)
         if pool is None:
@@ -647,7 +639,7 @@ class Imports:
                     close = block.close if block.relay is None else block.relay.close
                     self.deferred.submit(OnceIdle(self.session, close))
 
-    def memory(self, chunk: Chunk, handles: Handles) -> PhysicalMemory:
+    def memory(self, chunk: ChunkHandle, handles: ReceivedHandles) -> PhysicalMemory:
         """Import physical memory. Each import has a separate handle."""
         if chunk.fabric:
             return import_memory(self.session, chunk.fabric, chunk.nbytes)

@@ -17,7 +17,6 @@ from streamalloc.core.internal import (
     Stream,
     StreamLike,
     as_stream,
-    direct_handle,
     opened_event,
     raw_handle,
     refuse_capture,
@@ -34,7 +33,7 @@ from streamalloc.ipc.importer.imported import (
     ImportedPool,
     ImportedRange,
 )
-from streamalloc.ipc.importer.imports import Handles, HostLease, Imports, PlainImport, PoolImport, imports_of
+from streamalloc.ipc.importer.imports import HostLease, Imports, PlainImport, PoolImport, ReceivedHandles, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
 from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, Descriptor, Flags, Mechanism
@@ -110,7 +109,7 @@ def open(
     session = session_of(stream) if isinstance(stream, Stream) else None
     if session is None or (driver is not None and session.driver is not driver):
         session = Session.of(driver if driver is not None else default_driver())
-    given = Handles(handles)
+    given = ReceivedHandles(handles)
     try:
         return _open(session, data, given, stream, kind)  # type: ignore[return-value]
     finally:
@@ -142,7 +141,7 @@ class _Request(NamedTuple):
 
     imports: Imports
     described: Descriptor
-    handles: Handles
+    handles: ReceivedHandles
     device: Device
     stream: StreamLike | None
     """The caller's stream; None: every using stream waits."""
@@ -162,7 +161,7 @@ class _Request(NamedTuple):
 
 
 def _open(
-    session: Session, data: bytes, handles: Handles, stream: StreamLike | None, kind: type[object] | None
+    session: Session, data: bytes, handles: ReceivedHandles, stream: StreamLike | None, kind: type[object] | None
 ) -> Imported:
     """Decode a descriptor, import its handles, and open it."""
     session.check_process()
@@ -207,8 +206,6 @@ def _open(
 
 def _ordered(stream: StreamLike, session: Session) -> Stream:
     """Return the caller's stream; it must not be captured."""
-    if direct_handle(stream, session) is not None:
-        return stream  # type: ignore[return-value]
     ordered = as_stream(stream, session)
     if not ordered.is_default:
         # Default streams are checked only before a wait, because other libraries may capture them.

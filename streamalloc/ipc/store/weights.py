@@ -19,7 +19,7 @@ from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
 from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, read_file
 from streamalloc.ipc.store.protocol import Connection
-from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Foreign, Mechanism
+from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Foreign, Mechanism
 from streamalloc.vmm import AddressRange, RangeView
 from streamalloc.vmm.internal import After, ImportedChunk, MemAllocationProp, map_side_by_side
 
@@ -276,7 +276,7 @@ class Weights(Tensors, Closes):
         if not self._fabric:
             raise ValueError(f"{self!r} has no fabric handles: write it with handle_types=MemHandleType.FABRIC")
         chunks = tuple(
-            Chunk(token_bytes(16), memory.nbytes, bytes.fromhex(handle))
+            ChunkHandle(token_bytes(16), memory.nbytes, bytes.fromhex(handle))
             for memory, handle in zip(self._epoch.chunks, self._fabric, strict=True)
         )
         return Descriptor(

@@ -25,7 +25,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from secrets import token_hex
@@ -167,10 +167,6 @@ _PART = struct.Struct("<8sIIII")
 _PART_MAGIC = b"SAcp"
 _PART_DATA = PACKET_DATA - _PART.size
 PACKET_BYTES = HEADER_BYTES + PACKET_DATA
-header: Callable[..., bytes] = _HEADER.pack
-"""Packs a packet's header: :data:`MAGIC`, :data:`VERSION`, number of descriptors, bytes of data."""
-_unpack = _HEADER.unpack_from
-_Rights: TypeAlias = tuple[int, int, "array.array[int]"]
 Packet: TypeAlias = tuple[bytes, Sequence[Fd | int]]
 """A packet and its descriptors."""
 
@@ -189,7 +185,7 @@ class Partial(NamedTuple):
     handles: tuple[Fd, ...]
 
 
-def rights_of(handles: Sequence[Fd | int]) -> list[_Rights]:
+def rights_of(handles: Sequence[Fd | int]) -> list[tuple[int, int, array.array[int]]]:
     """Return descriptors as ancillary data for ``sendmsg``."""
     if not handles:
         return []
@@ -215,7 +211,7 @@ def number_of(handle: Fd | int) -> int:
 def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
     """The packets of a message: one, or several parts if it is too large for one."""
     if len(data) <= PACKET_DATA and len(handles) <= PACKET_HANDLES:
-        yield header(MAGIC, VERSION, len(handles), len(data)) + data, handles
+        yield _HEADER.pack(MAGIC, VERSION, len(handles), len(data)) + data, handles
         return
     if len(data) > MAX_DATA or len(handles) > MAX_HANDLES:
         raise ValueError(
@@ -228,7 +224,7 @@ def packets_of(data: bytes, handles: Sequence[Fd | int]) -> Iterator[Packet]:
         some = handles[number * PACKET_HANDLES : (number + 1) * PACKET_HANDLES]
         body = _PART.pack(name, number, count, len(data), len(handles))
         body += data[number * _PART_DATA : (number + 1) * _PART_DATA]
-        yield header(_PART_MAGIC, VERSION, len(some), len(body)) + body, some
+        yield _HEADER.pack(_PART_MAGIC, VERSION, len(some), len(body)) + body, some
 
 
 def with_part(partial: Partial | None, packet: bytes, handles: tuple[Fd, ...]) -> Partial | str | None:
@@ -268,7 +264,7 @@ def fault_in(packet: bytes, handles: int, flags: int) -> str | None:
         return f"a packet of more than {PACKET_BYTES} bytes"
     if len(packet) < HEADER_BYTES:
         return f"a packet of {len(packet)} bytes"
-    magic, version, count, size = _unpack(packet)
+    magic, version, count, size = _HEADER.unpack_from(packet)
     if magic not in (MAGIC, _PART_MAGIC):
         return f"it begins with {magic!r}"
     if version != VERSION:
@@ -295,8 +291,6 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(PACKET_HANDLES * array.array("i").itemsize)
 
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ECONNREFUSED)
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
-
-_clock = time.perf_counter_ns
 
 
 class _Socket(socket.socket):
@@ -596,8 +590,8 @@ class Channel(_SocketOwner):
             raise TimeoutError(f"no message from {self._who} within {wait:g} s") from None
         ready, misses = self._ready, self._misses
         if misses < _MISSES_BEFORE_SLEEP or not misses % _POLL_EVERY:
-            spun = _clock() + _SPIN_NANOSECONDS
-            while _clock() < spun:
+            spun = time.perf_counter_ns() + _SPIN_NANOSECONDS
+            while time.perf_counter_ns() < spun:
                 if ready(0):
                     self._misses = 0
                     return
@@ -612,7 +606,7 @@ class Channel(_SocketOwner):
         if flags & _DAMAGED == socket.MSG_CTRUNC and len(handles) < PACKET_HANDLES:
             close_all(handles)
             self._drop_partial()
-            raise no_descriptors(_unpack(packet)[2] if len(packet) >= HEADER_BYTES else 0)
+            raise no_descriptors(_HEADER.unpack_from(packet)[2] if len(packet) >= HEADER_BYTES else 0)
         fault = fault_in(packet, len(handles), flags)
         if fault is None and packet[:4] == MAGIC:
             # The sender abandoned the previous message; no more of its packets come.

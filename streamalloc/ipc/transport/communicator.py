@@ -29,12 +29,12 @@ from streamalloc.core.resource import Closes
 from streamalloc.ipc.transport.channel import Channel, number_of
 from streamalloc.ipc.transport.deadlines import left
 from streamalloc.ipc.transport.process_group import (
-    Call,
+    Collective,
     GroupGoneError,
     GroupProtocolError,
     GroupTimeoutError,
-    Limit,
     Mesh,
+    TimeLimit,
     by_value,
     described,
     did_not_come,
@@ -155,12 +155,12 @@ class _Group(Closes):
         """
         given = bytes(memoryview(data))
         with self._call(timeout) as limit:
-            return self._gather(Call.ALLGATHER, given, limit)
+            return self._gather(Collective.ALLGATHER, given, limit)
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until all ranks have made this call. Errors as for :meth:`allgather`."""
         with self._call(timeout) as limit:
-            self._gather(Call.BARRIER, b"", limit)
+            self._gather(Collective.BARRIER, b"", limit)
 
     def exchange(self, handles: Sequence[Fd | int], *, timeout: float | None = None) -> list[tuple[Fd, ...]]:
         """Duplicates of the descriptors of all ranks, by rank; this rank's own are included. A rank has at most 4096.
@@ -175,21 +175,21 @@ class _Group(Closes):
         with self._call(timeout) as limit:
             mesh = self._connected(limit)
             if isinstance(mesh, Mesh):
-                return [given for _, given in mesh.all_to_all(Call.EXCHANGE, b"", handles, limit)]
+                return [given for _, given in mesh.all_to_all(Collective.EXCHANGE, b"", handles, limit)]
         raise ValueError(mesh)
 
     @contextlib.contextmanager
-    def _call(self, timeout: float | None) -> Iterator[Limit]:
+    def _call(self, timeout: float | None) -> Iterator[TimeLimit]:
         if self._ended:
             raise ClosedError(f"this communicator {self._ended}")
-        limit = Limit.of(self.timeout if timeout is None else timeout)
+        limit = TimeLimit.of(self.timeout if timeout is None else timeout)
         try:
             yield limit
         except BaseException as error:
             self._end(f"failed: {described(error)}")
             raise
 
-    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+    def _gather(self, call: Collective, data: bytes, limit: TimeLimit) -> list[bytes]:
         """The bytes of all ranks. The first byte of each packet is the rank's call, which must be equal on all."""
         packets = self._gathered(call, bytes([call]) + data, limit)
         for rank, packet in enumerate(packets):
@@ -198,16 +198,16 @@ class _Group(Closes):
                 raise GroupProtocolError(text, {rank: name_of(packet[0]) if packet else ""})
         return [packet[1:] for packet in packets]
 
-    def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
+    def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
         """The packets of all ranks, by rank."""
         raise NotImplementedError
 
-    def _connected(self, limit: Limit) -> Mesh | str:
+    def _connected(self, limit: TimeLimit) -> Mesh | str:
         """Channels to all ranks; or a text with the reason if hosts differ."""
         if self._mesh is None:
             with Channel.listen() as listener:
                 card = f"{self.host}\n{listener.address}".encode()
-                cards = [one.decode().split("\n") for one in self._gather(Call.EXCHANGE, card, limit)]
+                cards = [one.decode().split("\n") for one in self._gather(Collective.EXCHANGE, card, limit)]
                 hosts = [host for host, _ in cards]
                 if len(set(hosts)) > 1:
                     return _apart(hosts)
@@ -273,7 +273,7 @@ class AllgatherCommunicator(_Group):
             super().__init__(named.rank, named.size, timeout)
         self._group = group
 
-    def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
+    def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
         packets = [bytes(memoryview(packet)) for packet in self._group.allgather(packet)]
         if len(packets) != self.size:
             raise GroupProtocolError(f"the all-gather of {self.size} ranks gave {len(packets)} parts")
@@ -292,7 +292,7 @@ class SelfCommunicator(_Group):
         super().__init__(0, 1, None)
         self._mesh = Mesh(0, {})
 
-    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+    def _gather(self, call: Collective, data: bytes, limit: TimeLimit) -> list[bytes]:
         return [data]
 
 
@@ -326,14 +326,14 @@ class ProcessCommunicator(_Group):
         """
         if checked_type("size", size, int) < 1:
             raise ValueError(f"size={size}: a group has 1 process or more")
-        Limit.of(timeout)
+        TimeLimit.of(timeout)
         token = token_hex(16)
         return [cls(rank, size, token, timeout) for rank in range(size)]
 
-    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+    def _gather(self, call: Collective, data: bytes, limit: TimeLimit) -> list[bytes]:
         return [given for given, _ in self._connected(limit).all_to_all(call, data, (), limit)]
 
-    def _connected(self, limit: Limit) -> Mesh:
+    def _connected(self, limit: TimeLimit) -> Mesh:
         if self._mesh is None:
             addresses = [f"@streamalloc-{os.geteuid()}-{self._token}-{rank}" for rank in range(self.size)]
             with Channel.listen(addresses[self.rank]) as listener:
@@ -384,7 +384,7 @@ class MPICommunicator(_Group):
         self._comm = comm
         self._own: Any = None
 
-    def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
+    def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
         from mpi4py import MPI
 
         pending: list[Any] = []
@@ -396,7 +396,7 @@ class MPICommunicator(_Group):
 
     # Blocking MPI calls have no deadline, so requests are polled.
 
-    def _duplicate(self, call: Call, limit: Limit, pending: list[Any]) -> Any:
+    def _duplicate(self, call: Collective, limit: TimeLimit, pending: list[Any]) -> Any:
         own, request = self._comm.Idup()
         pending += own, request
         while not request.Test():
@@ -405,7 +405,9 @@ class MPICommunicator(_Group):
             time.sleep(_PAUSE)
         return own
 
-    def _all_to_all(self, mpi: Any, call: Call, packet: bytes, limit: Limit, pending: list[Any]) -> list[bytes]:
+    def _all_to_all(
+        self, mpi: Any, call: Collective, packet: bytes, limit: TimeLimit, pending: list[Any]
+    ) -> list[bytes]:
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = {rank: self._own.Isend([packet, mpi.BYTE], dest=rank, tag=_TAG) for rank in others}
         incoming: dict[int, tuple[bytearray, Any]] = {}
@@ -484,7 +486,7 @@ class TorchCommunicator(_Group):
         self._prefix = f"streamalloc/{next(_numbers[group.group_name])}"
         self._calls = 0
 
-    def _gathered(self, call: Call, packet: bytes, limit: Limit) -> list[bytes]:
+    def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:
         keys = [self._key(self._calls, rank) for rank in range(self.size)]
         try:
             self._store.set(keys[self.rank], packet)
@@ -502,7 +504,7 @@ class TorchCommunicator(_Group):
     def _key(self, call: int, rank: int) -> str:
         return f"{self._prefix}/{call}/{rank}"
 
-    def _wait(self, keys: list[str], call: Call, limit: Limit) -> None:
+    def _wait(self, keys: list[str], call: Collective, limit: TimeLimit) -> None:
         pause = _PAUSE
         while not self._store.check(keys):
             if limit.passed():

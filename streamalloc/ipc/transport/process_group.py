@@ -33,7 +33,7 @@ from streamalloc.ipc.transport.channel import (
 from streamalloc.ipc.transport.deadlines import deadline_after, left, milliseconds
 
 
-class Call(enum.IntEnum):
+class Collective(enum.IntEnum):
     """A collective call. All ranks make the same calls in the same order."""
 
     ALLGATHER = 1
@@ -46,14 +46,14 @@ class Call(enum.IntEnum):
         return self.name.lower()
 
 
-class Limit(NamedTuple):
+class TimeLimit(NamedTuple):
     """Time limit of a call: the given seconds and the deadline."""
 
     seconds: float | None
     end: float | None
 
     @classmethod
-    def of(cls, seconds: float | None) -> Limit:
+    def of(cls, seconds: float | None) -> TimeLimit:
         """Return a limit of ``seconds`` from now; None for no limit."""
         return cls(seconds, deadline_after(seconds))
 
@@ -103,7 +103,7 @@ def described(error: BaseException) -> str:
     return str(error) if isinstance(error, GroupError) else f"{type(error).__name__}: {error}"
 
 
-def did_not_come(ranks: Iterable[int], limit: Limit, where: str = "") -> GroupTimeoutError:
+def did_not_come(ranks: Iterable[int], limit: TimeLimit, where: str = "") -> GroupTimeoutError:
     """The error for missing ranks; ``where`` begins with a space."""
     ranks = sorted(ranks)
     return GroupTimeoutError(f"{listed(ranks)} did not come{where} within {limit}", dict.fromkeys(ranks, ""))
@@ -128,11 +128,11 @@ def name_of(call: int) -> str:
     return _NAMES.get(call, "")
 
 
-# Header of each message: the call, and the number of earlier calls. With Call.FAILED, JSON follows: whether a rank was
-# late, the calls of the ranks at fault, and the error's text.
+# Header of each message: the call, and the number of earlier calls. With Collective.FAILED, JSON follows: whether a
+# rank was late, the calls of the ranks at fault, and the error's text.
 _HEAD = struct.Struct("<BxxxI")
 _HELLO = struct.Struct("<5sI")
-_NAMES = {int(call): str(call) for call in Call if call != Call.FAILED}
+_NAMES = {int(call): str(call) for call in Collective if call != Collective.FAILED}
 _LONGEST_TEXT = 1000
 # Seconds: shortest and longest pause while ranks connect, and the limit for a caller's first message.
 _SHORT = 0.001
@@ -140,7 +140,7 @@ _LONG = 0.02
 _HELLO_SECONDS = 5.0
 
 
-class _Link:
+class _Turn:
     """What is left to do with one other rank in a call."""
 
     __slots__ = ("channel", "data", "handles", "rank", "received", "unsent")
@@ -166,7 +166,7 @@ class Mesh(Closes):
         self._calls = 0
 
     @classmethod
-    def meet(cls, rank: int, listener: Listener, addresses: Sequence[str], limit: Limit) -> Mesh:
+    def meet(cls, rank: int, listener: Listener, addresses: Sequence[str], limit: TimeLimit) -> Mesh:
         """Connect to the lower ranks, and accept connections of the higher ranks.
 
         Raises
@@ -196,7 +196,7 @@ class Mesh(Closes):
         return cls(rank, channels)
 
     def all_to_all(
-        self, call: Call, data: bytes, handles: Sequence[Fd | int], limit: Limit
+        self, call: Collective, data: bytes, handles: Sequence[Fd | int], limit: TimeLimit
     ) -> list[tuple[bytes, tuple[Fd, ...]]]:
         """Send bytes and descriptors to all ranks. Returns the bytes and descriptors of each rank, by rank.
 
@@ -210,13 +210,13 @@ class Mesh(Closes):
         ProtocolError
             Another rank makes a different call.
         """
-        links: list[_Link] = []
+        links: list[_Turn] = []
         own: list[Fd] = []
         try:
             packets = [*packets_of(_HEAD.pack(call, self._calls) + data, handles)]
             for one in handles:
                 own.append(Fd(os.dup(number_of(one))))
-            links += [_Link(rank, channel, packets) for rank, channel in self._channels.items()]
+            links += [_Turn(rank, channel, packets) for rank, channel in self._channels.items()]
             self._run(call, links, limit)
         except BaseException as error:
             close_all(itertools.chain(own, *(link.handles for link in links)))
@@ -227,7 +227,7 @@ class Mesh(Closes):
         given[self._rank] = data, tuple(own)
         return [given[rank] for rank in range(len(given))]
 
-    def _run(self, call: Call, links: list[_Link], limit: Limit) -> None:
+    def _run(self, call: Collective, links: list[_Turn], limit: TimeLimit) -> None:
         ready = select.poll()
         waiting = {link.channel.fileno(): link for link in links}
         for number, link in waiting.items():
@@ -250,7 +250,7 @@ class Mesh(Closes):
                 missing = missing or [link.rank for link in waiting.values()]
                 raise did_not_come(missing, limit, f" to the {call}")
 
-    def _send(self, link: _Link) -> None:
+    def _send(self, link: _Turn) -> None:
         while link.unsent:
             try:
                 # Not 0 s: poll() reports room even if too many descriptors are in flight.
@@ -261,7 +261,7 @@ class Mesh(Closes):
                 raise _why_gone(link) from None
             link.unsent.popleft()
 
-    def _receive(self, link: _Link, call: Call) -> None:
+    def _receive(self, link: _Turn, call: Collective) -> None:
         try:
             data, link.handles = link.channel.receive(timeout=0)
         except TimeoutError:
@@ -271,7 +271,7 @@ class Mesh(Closes):
         if len(data) < _HEAD.size:
             raise GroupProtocolError(f"rank {link.rank} sent a message of {len(data)} bytes", {link.rank: ""})
         theirs, count = _HEAD.unpack_from(data)
-        if theirs == Call.FAILED:
+        if theirs == Collective.FAILED:
             raise _reason(data)
         if (theirs, count) != (call, self._calls):
             name = name_of(theirs) or f"call {theirs}"
@@ -290,7 +290,7 @@ class Mesh(Closes):
             text = f"rank {self._rank} gave up: {described(error)}"
         calls = error.calls if isinstance(error, GroupError) else {self._rank: ""}
         reason = isinstance(error, TimeoutError), list(calls.items()), text[:_LONGEST_TEXT]
-        packet = _HEAD.pack(Call.FAILED, self._calls) + json.dumps(reason).encode()
+        packet = _HEAD.pack(Collective.FAILED, self._calls) + json.dumps(reason).encode()
         for channel in self._channels.values():
             with contextlib.suppress(Exception):
                 channel.send(packet, timeout=0)
@@ -301,7 +301,7 @@ class Mesh(Closes):
         close_all(self._channels.values())
 
 
-def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Limit) -> tuple[int, Channel] | None:
+def _next_caller(listener: Listener, expected: set[int], wait: float, limit: TimeLimit) -> tuple[int, Channel] | None:
     """Accept the next expected rank; returns its number and channel, or None if none connects."""
     try:
         channel = listener.accept(min(wait, left(limit.end)))
@@ -318,11 +318,11 @@ def _next_caller(listener: Listener, expected: set[int], wait: float, limit: Lim
     return None
 
 
-def _awaited(link: _Link) -> int:
+def _awaited(link: _Turn) -> int:
     return (0 if link.received else select.POLLIN) | (select.POLLOUT if link.unsent else 0)
 
 
-def _why_gone(link: _Link) -> Exception:
+def _why_gone(link: _Turn) -> Exception:
     """The error for a closed channel: the reason that the rank sent before, or that it is gone."""
     while True:
         try:
@@ -330,12 +330,12 @@ def _why_gone(link: _Link) -> Exception:
         except (PeerGoneError, TimeoutError, ProtocolError):
             return GroupGoneError(f"rank {link.rank} (process {link.channel.peer.pid}) is gone", {link.rank: ""})
         close_all(handles)
-        if len(data) >= _HEAD.size and data[0] == Call.FAILED:
+        if len(data) >= _HEAD.size and data[0] == Collective.FAILED:
             return _reason(data)
 
 
 def _reason(packet: bytes) -> Exception:
-    """The error in a packet of ``Call.FAILED``."""
+    """The error in a packet of ``Collective.FAILED``."""
     try:
         late, calls, text = json.loads(packet[_HEAD.size :])
         at_fault = {int(rank): str(call) for rank, call in calls}

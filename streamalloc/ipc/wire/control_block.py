@@ -2,9 +2,9 @@
 
 The driver does not protect importers: freed memory may be reused while they read it. So each exporting process has a
 control block, a page-locked in-memory file that importers also map. It has a *slot* for each shared allocation, and
-*marks*, which keep one value while an object of the exporter exists (:class:`Mark`). Each slot has one column of
-``opened``, ``closing`` and ``closed`` for each importer. The words of slots count up modulo 2^32. A stream's write is
-made by the host if the stream is idle (:meth:`ControlBlock.write_by`).
+*marks*, which keep one value while an object of the exporter exists (:class:`ExporterMark`). Each slot has one column
+of ``opened``, ``closing`` and ``closed`` for each importer. The words of slots count up modulo 2^32. A stream's write
+is made by the host if the stream is idle (:meth:`ControlBlock.write_by`).
 
 ==============  =================================================  ==================================================
 Word            Written by                                         Read by
@@ -173,7 +173,7 @@ class ImporterWords:
         """Uses of the slot's memory whose closes the host counts; the importer may have several."""
 
 
-class Mark:
+class ExporterMark:
     """A word of the exporter that keeps its value while this object exists, and is 0 afterwards."""
 
     __slots__ = ("_block", "_free", "_index", "_value", "_word", "number")
@@ -374,9 +374,9 @@ class ControlBlock:
             words = self.importers.setdefault(key, ImporterWords(self, slot, importer))
         return words
 
-    def new_mark(self, kind: str) -> Mark:
+    def new_mark(self, kind: str) -> ExporterMark:
         """Make a mark of the exporter; ``kind`` is ``"pool"`` or ``"hold"``."""
-        return Mark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
+        return ExporterMark(self, kind, self._marks[kind], 1 + next(self._values) % (WORD - 1))
 
     def marked(self, kind: str, number: int) -> bool:
         """Whether a mark of the exporter still has its value. True for number 0, which means no mark.
@@ -589,29 +589,27 @@ class ReadyWord:
         The file is not the control block with this id, or could be truncated, or it has no such slot.
     """
 
-    __slots__ = ("_map", "_value", "slot")
+    __slots__ = ("_lost", "_ready", "_value", "slot")
 
     def __init__(self, fd: Fd, name: bytes, slot: int, value: int) -> None:
         if not _is_block(fd, name) or slot >= SLOTS:
             raise ValueError("the file descriptor is not the control block of this announcement")
-        self._map = mmap.mmap(fd.fileno(), _BYTES, prot=mmap.PROT_READ)
+        mapped = mmap.mmap(fd.fileno(), _BYTES, prot=mmap.PROT_READ)
+        self._ready, self._lost = (
+            np.frombuffer(mapped, np.uint32, 1, _LAYOUT[kind][0] + 4 * slot) for kind in ("ready", "lost")
+        )
         self.slot: int = slot
         self._value = value
-
-    def _read(self, kind: str) -> int:
-        begin, step = _LAYOUT[kind]
-        return int.from_bytes(self._map[begin + step * self.slot : begin + step * self.slot + 4], "little")
 
     @property
     def reached(self) -> bool:
         """Whether the announcement was written, by the exporter or on its behalf."""
-        return reached(self._read("ready"), self._value)
+        return reached(self._ready[0], self._value)
 
     @property
     def lost(self) -> bool:
         """Whether it was written on behalf of an exporter that died."""
-        ready, lost = self._read("ready"), self._read("lost")
-        return bool(lost) and not reached(ready - lost, self._value)
+        return bool(self._lost[0]) and not reached(int(self._ready[0]) - int(self._lost[0]), self._value)
 
 
 def _is_block(fd: Fd, name: bytes) -> bool:

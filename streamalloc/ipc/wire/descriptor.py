@@ -34,7 +34,6 @@ class Mechanism(enum.IntEnum):
 
 
 _WITHOUT_MEMORY = (Mechanism.POOL, Mechanism.EVENT)
-_MECHANISMS = {int(mechanism): mechanism for mechanism in Mechanism}
 MAGIC = b"SAipc"
 VERSION = 4
 FABRIC = 8
@@ -72,7 +71,7 @@ class Foreign:
     __slots__ = ()
 
 
-class Chunk(NamedTuple):
+class ChunkHandle(NamedTuple):
     """A chunk of physical memory.
 
     The field ``chunks`` of :class:`Descriptor`.
@@ -130,10 +129,8 @@ def _split_array(payload: bytes, size: int) -> tuple[bytes, str, tuple[int, ...]
 
 
 def _checked_kind(mechanism: int, flags: int, handle_type: int) -> Mechanism:
-    """Return the mechanism, if there is one with these flags and handles."""
-    kind = _MECHANISMS.get(mechanism)
-    if kind is None:
-        raise ValueError(f"a descriptor of mechanism {mechanism}: allowed are 1 to {max(Mechanism)}")
+    """Return the mechanism; raises ``ValueError`` unless there is one with these flags and handles."""
+    kind = Mechanism(mechanism)
     if flags & ~_FLAGS or handle_type not in _HANDLE_TYPES:
         raise ValueError(f"the descriptor has unknown flags ({flags:#x}) or handle type ({handle_type})")
     if handle_type == FABRIC and kind is not Mechanism.PHYSICAL:
@@ -193,7 +190,7 @@ class Descriptor(NamedTuple):
     size: int = 0
     base_size: int = 0
     payload: bytes = b""
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[ChunkHandle, ...] = ()
     hold: int = 0
     pool_mark: int = 0
     dtype: str = ""
@@ -251,9 +248,9 @@ class Descriptor(NamedTuple):
         if kind in _WITHOUT_MEMORY and (count or base_size or flags & ~Flags.HELD):
             raise ValueError(f"a descriptor of a {kind.name} has fields for memory")
         payload, dtype = data[_BODY : _BODY + extra], ""
-        chunks: tuple[Chunk, ...] = ()
+        chunks: tuple[ChunkHandle, ...] = ()
         if count:
-            chunks = tuple(Chunk(*fields) for fields in form.iter_unpack(data[_BODY + extra : -_CHECK.size]))
+            chunks = tuple(ChunkHandle(*fields) for fields in form.iter_unpack(data[_BODY + extra : -_CHECK.size]))
             if any(not 0 < chunk.nbytes <= _MOST_BYTES for chunk in chunks):
                 raise ValueError(f"a chunk of the descriptor has 0 bytes or more than {_MOST_BYTES}")
         shape: tuple[int, ...] = ()

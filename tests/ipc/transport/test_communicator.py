@@ -27,7 +27,7 @@ from streamalloc.ipc.transport.communicator import (
     _Group,
     as_communicator,
 )
-from streamalloc.ipc.transport.process_group import _HEAD, Call, Limit
+from streamalloc.ipc.transport.process_group import _HEAD, Collective, TimeLimit
 from tests.processes import started
 from tests.support import library, open_descriptors
 
@@ -229,7 +229,7 @@ class TestFaults:
             if group.rank == 1:
                 with pytest.raises(OSError, match="Bad file"):
                     assert group._mesh is not None
-                    group._mesh.all_to_all(Call.EXCHANGE, b"", [1 << 20], Limit.of(None))
+                    group._mesh.all_to_all(Collective.EXCHANGE, b"", [1 << 20], TimeLimit.of(None))
             else:
                 group.exchange([0])
 
@@ -244,7 +244,7 @@ class TestFaults:
         together(groups, lambda group: group.barrier())
         mesh = groups[1]._mesh
         assert mesh is not None
-        mesh._channels[0].send(_HEAD.pack(Call.FAILED, 1) + reason)
+        mesh._channels[0].send(_HEAD.pack(Collective.FAILED, 1) + reason)
         with pytest.raises(ProtocolError, match="cannot be read"):
             groups[0].barrier()
 
@@ -320,7 +320,7 @@ class _Elsewhere(_Group):
         self.host = host or self.host
         self._way = way
 
-    def _gather(self, call: Call, data: bytes, limit: Limit) -> list[bytes]:
+    def _gather(self, call: Collective, data: bytes, limit: TimeLimit) -> list[bytes]:
         return self._way._gather(call, data, limit)
 
 

@@ -16,7 +16,7 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.wire.control_block import IMPORTERS, SLOTS
-from streamalloc.ipc.wire.descriptor import FABRIC, Chunk, Descriptor, Mechanism
+from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Mechanism
 from tests.ipc.support import POSIX, State, again, make_buffer, make_growable, make_pool, state, used
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, shows
@@ -53,7 +53,7 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
         size=draw(st.integers(0, base - offset)),
         base_size=base,
         payload=draw(payload),
-        chunks=tuple(draw(st.lists(st.builds(Chunk, NAME, st.integers(1, MOST), handle), max_size=5 * memory))),
+        chunks=tuple(draw(st.lists(st.builds(ChunkHandle, NAME, st.integers(1, MOST), handle), max_size=5 * memory))),
         hold=draw(st.integers(0, (1 << 64) - 1)),
         pool_mark=draw(st.integers(0, (1 << 64) - 1)),
     )
@@ -61,7 +61,7 @@ def descriptors(draw: st.DrawFn) -> Descriptor:
 
 def example(**fields: Any) -> Descriptor:
     """A descriptor with all parts."""
-    chunks = (Chunk(bytes(range(16)), 2 * MiB), Chunk(bytes(16), 4 * MiB))
+    chunks = (ChunkHandle(bytes(range(16)), 2 * MiB), ChunkHandle(bytes(16), 4 * MiB))
     whole = Descriptor(
         Mechanism.POOL_POINTER,
         bytes(range(100, 116)),
@@ -85,7 +85,10 @@ def example(**fields: Any) -> Descriptor:
 
 def fabric_example(**fields: Any) -> Descriptor:
     """One whose handles are bytes."""
-    chunks = (Chunk(bytes(range(16)), 2 * MiB, bytes(range(64))), Chunk(bytes(16), 4 * MiB, bytes(range(64, 128))))
+    chunks = (
+        ChunkHandle(bytes(range(16)), 2 * MiB, bytes(range(64))),
+        ChunkHandle(bytes(16), 4 * MiB, bytes(range(64, 128))),
+    )
     return example(mechanism=Mechanism.PHYSICAL, handle_type=FABRIC, chunks=chunks)._replace(**fields)
 
 
@@ -178,14 +181,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "a flag that is not used": {"flags": 2},
     "unknown handle type": {"handle_type": 2},
     "payload too long": {"payload": bytes(257)},
-    "too many chunks": {"chunks": (Chunk(bytes(16), 1),) * 2049},
+    "too many chunks": {"chunks": (ChunkHandle(bytes(16), 1),) * 2049},
     "pool with memory": {"mechanism": Mechanism.POOL},
     "event with memory": {"mechanism": Mechanism.EVENT, "flags": 0, "chunks": ()},
     "unknown mechanism": {"mechanism": 6},
     "a hold without a control block": {"control_block": bytes(16)},
     "a lease without a control block": {"control_block": bytes(16), "flags": 8},
-    "chunk of nothing": {"chunks": (Chunk(bytes(16), 0),)},
-    "huge chunk": {"chunks": (Chunk(bytes(16), 1 << 63),)},
+    "chunk of nothing": {"chunks": (ChunkHandle(bytes(16), 0),)},
+    "huge chunk": {"chunks": (ChunkHandle(bytes(16), 1 << 63),)},
 }
 
 
@@ -289,7 +292,7 @@ def changes(descriptor: Descriptor) -> dict[str, dict[str, Any]]:
         }
         made["odd chunks"] = {"chunks": odd}
         made["huge chunk"] = {"chunks": (chunks[0]._replace(nbytes=1 << 47),)}
-        made["chunks of others"] = {"chunks": chunks + tuple(Chunk(bytes([n]) * 16, 2 * MiB) for n in range(50))}
+        made["chunks of others"] = {"chunks": chunks + tuple(ChunkHandle(bytes([n]) * 16, 2 * MiB) for n in range(50))}
         made["size beyond the chunks"] = {"base_size": 1 << 40, "size": 1 << 39}
         made["other mechanism: pointer"] = {"mechanism": Mechanism.POOL_POINTER}
         made["other mechanism: event"] = {"mechanism": Mechanism.EVENT}
