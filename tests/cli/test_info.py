@@ -68,13 +68,6 @@ def test_attributes_that_cannot_be_read(machine: Any, run: Run) -> None:
         assert "none" in part
 
 
-def test_limit_of_the_address_space(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "address_space_limit", lambda: None)
-    assert "ulimit" not in run("info")[1]
-    monkeypatch.setattr(info, "address_space_limit", lambda: 4096 << 20)
-    assert "Warning: ulimit -v limits this process to 4 GiB" in run("info")[1]
-
-
 @pytest.mark.parametrize("permitted", [False, True])
 def test_imex_channels(
     machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, permitted: bool

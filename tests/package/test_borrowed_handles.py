@@ -298,12 +298,6 @@ def test_pools_of_other_code(world: World) -> None:
     world.check()
 
 
-def test_a_stream_has_no_constructor_that_takes_a_handle(world: World) -> None:
-    with pytest.raises(TypeError, match="of_handle"):
-        sa.Stream(world.device, cuda.CUstream(world.handle))
-    world.check()
-
-
 def test_events_that_a_borrowed_stream_keeps_are_destroyed(world: World) -> None:
     """They are the package's own, and are kept for the next record."""
     for close in (True, False):
@@ -318,26 +312,3 @@ def test_events_that_a_borrowed_stream_keeps_are_destroyed(world: World) -> None
         gc.collect()
         assert not [handle for (kind, handle), count in world.driver.live.items() if kind == "event" and count]
     world.check()
-
-
-ENDS = """
-import streamalloc as sa, streamalloc.driver as sd, numpy as np
-from streamalloc import vmm
-from tests.package.test_borrowed_handles import Owners, World, ON_A_STREAM, WITHOUT_A_STREAM, STREAMS, WAYS
-Owners.stranger = lambda self, *what, print=print: print("ended", what, flush=True)
-world = World(sd.default())
-kept = [make(world, STREAMS["borrowed"](world)) for make in ON_A_STREAM.values()]
-kept += [make(world) for make in WITHOUT_A_STREAM.values()]
-for memory in kept:
-    for way in (WAYS["DLPack"], WAYS["waits"], WAYS["closed"]):
-        way(world, memory, world.handle)
-cycle = [kept, world]
-cycle.append(cycle)
-del kept, world, memory, cycle
-print("done")
-"""
-
-
-def test_at_the_end_of_a_process(python: Callable[..., Any]) -> None:
-    done = python(ENDS)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

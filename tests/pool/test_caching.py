@@ -17,7 +17,6 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
-from streamalloc.observing import observe
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, in_threads, names
@@ -233,11 +232,6 @@ class TestSizes:
         (known,) = cache._state.live()
         assert 0 < len(known.lists) <= 50
 
-    def test_nothing(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        for _ in range(2):
-            with cache.allocate(0, stream) as buffer:
-                assert (buffer.address, buffer.nbytes) == (0, 0)
-
     @pytest.mark.parametrize(
         ("named", "error"),
         [({"limit": -1}, ValueError), ({"limit": 1.5}, TypeError)],
@@ -385,24 +379,6 @@ class TestComesBack:
             graph = raw.cuStreamEndCapture(handle)[1]
             raw.cuGraphDestroy(graph)
         assert pool.statistics().used == 0
-
-    @pytest.mark.parametrize("end", ["the cache", "the pool"])
-    def test_when_it_is_closed_during_a_capture(self, device: sa.Device, stream: sa.Stream, end: str) -> None:
-        """Its free blocks stay until the capture ends. They are not allocated again."""
-        pool = sa.MemoryPool(device)
-        cache = sa.CachingAllocator(pool)
-        kept = cache.allocate(SIZE, stream)
-        cache.allocate(SIZE, stream).free()
-        observer = observe(cache).start()
-        with device.create_stream() as other, other.capture() as graph:
-            (cache if end == "the cache" else pool).close()
-            for _ in range(2):
-                with pytest.raises(sa.ClosedError):
-                    cache.allocate(SIZE, stream)
-                observer.stop()
-        graph.close()
-        kept.free()
-        pool.close()
 
     def test_dropped_caches_need_no_collection(self, device: sa.Device, stream: sa.Stream) -> None:
         gc.collect()
@@ -562,15 +538,6 @@ class TestLimits:
 
 
 class TestWhere:
-    def test_host_memory(self, device: sa.Device, stream: sa.Stream) -> None:
-        with sa.MemoryPool(sa.MemLocation.host(), driver=device.driver) as pool, sa.CachingAllocator(pool) as cache:
-            for _ in range(2):
-                with cache.allocate(SIZE, stream) as buffer:
-                    stream.synchronize()
-                    assert buffer.host_accessible and cache.location.on_host
-                    buffer.as_array()[:] = 3
-            assert cache.statistics().misses == 1
-
     @pytest.mark.gpus(2)
     def test_another_device(self, device: sa.Device, peer: sa.Device, stream: sa.Stream) -> None:
         with sa.MemoryPool(peer) as pool, sa.CachingAllocator(pool) as cache, peer.create_stream() as theirs:

@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.driver.bindings import cuda
-from tests.support import MiB, in_threads
+from tests.support import in_threads
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
@@ -41,19 +41,11 @@ class TestPools:
             found = pointer_attributes(buffer.address)
             assert found.shareable and POSIX in found.handle_types
 
-    def test_past_the_requested_bytes(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pool.allocate(1000, stream) as buffer:
-            assert pointer_attributes(buffer.address + 64 * MiB).pool is not pool
-
     def test_after_a_free(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         buffer = pool.allocate(64, stream)
         address = buffer.address
         buffer.free()
         assert pointer_attributes(address) == PointerAttributes(address, MemoryKind.UNKNOWN)
-
-    def test_the_current_pool(self, device: sa.Device, stream: sa.Stream) -> None:
-        with sa.allocate(64, stream) as buffer:
-            assert pointer_attributes(buffer.address).pool is sa.MemoryPool.current(device)
 
     @pytest.mark.parametrize("where", [sa.MemLocation.host(), sa.MemLocation.host_numa(0)], ids=str)
     def test_host_memory(self, device: sa.Device, stream: sa.Stream, where: sa.MemLocation) -> None:
@@ -106,18 +98,6 @@ class TestPools:
             pass
         machine.cuMemFreeAsync(pointer, cuda.CUstream(stream.handle))
 
-    @pytest.mark.managed
-    @pytest.mark.bindings("13.0")
-    def test_another_pool_of_managed_memory(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
-        """Its location cannot be read."""
-        managed = sa.MemPoolProps(alloc_type=sa.MemAllocationType.MANAGED, location=sa.MemLocation.device(0))
-        handle = machine.cuMemPoolCreate(managed.to_driver())[1]
-        pointer = machine.cuMemAllocFromPoolAsync(64, handle, cuda.CUstream(stream.handle))[1]
-        assert pointer_attributes(int(pointer)).pool is None
-        machine.cuMemFreeAsync(pointer, cuda.CUstream(stream.handle))
-        stream.synchronize()
-        assert machine.cuMemPoolDestroy(handle)[0] == cuda.CUresult.CUDA_SUCCESS
-
     @pytest.mark.gpus(2)
     @pytest.mark.parametrize("granted", [False, True])
     def test_a_peer_s_memory(self, device: sa.Device, peer: sa.Device, stream: sa.Stream, granted: bool) -> None:
@@ -126,12 +106,6 @@ class TestPools:
                 pool.set_access(device, sa.MemAccess.READWRITE)
             found = pointer_attributes(buffer.address)
             assert (found.device, found.pool) == (peer, pool)
-
-    @pytest.mark.gpus(2)
-    def test_a_peer_s_default_pool(self, peer: sa.Device) -> None:
-        with peer.create_stream() as theirs, sa.allocate(64, theirs) as buffer:
-            found = pointer_attributes(buffer.address)
-            assert found.device == peer and found.pool is sa.MemoryPool.default(peer)
 
 
 class TestOtherMemory:
@@ -142,13 +116,6 @@ class TestOtherMemory:
         assert (found.kind, found.device, found.base, found.nbytes) == (MemoryKind.DEVICE, device, int(pointer), 5000)
         assert found.pool is None and found.host_address is None and found.device_address == int(pointer) + 7
         assert found.legacy_ipc and found.shareable and found.gpu_direct_rdma == device.supports.gpu_direct_rdma
-
-    @pytest.mark.gpus(2)
-    def test_plain_of_a_peer(self, raw: Any, peer: sa.Device) -> None:
-        with peer.current():
-            pointer = raw.cuMemAlloc(64)[1]
-            assert pointer_attributes(int(pointer)).device == peer
-            raw.cuMemFree(pointer)
 
     def test_asking_leaves_the_context_as_it_was(self, raw: Any) -> None:
         before = int(raw.cuCtxGetCurrent()[1])
@@ -169,10 +136,6 @@ class TestOtherMemory:
         address = np.zeros(64, np.uint8).ctypes.data
         assert pointer_attributes(address) == PointerAttributes(address, MemoryKind.UNKNOWN)
 
-    def test_null(self, device: sa.Device) -> None:
-        found = pointer_attributes(0)
-        assert found.kind is MemoryKind.UNKNOWN and found.device is None and not found.shareable
-
     def test_without_a_context(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(64, stream) as buffer:
             address, driver = buffer.address, device.driver
@@ -181,10 +144,6 @@ class TestOtherMemory:
 
 
 class TestArguments:
-    def test_numpy_integer(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pool.allocate(64, stream) as buffer:
-            assert pointer_attributes(np.uint64(buffer.address)).pool is pool
-
     @pytest.mark.parametrize("address", [1.0, "0", None, True, b"1"])
     def test_wrong_type(self, machine: Any, address: Any) -> None:
         with pytest.raises(TypeError, match="address"):

@@ -200,26 +200,6 @@ NEWER: dict[str, tuple[int, object]] = {
 
 
 class TestNewerAttributes:
-    @pytest.mark.parametrize("name", NEWER)
-    def test_known_or_clearly_not(self, device: sa.Device, name: str) -> None:
-        """Bindings from 13.4.3 on can read them, and a driver for CUDA 13.1 or 13.4 answers."""
-        with sa.MemoryPool(device, max_size=GROWTH) as pool:
-            truth: dict[str, object] = {
-                "allocation_type": sa.MemAllocationType.PINNED,
-                "export_handle_types": sa.MemHandleType.NONE,
-                "location_id": 0,
-                "location_type": sa.MemLocationType.DEVICE,
-                "max_pool_size": GROWTH,
-                "hw_decompress_enabled": False,
-                "locality_domain_id": -1,
-            }
-            try:
-                assert getattr(pool.attributes, name) == truth[name]
-            except sa.NotSupportedError as error:
-                assert f"CU_MEMPOOL_ATTR_{name.upper()}" in str(error)
-                assert "needs" in str(error) and "found" in str(error)
-                assert name not in dict(pool.attributes)
-
     @pytest.mark.bindings("13.4")
     @pytest.mark.parametrize("name", NEWER)
     def test_answers_are_typed(self, machine: Any, name: str) -> None:
@@ -285,13 +265,6 @@ class TestStatistics:
         pool.reset_peaks()
         assert pool.statistics() == (0, 0, 0, 0)
 
-    def test_show_in_a_notebook(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pool.allocate(5 * MiB, stream):
-            html = pool._repr_html_()
-        assert "GPU 0" in html and "32.0 MiB" in html and "5.0 MiB" in html
-        pool.close()
-        assert "closed" in pool._repr_html_()
-
 
 class TestThreshold:
     @pytest.mark.parametrize("how", ["stream", "device", "event"])
@@ -340,24 +313,6 @@ class TestTrim:
             assert pool.trim() == 0  # the step is in use by the other one
             assert pool.trim(keep=GROWTH) == 0
             gate.open()
-
-    def test_part_of_it_pending(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
-        with device.create_stream() as other:
-            done, waiting = pool.allocate(GROWTH, stream), pool.allocate(GROWTH, other)
-            gate.hold(other)
-            waiting.free()
-            done.free()
-            stream.synchronize()
-            with pytest.warns(sa.PendingFreesWarning, match="^32 MiB beyond"):
-                assert pool.trim() == GROWTH
-            gate.open()
-
-    @pytest.mark.parametrize(
-        ("keep", "error"), [(-1, ValueError), (1 << 64, ValueError), (1.5, TypeError), (None, TypeError)]
-    )
-    def test_bad_argument(self, pool: sa.MemoryPool, keep: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match="keep"):
-            pool.trim(keep)
 
 
 class TestClosing:
@@ -419,13 +374,6 @@ class TestClosing:
         pool.close()
         assert device.memory_info().free == before
 
-    def test_without_a_block(self, machine: Any) -> None:
-        driver = sd.checked(machine)
-        pool = sa.MemoryPool(sa.Device(0, driver=driver))
-        del pool
-        sa.Device(0, driver=driver).synchronize()
-        driver.assert_nothing_left()
-
 
 class TestNames:
     def test_are_shown(self, device: sa.Device, stream: sa.Stream) -> None:
@@ -444,7 +392,3 @@ class TestNames:
                 pool.allocate(1 << 30, stream)
             again = pickle.loads(pickle.dumps(caught.value))
             assert again.pool == caught.value.pool == "small" and str(again) == str(caught.value)
-
-    def test_are_text(self, device: sa.Device) -> None:
-        with pytest.raises(TypeError, match="name"):
-            sa.MemoryPool(device, name=3)  # type: ignore[arg-type]
