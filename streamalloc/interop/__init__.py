@@ -23,3 +23,7 @@ __all__ = [
     "rmm",
     "torch",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

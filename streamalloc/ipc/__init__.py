@@ -76,3 +76,7 @@ __all__ = [
     "serve",
     "share",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

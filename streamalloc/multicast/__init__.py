@@ -12,3 +12,7 @@ __all__ = [
     "SymmetricMemory",
     "SymmetricMemoryError",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

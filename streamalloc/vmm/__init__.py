@@ -39,3 +39,7 @@ __all__ = [
     "dma_buf",
     "stripe",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -21,6 +21,14 @@ ENUMS = [
 ]
 
 
+AREAS = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
+
+
+@pytest.mark.parametrize("area", AREAS)
+def test_completion_offers_public_names(area: str) -> None:
+    assert {name for name in dir(getattr(sa, area)) if not name.startswith("_")} == {*getattr(sa, area).__all__}
+
+
 def test_dataclasses_are_frozen_and_slotted() -> None:
     public = [getattr(area, name) for area in (sa, vmm, ipc, interop, sa.driver) for name in area.__all__]
     kinds = [one for one in public if inspect.isclass(one) and dataclasses.is_dataclass(one)]
