@@ -20,6 +20,8 @@ from tests.support import KEEP, MiB, executed, filled, shows
 
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 PAGE = 2 * MiB
+PLAIN_BYTES = 2 * MiB
+"""Bytes of a :class:`PlainMemory`, a whole block."""
 
 
 def shared_pool(device: sa.Device, **options: Any) -> sa.MemoryPool:
@@ -92,6 +94,43 @@ def again(fds: Iterable[ipc.Fd]) -> tuple[ipc.Fd, ...]:
 def opened_by(machine: Any, shared: ipc.Shared) -> ipc.ImportedBuffer:
     """Open a shared object on another machine of this process."""
     return ipc.open(bytes(shared), again(shared.fds), driver=machine, kind=ipc.ImportedBuffer)
+
+
+class PlainMemory(sa.Memory):
+    """Memory of ``cuMemAlloc``, as some other library has it."""
+
+    def __init__(self, device: sa.Device, stream: sa.Stream) -> None:
+        with device.current():
+            self._address = int(device._session.call("cuMemAlloc", PLAIN_BYTES))
+        self._stream = stream
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    @property
+    def nbytes(self) -> int:
+        return PLAIN_BYTES
+
+    @property
+    def stream(self) -> sa.Stream:
+        return self._stream
+
+    @property
+    def location(self) -> sa.MemLocation:
+        return self._stream.device.location
+
+    @property
+    def owner(self) -> object:
+        return None
+
+    @property
+    def device_accessible(self) -> bool:
+        return True
+
+    def free(self) -> None:
+        with self._stream.device.current():
+            self._stream.device._session.call("cuMemFree", self._address)
 
 
 # --- what tests have partners do

@@ -42,22 +42,6 @@ def given_back(cache: sa.CachingAllocator) -> bool:
     return eventually(lambda: cache.statistics()[2:6] == (0, cache.statistics().used_high, 0, 0))
 
 
-def test_while_it_is_open(cache: sa.CachingAllocator, buffer: sa.Buffer, stream: sa.Stream, partner: Partner) -> None:
-    address = buffer.address
-    opened = partner.give(buffer)
-    assert buffer.address == address
-    buffer.free()
-    assert buffer.freed
-    with cache.allocate(SIZE, stream) as other:
-        assert other.address != address
-        filled(other, 2)
-    assert opened.shows(1)
-    cache.trim()
-    assert cache.pool.statistics().used == SIZE
-    opened.close()
-    assert given_back(cache)
-
-
 @pytest.mark.parametrize("end", ["free", "close", "drop", "on another stream", "with"])
 def test_after_it_was_closed(
     cache: sa.CachingAllocator, stream: sa.Stream, partner: Partner, device: sa.Device, end: str

@@ -130,19 +130,6 @@ class TestALongLife:
         assert most <= 4
         assert eventually(lambda: not unfinished(stream.device)), unfinished(stream.device)
 
-    def test_exporters_that_die(self, stream: sa.Stream, another: Callable[[], Partner]) -> None:
-        importer = imports_of(stream._session)
-        before = len(importer.blocks)
-        for _ in range(4):
-            owner = another()
-            owner.run(make_pool)
-            owner.run(make_buffer, "buffer", 1, SIZE)
-            opened = ipc.open(*owner.shared("buffer"), stream=stream)
-            owner.kill()
-            opened.close()
-            stream.synchronize()
-        assert len(importer.blocks) <= before + 1 and len(importer.pools) <= before + 1
-
     def test_opening_waits_for_no_stream(
         self, device: sa.Device, stream: sa.Stream, another: Callable[[], Partner]
     ) -> None:

@@ -192,17 +192,6 @@ class TestHandleType:
 
 
 class TestOrder:
-    def test_the_importer_waits(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
-        """With the control block, which goes along as ever."""
-        buffer.fill(1)
-        buffer.stream.synchronize()
-        gate.hold(buffer.stream)
-        filled(buffer, 2)
-        opened = partner.give(buffer, handle_type=FABRIC)
-        assert partner.run(busy)
-        gate.open()
-        assert opened.shows(2)
-
     def test_the_board_is_fetched(self, buffer: vmm.GrowableBuffer, partner: Partner, gate: Any) -> None:
         """From the process that shared it, where that is on this machine and answers."""
         ipc.serve(buffer.stream.device.driver)

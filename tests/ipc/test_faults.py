@@ -14,8 +14,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from tests.ipc.support import again, hold, make_pool, shared_pool
-from tests.ipc.test_samples import PoolBuffer
+from tests.ipc.support import PlainMemory, again, hold, make_pool, shared_pool
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, end_what_was_dropped, every
 
@@ -122,7 +121,7 @@ def _make_buffer(there: There) -> None:
 
 
 def _make_plain(there: There) -> None:
-    there.keep("it", PoolBuffer(there.device, there.stream)).fill(1)
+    there.keep("it", PlainMemory(there.device, there.stream)).fill(1)
     there.stream.synchronize()
 
 

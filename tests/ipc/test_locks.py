@@ -17,7 +17,6 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
-from streamalloc.core.buffer import shared_state
 from streamalloc.core.session import session_of
 from streamalloc.ipc import relay
 from streamalloc.ipc.exporter import exports
@@ -29,7 +28,7 @@ from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer
 from streamalloc.ipc.ring.protocol import SlotMemory
 from streamalloc.ipc.store.protocol import Connection, decode, encode
 from streamalloc.ipc.transport import handle_server
-from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS
+from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS, ControlBlock
 from streamalloc.vmm.growable import RemappableBuffer
 from tests.interleaving import interleaved
 from tests.ipc.support import PAGE, again, shared_pool
@@ -66,41 +65,62 @@ def importer() -> Imports:
     return imports_of(session_of(sa.Device(0, driver=driver)))
 
 
+ONCE: dict[str, Callable[[Owner, Imports, pytest.MonkeyPatch], tuple[Any, Callable[[], Any], Callable[[Any], Any]]]] = {
+    "a lease of a buffer": lambda owner, importer, patch: (
+        Exports.lease, lambda: owner.pool.allocate(64, owner.stream), owner.exports.lease,
+    ),
+    "a handle of a pool": lambda owner, importer, patch: (
+        Exports.pool, lambda: shared_pool(owner.device), owner.exports.pool,
+    ),
+    "a lease of another library's allocation": lambda owner, importer, patch: (
+        Exports.lease_at, owner.exports._by_address.clear, lambda _: owner.exports.lease_at(512, Hold()),
+    ),
+    "a relay": lambda owner, importer, patch: _one_relay(owner, patch),
+    "a handle server": lambda owner, importer, patch: _one_handle_server(patch),
+    "a control block": lambda owner, importer, patch: _one_control_block(owner.exports.block(), importer),
+}  # fmt: skip
+"""A function that makes something once, what comes before it, and its call."""
+
+
+def _one_relay(owner: Owner, patch: pytest.MonkeyPatch) -> Any:
+    made = itertools.count()
+    patch.setattr(
+        exports, "ExporterRelay", lambda *_: SimpleNamespace(ended=False, hurry=lambda: None, handle=next(made))
+    )
+    block = owner.exports.block()
+    return Exports.relay, owner.exports._relays.clear, lambda _: owner.exports.relay(block, owner.device)
+
+
+def _one_handle_server(patch: pytest.MonkeyPatch) -> Any:
+    patch.setattr(handle_server, "_serve", lambda listener: listener.close())
+    patch.setattr(handle_server, "_endpoints", {})
+    return handle_server.serve, handle_server._endpoints.clear, lambda _: handle_server.serve()
+
+
+def _one_control_block(block: ControlBlock, importer: Imports) -> Any:
+    def attach(_: None) -> object:
+        return importer.control_block(block.id, lambda _: ipc.Fd(os.dup(block.fd.fileno())))
+
+    return Imports.control_block, importer.blocks.clear, attach
+
+
+@pytest.mark.parametrize("kind", ONCE)
+def test_is_made_once(owner: Owner, importer: Imports, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    function, prepare, make = ONCE[kind](owner, importer, monkeypatch)
+    found: list[object] = []
+
+    def act(it: Any) -> None:
+        found.append(make(it))
+
+    for it in interleaved(function, prepare, act, act):
+        assert found[0] == found[1], kind
+        found.clear()
+        if it is not None:
+            it.close()
+    owner.exports._relays.clear()
+
+
 class TestExporter:
-    def test_a_buffer_gets_one_lease(self, owner: Owner) -> None:
-        found: list[Lease] = []
-
-        def share(buffer: sa.Buffer) -> None:
-            found.append(owner.exports.lease(buffer))
-
-        for buffer in interleaved(Exports.lease, lambda: owner.pool.allocate(64, owner.stream), share, share):
-            assert {*found} == {shared_state(buffer)}
-            found.clear()
-            buffer.free()
-
-    def test_a_pool_gets_one_route(self, owner: Owner) -> None:
-        found: list[object] = []
-
-        def share(pool: sa.MemoryPool) -> None:
-            found.append(owner.exports.pool(pool))
-
-        for pool in interleaved(Exports.pool, lambda: shared_pool(owner.device), share, share):
-            assert found[0] is found[1]
-            found.clear()
-            pool.close()
-
-    def test_one_handle_server_is_started(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(handle_server, "_serve", lambda listener: listener.close())
-        monkeypatch.setattr(handle_server, "_endpoints", {})
-        found: list[bytes] = []
-
-        def start(_: None) -> None:
-            found.append(handle_server.serve())
-
-        for _ in interleaved(handle_server.serve, handle_server._endpoints.clear, start, start):
-            assert found[0] == found[1]
-            found.clear()
-
     def test_no_two_announcements_have_one_value(self, owner: Owner) -> None:
         found: list[int] = []
 
@@ -140,35 +160,6 @@ class TestExporter:
         for _ in interleaved(Exports._next_free, make, take, take):
             assert found.count(None) == 1
 
-    def test_an_allocation_of_another_library_gets_one_lease(self, owner: Owner) -> None:
-        found: list[Lease] = []
-        hold = Hold()
-
-        def share(_: None) -> None:
-            found.append(owner.exports.lease_at(512, hold))
-
-        for _ in interleaved(Exports.lease_at, owner.exports._by_address.clear, share, share):
-            assert found[0] is found[1]
-            found.clear()
-
-    def test_a_control_block_gets_one_relay(self, owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-        found: list[bytes] = []
-        made = itertools.count()
-
-        def make(*_: object) -> Any:
-            return SimpleNamespace(ended=False, hurry=lambda: None, handle=next(made))
-
-        monkeypatch.setattr(exports, "ExporterRelay", make)
-        block = owner.exports.block()
-
-        def share(_: None) -> None:
-            found.append(owner.exports.relay(block, owner.device))
-
-        for _ in interleaved(Exports.relay, owner.exports._relays.clear, share, share):
-            assert found[0] == found[1]
-            found.clear()
-        owner.exports._relays.clear()
-
     def test_pools_are_shared_while_others_are_looked_through(self, owner: Owner) -> None:
         def make() -> list[sa.MemoryPool]:
             return [shared_pool(owner.device) for _ in range(2)]
@@ -192,17 +183,6 @@ class Imported(NamedTuple):
 
 
 class TestImporter:
-    def test_a_control_block_is_attached_once(self, owner: Owner, importer: Imports) -> None:
-        block = owner.exports.block()
-        found: list[object] = []
-
-        def attach(_: None) -> None:
-            found.append(importer.control_block(block.id, lambda _: ipc.Fd(os.dup(block.fd.fileno()))))
-
-        for _ in interleaved(Imports.control_block, lambda: importer.blocks.clear(), attach, attach):
-            assert found[0] is found[1] is importer.blocks[block.id]
-            found.clear()
-
     @pytest.mark.parametrize(
         ("function", "call"),
         [

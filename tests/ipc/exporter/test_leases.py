@@ -507,20 +507,6 @@ class TestStreamsThatAreToldOfByTheHost:
         assert ("cuStreamWriteValue32" in names) == hold
 
 
-def test_a_descriptor_of_memory_that_was_freed_in_any_case(
-    pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
-) -> None:
-    """It does not open the memory of the next allocation."""
-    with pool.allocate(SIZE, stream) as buffer:
-        partner.open(ipc.share(buffer)).close()
-        shared = ipc.share(buffer)
-        buffer.free(still_imported="ignore")
-        with pool.allocate(SIZE, stream) as other:
-            filled(other, 9)
-            with pytest.raises(sa.StaleDescriptorError):
-                partner.open(shared)
-
-
 @pytest.mark.simulated_only("a machine of four devices")
 def test_a_share_makes_no_context_on_another_device() -> None:
     driver: Any = sd.simulated(devices=4)

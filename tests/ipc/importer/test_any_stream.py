@@ -14,8 +14,7 @@ from streamalloc import ipc, vmm
 from streamalloc.driver.internal import cuda
 from streamalloc.testing import Gate, settle
 from tests.ipc.ring.support import join
-from tests.ipc.support import PAGE, POSIX, busy, shared_pool
-from tests.ipc.test_samples import PoolBuffer
+from tests.ipc.support import PAGE, POSIX, PlainMemory, busy, shared_pool
 from tests.processes import SECONDS, Partner, There
 from tests.support import MiB, holds
 
@@ -52,7 +51,7 @@ def _striped(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
 
 def _plain(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Any:
     """Memory of ``cuMemAlloc``, for which no object of ours has a lease."""
-    return PoolBuffer(device, stream)
+    return PlainMemory(device, stream)
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -84,7 +83,7 @@ def pending_write(
     yield memory
     gate.open()
     stream.synchronize()
-    (owner.free if isinstance(owner, PoolBuffer) else owner.close)()
+    (owner.free if isinstance(owner, PlainMemory) else owner.close)()
 
 
 # --- how it is used over there, on a stream that nobody has named before

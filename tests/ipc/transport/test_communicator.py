@@ -121,17 +121,6 @@ class TestProcesses:
         with pytest.raises(PeerGoneError, match=r"rank [12] .*is gone"):
             mine.barrier(timeout=10)
 
-    def test_in_threads(self) -> None:
-        before = open_descriptors()
-        groups = ProcessCommunicator.create(5)
-        assert (
-            together(groups, lambda group: group.allgather(b"%d" % group.rank)) == [[b"0", b"1", b"2", b"3", b"4"]] * 5
-        )
-        assert together(groups, lambda group: [group.barrier() for _ in range(200)]) == [[None] * 200] * 5
-        for group in groups:
-            group.close()
-        assert open_descriptors() <= before
-
     def test_alone(self) -> None:
         for group in (SelfCommunicator(), *ProcessCommunicator.create(1)):
             with group:
