@@ -54,7 +54,7 @@ def contents(memory: Any, stream: sa.Stream) -> list[int]:
 
 
 def raised(call: Callable[..., object], *arguments: Any, **options: Any) -> Exception | str:
-    """Return the error that a call raises."""
+    """Return the error that a call raises, or ``"no error"``."""
     try:
         call(*arguments, **options)
     except Exception as error:
@@ -161,7 +161,7 @@ class Tour(contextlib.ExitStack):
         if not holds:
             self.terminal.line(f"    expected {expected}, found {found!r}")
         elif isinstance(found, Exception):
-            self.terminal.paragraph(self.terminal.dim(str(found)), indent=4)
+            self.terminal.paragraph(str(found), indent=4)
 
 
 def _code_by_line(part: Part) -> dict[int, list[str]]:

@@ -56,10 +56,9 @@ class Attribute(Generic[T]):
     name: str
     driver_name: str
 
-    def __init__(self, read: Callable[[int], T], doc: str, since: str = "11.2") -> None:
+    def __init__(self, read: Callable[[int], T], since: str = "11.2") -> None:
         self.read = read
         self.since = since
-        self.__doc__ = doc
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name, self.driver_name = name, f"CU_MEMPOOL_ATTR_{name.upper()}"
@@ -110,42 +109,40 @@ class PoolAttributes:
     def __init__(self, pool: _Pool) -> None:
         self._pool = pool
 
-    reuse_follow_event_dependencies: Switch = Switch(
-        bool, "Whether memory freed in another stream is reused where an event orders the allocation after the free."
-    )
-    reuse_allow_opportunistic: Switch = Switch(
-        bool,
-        "Whether memory freed in another stream is reused once the free has run, without an ordering. What is reused "
-        "then depends on timing.",
-    )
-    reuse_allow_internal_dependencies: Switch = Switch(
-        bool,
-        "Whether, when the pool cannot grow, the driver makes the allocating stream wait for a free in another stream.",
-    )
-    release_threshold: Size = Size(
-        int,
-        "Bytes that the pool keeps when the host synchronises; it releases unused memory beyond them. Default 0; the "
-        "largest value, ``2**64 - 1``, keeps everything.",
-    )
-    reserved_mem_current: Attribute[int] = Attribute(int, "Bytes that the pool holds.")
-    reserved_mem_high: Attribute[int] = Attribute(int, "Most bytes held since :meth:`MemoryPool.reset_peaks`.")
-    used_mem_current: Attribute[int] = Attribute(int, "Bytes that are allocated, as they were requested.")
-    used_mem_high: Attribute[int] = Attribute(int, "Most bytes allocated since :meth:`MemoryPool.reset_peaks`.")
-    allocation_type: Attribute[MemAllocationType] = Attribute(
-        MemAllocationType, "Pinned or managed, by the driver's record.", since="13.1"
-    )
-    export_handle_types: Attribute[MemHandleType] = Attribute(
-        MemHandleType, "How the pool can be shared, by the driver's record.", since="13.1"
-    )
-    location_id: Attribute[int] = Attribute(int, "Device ordinal or NUMA node, by the driver's record.", since="13.1")
-    location_type: Attribute[MemLocationType] = Attribute(
-        MemLocationType, "Where the memory is, by the driver's record.", since="13.1"
-    )
-    max_pool_size: Attribute[int] = Attribute(int, "Most bytes that it may hold, by the driver's record.", since="13.1")
-    hw_decompress_enabled: Attribute[bool] = Attribute(
-        bool, "Whether the decompression engine can use the memory.", since="13.1"
-    )
-    locality_domain_id: Attribute[int] = Attribute(int, "Locality domain of the device with the memory.", since="13.4")
+    reuse_follow_event_dependencies: Switch = Switch(bool)
+    """Whether memory freed in another stream is reused where an event orders the allocation after the free."""
+    reuse_allow_opportunistic: Switch = Switch(bool)
+    """Whether memory freed in another stream is reused once the free has run, without an ordering. What is reused then
+    depends on timing.
+    """
+    reuse_allow_internal_dependencies: Switch = Switch(bool)
+    """Whether, when the pool cannot grow, the driver makes the allocating stream wait for a free in another stream."""
+    release_threshold: Size = Size(int)
+    """Bytes that the pool keeps when the host synchronises; it releases unused memory beyond them. Default 0; the
+    largest value, ``2**64 - 1``, keeps everything.
+    """
+    reserved_mem_current: Attribute[int] = Attribute(int)
+    """Bytes that the pool holds."""
+    reserved_mem_high: Attribute[int] = Attribute(int)
+    """Most bytes held since :meth:`MemoryPool.reset_peaks`."""
+    used_mem_current: Attribute[int] = Attribute(int)
+    """Bytes that are allocated, as they were requested."""
+    used_mem_high: Attribute[int] = Attribute(int)
+    """Most bytes allocated since :meth:`MemoryPool.reset_peaks`."""
+    allocation_type: Attribute[MemAllocationType] = Attribute(MemAllocationType, since="13.1")
+    """Pinned or managed, by the driver's record."""
+    export_handle_types: Attribute[MemHandleType] = Attribute(MemHandleType, since="13.1")
+    """Kinds of handles that the pool can be shared by, by the driver's record."""
+    location_id: Attribute[int] = Attribute(int, since="13.1")
+    """Device ordinal or NUMA node, by the driver's record."""
+    location_type: Attribute[MemLocationType] = Attribute(MemLocationType, since="13.1")
+    """Kind of the memory's location, by the driver's record."""
+    max_pool_size: Attribute[int] = Attribute(int, since="13.1")
+    """Most bytes that it may hold, by the driver's record."""
+    hw_decompress_enabled: Attribute[bool] = Attribute(bool, since="13.1")
+    """Whether the decompression engine can use the memory."""
+    locality_domain_id: Attribute[int] = Attribute(int, since="13.4")
+    """Locality domain of the device with the memory."""
 
     def _get(self, attribute: Attribute[T]) -> T:
         member = bindings_member("CUmemPool_attribute", attribute.driver_name)
