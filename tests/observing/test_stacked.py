@@ -1,69 +1,122 @@
-"""Allocators and observers over each other: each allocation and free of a program is one, and exports are read back."""
+"""Observers of pools and caches against a model; and that what they export is read back."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections import Counter
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
-from tests.support import MiB
 
-Program = Callable[[sa.Device, sa.MemoryPool, sa.CachingAllocator], list[int]]
+SIZES = some.sampled_from([0, 1, 512, 5000, 100_000, 3 << 20])
+NAMES = some.sampled_from(["", "weights", "cache"])
 
 
-def _allocate(source: sa.MemoryPool | sa.CachingAllocator, device: sa.Device) -> list[int]:
-    sizes = [4096 * (number + 1) for number in range(12)] + [4096] * 6 + [0, 20 * MiB]
-    with device.create_stream() as stream:
-        held = [source.allocate(size, stream) for size in sizes[:12]]
-        for buffer in held[::2]:
+class Observed(RuleBasedStateMachine):
+    """A program with a pool and a cache over it. One observer has both, one the pool alone; they know the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = contextlib.ExitStack()
+        self.device = sa.Device(0, driver=sd.simulated())
+        self.streams = [self.end.enter_context(self.device.create_stream()) for _ in range(2)]
+        self.pool = self.end.enter_context(sa.MemoryPool(self.device))
+        self.cache = self.end.enter_context(sa.CachingAllocator(self.pool))
+        self.told: list[int] = []
+        hooks: Any = {"on_allocate": lambda one: self.told.append(one.nbytes),
+                      "on_free": lambda one: self.told.append(-one.nbytes)}  # fmt: skip
+        self.observer = self.end.enter_context(sa.observe(self.cache, **hooks))
+        self.beside = self.end.enter_context(sa.observe(self.device, history=3))
+        self.buffers: dict[int, sa.Buffer] = {}
+        self.live: dict[int, tuple[int, str, str, str]] = {}
+        self.expected: list[int] = []
+        self.phases: list[tuple[Any, sa.observing.Phase]] = []
+        self.peak = 0
+        self.peaks: list[int] = []
+        """Of the phases that have not ended."""
+
+    @rule(cached=some.booleans(), size=SIZES, at=some.integers(0, 1), tag=NAMES)
+    def allocate(self, cached: bool, size: int, at: int, tag: str) -> None:
+        source: Any = self.cache if cached else self.pool
+        with self.observer.tag(tag):
+            buffer = source.allocate(size, self.streams[at])
+        if not size:
+            return
+        path = "/".join(phase.name for _, phase in self.phases)
+        self.buffers[buffer.address] = buffer
+        self.live[buffer.address] = size, tag, path, "cache" if cached else "pool"
+        self.expected.append(size)
+        total = sum(one[0] for one in self.live.values())
+        self.peak, self.peaks = max(self.peak, total), [max(one, total) for one in self.peaks]
+
+    @rule(choose=some.integers(0), how=some.sampled_from(["free", "free elsewhere", "drop", "cycle"]))
+    def free(self, choose: int, how: str) -> None:
+        if not self.buffers:
+            return
+        address = list(self.buffers)[choose % len(self.buffers)]
+        buffer = self.buffers.pop(address)
+        self.expected.append(-self.live.pop(address)[0])
+        if how == "free elsewhere":
+            other = self.streams[buffer.stream is self.streams[0]]
+            other.wait(buffer.stream)
+            buffer.free(other)
+        elif how == "free":
             buffer.free()
-        held = held[1::2] + [source.allocate(size, stream) for size in sizes[12:]]
-        while held:
-            held.pop().free()
-    return [*sizes[:18], 20 * MiB]
-
-
-def _on_both(device: sa.Device, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> list[int]:
-    return _allocate(cache, device) + _allocate(pool, device)
-
-
-def _between_streams(device: sa.Device, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> list[int]:
-    with device.create_stream() as one, device.create_stream() as two:
-        cache.allocate(5000, one).free(two)
-        cache.allocate(5000, two).free(one)
-        cache.allocate(5000, two).free(one)
-        cache.allocate(5000, one).free(device.default_stream)
-        cache.allocate(5000, device.default_stream).free()
-    return [5000] * 5
-
-
-def _dropped_and_given_back(device: sa.Device, pool: sa.MemoryPool, cache: sa.CachingAllocator) -> list[int]:
-    for size in (600, 5000, 600):
-        stream = device.create_stream()
-        cache.allocate(size, stream)
-        cache.allocate(2 * size, stream).free()
-        cache.trim()
-        cache.allocate(size, stream)
-        del stream
+        elif how == "cycle":
+            circle: list[Any] = [buffer]
+            circle.append(circle)
+            del circle
+        del buffer
         gc.collect()
-        device.synchronize()
-    return [size for base in (600, 5000, 600) for size in (base, 2 * base, base)]
+
+    @rule(name=some.sampled_from(["step", "forward"]))
+    def begin(self, name: str) -> None:
+        block = self.observer.phase(name)
+        self.phases.append((block, block.__enter__()))
+        self.peaks.append(sum(one[0] for one in self.live.values()))
+
+    @rule()
+    def finish(self) -> None:
+        if self.phases:
+            block, phase = self.phases.pop()
+            block.__exit__(None, None, None)
+            assert (phase.peak, phase.after) == (self.peaks.pop(), sum(one[0] for one in self.live.values()))
+
+    @rule()
+    def trim(self) -> None:
+        with contextlib.suppress(sa.PendingFreesWarning):  # warnings are errors in tests
+            self.cache.trim()
+
+    @invariant()
+    def knows_the_same(self) -> None:
+        found = {one.address: (one.nbytes, one.tag, one.phase, one.source.kind) for one in self.observer.live}
+        assert found == self.live
+        assert self.observer.nbytes == self.beside.nbytes == sum(one[0] for one in self.live.values())
+        assert (self.observer.peak, self.told) == (self.peak, self.expected)
+        assert len(self.observer.history) == len(self.expected) and len(self.beside.history) <= 3
+
+    def teardown(self) -> None:
+        while self.phases:
+            self.finish()
+        with tempfile.TemporaryDirectory() as folder, self.end:
+            for trace in read_back(self.observer, Path(folder)) if self.expected else ():
+                assert len(trace.events) == len(self.expected) and trace.skipped == {}
+                assert traces.replay(trace, self.pool, self.device, rounds=1).peak_used == trace.peak
+            self.buffers.clear()
+            self.device.synchronize()
 
 
-PROGRAMS: list[Program] = [_on_both, _between_streams, _dropped_and_given_back]
-OBSERVED: dict[str, Callable[[sa.Device, sa.MemoryPool, sa.CachingAllocator], tuple[Any, ...]]] = {
-    "the cache": lambda device, pool, cache: (cache,),
-    "the cache and its pool": lambda device, pool, cache: (pool, cache),
-    "the device": lambda device, pool, cache: (device,),
-    "everything": lambda device, pool, cache: (),
-}
+TestObserved = pytest.mark.simulated_only("a model is checked on machines of its own")(Observed.TestCase)
+TestObserved.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 
 def read_back(observer: sa.Observer, folder: Path) -> list[traces.Trace]:
@@ -71,39 +124,6 @@ def read_back(observer: sa.Observer, folder: Path) -> list[traces.Trace]:
     observer.save_rmm(folder / "rmm.csv")
     observer.save_pytorch(folder / "torch.pickle")
     return [traces.load(folder / "rmm.csv"), traces.load(folder / "torch.pickle")]
-
-
-@pytest.mark.parametrize("observed", OBSERVED)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_each_allocation_is_one(
-    device: sa.Device, pool: sa.MemoryPool, program: Program, observed: str, tmp_path: Path
-) -> None:
-    allocated: list[int] = []
-    freed: list[int] = []
-    cache = sa.CachingAllocator(pool)
-    what = OBSERVED[observed](device, pool, cache)
-    hooks: Any = {
-        "on_allocate": lambda one: allocated.append(one.nbytes),
-        "on_free": lambda one: freed.append(one.nbytes),
-    }
-    with sa.observe(pool) as beside, sa.observe(*what, **hooks) as observer:
-        asked = program(device, pool, cache)
-        device.synchronize()
-        observer.assert_nothing_left()
-        assert Counter(allocated) == Counter(freed) == Counter(asked)
-        cache.close()
-        device.synchronize()
-        device.synchronize()
-        assert beside.live == ()
-    for watching in (observer, beside):
-        alive: Counter[int] = Counter()
-        for one in watching.history:
-            alive[one.allocation.address] += {"allocate": 1, "free": -1}[one.action]
-            assert alive[one.allocation.address] in (0, 1)
-        for trace in read_back(watching, tmp_path):
-            assert trace.allocations * 2 == len(trace.events) == len(watching.history) and trace.skipped == {}
-            assert traces.replay(trace, pool, device, rounds=1).peak_used == trace.peak
-    assert len(observer.history) == 2 * len(asked)
 
 
 def test_a_limit_counts_what_was_asked_for(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
