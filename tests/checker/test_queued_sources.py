@@ -16,6 +16,7 @@ import streamalloc.driver as sd
 from streamalloc import testing
 from streamalloc.driver.internal import cuda
 from tests.checker.corpus import SIZE, Bench
+from tests.checker.corpus.bench import Steps
 
 
 class Source:
@@ -44,10 +45,22 @@ def source(machine: Any) -> Iterator[Source]:
         assert [str(one) for one in driver.finish() if one.kind != "leak"] == []
 
 
-def test_reads(source: Source) -> None:
-    source.array[:] = 1
-    source.copy()
-    assert source.memory.as_array()[0] == 1 and not np.array_equal(source.array, np.zeros(SIZE, np.uint8))
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "as_array h; poke h; copy_to h x a; as_array h",
+        "as_array h; copy_to h x a; poll a; poke h",
+        "as_array h; copy_to h x a; fill h 3 a; synchronize a",
+        "as_array h; fill h 3 a; copy_to h x a; synchronize a",
+        "w = word; as_array h; copy_to h x a; put a w 1; poke h; synchronize a",
+    ],
+)
+def test_what_is_correct(machine: Any, steps: str) -> None:
+    """Reads of the source, writes after a query or by the device, and a value that the host may poll."""
+    driver = sd.checked(machine)
+    with Bench(driver) as bench:
+        Steps(bench, True).run(f"h = of_host_pool; x = new a; {steps}")
+    assert driver.hazards == []
 
 
 def test_the_report_names_the_copy_of_a_graph(source: Source) -> None:
@@ -62,23 +75,6 @@ def test_the_report_names_the_copy_of_a_graph(source: Source) -> None:
     driver.hazards.clear()
     assert "source.copy()" in "".join(hazard.stacks["used"]) and "cuMemcpy" in hazard.what
     assert "graph.launch" in "".join(hazard.stacks["used, launched"])
-
-
-def test_writes_after_a_query(source: Source) -> None:
-    source.copy()
-    while not source.stream.query():
-        pass
-    source.array[:] = 2
-
-
-def test_writes_by_the_device_behind_the_copy(source: Source) -> None:
-    source.copy()
-    source.memory.fill(3, source.stream)
-
-
-def test_writes_by_the_device_before_the_copy(source: Source) -> None:
-    source.memory.fill(3, source.stream)
-    source.copy()
 
 
 def test_writes_by_the_device_on_a_stream_that_waits(source: Source) -> None:
@@ -184,10 +180,3 @@ def test_a_stream_of_another_library_behind_the_copy(source: Source) -> None:
         source.array[:] = 8
     bench.device.synchronize()
     bench.driver.wrapped.cuStreamDestroy(theirs)
-
-
-def test_a_value_that_the_host_may_poll(source: Source) -> None:
-    address = source.bench.word()
-    source.copy()
-    source.bench.raw("cuStreamWriteValue32", cuda.CUstream(source.stream._raw), address, 1, 0)
-    source.array[:] = 7
