@@ -38,6 +38,8 @@ class Bench:
         self.a, self.b, self.c = (self.stream() for _ in range(3))
         self.pool = self._stack.enter_context(sa.MemoryPool(self.device, release_threshold=KEEP))
         self._made: list[sa.Buffer] = []
+        self.in_context = False
+        """Whether another context is current."""
         self.shared: Any = None
         """The latest shared pool."""
 
@@ -97,7 +99,7 @@ class Bench:
 
     def raw(self, name: str, *args: Any) -> Any:
         """A call of the driver itself, in the context of the device."""
-        with self.device.current():
+        with contextlib.nullcontext() if self.in_context else self.device.current():
             answer = getattr(self.driver, name)(*args)
         return answer[1] if len(answer) > 1 and not answer[0] else answer[0]
 
@@ -255,6 +257,27 @@ def _holding(b: Bench, stream: sa.Stream) -> threading.Event:
     return go
 
 
+def _context(b: Bench) -> Any:
+    """Another context of the device, which is current until its end."""
+    b.in_context = True
+    return b.driver.cuCtxCreate(*([] if hasattr(cuda, "cuCtxCreate_v4") else [None]), 0, 0)[1]
+
+
+def _end_context(b: Bench, context: Any) -> None:
+    assert not b.driver.cuCtxDestroy(context)[0]
+    if int(b.driver.cuCtxGetCurrent()[1]) == int(context):
+        b.driver.cuCtxPopCurrent()
+    b.in_context = False
+
+
+def _their_stream(b: Bench) -> Any:
+    """A stream of another library."""
+    with b.device.current():
+        made = b.driver.wrapped.cuStreamCreate(1)[1]
+    b._stack.callback(b.driver.wrapped.cuStreamDestroy, made)
+    return made
+
+
 THINGS: dict[str, Callable[..., Any]] = {
     "new": Bench.new,
     "ready": Bench.ready,
@@ -270,6 +293,9 @@ THINGS: dict[str, Callable[..., Any]] = {
     "timing": lambda b: b.event(timing=True),
     "interprocess": lambda b: b.event(interprocess=True),
     "flag": _flag,
+    "context": _context,
+    "end_context": _end_context,
+    "their_stream": _their_stream,
     "pinned": pinned,
     "pageable": lambda b: np.ones(SIZE, np.uint8),
     "of_host_pool": of_host_pool,

@@ -2,79 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import streamalloc as sa
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import SIZE, Bench, hazard
+from tests.checker.corpus.bench import SIZE, Bench, hazard, programs
 
-_TAKES_PARAMETERS = not hasattr(cuda, "cuCtxCreate_v4")
-
-
-@contextlib.contextmanager
-def _context(b: Bench) -> Iterator[Any]:
-    """Another context of the device, which is current in the block and destroyed by whoever asks for it."""
-    made = b.driver.cuCtxCreate(*([None] if _TAKES_PARAMETERS else []), 0, 0)[1]
-    try:
-        yield made
-    finally:
-        if int(b.driver.cuCtxGetCurrent()[1]) == int(made):
-            b.driver.cuCtxPopCurrent()
-
-
-def _destroy(b: Bench, context: Any) -> None:
-    assert not b.driver.cuCtxDestroy(context)[0]
-
-
-@hazard("use after free")
-def plain_memory_has_ended_with_its_context(b: Bench, right: bool) -> None:
-    with _context(b) as context:
-        memory = b.driver.cuMemAlloc(SIZE)[1]
-        if right:
-            b.at(int(memory), b.a)
-            b.a.synchronize()
-        _destroy(b, context)
-    if not right:
-        b.at(int(memory), b.a)
-
-
-@hazard("double free")
-def plain_memory_is_freed_after_its_context(b: Bench, right: bool) -> None:
-    with _context(b) as context:
-        memory = b.driver.cuMemAlloc(SIZE)[1]
-        if right:
-            b.driver.cuMemFree(memory)
-        _destroy(b, context)
-    if not right:
-        b.raw("cuMemFree", memory)
-
-
-@hazard("use after free")
-def pinned_memory_has_ended_with_its_context(b: Bench, right: bool) -> None:
-    """Portable memory, too."""
-    with _context(b) as context:
-        address = int(b.driver.cuMemHostAlloc(SIZE, 1)[1])
-        if right:
-            b.driver.used(address, SIZE, None, True)
-        _destroy(b, context)
-    if not right:
-        b.driver.used(address, SIZE, None, True)
-
-
-@hazard("race")
-def memory_of_a_pool_lives_on(b: Bench, right: bool) -> None:
-    """The context's streams have done their work when it has ended; those of others have not."""
-    memory = b.ready()
-    with _context(b) as context:
-        stream = b.driver.cuStreamCreate(1)[1]
-        if right:
-            b.driver.used(memory.address, SIZE, stream, True)
-        else:
-            b.write(memory, b.a)
-        _destroy(b, context)
-    b.write(memory, b.b)
+programs(
+    """
+use after free
+    plain_memory_has_ended_with_its_context: k = context; x = cuMemAlloc 4096; + at x a; + synchronize a; end_context k;
+        - at x a
+    pinned_memory_has_ended_with_its_context: k = context; x = cuMemHostAlloc 4096 1; + host_writes x; end_context k;
+        - host_writes x
+double free
+    plain_memory_is_freed_after_its_context: k = context; x = cuMemAlloc 4096; + cuMemFree x; end_context k;
+        - cuMemFree x
+race
+    memory_of_a_pool_lives_on: x = ready; k = context; s = cuStreamCreate 1; + at x s; - write x a; end_context k;
+        write x b
+""",
+)
 
 
 @hazard("use after free", gpus=2, simulated="whoever else has the primary context of a real device would lose it")

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
 
-import streamalloc as sa
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import SIZE, Bench, hazard, pinned, programs
+from tests.checker.corpus.bench import RAW_ACTS, Bench, hazard, programs
 
+
+def _batch(b: Bench, order: int, nbytes: int, *targets_and_sources: int) -> None:
+    attributes = cuda.CUmemcpyAttributes()
+    attributes.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(order)
+    targets, sources = ([cuda.CUdeviceptr(one) for one in targets_and_sources[at::2]] for at in (0, 1))
+    count = len(targets)
+    places = (targets, sources, [nbytes] * count, count)
+    b.raw("cuMemcpyBatchAsync", *places, [attributes], [0], 1, cuda.CUstream(b.a._raw))
+
+
+def _columns(b: Bench, source: int, target: int, *stream: Any) -> None:
+    copy = cuda.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.srcDevice, copy.dstDevice, copy.srcPitch, copy.dstPitch = source, target, 1024, 1024
+    copy.WidthInBytes, copy.Height = 512, 8
+    b.raw("cuMemcpy2DAsync" if stream else "cuMemcpy2D", copy, *stream)
+
+
+def _box(b: Bench, order: int, nbytes: int, target: int, source: int, stream: Any) -> None:
+    box = cuda.CUDA_MEMCPY3D_BATCH_OP()
+    for side, address in ((box.src, source), (box.dst, target)):
+        side.type = cuda.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+        there = side.op.ptr
+        there.ptr, there.rowLength, there.layerHeight = cuda.CUdeviceptr(address), 0, 0
+        side.op.ptr = there
+    box.extent.width, box.extent.height, box.extent.depth = nbytes, 1, 1
+    box.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(order)
+    b.raw("cuMemcpy3DBatchAsync", 1, [box], 0, stream)
+
+
+# Orders of a copy's source are 1, that of the stream; 2, during the call; 3, any.
+RAW_ACTS.update(batch=_batch, columns=_columns, box=_box)
 programs(
     """
 race
+    columns_copied_onto_columns_beside_them: x = new a 65536; columns x x+512|x+256 a
+    columns_of_device_memory_are_not_waited_for: x = ready 65536; columns x x+512; + cuStreamSynchronize 0; look x b
     a_copy_from_the_same_bytes_at_another_address: m = mapped 2; n = second m; cuMemcpyDtoDAsync n+4096|n+1 m 4096 a;
         synchronize device
     the_host_writes_memory_of_a_host_pool: h = of_host_pool; x = cuMemAlloc 4096; cuMemcpyHtoDAsync x h 4096 a;
@@ -66,153 +98,30 @@ race
 """,
     simulated="on hardware, other libraries may wait for the default stream unseen",
 )
-
-_HALF = SIZE // 2
-
-
-def _pointers(*addresses: int) -> list[Any]:
-    return [cuda.CUdeviceptr(one) for one in addresses]
-
-
-def _batch(b: Bench, targets: list[int], sources: list[int], nbytes: int, order: Any = None) -> None:
-    attributes = cuda.CUmemcpyAttributes()
-    attributes.srcAccessOrder = order or cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    count = len(targets)
-    places = (_pointers(*targets), _pointers(*sources), [nbytes] * count, count)
-    b.raw("cuMemcpyBatchAsync", *places, [attributes], [0], 1, cuda.CUstream(b.a.handle))
-
-
-def _columns(source: int, target: int) -> Any:
-    copy = cuda.CUDA_MEMCPY2D()
-    copy.srcMemoryType = copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    copy.srcDevice, copy.dstDevice, copy.srcPitch, copy.dstPitch = source, target, 1024, 1024
-    copy.WidthInBytes, copy.Height = 512, 8
-    return copy
-
-
-# -- parts of one operation ------------------------------------------------------------------------------------
-
-
-@hazard("race")
-def columns_copied_onto_columns_beside_them(b: Bench, right: bool) -> None:
-    x = b.new(b.a, 16 * SIZE)
-    b.raw("cuMemcpy2DAsync", _columns(x.address, x.address + (512 if right else 256)), cuda.CUstream(b.a.handle))
-
-
-@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
-def a_batch_copies_what_it_has_copied(b: Bench, right: bool) -> None:
-    x, y, z = buffers = [b.new(b.a) for _ in range(3)]
-    if right:
-        _batch(b, [y.address], [x.address], SIZE)
-        _batch(b, [z.address], [y.address], SIZE)
-    else:
-        _batch(b, [y.address, z.address], [x.address, y.address], SIZE)
-    b.done(*buffers)
-
-
-@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
-def a_batch_may_read_before_earlier_work(b: Bench, right: bool) -> None:
-    """A copy in any order reads its source at once or later, also of its own stream's work."""
-    x, y = b.new(b.a), b.new(b.a)
-    x.fill(1, b.a)
-    b.wait(b.a, right)
-    _batch(b, [y.address], [x.address], SIZE, cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY)
-
-
-@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
-def two_targets_of_a_batch_overlap(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.a)
-    _batch(b, [y.address, y.address + (_HALF if right else _HALF // 2)], [x.address, x.address], _HALF)
-
-
-# -- copies that return early ----------------------------------------------------------------------------------
-
-
-def _reads_too_early(b: Bench, right: bool, target: int) -> None:
-    if right:
-        b.raw("cuStreamSynchronize", cuda.CUstream(0))
-    b.at(target, b.b, write=False)
-
-
-@hazard("race")
-def columns_of_device_memory_are_not_waited_for(b: Bench, right: bool) -> None:
-    x = b.ready(16 * SIZE)
-    b.raw("cuMemcpy2D", _columns(x.address, x.address + 512))
-    _reads_too_early(b, right, x.address)
-
-
-# -- the host waits, or does not ---------------------------------------------------------------------------------
-
-
-def _box(source: int, target: int, nbytes: int, order: int = 1) -> Any:
-    box = cuda.CUDA_MEMCPY3D_BATCH_OP()
-    for side, address in ((box.src, source), (box.dst, target)):
-        side.type = cuda.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
-        there = side.op.ptr
-        there.ptr, there.rowLength, there.layerHeight = cuda.CUdeviceptr(address), 0, 0
-        side.op.ptr = there
-    box.extent.width, box.extent.height, box.extent.depth = nbytes, 1, 1
-    box.srcAccessOrder = cuda.CUmemcpySrcAccessOrder(order)
-    return box
-
-
-@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
-def a_batch_of_boxes_reads_what_is_written(b: Bench, right: bool) -> None:
-    x, y = b.new(b.a), b.new(b.b)
-    b.device.synchronize()
-    x.fill(1, b.a)
-    b.order(b.a, b.b, right)
-    b.raw("cuMemcpy3DBatchAsync", 1, [_box(x.address, y.address, SIZE)], 0, cuda.CUstream(b.b.handle))
-
-
-@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
-def the_source_of_a_box_is_read_in_stream_order(b: Bench, right: bool) -> None:
-    address, x = b.word(), b.new(b.a, 64)
-    box = _box(address, x.address, 64, 2 if right else 1)
-    b.raw("cuMemcpy3DBatchAsync", 1, [box], 0, cuda.CUstream(b.a.handle))
-    b.driver.used(address, 64, None, True)
-
-
-@hazard("race", simulated="its arguments differ between bindings", bindings="13.0")
-def the_target_of_a_box_is_written_in_stream_order(b: Bench, right: bool) -> None:
-    """Also where its source is read during the call."""
-    address, x = b.word(), b.new(b.a, 64)
-    b.a.synchronize()
-    b.raw("cuMemcpy3DBatchAsync", 1, [_box(address, x.address, 64, 2)], 0, cuda.CUstream(b.b.handle))
-    b.order(b.b, b.a, right)
-    x.fill(1, b.a)
-
-
-# -- host memory that a queued copy reads --------------------------------------------------------------------------
-
-
-def _host_pool(b: Bench) -> sa.MemoryPool:
-    pool = b.keep(sa.MemoryPool(sa.MemPoolProps(location=sa.MemLocation.host()), driver=b.driver))
-    pool.set_access(b.device, sa.MemAccess.READWRITE)
-    return pool  # type: ignore[no-any-return]
-
-
-def _overwritten(b: Bench, right: bool, source: int, stream: Any, nbytes: int = SIZE) -> None:
-    """Copy pinned memory, and write its last byte before or after a wait."""
-    target = int(b.raw("cuMemAlloc", nbytes))
-    b.raw("cuMemcpyHtoDAsync", target, source, nbytes, stream)
-    if right:
-        b.raw("cuStreamSynchronize", stream)
-    ctypes.memset(source + nbytes - 1, 7, 1)
-    b.raw("cuStreamSynchronize", stream)
-    b.raw("cuMemFree", target)
-
-
-@hazard("race", simulated="on hardware, another library may wait for the device unseen")
-def the_host_writes_a_source_beside_another_library(b: Bench, right: bool) -> None:
-    """The library has no way to wait for this stream."""
-    with b.device.current():
-        theirs = b.driver.wrapped.cuStreamCreate(1)[1]
-    x = b.ready()
-    b.driver.used(x.address, SIZE, theirs, True)
-    _overwritten(b, right, pinned(b), cuda.CUstream(b.a._raw))
-    b.device.synchronize()
-    b.driver.wrapped.cuStreamDestroy(theirs)
+programs(
+    """
+race
+    a_batch_copies_what_it_has_copied: x = new a; y = new a; z = new a; + batch 1 4096 y x; + batch 1 4096 z y;
+        - batch 1 4096 y x z y
+    a_batch_may_read_before_earlier_work: x = new a; y = new a; fill x 1 a; + synchronize a; batch 3 4096 y x
+    two_targets_of_a_batch_overlap: x = new a; y = new a; batch 1 2048 y x y+2048|y+1024 x
+    a_batch_of_boxes_reads_what_is_written: x = new a; y = new b; synchronize device; fill x 1 a; + a > b;
+        box 1 4096 y x b
+    the_source_of_a_box_is_read_in_stream_order: w = word; x = new a 64; box 2|1 64 x w a; host_writes w 64
+    the_target_of_a_box_is_written_in_stream_order: w = word; x = new a 64; synchronize a; box 2 64 x w b; + b > a;
+        fill x 1 a
+""",
+    simulated="its arguments differ between bindings",
+    bindings="13.0",
+)
+programs(
+    """
+race
+    the_host_writes_a_source_beside_another_library: x = ready; t = their_stream; at x t; p = pinned;
+        cuMemcpyHtoDAsync x p 4096 a; + synchronize a; poke p; synchronize a
+""",
+    simulated="on hardware, another library may wait for the device unseen",
+)
 
 
 # -- what nobody has written -------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from streamalloc import testing, vmm
 from streamalloc.driver.bindings import cuda
-from tests.checker.corpus.bench import CASES, GONE, PAGE, SIZE, Bench, Case, hazard, programs
+from tests.checker.corpus.bench import CASES, GONE, PAGE, RAW_ACTS, SIZE, Bench, Case, hazard, programs
 from tests.checker.corpus.nodes import Graph
 
 programs(
@@ -39,6 +38,26 @@ release while in use
         until a w 1; + open w; + synchronize a; - open_soon w; cuMemFreeHost w
 """,
     simulated="a free of hardware waits there, which nobody has promised",
+)
+programs(
+    """
+use after free
+    a_kernel_is_launched_after_the_free: x = cuMemAlloc 4096; y = cuMemAlloc 4096; - cuMemFree x; kernel x 4096;
+        + cuMemFree x; cuMemFree y
+out of bounds
+    a_kernel_goes_beyond_its_memory: x = cuMemAlloc 4096; kernel x 4096|4100; cuMemFree x
+""",
+    simulated="kernels of the simulated driver say what they use",
+)
+programs(
+    """
+race
+    a_variable_is_copied_to_while_it_is_read: m = module; v = variable m; cuMemsetD8Async v 1 4096 a; + a > b; look v b;
+        synchronize device; cuModuleUnload m
+use after free
+    a_variable_has_ended_with_its_module: m = module; v = variable m; + at v a; cuModuleUnload m; - at v a
+""",
+    simulated="modules of the simulated driver need no code",
 )
 
 _SYNC = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
@@ -92,60 +111,17 @@ def _write(address: np.uint64, nbytes: np.int32) -> None:
 
 def _launch(b: Bench, address: int, nbytes: int) -> None:
     module = b.raw("cuModuleLoadData", b"\x7fELF")
-    arguments = ((address, nbytes), (ctypes.c_void_p, ctypes.c_int))
+    arguments = ((int(address), nbytes), (ctypes.c_void_p, ctypes.c_int))
     function = b.raw("cuModuleGetFunction", module, b"corpus_write")
     b.raw("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, _raw(b), arguments, 0)
     b.raw("cuCtxSynchronize")
     b.raw("cuModuleUnload", module)
 
 
-@hazard("use after free", simulated="kernels of the simulated driver say what they use")
-def a_kernel_is_launched_after_the_free(b: Bench, right: bool) -> None:
-    """Nothing refuses the launch, and the driver keeps the addresses for its other memory."""
-    address, other = (int(b.raw("cuMemAlloc", SIZE)) for _ in range(2))
-    if right:
-        _launch(b, address, SIZE)
-    b.raw("cuMemFree", address)
-    if not right:
-        _launch(b, address, SIZE)
-    b.raw("cuMemFree", other)
-
-
 testing.device_global("corpus_table", SIZE)
-
-
-def _variable(b: Bench) -> tuple[Any, int]:
-    """A module, and the address of its variable."""
-    module = b.raw("cuModuleLoadData", b"\x7fELF")
-    with b.device.current():
-        return module, int(b.driver.cuModuleGetGlobal(module, b"corpus_table")[1])
-
-
-@hazard("race", simulated="modules of the simulated driver need no code")
-def a_variable_is_copied_to_while_it_is_read(b: Bench, right: bool) -> None:
-    module, address = _variable(b)
-    b.raw("cuMemsetD8Async", address, 1, SIZE, _raw(b))
-    b.order(b.a, b.b, right)
-    b.at(address, b.b, write=False)
-    b.device.synchronize()
-    b.raw("cuModuleUnload", module)
-
-
-@hazard("use after free", simulated="modules of the simulated driver need no code")
-def a_variable_has_ended_with_its_module(b: Bench, right: bool) -> None:
-    module, address = _variable(b)
-    if right:
-        b.at(address, b.a)
-    b.raw("cuModuleUnload", module)
-    if not right:
-        b.at(address, b.a)
-
-
-@hazard("out of bounds", simulated="kernels of the simulated driver say what they use")
-def a_kernel_goes_beyond_its_memory(b: Bench, right: bool) -> None:
-    address = int(b.raw("cuMemAlloc", SIZE))
-    _launch(b, address, SIZE if right else SIZE + 4)
-    b.raw("cuMemFree", address)
+RAW_ACTS["kernel"] = _launch
+RAW_ACTS["module"] = lambda b: b.raw("cuModuleLoadData", b"\x7fELF")
+RAW_ACTS["variable"] = lambda b, module: int(b.raw("cuModuleGetGlobal", module, b"corpus_table"))
 
 
 @hazard("out of bounds")

@@ -10,7 +10,7 @@ import streamalloc as sa
 from streamalloc import ipc, multicast, vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import multimem_ld_reduce, multimem_red, multimem_st
-from tests.checker.corpus.bench import PAGE, Bench, hazard, programs
+from tests.checker.corpus.bench import PAGE, THINGS, Bench, hazard, programs
 
 programs(
     """
@@ -29,6 +29,20 @@ free before the importer's
     the_exporter_does_not_wait_for_the_importer: x = of_shared_pool; synchronize a; y = opened x; cuMemFreeAsync y b;
         + wait a b; free x
 """,
+)
+programs(
+    """
+race
+    a_replica_is_read_while_the_object_is_written: t = team; store t a; + wait b a; r = replica t 0; look r b 64
+    a_replica_of_the_other_device: t = team; p = peer; s = stream_of p; r = replica t 1; at r+128 s 64; + wait a s;
+        reduce t a
+    reduced_while_a_replica_is_written: t = team; x = new a; a > b; r = replica t 1; at r b 16; + wait a b;
+        load_reduce t x a
+    two_devices_store_through_the_object: t = team; p = peer; s = stream_of p; + reduce t a; + reduce t s; - store t a;
+        - store t s; synchronize a; synchronize s
+""",
+    gpus=2,
+    simulated="no test makes multicast objects on GPUs that others share",
 )
 
 # -- sharing --------------------------------------------------------------------------------------------------
@@ -60,34 +74,11 @@ class Team:
         self.view = b.keep(b.keep(vmm.AddressRange(PAGE, driver=b.driver)).map(self.object, access=self.devices))
 
 
-@hazard("race", gpus=2, simulated=_NO_OBJECTS)
-def a_replica_is_read_while_the_object_is_written(b: Bench, right: bool) -> None:
-    team = Team(b)
-    multimem_st(b.a, team.view, np.ones(64, np.uint32))
-    if right:
-        b.b.wait(b.a)
-    b.at(team.ranges[0].address, b.b, write=False, nbytes=64)
-
-
-@hazard("race", gpus=2, simulated=_NO_OBJECTS)
-def a_replica_of_the_other_device(b: Bench, right: bool) -> None:
-    team = Team(b)
-    other = b.keep(team.devices[1].create_stream())
-    b.at(team.ranges[1].address + 128, other, nbytes=64)
-    if right:
-        b.a.wait(other)
-    multimem_red(b.a, team.view, np.ones(64, np.uint32))
-
-
-@hazard("race", gpus=2, simulated=_NO_OBJECTS)
-def reduced_while_a_replica_is_written(b: Bench, right: bool) -> None:
-    team = Team(b)
-    x = b.new(b.a)
-    b.order(b.a, b.b)
-    b.at(team.ranges[1].address, b.b, nbytes=16)
-    if right:
-        b.a.wait(b.b)
-    multimem_ld_reduce(b.a, x, team.view, 16, np.uint32)
+THINGS["team"] = Team
+THINGS["replica"] = lambda b, team, number: team.ranges[number].address
+THINGS["store"] = lambda b, team, stream: multimem_st(stream, team.view, np.ones(64, np.uint32))
+THINGS["reduce"] = lambda b, team, stream: multimem_red(stream, team.view, np.ones(64, np.uint32))
+THINGS["load_reduce"] = lambda b, team, x, stream: multimem_ld_reduce(stream, x, team.view, 16, np.uint32)
 
 
 @hazard("unmap while in use", gpus=2, simulated=_NO_OBJECTS)
@@ -113,17 +104,6 @@ def the_object_is_unmapped_while_it_is_written(b: Bench, right: bool) -> None:
     b.raw("cuMemUnmap", at, PAGE)
     b.device.synchronize()
     b.raw("cuMemAddressFree", at, PAGE)
-
-
-@hazard("race", gpus=2, simulated=_NO_OBJECTS)
-def two_devices_store_through_the_object(b: Bench, right: bool) -> None:
-    """Reductions may come in any order, stores may not."""
-    team = Team(b)
-    with team.devices[1].create_stream() as other:
-        for stream in (b.a, other):
-            (multimem_red if right else multimem_st)(stream, team.view, np.ones(16, np.uint32))
-        b.a.synchronize()
-        other.synchronize()
 
 
 # -- exports ---------------------------------------------------------------------------------------------------
