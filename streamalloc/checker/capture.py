@@ -4,14 +4,15 @@ can belong to a capture.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from streamalloc.checker.clocks import Actor, Clock, Obstacle, Timeline, TrackedStream
-from streamalloc.checker.judge import Judge
+from streamalloc.checker.judge import Judge, Recording, Wait
 from streamalloc.checker.ranges import Access, Bytes, Piece, Range
-from streamalloc.driver.reports import Hazard, Stack
+from streamalloc.driver.reports import Hazard, Stack, place_of
 
 
 class Unseen(NamedTuple):
@@ -63,6 +64,7 @@ class _Inside:
     def __init__(self, on_hazard: Callable[[Hazard], None]) -> None:
         self.timeline: Timeline = Timeline()
         self._judge: Judge = Judge(self.timeline, on_hazard)
+        self.waited = self._judge.waited
         self._ranges: dict[Range, Range] = {}
         self._bytes: dict[Bytes, Bytes] = {}
 
@@ -158,6 +160,11 @@ class TrackedCapture:
                 # A captured node with an unknown handle.
                 self.join_all(stream)
 
+    def wait(self, stream: TrackedStream, event: TrackedEvent, clock: Clock, place: Stack) -> None:
+        """Order a stream after a captured event with this clock."""
+        self.join(stream, clock)
+        self._inside.waited(self._streams[stream], event.wait(place))
+
     def join(self, stream: TrackedStream, clock: Clock | None = None) -> None:
         """Add a stream to the capture, ordered after a clock."""
         inside = self._streams.get(stream)
@@ -181,9 +188,11 @@ class TrackedCapture:
         """Have a stream come after everything captured."""
         self._streams[stream].clock.learn(self._inside.timeline.everything())
 
-    def record(self, stream: TrackedStream) -> Clock:
+    def record(self, stream: TrackedStream, event: TrackedEvent, place: Stack) -> Clock:
         """Record an event in a captured stream. Returns the event's clock."""
-        mark = self._inside.timeline.record(self._streams[stream])
+        inside = self._streams[stream]
+        mark = self._inside.timeline.record(inside)
+        event.note(inside, mark, place)
         assert mark.clock is not None
         return mark.clock
 
@@ -206,6 +215,10 @@ class TrackedCapture:
             self._done[handle] = self._streams[stream].clock.copy()
 
 
+_RECORDINGS = 4
+"""Most recordings of an event that reports can name."""
+
+
 @dataclass(eq=False, slots=True)
 class TrackedEvent:
     """An event, and its latest recording."""
@@ -223,3 +236,21 @@ class TrackedEvent:
     """Entry on the board of this process."""
     name: bytes = b""
     """Export data; the event's name on boards of other processes."""
+    made: Stack = ()
+    """Place of the creation."""
+    recordings: deque[Recording] = field(default_factory=lambda: deque(maxlen=_RECORDINGS))
+    """The last recording, and earlier ones that nothing has waited for."""
+    awaited: bool = False
+    """Whether something has waited for the last recording."""
+
+    def note(self, stream: TrackedStream, mark: Obstacle, place: Stack) -> None:
+        """Note the place of a recording, for reports."""
+        if self.awaited:
+            self.recordings.clear()
+        self.awaited = False
+        self.recordings.append(Recording(stream, mark, place))
+
+    def wait(self, place: Stack) -> Wait:
+        """A wait for the event, for reports."""
+        self.awaited = True
+        return Wait(place_of(self.made), tuple(self.recordings), place)

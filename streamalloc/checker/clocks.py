@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from streamalloc.checker.report import Notes
 
@@ -26,6 +26,8 @@ UNORDERED, BY_CHOICE, CERTAIN = range(3)
 
 _CHOICES = 256
 """Most recorded choices of the driver."""
+MOST_WAITS = 8
+"""Most waits for events per stream that reports can name."""
 _SEARCHES = 2000
 """Most searches through the choices in one run."""
 
@@ -110,6 +112,8 @@ class TrackedStream(Actor):
     obstacle: Obstacle | None = None
     queue: deque[tuple[Clock | None, Action]] = field(default_factory=deque)
     """Operations behind the obstacle, with host clocks of their calls."""
+    waits: deque[Any] = field(default_factory=lambda: deque(maxlen=MOST_WAITS))
+    """The latest waits for events, see :class:`streamalloc.checker.judge.Wait`."""
     is_host: ClassVar[bool] = False
 
 

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, Actor, Clock, Timeline, TrackedStream
+from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, MOST_WAITS, Actor, Clock, Obstacle, Timeline, TrackedStream
 from streamalloc.checker.ranges import MANY_USERS, NEVER, Access, AwaitedPart, Moment, Piece, Range
-from streamalloc.driver.reports import LAUNCHED, Hazard, Launched, Stack
+from streamalloc.driver.reports import LAUNCHED, Hazard, Launched, Stack, place_of
 
 _WAKES = {"sleep()": ", or wake() before it", "evict()": ", or restore() before it"}
 _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
+
+
+class Recording(NamedTuple):
+    """A recording of an event."""
+
+    stream: TrackedStream
+    mark: Obstacle
+    """End of the recorded work."""
+    stack: Stack
+
+
+class Wait(NamedTuple):
+    """A wait of a stream or of the host for an event."""
+
+    made: str
+    """Place where the event was made."""
+    recordings: tuple[Recording, ...]
+    """The last recording before the wait, and earlier ones that it replaced."""
+    stack: Stack
 
 
 class Judge:
@@ -20,6 +41,19 @@ class Judge:
         self._on_hazard = on_hazard
         self._published = Clock() if published is None else published
         """Work that other processes can wait for, and may have."""
+        self._waits: deque[Wait] = deque(maxlen=MOST_WAITS)
+        """The latest waits of the host for events."""
+
+    def waited(self, actor: Actor, wait: Wait) -> None:
+        """Record a wait for an event, for reports of an order that it does not give."""
+        (actor.waits if isinstance(actor, TrackedStream) else self._waits).append(wait)
+
+    def missing_order(self, before: Moment, later: Actor) -> str:
+        """The advice how to order an actor after an operation. It names a wait that has no effect."""
+        waiting = later if later.within is None else later.within
+        waits = waiting.waits if isinstance(waiting, TrackedStream) else self._waits
+        vain = (_vain(wait, before, waiting) for wait in reversed(waits) if isinstance(before.actor, TrackedStream))
+        return next(filter(None, vain), "") or _missing_order(before, later)
 
     def _is_open(self, range_: Range, before: Moment) -> bool:
         """Whether another process may have ordered the operation, unseen by the checker."""
@@ -66,7 +100,7 @@ class Judge:
                 formerly, more = _formerly(range_)
                 where = f"{born.actor.name}{formerly}"
                 what = f"{free} frees {range_}, but nothing orders the free after the allocation on {where}."
-                remedy = missing_order(born, actor)
+                remedy = self.missing_order(born, actor)
                 self.report("free before allocation", what, remedy, range_, stack, ordered=ordered, **more)
         for use in range_.last.values():
             if use.actor is actor:
@@ -75,12 +109,12 @@ class Judge:
             if ordered != CERTAIN and not self._is_open(range_, use):
                 kind = f"{ending} while in use" if ending else "free racing a use"
                 what = f"{free} {_VERBS[ending]} {range_}, but nothing orders it after {use}."
-                self.report(kind, what, missing_order(use, actor), range_, stack, ordered=ordered, used=use.stack)
+                self.report(kind, what, self.missing_order(use, actor), range_, stack, ordered=ordered, used=use.stack)
         for one in range_.imports:
             if one.kind.startswith("import") and not self._import_ended(range_, one.ended, actor, clock):
                 what = f"{free} frees {range_}, but nothing orders it after the free of its import at {one.base:#x}."
-                advice = "free the imported pointer first."
-                remedy = advice if one.ended is None else missing_order(one.ended, actor)
+                order_of = self.missing_order
+                remedy = "free the imported pointer first." if one.ended is None else order_of(one.ended, actor)
                 self.report("free before the importer's", what, remedy, range_, stack, imported=one.stack)
         range_.ended = free
         range_.freed_after = None if actor.is_host else clock.copy()
@@ -195,7 +229,7 @@ class Judge:
             return
         did, earlier = ("writes" if one.write else "reads" for one in (access, before))
         what = f"{access} {did} {range_}, but nothing orders it after {before}, which {earlier} the same bytes."
-        remedy = missing_order(before, access.actor)
+        remedy = self.missing_order(before, access.actor)
         self.report("race", what, remedy, range_, access.stack, ordered=ordered, used=before.stack)
 
     def _after_end(self, range_: Range, access: Access, clock: Clock) -> None:
@@ -209,7 +243,7 @@ class Judge:
             kind, remedy = "use after free", f"call {ended.call} after this use{_WAKES.get(ended.call, '')}."
         else:
             what = f"{access} uses {range_}, but nothing orders it before {ended}, which frees it."
-            kind, remedy = "free racing a use", missing_order(access, ended.actor)
+            kind, remedy = "free racing a use", self.missing_order(access, ended.actor)
         self.report(kind, what, remedy, range_, access.stack, freed=ended.stack)
 
     def _before_birth(self, piece: Piece, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
@@ -222,13 +256,13 @@ class Judge:
             if first.actor is actor or self.timeline.order(clock, first.actor.number, first.time):
                 where = born.actor.name
                 what = f"{access} uses memory that {ended} freed and that is now {range_}, allocated on {where}."
-                remedy = f"free it after this use: {missing_order(access, ended.actor)}"
+                remedy = f"free it after this use: {self.missing_order(access, ended.actor)}"
                 self.report("reuse race", what, remedy, range_, access.stack, freed=ended.stack)
                 return
         formerly, more = _formerly(range_)
         where = f"{born.actor.name}{formerly}"
         what = f"{access} uses {range_}, but nothing orders this use after the allocation on {where}."
-        remedy = missing_order(born, actor)
+        remedy = self.missing_order(born, actor)
         self.report("use before allocation", what, remedy, range_, access.stack, ordered=ordered, **more)
 
     def report(
@@ -253,9 +287,35 @@ def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
     return "", {}
 
 
-def missing_order(before: Moment, later: Actor) -> str:
-    """The advice how to order an actor after an operation."""
-    its = before.call.removeprefix("a ").removeprefix("an ")
+def _vain(wait: Wait, before: Moment, waiting: Actor) -> str:
+    """The advice if a wait was meant to order its actor after an operation, but does not; otherwise empty."""
+    operation = f"the {_bare(before)} of {place_of(before.stack)}"
+    waits = f"{'the host' if waiting.is_host else waiting.short} waits at {place_of(wait.stack)} for the event"
+    if not wait.recordings:
+        record = f"record it on {before.actor.short} after {operation}, before the wait."
+        return f"{waits} made at {wait.made}, which nothing had recorded by then: {record}"
+    covering = [
+        one for one in wait.recordings
+        if one.mark.clock is None or one.mark.clock.after(before.actor.number, before.time)
+    ]  # fmt: skip
+    last = wait.recordings[-1]
+    if last in covering:
+        return ""
+    if covering:
+        replaced = f"but the recording of {place_of(last.stack)} has replaced that one: use two events."
+        return f"{waits} recorded at {place_of(covering[-1].stack)} after {operation}, {replaced}"
+    if last.stream is before.actor:
+        return f"{waits} recorded at {place_of(last.stack)}, before {operation}: record it after that."
+    return ""
+
+
+def _bare(moment: Moment) -> str:
+    """The name of an operation without its article."""
+    return moment.call.removeprefix("a ").removeprefix("an ")
+
+
+def _missing_order(before: Moment, later: Actor) -> str:
+    its = _bare(before)
     actor, waiting = before.actor.short, later.short
     if later.is_host and later.within is not None and not before.actor.is_host:
         event = f"an event recorded on {actor} after its {its}"

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from streamalloc.checker.capture import TrackedNode, Unseen
 from streamalloc.checker.clocks import Actor, Clock, Obstacle, TrackedStream
 from streamalloc.checker.contents import HOST_KINDS, PAGEABLE
-from streamalloc.checker.judge import missing_order
 from streamalloc.checker.ranges import NEVER, Access, Bytes, Pieces, Range
 from streamalloc.checker.state import State
 from streamalloc.checker.streams import MEMORY_TYPE, rights_of_process
@@ -341,7 +340,7 @@ def revoke(state: State, ranges: Iterable[Range], old: dict[int, int], new: dict
             if not state.timeline.may_be_known(use.actor.number, use.time):
                 rights = f"the access of device {devices[use.actor]} to {range_}"
                 found = f"{what} revokes {rights}, but nothing orders it after {use}."
-                remedy = missing_order(use, state.thread())
+                remedy = state.judge.missing_order(use, state.thread())
                 state.judge.report("access without a grant", found, remedy, range_, state.place(), used=use.stack)
 
 

@@ -29,6 +29,7 @@ from streamalloc.driver.account import COUNTED
 from streamalloc.driver.bindings import cuda, parameters
 from streamalloc.testing import Gate
 from tests.checker.corpus import PAGE, SIZE, Bench
+from tests.checker.corpus.bench import Steps
 from tests.checker.corpus.nodes import Graph, fill_params
 from tests.processes import SECONDS
 from tests.support import KEEP, bytecodes, names, read
@@ -291,8 +292,46 @@ class TestModes:
             sd.checked(machine, on="shout")  # type: ignore[arg-type]
 
 
+_WAITS_AT = r"stream 0x\w+ waits at \S+ for the event"
+
+
 class TestWords:
     """The text of a hazard."""
+
+    @pytest.mark.parametrize(
+        ("steps", "words"),
+        [
+            (
+                "record a e; write x a; wait b e; write x b",
+                _WAITS_AT + r" recorded at \S+, before the kernel of \S+: ",
+            ),
+            (
+                "begin a; record a e; write x a; wait b e; write x b; record b e; wait a e; g = end",
+                _WAITS_AT + r" recorded at \S+, before the kernel of",
+            ),
+            (
+                "record a e; write x a; synchronize e; host_writes x",
+                r"the host waits at \S+ for the event recorded at \S+, before the kernel of",
+            ),
+            (
+                "write x a; wait b e; write x b",
+                _WAITS_AT + r" made at \S+, which nothing had recorded by then: ",
+            ),
+            (
+                "write x a; record a e; record c e; wait b e; write x b",
+                _WAITS_AT + r" .* after the kernel of .*, but the recording of \S+ has replaced that one",
+            ),
+            (
+                "record c e; wait b e; write x a; write x b",
+                r"^stream 0x\w+ must wait for an event recorded on stream 0x\w+ after its kernel\.",
+            ),
+        ],
+    )
+    def test_a_wait_that_has_no_effect(self, machine: Any, steps: str, words: str) -> None:
+        driver = sd.checked(machine)
+        with Bench(driver) as bench:
+            Steps(bench, True).run(f"x = ready; e = event; {steps}")
+        assert re.search(words, self._only(driver).remedy), self._only(driver).remedy
 
     @pytest.mark.simulated_only("a call with a destroyed handle may end the process")
     @pytest.mark.parametrize("name", ["cuMemFreeAsync", "cuMemsetD8Async", "cuEventRecord", "cuStreamDestroy"])

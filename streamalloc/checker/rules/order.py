@@ -10,7 +10,7 @@ from typing import Any
 
 from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedEvent, TrackedNode
-from streamalloc.checker.clocks import Obstacle, TrackedStream
+from streamalloc.checker.clocks import Actor, Obstacle, TrackedStream
 from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import NEVER, Access, Moment
 from streamalloc.checker.state import State
@@ -102,7 +102,7 @@ def record(state: State, event: TrackedEvent, stream: TrackedStream, external: b
     if external and _at_launch(state, stream, lambda stream: record(state, event, stream)):
         return
     if capture is not None:
-        event.mark, event.captured = None, (capture, capture.record(stream))
+        event.mark, event.captured = None, (capture, capture.record(stream, event, state.place(1)))
     else:
         recorded(state, event, stream)
 
@@ -110,6 +110,7 @@ def record(state: State, event: TrackedEvent, stream: TrackedStream, external: b
 def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
     """Record an event in a stream that is not captured."""
     event.captured, event.mark = None, state.timeline.record(stream)
+    event.note(stream, event.mark, state.place(1))
     if event.shared:
         state.sources.clear()
         state.interprocess.notifies(stream)
@@ -122,12 +123,18 @@ def recorded(state: State, event: TrackedEvent, stream: TrackedStream) -> None:
         state.timeline.submit(stream, publish)
 
 
+def waited(state: State, actor: Actor, event: TrackedEvent) -> None:
+    """Note a wait for an event that only this program records."""
+    if not (event.foreign or event.elsewhere):
+        state.judge.waited(actor, event.wait(state.place(1)))
+
+
 def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: bool = False) -> None:
     """Make a stream wait for an event. ``external``: if it is captured, each launch waits for the outside event."""
     if event.captured is not None:
         of, clock = event.captured
         if not of.ended:
-            of.join(stream, clock)
+            of.wait(stream, event, clock, state.place(1))
             state.streams.captures[stream] = of
     elif state.capture_of(stream) is not None:
         if external:
@@ -135,6 +142,7 @@ def wait(state: State, stream: TrackedStream, event: TrackedEvent, external: boo
     else:
         if event.mark is not None:
             state.timeline.wait(stream, event.mark)
+        waited(state, stream, event)
         unseen = state.interprocess.recorded_elsewhere(event)
         if unseen is not None:
             state.timeline.submit(stream, lambda stream: stream.clock.learn(unseen))
@@ -267,7 +275,7 @@ def _queries(state: State, name: str, args: Arguments) -> Finish:
 
 
 def _makes_event(state: State, name: str, args: Arguments, answer: Answer) -> None:
-    state.events[int(answer[1])] = TrackedEvent(bool(int(args[0]) & _INTERPROCESS))
+    state.events[int(answer[1])] = TrackedEvent(bool(int(args[0]) & _INTERPROCESS), made=state.place(1))
 
 
 def _records(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -322,6 +330,7 @@ def _happened(state: State, name: str, args: Arguments) -> Finish:
             assert mark.clock is not None
             state.timeline.host_observes(mark.clock)
         for one in events:
+            waited(state, state.thread(), one)
             unseen = state.interprocess.recorded_elsewhere(one)
             if unseen is not None:
                 state.timeline.host_observes(unseen)
