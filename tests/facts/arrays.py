@@ -15,17 +15,19 @@ UINT8, UINT16, UINT32, INT8, HALF, FLOAT = 0x01, 0x02, 0x03, 0x08, 0x10, 0x20
 # Flags of CUDA_ARRAY3D_DESCRIPTOR.
 LAYERED, SURFACE, CUBEMAP, GATHER, DEPTH, SPARSE, DEFERRED = 0x01, 0x02, 0x04, 0x08, 0x10, 0x40, 0x80
 MAP, UNMAP = 1, 2
+HOST, DEVICE, ARRAY = 1, 2, 3  # CUmemorytype
 
 # The bytes of a tile, whatever the array; a page of physical memory has 32.
 TILE = 1 << 16
 
 Bytes = npt.NDArray[np.uint8]
+Extent = tuple[int, int, int]
 
 
 class Tiling(NamedTuple):
     """The driver's answers for a sparse array: (width, height, depth) of a tile, and its mip tail."""
 
-    tile: tuple[int, int, int]
+    tile: Extent
     tail_level: int = 0
     tail_size: int = 0
     flags: int = 0
@@ -143,25 +145,45 @@ class Arrays:
 
     def write(self, array: Any, data: Bytes) -> None:
         """Copy the data to the begin of the array: by depth, height and bytes of a row."""
-        self._copy(array, data, to_array=True)
+        assert self.copy(array, data, (1, *data.shape)[-3:]) == "SUCCESS"
+        value(self.raw.cuStreamSynchronize(self.stream))
 
-    def read(self, array: Any, shape: tuple[int, ...]) -> Bytes:
+    def read(self, array: Any, shape: tuple[int, ...], of: Extent = (0, 0, 0)) -> Bytes:
         data = np.full(shape, 7, np.uint8)
-        self._copy(array, data, to_array=False)
+        assert self.copy(data, array, (1, *shape)[-3:], of=of) == "SUCCESS"
+        value(self.raw.cuStreamSynchronize(self.stream))
         return data
 
-    def _copy(self, array: Any, data: Bytes, to_array: bool) -> None:
-        copy, kinds = self.raw.CUDA_MEMCPY3D(), self.raw.CUmemorytype
-        copy.WidthInBytes, copy.Height, copy.Depth = data.shape[-1], data.shape[-2], data[..., 0, 0].size
-        host, there = ("src", "dst") if to_array else ("dst", "src")
-        for side, kind in ((host, kinds.CU_MEMORYTYPE_HOST), (there, kinds.CU_MEMORYTYPE_ARRAY)):
-            setattr(copy, f"{side}MemoryType", kind)
-        setattr(copy, f"{host}Host", data.ctypes.data)
-        setattr(copy, f"{host}Pitch", data.shape[-1])
-        setattr(copy, f"{host}Height", data.shape[-2])
-        setattr(copy, f"{there}Array", array)
-        value(self.raw.cuMemcpy3DAsync(copy, self.stream))
-        value(self.raw.cuStreamSynchronize(self.stream))
+    def side(self, copy: Any, side: str, what: Any, at: Extent, pitch: int, height: int) -> None:
+        """One end of a copy: an array, the address of device memory, or bytes of the host, from x, y and z."""
+        kind = DEVICE if isinstance(what, int) else HOST if isinstance(what, np.ndarray) else ARRAY
+        setattr(copy, f"{side}MemoryType", self.raw.CUmemorytype(kind))
+        name = {HOST: "Host", DEVICE: "Device", ARRAY: "Array"}[kind]
+        setattr(copy, side + name, what.ctypes.data if kind == HOST else what)
+        numbers = (*at, 0, 0) if kind == ARRAY else (*at, pitch, height)
+        for field, number in zip(("XInBytes", "Y", "Z", "Pitch", "Height"), numbers, strict=True):
+            if hasattr(copy, side + field):
+                setattr(copy, side + field, number)
+
+    def copy(
+        self,
+        target: Any,
+        source: Any,
+        shape: tuple[int, ...],
+        to: Extent = (0, 0, 0),
+        of: Extent = (0, 0, 0),
+        stream: Any = None,
+    ) -> str:
+        """``shape`` in bytes: depth, height, width; without a depth by cuMemcpy2DAsync."""
+        plane = len(shape) == 2
+        copy = self.raw.CUDA_MEMCPY2D() if plane else self.raw.CUDA_MEMCPY3D()
+        *depth, copy.Height, copy.WidthInBytes = shape
+        if depth:
+            copy.Depth = depth[0]
+        self.side(copy, "dst", target, to, shape[-1], shape[-2])
+        self.side(copy, "src", source, of, shape[-1], shape[-2])
+        call = self.raw.cuMemcpy2DAsync if plane else self.raw.cuMemcpy3DAsync
+        return said(call(copy, self.stream if stream is None else stream))
 
 
 def pattern(*shape: int) -> Bytes:
