@@ -34,6 +34,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate
+from tests.facts.enums import FABRIC, POSIX_FD
 from tests.facts.support import Rig, said
 from tests.support import filled, holds, shows
 
@@ -376,6 +377,10 @@ class Member(NamedTuple):
 
     name: str
     number: int
+
+
+FD = Member("CUmemAllocationHandleType", POSIX_FD)
+FABRIC_HANDLE = Member("CUmemAllocationHandleType", FABRIC)
 
 
 def bytes_of(struct: Any) -> bytes:

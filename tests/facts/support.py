@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ import numpy.typing as npt
 import pytest
 
 from streamalloc.driver.bindings import BINDINGS_VERSION, check_readable
-from tests.facts.enums import DEVICE, FABRIC, LEGACY, NO_HANDLE, NON_BLOCKING, PINNED, UNTIMED
+from tests.facts.enums import DEVICE, FABRIC, LEGACY, NO_HANDLE, NON_BLOCKING, PINNED, POSIX_FD, UNTIMED
 
 MiB = 1 << 20
 # What physical memory, address ranges and mappings are multiples of: the granularity, which is the same for all.
@@ -344,6 +345,42 @@ class Rig:
         """The access flags of a location at an address, or what the call says where it fails."""
         answer = self.raw.cuMemGetAccess(self.location(kind, id), address)
         return int(answer[1]) if said(answer) == "SUCCESS" else said(answer)
+
+    # --- what processes share
+
+    def handle_type(self, number: int) -> Any:
+        return self.raw.CUmemAllocationHandleType(number)
+
+    def export(self, shared: Any, handle_type: int = POSIX_FD, flags: int = 0) -> Answer:
+        """A pool or physical memory. A descriptor is closed at the end, unless ``close_fd`` has done so."""
+        of_pool = isinstance(shared, self.raw.CUmemoryPool)
+        call = self.raw.cuMemPoolExportToShareableHandle if of_pool else self.raw.cuMemExportToShareableHandle
+        answer: Answer = call(shared, self.handle_type(handle_type), flags)
+        return self.keep_fd(answer) if handle_type == POSIX_FD else answer
+
+    def keep_fd(self, answer: Answer) -> Answer:
+        if said(answer) == "SUCCESS":
+            self.own(answer[1], os.close)
+        return answer
+
+    def exported(self, shared: Any, handle_type: int = POSIX_FD) -> Any:
+        return value(self.export(shared, handle_type))
+
+    def close_fd(self, fd: int) -> None:
+        os.close(self.disown(fd))
+
+    def import_memory(self, handle: Any, handle_type: int = POSIX_FD) -> Answer:
+        """From a descriptor, or from the struct of a fabric handle."""
+        given = int(handle.getPtr()) if handle_type == FABRIC else handle
+        return self.keep_memory(self.raw.cuMemImportFromShareableHandle(given, self.handle_type(handle_type)))
+
+    def imported(self, handle: Any, handle_type: int = POSIX_FD) -> Any:
+        return value(self.import_memory(handle, handle_type))
+
+    def import_pool(self, handle: Any, handle_type: int = POSIX_FD) -> Answer:
+        given = int(handle.getPtr()) if handle_type == FABRIC else handle
+        answer: Answer = self.raw.cuMemPoolImportFromShareableHandle(given, self.handle_type(handle_type), 0)
+        return answer
 
     # --- what a test reads
 

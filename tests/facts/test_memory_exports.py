@@ -5,81 +5,35 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests.facts.enums import DEVICE, FABRIC, NO_HANDLE, POSIX_FD, READWRITE, WIN32
-from tests.facts.support import PAGE, UINT64_MAX, Answer, MiB, Rig, said, value
+from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 
 
-class Descriptors:
-    """Exports and imports of memory; descriptors are closed and handles released at the end."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
-        self._open: set[int] = set()
-
-    def type(self, number: int) -> Any:
-        return self.rig.raw.CUmemAllocationHandleType(number)
-
-    def export(self, memory: Any, handle_type: int = POSIX_FD, flags: int = 0) -> Answer:
-        return self.keep(self.rig.raw.cuMemExportToShareableHandle(memory, self.type(handle_type), flags))
-
-    def exported(self, memory: Any) -> int:
-        return int(value(self.export(memory)))
-
-    def import_(self, fd: int, handle_type: int = POSIX_FD) -> Answer:
-        return self.rig.keep_memory(self.rig.raw.cuMemImportFromShareableHandle(fd, self.type(handle_type)))
-
-    def imported(self, fd: int) -> Any:
-        return value(self.import_(fd))
-
-    def keep(self, answer: Answer) -> Answer:
-        """Close the descriptor that was answered, unless the test does."""
-        if said(answer) == "SUCCESS":
-            self._open.add(int(answer[1]))
-        return answer
-
-    def close(self, fd: int) -> None:
-        self._open.discard(fd)
-        os.close(fd)
-
-    def close_all(self) -> None:
-        for fd in list(self._open):
-            self.close(fd)
-
-
-@pytest.fixture
-def fds(rig: Rig) -> Iterator[Descriptors]:
-    fds = Descriptors(rig)
-    yield fds
-    fds.close_all()
-
-
 class TestExport:
-    def test_twice(self, rig: Rig, fds: Descriptors) -> None:
+    def test_twice(self, rig: Rig) -> None:
         memory = rig.memory(handle_types=POSIX_FD)
-        first, second = fds.exported(memory), fds.exported(memory)
+        first, second = rig.exported(memory), rig.exported(memory)
         assert first != second
         assert not os.get_inheritable(first)
 
-    def test_refused(self, rig: Rig, fds: Descriptors) -> None:
+    def test_refused(self, rig: Rig) -> None:
         memory = rig.memory(handle_types=POSIX_FD)
         for handle_type, flags in ((POSIX_FD, 1), (FABRIC, 0), (NO_HANDLE, 0), (WIN32, 0)):
-            assert said(fds.export(memory, handle_type, flags)) == "INVALID_VALUE"
-        for other in (rig.memory(), fds.imported(fds.exported(memory))):
-            assert said(fds.export(other)) == "INVALID_VALUE"
+            assert said(rig.export(memory, handle_type, flags)) == "INVALID_VALUE"
+        for other in (rig.memory(), rig.imported(rig.exported(memory))):
+            assert said(rig.export(other)) == "INVALID_VALUE"
 
 
 class TestImport:
-    def test_is_another_handle_for_the_same_memory(self, rig: Rig, fds: Descriptors) -> None:
+    def test_is_another_handle_for_the_same_memory(self, rig: Rig) -> None:
         memory = rig.memory(2 * PAGE, handle_types=POSIX_FD)
-        fd, free = fds.exported(memory), rig.device_free()
-        imports = [fds.imported(fd) for _ in range(2)]
+        fd, free = rig.exported(memory), rig.device_free()
+        imports = [rig.imported(fd) for _ in range(2)]
         assert len({int(handle) for handle in (memory, *imports)}) == 3
         assert rig.device_free() == free
         props = value(rig.raw.cuMemGetAllocationPropertiesFromHandle(imports[0]))
@@ -88,23 +42,21 @@ class TestImport:
         assert [int(one) for one in read] == [1, NO_HANDLE, DEVICE, 0]
 
     @pytest.mark.parametrize(("made", "read"), [({"compression": 1}, (1, 0)), ({"rdma": 1}, (0, 0))], ids=str)
-    def test_says_whether_it_is_compressible(
-        self, rig: Rig, fds: Descriptors, made: dict[str, int], read: tuple[int, int]
-    ) -> None:
-        imported = fds.imported(fds.exported(rig.memory(handle_types=POSIX_FD, **made)))
+    def test_says_whether_it_is_compressible(self, rig: Rig, made: dict[str, int], read: tuple[int, int]) -> None:
+        imported = rig.imported(rig.exported(rig.memory(handle_types=POSIX_FD, **made)))
         flags = value(rig.raw.cuMemGetAllocationPropertiesFromHandle(imported)).allocFlags
         assert (int(flags.compressionType), int(flags.gpuDirectRDMACapable)) == read
 
-    def test_is_mapped_as_a_whole(self, rig: Rig, fds: Descriptors) -> None:
-        imported = fds.imported(fds.exported(rig.memory(2 * PAGE, handle_types=POSIX_FD)))
+    def test_is_mapped_as_a_whole(self, rig: Rig) -> None:
+        imported = rig.imported(rig.exported(rig.memory(2 * PAGE, handle_types=POSIX_FD)))
         start = rig.reserve(4 * PAGE)
         sizes = (PAGE, 4 * PAGE, 2 * PAGE)
         answers = [said(rig.raw.cuMemMap(start, size, 0, imported, 0)) for size in sizes]
         assert answers == ["NOT_SUPPORTED", "NOT_SUPPORTED", "SUCCESS"]
 
-    def test_shows_the_same_bytes(self, rig: Rig, fds: Descriptors) -> None:
+    def test_shows_the_same_bytes(self, rig: Rig) -> None:
         memory = rig.memory(handle_types=POSIX_FD)
-        imported = fds.imported(fds.exported(memory))
+        imported = rig.imported(rig.exported(memory))
         there, here = (rig.map(rig.reserve(PAGE), handle) for handle in (imported, memory))
         for address in (there, here):
             assert rig.set_access(address, PAGE, OWN) == "SUCCESS"
@@ -113,35 +65,35 @@ class TestImport:
         retained = [value(rig.keep_memory(rig.raw.cuMemRetainAllocationHandle(one))) for one in (there, here)]
         assert [int(one) for one in retained] == [int(imported), int(memory)]
 
-    def test_refused(self, rig: Rig, fds: Descriptors) -> None:
-        closed, pool = fds.exported(rig.memory(handle_types=POSIX_FD)), rig.pool(handle_types=POSIX_FD)
-        fds.close(closed)
+    def test_refused(self, rig: Rig) -> None:
+        closed, pool = rig.exported(rig.memory(handle_types=POSIX_FD)), rig.pool(handle_types=POSIX_FD)
+        rig.close_fd(closed)
         others = [*os.pipe(), os.memfd_create("x"), os.open(os.devnull, os.O_RDONLY)]
-        assert [said(fds.import_(fd)) for fd in (closed, *others)] == ["UNKNOWN"] * 5
+        assert [said(rig.import_memory(fd)) for fd in (closed, *others)] == ["UNKNOWN"] * 5
         types = WIN32, NO_HANDLE
-        assert [said(fds.import_(others[0], one)) for one in types] == ["NOT_SUPPORTED", "INVALID_VALUE"]
+        assert [said(rig.import_memory(others[0], one)) for one in types] == ["NOT_SUPPORTED", "INVALID_VALUE"]
         for fd in others:
             os.close(fd)
-        fd = int(value(fds.keep(rig.raw.cuMemPoolExportToShareableHandle(pool, fds.type(POSIX_FD), 0))))
-        assert said(fds.import_(fd)) == "NOT_SUPPORTED"
+        fd = rig.exported(pool)
+        assert said(rig.import_memory(fd)) == "NOT_SUPPORTED"
 
-    def test_negative_descriptor(self, fds: Descriptors) -> None:
+    def test_negative_descriptor(self, rig: Rig) -> None:
         message = re.escape("Provided argument is of type <class 'int'> but expected")
         with pytest.raises(TypeError, match=f"^{message}"):
-            fds.import_(-1)
+            rig.import_memory(-1)
 
 
 class TestLifetime:
     SIZE = 64 * MiB
 
     @pytest.mark.parametrize("imported", [False, True], ids=["descriptor", "import"])
-    def test_is_that_of_the_last_to_have_it(self, rig: Rig, fds: Descriptors, imported: bool) -> None:
+    def test_is_that_of_the_last_to_have_it(self, rig: Rig, imported: bool) -> None:
         memory = rig.memory(self.SIZE, handle_types=POSIX_FD)
-        free, fd = rig.device_free(), fds.exported(memory)
+        free, fd = rig.device_free(), rig.exported(memory)
         assert rig.release(memory) == "SUCCESS"
-        handle = fds.imported(fd) if imported else None
+        handle = rig.imported(fd) if imported else None
         assert rig.device_free() == free
-        fds.close(fd)
+        rig.close_fd(fd)
         if handle is not None:
             assert rig.device_free() == free
             assert rig.release(handle) == "SUCCESS"
@@ -164,38 +116,38 @@ class TestDmaBuf:
         ("no bytes", 0, 0, "INVALID_VALUE"),
     )
 
-    def check(self, fds: Descriptors, address: int, size: int, expected: str) -> None:
-        raw = fds.rig.raw
+    def check(self, rig: Rig, address: int, size: int, expected: str) -> None:
+        raw = rig.raw
         dma_buf = raw.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
-        answer = fds.keep(raw.cuMemGetHandleForAddressRange(address, size, dma_buf, 0))
+        answer = rig.keep_fd(raw.cuMemGetHandleForAddressRange(address, size, dma_buf, 0))
         assert said(answer) == expected
         if expected == "SUCCESS":
             assert os.lseek(answer[1], 0, os.SEEK_END) == size
         # The flag asks for a mapping over PCIe.
-        over_pcie = fds.keep(raw.cuMemGetHandleForAddressRange(address, size, dma_buf, 1))
+        over_pcie = rig.keep_fd(raw.cuMemGetHandleForAddressRange(address, size, dma_buf, 1))
         assert said(over_pcie) == ("NOT_SUPPORTED" if expected == "SUCCESS" else expected)
 
-    def test_of_mappings(self, rig: Rig, fds: Descriptors) -> None:
+    def test_of_mappings(self, rig: Rig) -> None:
         start = rig.reserve(4 * PAGE)
         rig.map(start, rig.memory())
         rig.map(start + PAGE, rig.memory(rdma=1))
         assert rig.set_access(start, 2 * PAGE, OWN) == "SUCCESS"
         for _, at, size, expected in self.RANGES:
-            self.check(fds, start + at, size, expected)
+            self.check(rig, start + at, size, expected)
 
-    def test_of_plain_and_pool_memory(self, rig: Rig, fds: Descriptors) -> None:
+    def test_of_plain_and_pool_memory(self, rig: Rig) -> None:
         plain, pooled = int(rig.plain(4 * MiB)), int(rig.allocate(rig.pool(), 4 * MiB, rig.stream()))
         for address, size in ((plain, 4 * MiB), (plain + (1 << 16), 1 << 16), (pooled, 4 * MiB)):
-            self.check(fds, address, size, "SUCCESS")
+            self.check(rig, address, size, "SUCCESS")
 
-    def test_of_neighbours(self, rig: Rig, fds: Descriptors) -> None:
+    def test_of_neighbours(self, rig: Rig) -> None:
         blocks = sorted((rig.plain(PAGE) for _ in range(4)), key=int)
         first, second = next(two for two in itertools.pairwise(blocks) if int(two[1]) - int(two[0]) == PAGE)
         border = int(second)
-        self.check(fds, int(first), 2 * PAGE, "SUCCESS")
-        self.check(fds, border - 4096, 8192, "SUCCESS")
+        self.check(rig, int(first), 2 * PAGE, "SUCCESS")
+        self.check(rig, border - 4096, 8192, "SUCCESS")
         value(rig.raw.cuMemFree(rig.disown(second)))
-        self.check(fds, border - 4096, 8192, "INVALID_VALUE")
+        self.check(rig, border - 4096, 8192, "INVALID_VALUE")
 
     IN_A_POOL = (
         (0, 4096, "SUCCESS"),
@@ -208,7 +160,7 @@ class TestDmaBuf:
         (64 * MiB, 100 * MiB, "SUCCESS"),  # into the next allocation
     )
 
-    def test_within_a_chunk_of_a_pool_only_from_its_beginning(self, rig: Rig, fds: Descriptors) -> None:
+    def test_within_a_chunk_of_a_pool_only_from_its_beginning(self, rig: Rig) -> None:
         pool, stream, raw = rig.pool(UINT64_MAX), rig.stream(), rig.raw
         pointer = rig.allocate(pool, 100 * MiB, stream)
         rig.allocate(pool, 64 * MiB, stream)
@@ -216,4 +168,5 @@ class TestDmaBuf:
         for at, size, expected in self.IN_A_POOL:
             # what is not supported is seen before that
             for flags, answer in ((0, expected), (1, "NOT_SUPPORTED")):
-                assert said(fds.keep(raw.cuMemGetHandleForAddressRange(pointer + at, size, dma_buf, flags))) == answer
+                found = rig.keep_fd(raw.cuMemGetHandleForAddressRange(pointer + at, size, dma_buf, flags))
+                assert said(found) == answer

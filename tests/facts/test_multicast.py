@@ -5,7 +5,6 @@ They say what NVIDIA documents, and what the simulated driver therefore does.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from tests.facts.enums import DEVICE, HOST_NUMA, NO_HANDLE, POSIX_FD, READWRITE, WIN32
 from tests.facts.support import PAGE, Rig, said, value
 from tests.facts.teams import Team, properties, whole
-from tests.processes import Descriptor, Kept, Member, Peer
+from tests.processes import FD, Descriptor, Kept, Peer
 
 pytestmark = [pytest.mark.multicast, pytest.mark.gpus(2)]
 
@@ -263,16 +262,11 @@ class TestBetweenProcesses:
             process.reset()
 
     def test_an_object_that_is_not_shareable(self, rig: Rig, team: Team) -> None:
-        kind = rig.raw.CUmemAllocationHandleType(POSIX_FD)
-        assert said(rig.raw.cuMemExportToShareableHandle(team.object, kind, 0)) == "INVALID_VALUE"
+        assert said(rig.export(team.object)) == "INVALID_VALUE"
 
     def test_each_adds_its_device_and_binds_its_memory(self, rig: Rig, peer: Peer) -> None:
         team = Team(rig, handle_types=POSIX_FD)
-        kind = rig.raw.CUmemAllocationHandleType(POSIX_FD)
-        fd = value(rig.raw.cuMemExportToShareableHandle(team.object, kind, 0))
-        shared = Member("CUmemAllocationHandleType", POSIX_FD)
-        peer.value("cuMemImportFromShareableHandle", Descriptor(fd), shared, keep="object")
-        os.close(fd)
+        peer.value("cuMemImportFromShareableHandle", Descriptor(rig.exported(team.object)), FD, keep="object")
         assert team.add(0) == "SUCCESS"
         peer.value("cuMulticastAddDevice", Kept("object"), 1)
         mine = rig.memory(PAGE, handle_types=POSIX_FD)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from streamalloc import testing
-from streamalloc.core.resource import Fd
 from streamalloc.driver import simulated
 from streamalloc.driver.bindings import opaque_bytes
 from tests.facts.enums import DEVICE, NO_ACCESS, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, MiB, Rig
 from tests.facts.support import value as ok
-from tests.processes import Descriptor, Kept, Member, Opaque, Peer, bytes_of, finished, python
+from tests.processes import FD, Descriptor, Kept, Member, Opaque, Peer, bytes_of, finished, python
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -111,30 +110,18 @@ class TestAnotherProcessSMemory:
 
     def test_pooled(self, rig: Rig, peer: Peer) -> None:
         """The device has no access to the pool, and can use it all the same."""
-        kind = rig.raw.CUmemAllocationHandleType(POSIX_FD)
         pool, stream = rig.pool(handle_types=POSIX_FD), rig.stream()
-        with Fd(int(ok(rig.raw.cuMemPoolExportToShareableHandle(pool, kind, 0)))) as fd:
-            imported = peer.said(
-                "cuMemPoolImportFromShareableHandle",
-                Descriptor(fd.fileno()),
-                Member("CUmemAllocationHandleType", POSIX_FD),
-                0,
-                keep="pool",
-            )
-        assert imported == "SUCCESS"
+        peer.value("cuMemPoolImportFromShareableHandle", Descriptor(rig.exported(pool)), FD, 0, keep="pool")
         assert peer.rig("access_flags", Kept("pool"), DEVICE, 0) == NO_ACCESS
         address = self.written(rig, rig.allocate(pool, 4 * MiB, stream))
         data = Opaque("CUmemPoolPtrExportData", opaque_bytes(ok(rig.raw.cuMemPoolExportPointer(address))))
         self.shares(peer, rig, int(peer.value("cuMemPoolImportPointer", Kept("pool"), data)), address)
 
     def test_physical(self, rig: Rig, peer: Peer) -> None:
-        kind = rig.raw.CUmemAllocationHandleType(POSIX_FD)
         memory = rig.memory(handle_types=POSIX_FD)
         address = rig.map(rig.reserve(PAGE), memory)
         assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
-        with Fd(int(ok(rig.raw.cuMemExportToShareableHandle(memory, kind, 0)))) as fd:
-            there = Descriptor(fd.fileno()), Member("CUmemAllocationHandleType", POSIX_FD)
-            assert peer.said("cuMemImportFromShareableHandle", *there, keep="memory") == "SUCCESS"
+        peer.value("cuMemImportFromShareableHandle", Descriptor(rig.exported(memory)), FD, keep="memory")
         mapped = peer.rig("map", peer.rig("reserve", PAGE), Kept("memory"))
         assert peer.rig("set_access", mapped, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
         self.shares(peer, rig, mapped, self.written(rig, address))

@@ -37,19 +37,6 @@ def other() -> Iterator[Rig]:
     rig.close()
 
 
-def kind(rig: Rig, number: int) -> Any:
-    return rig.raw.CUmemAllocationHandleType(number)
-
-
-def exported(rig: Rig, memory: Any, number: int) -> Any:
-    return value(rig.raw.cuMemExportToShareableHandle(memory, kind(rig, number), 0))
-
-
-def imported(rig: Rig, handle: Any, number: int) -> Any:
-    given = int(handle.getPtr()) if number == FABRIC else handle  # which lives as long as the struct
-    return rig.keep_memory(rig.raw.cuMemImportFromShareableHandle(given, kind(rig, number)))
-
-
 def test_devices_are_others(rig: Rig, other: Rig) -> None:
     assert bytes_of_uuid(rig) != bytes_of_uuid(other)
     assert bytes_of_uuid(other) == bytes_of_uuid(new_rig(fabric=True, host="b"))
@@ -63,7 +50,7 @@ def test_fabric_handles_are_the_same_memory(rig: Rig, other: Rig) -> None:
     memory = rig.memory(handle_types=BOTH)
     ours = rig.map(rig.reserve(PAGE), memory)
     grant(rig, ours)
-    there = value(imported(other, exported(rig, memory, FABRIC), FABRIC))
+    there = other.imported(rig.exported(memory, FABRIC), FABRIC)
     theirs = other.map(other.reserve(PAGE), there)
     grant(other, theirs)
     value(rig.raw.cuMemsetD8(ours, 5, PAGE))
@@ -76,20 +63,20 @@ def test_of_another_domain(rig: Rig) -> None:
     memory = rig.memory(handle_types=FABRIC)
     elsewhere = new_rig(fabric=True, host="b", name="another domain")
     with pytest.raises(NotImplementedError, match="fabric handle"):
-        imported(elsewhere, exported(rig, memory, FABRIC), FABRIC)
+        elsewhere.imported(rig.exported(memory, FABRIC), FABRIC)
 
 
 def test_of_memory_that_is_gone(rig: Rig, other: Rig) -> None:
     """The handle does not name other memory that was shared since."""
     before = files_of_memory()
     memory = rig.memory(handle_types=FABRIC)
-    handle = exported(rig, memory, FABRIC)
+    handle = rig.exported(memory, FABRIC)
     (file,) = files_of_memory() - before
     assert rig.release(memory) == "SUCCESS"
     while file not in files_of_memory():
-        exported(rig, rig.memory(handle_types=FABRIC), FABRIC)
+        rig.exported(rig.memory(handle_types=FABRIC), FABRIC)
     with pytest.raises(NotImplementedError, match="given the memory up"):
-        imported(other, handle, FABRIC)
+        other.imported(handle, FABRIC)
 
 
 def files_of_memory() -> set[str]:
@@ -103,33 +90,25 @@ def files_of_memory() -> set[str]:
 
 
 def test_descriptors_are_refused(rig: Rig, other: Rig) -> None:
-    fd = int(exported(rig, rig.memory(handle_types=BOTH), POSIX_FD))
-    assert said(imported(other, fd, POSIX_FD)) == "UNKNOWN"
-    os.close(fd)
-    fd = int(value(rig.raw.cuMemPoolExportToShareableHandle(rig.pool(handle_types=BOTH), kind(rig, POSIX_FD), 0)))
-    assert said(other.raw.cuMemPoolImportFromShareableHandle(fd, kind(other, POSIX_FD), 0)) == "UNKNOWN"
-    os.close(fd)
+    assert said(other.import_memory(rig.exported(rig.memory(handle_types=BOTH)))) == "UNKNOWN"
+    assert said(other.import_pool(rig.exported(rig.pool(handle_types=BOTH)))) == "UNKNOWN"
 
 
 def test_pools_are_refused(rig: Rig, other: Rig) -> None:
     """By fabric handles, too: no machine has shown what the driver does."""
-    handle = value(rig.raw.cuMemPoolExportToShareableHandle(rig.pool(handle_types=FABRIC), kind(rig, FABRIC), 0))
+    handle = rig.exported(rig.pool(handle_types=FABRIC), FABRIC)
     with pytest.raises(NotImplementedError, match="pool of another host"):
-        other.raw.cuMemPoolImportFromShareableHandle(int(handle.getPtr()), kind(other, FABRIC), 0)
+        other.import_pool(handle, FABRIC)
 
 
 def test_pointers_are_refused(rig: Rig, other: Rig) -> None:
     """Pointers of a host's own pool open, and those of another host's pool do not."""
     pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
-    fd = int(value(rig.raw.cuMemPoolExportToShareableHandle(pool, kind(rig, POSIX_FD), 0)))
+    rig.exported(pool)
     data = value(rig.raw.cuMemPoolExportPointer(rig.allocate(pool, MiB, rig.stream())))
-    os.close(fd)
-    own = other.pool(UINT64_MAX, handle_types=POSIX_FD)
-    fd = int(value(other.raw.cuMemPoolExportToShareableHandle(own, kind(other, POSIX_FD), 0)))
-    third = new_rig(fabric=True, host="b")
-    opened = value(third.raw.cuMemPoolImportFromShareableHandle(fd, kind(third, POSIX_FD), 0))
+    own, third = other.pool(UINT64_MAX, handle_types=POSIX_FD), new_rig(fabric=True, host="b")
+    opened = value(third.import_pool(other.exported(own)))
     assert said(third.raw.cuMemPoolImportPointer(opened, data)) == "INVALID_VALUE"
-    os.close(fd)
 
 
 def test_handles_of_64_bytes_are_refused() -> None:

@@ -20,16 +20,14 @@ from streamalloc import testing
 from streamalloc.simulator import DeadlockError
 from streamalloc.testing.multimem import SUPPORTED
 from tests.facts.enums import DEVICE, FABRIC, POSIX_FD, READ, READWRITE
-from tests.facts.support import PAGE, MiB, Rig, said, value
+from tests.facts.support import PAGE, Rig, said, value
 from tests.facts.teams import Team, properties, whole
-from tests.processes import Descriptor, Kept, Member, Peer, bytes_of, python, started
+from tests.processes import FABRIC_HANDLE, FD, Descriptor, Kept, Peer, bytes_of, python, started
 from tests.simulator.support import new_rig as any_rig
 from tests.simulator.support import on
 from tests.support import open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
-
-FD = Member("CUmemAllocationHandleType", POSIX_FD)
 
 
 def new_rig(**machine: Any) -> Rig:
@@ -63,16 +61,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "enumerate", lambda: [here])
 
 
-def export(team: Team) -> int:
-    kind = team.raw.CUmemAllocationHandleType(POSIX_FD)
-    return int(value(team.raw.cuMemExportToShareableHandle(team.object, kind, 0)))
-
-
 def join(process: Peer, team: Team, device: int = 1, add: bool = True) -> None:
     """Let the other process have the object, and add a device."""
-    fd = export(team)
+    fd = team.rig.exported(team.object)
     process.value("cuMemImportFromShareableHandle", Descriptor(fd), FD, keep="object")
-    os.close(fd)
+    team.rig.close_fd(fd)
     if add:
         process.value("cuMulticastAddDevice", Kept("object"), device)
 
@@ -135,10 +128,10 @@ class TestDeadlocks:
 
     def test_a_descriptor_may_bring_others(self, rig: Rig) -> None:
         team = Team(rig, handle_types=POSIX_FD)
-        fd = export(team)
+        fd = rig.exported(team.object)
         with pytest.raises(DeadlockError, match=r"nobody has added the others within 0\.2 s"):
             team.bind(rig.memory(handle_types=POSIX_FD))
-        os.close(fd)
+        rig.close_fd(fd)
         with pytest.raises(DeadlockError, match="nobody else"):
             team.bind(rig.memory(handle_types=POSIX_FD))
 
@@ -155,9 +148,7 @@ class TestWaiting:
 
     @on(patience=30)
     def test_with_a_handle_that_is_released_meanwhile(self, rig: Rig, team: Team) -> None:
-        fd, kind = export(team), rig.raw.CUmemAllocationHandleType(POSIX_FD)
-        again = value(rig.keep_memory(rig.raw.cuMemImportFromShareableHandle(fd, kind)))
-        os.close(fd)
+        again = rig.imported(rig.exported(team.object))
 
         def go_on() -> None:
             rig.release(team.object)
@@ -225,48 +216,28 @@ class TestWhatIsNotKnown:
         gate.open()
         assert said(rig.raw.cuStreamSynchronize(stream)) == "ILLEGAL_ADDRESS"
 
-    def test_reading(self, rig: Rig) -> None:
-        _, address = whole(rig)
-        target = rig.plain(PAGE)
-        calls: list[Callable[[], object]] = [
-            lambda: rig.raw.cuMemcpyDtoH(bytearray(4), address, 4),
-            lambda: rig.raw.cuMemcpyDtoD(target, address, 4),
-            lambda: rig.raw.cuMemcpyDtoD(address + 8, address, 4),
-            lambda: rig.raw.cuStreamWaitValue32(rig.stream(), address, 0, 0),
-            lambda: rig.raw.cuStreamWriteValue32(rig.stream(), address, 0, 0),
+    def test_calls(self, rig: Rig) -> None:
+        raw, team, target, stream = rig.raw, Team(rig, size=2 * PAGE).add_all(), rig.plain(PAGE), rig.stream()
+        memory, (whole_team, address) = rig.memory(2 * PAGE), whole(rig)
+        assert team.bind(memory) == "SUCCESS"
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("multicast object", lambda: raw.cuMemcpyDtoH(bytearray(4), address, 4)),
+            ("multicast object", lambda: raw.cuMemcpyDtoD(target, address, 4)),
+            ("multicast object", lambda: raw.cuMemcpyDtoD(address + 8, address, 4)),
+            ("multicast object", lambda: raw.cuStreamWaitValue32(stream, address, 0, 0)),
+            ("multicast object", lambda: raw.cuStreamWriteValue32(stream, address, 0, 0)),
+            ("not modelled", lambda: raw.cuMemGetAddressRange(address)),
+            ("not modelled", lambda: raw.cuMemGetAllocationPropertiesFromHandle(whole_team.object)),
+            ("where physical memory", lambda: team.bind(team.object)),
+            ("where a multicast object", lambda: raw.cuMulticastAddDevice(memory, 0)),
+            ("another size", lambda: team.unbind(0, size=PAGE)),
+            ("offset", lambda: raw.cuMemMap(rig.reserve(PAGE), PAGE, PAGE, team.object, 0)),
         ]
-        for call in calls:
-            with pytest.raises(NotImplementedError, match="multicast object"):
-                call()
-
-    def test_questions_about_the_address(self, rig: Rig) -> None:
-        team, address = whole(rig)
         for attribute in ("MEMORY_TYPE", "DEVICE_ORDINAL", "RANGE_SIZE", "ACCESS_FLAGS"):
-            wanted = getattr(rig.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{attribute}")
-            with pytest.raises(NotImplementedError):
-                rig.raw.cuPointerGetAttribute(wanted, address)
-        with pytest.raises(NotImplementedError):
-            rig.raw.cuMemGetAddressRange(address)
-        with pytest.raises(NotImplementedError):
-            rig.raw.cuMemGetAllocationPropertiesFromHandle(team.object)
-
-    def test_the_other_kind_of_handle(self, rig: Rig) -> None:
-        team = Team(rig).add_all()
-        with pytest.raises(NotImplementedError, match="where physical memory"):
-            team.bind(team.object)
-        with pytest.raises(NotImplementedError, match="where a multicast object"):
-            rig.raw.cuMulticastAddDevice(rig.memory(), 0)
-
-    def test_unbinding_another_size(self, rig: Rig) -> None:
-        team = Team(rig, size=2 * PAGE).add_all()
-        assert team.bind(rig.memory(2 * PAGE)) == "SUCCESS"
-        with pytest.raises(NotImplementedError, match="another size"):
-            team.unbind(0, size=PAGE)
-
-    def test_mapping_from_the_middle(self, rig: Rig) -> None:
-        team = Team(rig, size=2 * PAGE).add_all()
-        with pytest.raises(NotImplementedError, match="offset"):
-            rig.raw.cuMemMap(rig.reserve(PAGE), PAGE, PAGE, team.object, 0)
+            calls.append(("not modelled", functools.partial(rig.pointer_attributes, address, [attribute])))
+        for words, call in calls:
+            with pytest.raises(NotImplementedError, match=words):
+                call()
 
     def test_memory_of_a_pool_that_was_freed(self, rig: Rig) -> None:
         team = Team(rig).add_all()
@@ -374,17 +345,6 @@ class TestMultimem:
             for got, before in zip(four.get(operand), values, strict=True):
                 assert (got == NUMPY[op](before, operand)).all(), (dtype, op)
 
-    def test_all_reduce(self, four: Machine) -> None:
-        """Every device reduces its quarter and stores that everywhere."""
-        values = [some("float32", 400, seed) for seed in range(4)]
-        four.put(values)
-        for device, stream in enumerate(four.streams):
-            part = four.address + device * 400
-            into = four.rig.mapping(PAGE, (DEVICE, 0, READWRITE), (DEVICE, device, READWRITE), id=device)
-            testing.multimem_ld_reduce(stream, into, part, 100, "float32")
-            value(four.rig.raw.cuMemcpyAsync(part, into, 400, stream.handle))
-        assert all((got == sum(values)).all() for got in four.get(values[0]))
-
     def test_sums_of_halves_are_rounded_once(self, four: Machine) -> None:
         four.put([np.array([one], np.float16) for one in (2048, 1, 1, 0)])
         into = four.rig.mapping(PAGE, (DEVICE, 0, READWRITE))
@@ -406,15 +366,15 @@ class TestMultimem:
         assert all((got == 6).all() for got in four.get(np.zeros(4, np.int32)))
 
     def test_large(self) -> None:
-        machine = Machine(2, 16 * MiB)
-        values = some("int32", 4 * MiB, 1)
+        machine = Machine(2, 2 * PAGE)
+        values = some("int32", PAGE // 2, 1)
         machine.put([values, values])
         testing.multimem_red(machine.streams[0], machine.address, values)
-        into = machine.rig.mapping(16 * MiB, (DEVICE, 0, READWRITE))
-        testing.multimem_ld_reduce(machine.streams[0], into, machine.address, 4 * MiB, "int32")
+        into = machine.rig.mapping(2 * PAGE, (DEVICE, 0, READWRITE))
+        testing.multimem_ld_reduce(machine.streams[0], into, machine.address, PAGE // 2, "int32")
         machine.streams[0].synchronize()
         got = np.zeros_like(values)
-        value(machine.rig.raw.cuMemcpyDtoH(got, into, 16 * MiB))
+        value(machine.rig.raw.cuMemcpyDtoH(got, into, 2 * PAGE))
         assert (got == values * 4).all()
         machine.close()
 
@@ -520,13 +480,12 @@ class TestBetweenProcesses:
 
     def test_a_process_that_dies_with_the_lock(self, rig: Rig) -> None:
         team = Team(rig, handle_types=POSIX_FD)
-        fd = export(team)
+        fd = rig.exported(team.object)
         code = (
             "from streamalloc.simulator.multicast import MulticastTable; import time\n"
             f"with MulticastTable.open({fd}).locked(): print('locked', flush=True); time.sleep(60)"
         )
         with started(python(code), [fd]) as process:
-            os.close(fd)
             assert process.stdout is not None
             assert process.stdout.readline() == "locked\n"
             timer = threading.Timer(0.1, process.kill)
@@ -551,9 +510,8 @@ class TestBetweenProcesses:
     def test_reductions_of_several_processes(self, rig: Rig) -> None:
         """Each adds 300 times to every replica, and none is lost."""
         team = Team(rig, handle_types=POSIX_FD).add_all().bind_all()
-        fd = export(team)
+        fd = rig.exported(team.object)
         processes = [started(python(ADDING, fd), [fd], stdout=None) for _ in range(2)]
-        os.close(fd)
         assert [process.wait(60) for process in processes] == [0, 0]
         assert team.read() == [[600 % 256, 600 // 256, 0, 0]] * 2
 
@@ -561,10 +519,8 @@ class TestBetweenProcesses:
         rig, process = new_rig(fabric=True), another(devices=2, fabric=True)
         team = Team(rig, handle_types=FABRIC)
         team.add(0)
-        kind = rig.raw.CUmemAllocationHandleType(FABRIC)
-        handle = bytes_of(value(rig.raw.cuMemExportToShareableHandle(team.object, kind, 0)))
-        member = Member("CUmemAllocationHandleType", FABRIC)
-        process.value("cuMemImportFromShareableHandle", handle, member, keep="object")
+        handle = bytes_of(rig.exported(team.object, FABRIC))
+        process.value("cuMemImportFromShareableHandle", handle, FABRIC_HANDLE, keep="object")
         process.value("cuMulticastAddDevice", Kept("object"), 1)
         assert team.bind(rig.memory(handle_types=FABRIC)) == "SUCCESS"
         rig.close()
@@ -573,10 +529,7 @@ class TestBetweenProcesses:
         """As threads have them that stand for processes."""
         rig, other = new_rig(), new_rig()
         team = Team(rig, handle_types=POSIX_FD)
-        fd = export(team)
-        kind = other.raw.CUmemAllocationHandleType(POSIX_FD)
-        theirs = value(other.keep_memory(other.raw.cuMemImportFromShareableHandle(fd, kind)))
-        os.close(fd)
+        theirs = other.imported(rig.exported(team.object))
         assert team.add(0) == "SUCCESS"
         value(other.raw.cuMulticastAddDevice(theirs, 1))
         memory, far = rig.memory(handle_types=POSIX_FD), other.memory(id=1, handle_types=POSIX_FD)
@@ -603,7 +556,7 @@ class TestTheEnd:
         team, address = whole(other, handle_types=POSIX_FD)
         value(other.raw.cuMemsetD8(address, 1, PAGE))
         other.synchronize()
-        os.close(export(team))
+        other.exported(team.object)
         other.close()
         assert (rig.device_free(), open_descriptors(), self.mapped()) == (free, files, mapped)
 
@@ -625,8 +578,7 @@ from tests.facts.enums import DEVICE, READWRITE
 from tests.facts.support import PAGE, value
 rig = new_rig(devices=2)
 raw = rig.raw
-theirs = value(raw.cuMemImportFromShareableHandle(int(sys.argv[1]), raw.CUmemAllocationHandleType(1)))
-address = rig.map(rig.reserve(PAGE), theirs)
+address = rig.map(rig.reserve(PAGE), rig.imported(int(sys.argv[1])))
 assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
 with sa.Device(0, driver=raw).create_stream() as stream:
     for _ in range(300):

@@ -155,15 +155,15 @@ def virtual_exportable(b: Bench) -> None:
 def imported(b: Bench) -> None:
     """Of another machine object, which stands for another process."""
     owner = new_rig(devices=2)
-    kind = owner.raw.CUmemAllocationHandleType(POSIX_FD)
+    kind = owner.handle_type(POSIX_FD)
     pool, stream = owner.pool(handle_types=POSIX_FD), owner.stream()
-    fd = owner.raw.cuMemPoolExportToShareableHandle(pool, kind, 0)[1]
-    b.later(lambda: os.close(fd))
+    fd = owner.exported(pool)
     pointers = [
         bytes_of(owner.raw.cuMemPoolExportPointer(owner.allocate(pool, size, stream))[1]) for size in (MiB, 20 << 30)
     ]
-    physical = owner.raw.cuMemExportToShareableHandle(owner.memory(handle_types=POSIX_FD), kind, 0)[1]
-    b.later(lambda: os.close(physical))
+    b.later(lambda: owner.close_fd(fd))
+    physical = owner.exported(owner.memory(handle_types=POSIX_FD))
+    b.later(lambda: owner.close_fd(physical))
     plain, event = owner.raw.cuMemAlloc(3 * MiB)[1], owner.raw.cuEventCreate(6)[1]
     of_plain, of_event = owner.raw.cuIpcGetMemHandle(plain)[1], owner.raw.cuIpcGetEventHandle(event)[1]
     b.later(lambda: owner)

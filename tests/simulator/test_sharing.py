@@ -14,13 +14,12 @@ import pytest
 from streamalloc.simulator.events import TABLE_EVENTS
 from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
-from tests.processes import OPAQUE_BYTES, Descriptor, Kept, Member, Opaque, Peer, bytes_of, opaque
+from tests.processes import FABRIC_HANDLE, FD, OPAQUE_BYTES, Descriptor, Kept, Opaque, Peer, bytes_of, opaque
 from tests.simulator.support import new_rig
 from tests.support import bytecodes, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
 
-FD = Member("CUmemAllocationHandleType", POSIX_FD)
 SHARED_EVENT = 6
 CHUNK = 32 * MiB
 
@@ -57,25 +56,10 @@ def descriptors(process: int | str = "self") -> list[str]:
     return sorted(links)
 
 
-def handle_type(rig: Rig, number: int = POSIX_FD) -> Any:
-    return rig.raw.CUmemAllocationHandleType(number)
-
-
-def export_pool(rig: Rig, pool: Any) -> int:
-    return int(value(rig.raw.cuMemPoolExportToShareableHandle(pool, handle_type(rig), 0)))
-
-
-def import_pool(rig: Rig, fd: int) -> Any:
-    return value(rig.raw.cuMemPoolImportFromShareableHandle(fd, handle_type(rig), 0))
-
-
 def shared_pool(rig: Rig, other: Rig) -> tuple[Any, Any]:
     """A pool, and what it is to the other."""
     pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
-    fd = export_pool(rig, pool)
-    imported = import_pool(other, fd)
-    os.close(fd)
-    return pool, imported
+    return pool, value(other.import_pool(rig.exported(pool)))
 
 
 def lend(peer: Peer, fd: int) -> None:
@@ -122,9 +106,7 @@ def owner_of_a_pool(process: Peer, size: int = MiB) -> tuple[int, bytes]:
 class TestPools:
     def test_growth_after_the_export(self, peer: Peer, rig: Rig) -> None:
         pool, stream = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.stream()
-        fd = export_pool(rig, pool)
-        lend(peer, fd)
-        os.close(fd)
+        lend(peer, rig.exported(pool))
         for byte in range(1, 5):
             _, data = allocate(rig, pool, CHUNK, byte, stream)
             there = imported_there(peer, data)
@@ -133,39 +115,34 @@ class TestPools:
 
     def test_takes_no_memory_of_the_importer(self, peer: Peer, rig: Rig) -> None:
         pool, free = rig.pool(UINT64_MAX, handle_types=POSIX_FD), peer.rig("device_free")
-        fd = export_pool(rig, pool)
-        _, data = allocate(rig, pool, CHUNK, 1, rig.stream())
-        lend(peer, fd)
-        imported_there(peer, data)
-        os.close(fd)
+        lend(peer, rig.exported(pool))
+        imported_there(peer, allocate(rig, pool, CHUNK, 1, rig.stream())[1])
         assert peer.rig("device_free") == free
 
     @pytest.mark.parametrize("how", ["end", "kill"])
     def test_the_owner_is_gone(self, another: Callable[..., Peer], rig: Rig, how: str) -> None:
         owner = another(fresh=how == "end")
         fd, data = owner_of_a_pool(owner)
-        pool = import_pool(rig, fd)
+        pool = value(rig.import_pool(fd))
         address = value(pointer(rig, pool, data))
         getattr(owner, how)()
         assert rig.read(address, 4) == [7] * 4
         value(rig.raw.cuMemsetD8(address, 3, MiB))
         assert rig.read(address, 4) == [3] * 4
         rig.free(address, rig.stream())
-        assert int(import_pool(rig, fd)) == int(pool)
+        assert int(value(rig.import_pool(fd))) == int(pool)
         assert rig.read(value(pointer(rig, pool, data)), 4) == [3] * 4
         os.close(fd)
 
     def test_the_importer_is_gone(self, another: Callable[..., Peer], rig: Rig) -> None:
         importer = another()
         pool, stream = rig.pool(handle_types=POSIX_FD), rig.stream()
-        fd = export_pool(rig, pool)
+        lend(importer, rig.exported(pool))
         address, data = allocate(rig, pool, MiB, 7, stream)
-        lend(importer, fd)
         there = imported_there(importer, data)
         importer.value("cuMemsetD8", there, 4, MiB)
         importer.rig("synchronize")
         importer.kill()
-        os.close(fd)
         assert rig.read(address, 4) == [4] * 4
         rig.free(address, stream)
         value(rig.raw.cuStreamSynchronize(stream))
@@ -175,9 +152,7 @@ class TestPools:
         rig, other = new_rig(devices=2), new_rig(devices=2)
         pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
         assert rig.grant(pool, (DEVICE, 1, READWRITE)) == "SUCCESS"
-        fd = export_pool(rig, pool)
-        imported = import_pool(other, fd)
-        os.close(fd)
+        imported = value(other.import_pool(rig.exported(pool)))
         assert [other.access_flags(imported, DEVICE, device) for device in (0, 1)] == [READWRITE, 0]
         assert other.grant(imported, (DEVICE, 1, READWRITE)) == "SUCCESS"
         assert other.access_flags(imported, DEVICE, 1) == READWRITE
@@ -187,9 +162,9 @@ class TestPools:
         kept, handles = [], set()
         for _ in range(600):
             pool = value(rig.create_pool(handle_types=POSIX_FD))
-            fd = export_pool(rig, pool)
-            imported = import_pool(other, fd)
-            os.close(fd)
+            fd = rig.exported(pool)
+            imported = value(other.import_pool(fd))
+            rig.close_fd(fd)
             assert said(rig.raw.cuMemPoolDestroy(pool)) == "SUCCESS"
             handles.add(int(imported))
             kept.append(imported)
@@ -231,10 +206,9 @@ class TestPools:
     def test_what_is_not_modelled(self, rig: Rig, other: Rig) -> None:
         stream = rig.stream()
         pool, node = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.pool(location=HOST_NUMA, handle_types=POSIX_FD)
-        fds = [export_pool(rig, one) for one in (pool, node)]
-        imported = import_pool(other, fds[0])
+        imported = value(other.import_pool(rig.exported(pool)))
         with pytest.raises(NotImplementedError, match="importing a pool of host memory"):
-            import_pool(other, fds[1])
+            other.import_pool(rig.exported(node))
         address, data = allocate(rig, pool, MiB, 1, stream)
         with pytest.raises(NotImplementedError, match="a pool that was not imported"):
             pointer(rig, pool, data)
@@ -243,8 +217,6 @@ class TestPools:
         _, larger = allocate(rig, pool, 2 * MiB, 1, stream)
         with pytest.raises(NotImplementedError, match="freed by its owner before"):
             pointer(other, imported, larger)
-        for fd in fds:
-            os.close(fd)
 
 
 class TestDamage:
@@ -254,7 +226,7 @@ class TestDamage:
         for damaged in each_byte_damaged(data):
             assert said(pointer(other, imported, damaged)) == "INVALID_VALUE"
         another_pool = rig.pool(UINT64_MAX, handle_types=POSIX_FD)
-        os.close(export_pool(rig, another_pool))
+        rig.exported(another_pool)
         _, foreign = allocate(rig, another_pool, MiB, 1, rig.stream())
         assert said(pointer(other, imported, foreign)) == "INVALID_VALUE"
 
@@ -274,34 +246,26 @@ class TestDamage:
     def test_of_fabric_handles(self) -> None:
         rig, other = new_rig(fabric=True), new_rig(fabric=True)
         pool = rig.pool(handle_types=FABRIC)
-        handle = value(rig.raw.cuMemPoolExportToShareableHandle(pool, handle_type(rig, FABRIC), 0))
-        for damaged in each_byte_damaged(bytes_of(handle)):
-            handle = opaque(other.raw.CUmemFabricHandle(), damaged)
-            answer = other.raw.cuMemPoolImportFromShareableHandle(handle.getPtr(), handle_type(other, FABRIC), 0)
-            assert said(answer) == "INVALID_VALUE"
+        for damaged in each_byte_damaged(bytes_of(rig.exported(pool, FABRIC))):
+            assert said(other.import_pool(opaque(other.raw.CUmemFabricHandle(), damaged), FABRIC)) == "INVALID_VALUE"
 
     @pytest.mark.parametrize("kind", ["pool", "memory"])
     def test_descriptors_of_something_else(self, rig: Rig, kind: str) -> None:
-        exports = [export_pool(rig, rig.pool(handle_types=POSIX_FD)) for _ in range(2)]
+        exports = [rig.exported(rig.pool(handle_types=POSIX_FD)) for _ in range(2)]
         name = os.readlink(f"/proc/self/fd/{exports[0]}")
         name = name.removeprefix("/memfd:").removesuffix(" (deleted)").replace(":pool:", f":{kind}:")
         forged = os.memfd_create(name)  # could be cut off while it is mapped
         os.ftruncate(forged, PAGE)
         foreign = new_rig(name="another machine")
-        exported = export_pool(foreign, foreign.pool(handle_types=POSIX_FD))
+        exported = foreign.exported(foreign.pool(handle_types=POSIX_FD))
         read_only = os.open(f"/proc/self/fd/{exports[1]}", os.O_RDONLY)
         events = os.memfd_create(name.replace(f":{kind}:", ":events:"), os.MFD_ALLOW_SEALING)
         fcntl.fcntl(events, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         pipe, other_end = os.pipe()
         fds = [forged, exported, read_only, events, pipe, 999999, 1 << 40]
-        raw = rig.raw
         for fd in fds:
-            if kind == "pool":
-                answer = raw.cuMemPoolImportFromShareableHandle(fd, handle_type(rig), 0)
-            else:
-                answer = raw.cuMemImportFromShareableHandle(fd, handle_type(rig))
-            assert said(answer) == "UNKNOWN"
-        for fd in (*fds[:5], other_end, *exports):
+            assert said(rig.import_pool(fd) if kind == "pool" else rig.import_memory(fd)) == "UNKNOWN"
+        for fd in (*fds[:5], other_end):
             os.close(fd)
 
     def test_the_event_handle_of_a_process_that_is_gone(self, another: Callable[..., Peer], rig: Rig) -> None:
@@ -410,21 +374,19 @@ class TestMemory:
 class TestFabric:
     def test_between_processes(self, another: Callable[..., Peer]) -> None:
         rig, importer = new_rig(fabric=True), another(fabric=True)
-        raw, kind = rig.raw, handle_type(rig, FABRIC)
         pool, memory = rig.pool(UINT64_MAX, handle_types=FABRIC), rig.memory(PAGE, handle_types=FABRIC)
         handles = {
-            "pool": bytes_of(value(raw.cuMemPoolExportToShareableHandle(pool, kind, 0))),
-            "memory": bytes_of(value(raw.cuMemExportToShareableHandle(memory, kind, 0))),
+            "pool": bytes_of(rig.exported(pool, FABRIC)),
+            "memory": bytes_of(rig.exported(memory, FABRIC)),
         }
         _, data = allocate(rig, pool, MiB, 7, rig.stream())
-        fabric = Member("CUmemAllocationHandleType", FABRIC)
         importer.rig("synchronize")  # it has started
         before = len(descriptors(importer.pid))
         for name, function, flags in (
             ("pool", "cuMemPoolImportFromShareableHandle", (0,)),
             ("memory", "cuMemImportFromShareableHandle", ()),
         ):
-            assert importer.said(function, handles[name], fabric, *flags, keep=name) == "SUCCESS"
+            assert importer.said(function, handles[name], FABRIC_HANDLE, *flags, keep=name) == "SUCCESS"
         there = imported_there(importer, data)
         assert importer.rig("read", there, 4) == [7] * 4
         assert len(descriptors(importer.pid)) == before + 1  # of the memory
@@ -436,14 +398,11 @@ class TestFabric:
 
     def test_without_a_channel(self) -> None:
         with_channel, without = new_rig(fabric=True, name="one"), new_rig(name="one")
-        kind = handle_type(without, FABRIC)
-        pool = with_channel.pool(handle_types=FABRIC)
-        handle = value(with_channel.raw.cuMemPoolExportToShareableHandle(pool, kind, 0))
-        raw = without.raw
-        assert said(raw.cuMemPoolExportToShareableHandle(without.pool(handle_types=FABRIC), kind, 0)) == "NOT_PERMITTED"
-        assert said(raw.cuMemPoolImportFromShareableHandle(handle.getPtr(), kind, 0)) == "NOT_PERMITTED"
+        handle = with_channel.exported(with_channel.pool(handle_types=FABRIC), FABRIC)
+        assert said(without.export(without.pool(handle_types=FABRIC), FABRIC)) == "NOT_PERMITTED"
+        assert said(without.import_pool(handle, FABRIC)) == "NOT_PERMITTED"
         with pytest.raises(NotImplementedError, match="the real driver crashes"):
-            with_channel.raw.cuMemPoolImportFromShareableHandle(5, kind, 0)
+            with_channel.raw.cuMemPoolImportFromShareableHandle(5, with_channel.handle_type(FABRIC), 0)
 
 
 class TestWhatIsLeft:
@@ -451,9 +410,8 @@ class TestWhatIsLeft:
         """Share one of everything, once."""
         raw, stream = rig.raw, rig.stream()
         pool, event = rig.pool(UINT64_MAX, handle_types=POSIX_FD), rig.event(SHARED_EVENT)
-        fds = [export_pool(rig, pool)]
+        lend(peer, rig.exported(pool))
         address, data = allocate(rig, pool, MiB, 1, stream)
-        lend(peer, fds[0])
         there = imported_there(peer, data)
         peer.value("cuMemFree", there)
         handle = Opaque("CUipcEventHandle", event_handle(rig, event))
@@ -463,11 +421,7 @@ class TestWhatIsLeft:
         handle = Opaque("CUipcMemHandle", memory_handle(rig, rig.plain(MiB)))
         peer.value("cuIpcCloseMemHandle", peer.value("cuIpcOpenMemHandle", handle, 1))
         memory = rig.memory(PAGE, handle_types=POSIX_FD)
-        fds.append(int(value(raw.cuMemExportToShareableHandle(memory, handle_type(rig), 0))))
-        peer.value("cuMemImportFromShareableHandle", Descriptor(fds[1]), FD, keep="memory")
-        assert not os.get_inheritable(fds[1])
-        for fd in fds:
-            os.close(fd)
+        peer.value("cuMemImportFromShareableHandle", Descriptor(rig.exported(memory)), FD, keep="memory")
         rig.free(address, stream)
         value(raw.cuStreamSynchronize(stream))
         rig.close()
@@ -492,14 +446,14 @@ class TestWhatIsLeft:
         def use() -> None:
             one, two = new_rig(), new_rig()
             pool = one.pool(UINT64_MAX, handle_types=POSIX_FD)
-            fd = export_pool(one, pool)
+            fd = one.exported(pool)
             _, data = allocate(one, pool, MiB, 1, one.stream())
-            value(pointer(two, import_pool(two, fd), data))
+            value(pointer(two, value(two.import_pool(fd)), data))
             event = opaque(two.raw.CUipcEventHandle(), event_handle(one, one.event(SHARED_EVENT)))
             value(two.raw.cuIpcOpenEventHandle(event))
             memory = one.memory(PAGE, handle_types=POSIX_FD)
-            lent = int(value(one.raw.cuMemExportToShareableHandle(memory, handle_type(one), 0)))
-            value(two.raw.cuMemImportFromShareableHandle(lent, handle_type(two)))
+            lent = one.exported(memory)
+            two.imported(lent)
             one.release(memory)
             handle = memory_handle(one, one.plain(MiB))
             value(two.raw.cuIpcOpenMemHandle(opaque(two.raw.CUipcMemHandle(), handle), 1))

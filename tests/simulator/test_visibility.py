@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,8 @@ def test_a_team_of_devices_that_each_see_one(monkeypatch: pytest.MonkeyPatch) ->
     rigs = [rig_of(monkeypatch, visible) for visible in ("0", "1")]
     properties = cuda.CUmulticastObjectProp()
     properties.numDevices, properties.size, properties.handleTypes = 2, 512 << 20, POSIX_FD
-    kind = cuda.CUmemAllocationHandleType(POSIX_FD)
     team = value(rigs[0].raw.cuMulticastCreate(properties))
-    fd = int(value(rigs[0].raw.cuMemExportToShareableHandle(team, kind, 0)))
-    same = value(rigs[1].raw.cuMemImportFromShareableHandle(fd, kind))
-    os.close(fd)
+    same = rigs[1].imported(rigs[0].exported(team))
     added = [said(rig.raw.cuMulticastAddDevice(handle, 0)) for rig, handle in zip(rigs, (team, same), strict=True)]
     assert added == ["SUCCESS", "SUCCESS"]
 
@@ -86,10 +82,7 @@ def test_imported_memory(monkeypatch: pytest.MonkeyPatch, owner: str, importer: 
     """Both see the same bytes. A device that the importer does not see has the ordinal -2."""
     rigs = [rig_of(monkeypatch, visible) for visible in (owner, importer)]
     memory = rigs[0].memory(handle_types=POSIX_FD)
-    fd_type = cuda.CUmemAllocationHandleType(POSIX_FD)
-    fd = int(value(rigs[0].raw.cuMemExportToShareableHandle(memory, fd_type, 0)))
-    imported = value(rigs[1].raw.cuMemImportFromShareableHandle(fd, fd_type))
-    os.close(fd)
+    imported = rigs[1].imported(rigs[0].exported(memory))
     assert value(rigs[1].raw.cuMemGetAllocationPropertiesFromHandle(imported)).location.id == ordinal
     addresses = []
     for rig, handle in zip(rigs, (memory, imported), strict=True):
