@@ -526,6 +526,23 @@ class Rig:
         return set(results) == {"SUCCESS"}
 
 
+PROGRAM = """
+import os
+from streamalloc.driver import default
+from tests.facts.enums import DEVICE, READWRITE
+from tests.facts.support import PAGE, UINT64_MAX, Rig, said, value
+raw = default()
+value(raw.cuInit(0))
+"""
+"""The begin of a program, for a test that needs a process of its own which ends before anything else."""
+IN_CONTEXT = (
+    PROGRAM
+    + """
+value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
+rig = Rig(raw)
+"""
+)
+
 REUSE_POLICIES = (
     "REUSE_FOLLOW_EVENT_DEPENDENCIES",
     "REUSE_ALLOW_OPPORTUNISTIC",

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.facts.enums import LEGACY
-from tests.facts.support import Answer, Rig, in_new_thread, said, value
+from tests.facts.support import PROGRAM, Answer, Rig, in_new_thread, said, value
 
 
 class Scene:
@@ -134,29 +134,23 @@ def test_the_primary_context_is_one(rig: Rig) -> None:
 # Other tests keep the primary contexts of the process retained, so these count in a process of their own.
 COUNTING = {
     "retaining_nothing_leaves_it_inactive": """
-assert d.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
-assert d.cuDevicePrimaryCtxRelease(0)[0].name == "CUDA_ERROR_INVALID_CONTEXT"
+assert raw.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
+assert raw.cuDevicePrimaryCtxRelease(0)[0].name == "CUDA_ERROR_INVALID_CONTEXT"
 """,
     "a_pool_does_not_make_it": """
-props = d.CUmemPoolProps()
-props.allocType = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-location = d.CUmemLocation()
-location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-props.location = location
-assert d.cuMemPoolCreate(props)[0] == 0 and d.cuDeviceGetDefaultMemPool(0)[0] == 0
-assert d.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
+assert said(Rig(raw).create_pool()) == "SUCCESS" and raw.cuDeviceGetDefaultMemPool(0)[0] == 0
+assert raw.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
 """,
     "it_ends_with_its_last_release": """
 for active in (1, 1):
-    assert d.cuDevicePrimaryCtxRetain(0)[0] == 0 and d.cuDevicePrimaryCtxGetState(0)[1:] == (0, active)
+    assert raw.cuDevicePrimaryCtxRetain(0)[0] == 0 and raw.cuDevicePrimaryCtxGetState(0)[1:] == (0, active)
 for active in (1, 0):
-    assert d.cuDevicePrimaryCtxRelease(0)[0] == 0 and d.cuDevicePrimaryCtxGetState(0)[1:] == (0, active)
+    assert raw.cuDevicePrimaryCtxRelease(0)[0] == 0 and raw.cuDevicePrimaryCtxGetState(0)[1:] == (0, active)
 """,
 }
 
 
 @pytest.mark.parametrize("name", COUNTING)
 def test_the_primary_context_s_count(name: str, python: Callable[..., CompletedProcess[str]]) -> None:
-    begin = "from streamalloc.driver import default; d = default(); assert d.cuInit(0)[0] == 0\n"
-    ended = python(begin + COUNTING[name])
+    ended = python(PROGRAM + COUNTING[name])
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.facts.enums import DEVICE, NO_ACCESS, READWRITE
-from tests.facts.support import PAGE, UNRESERVED, Answer, Rig, said, value
+from tests.facts.support import IN_CONTEXT, PAGE, UNRESERVED, Answer, Rig, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 
@@ -250,44 +250,25 @@ class TestQueuedWork:
         assert ended.stdout.split() == ["ILLEGAL_ADDRESS"] * 3
 
 
-UNMAPPED_TOO_EARLY = """
-import ctypes, os, sys
-from streamalloc.driver import default
-d = default()
-def value(answer):
-    assert answer[0] == 0, answer
-    return answer[-1]
-def say(answer):
-    print(answer[0].name.removeprefix("CUDA_ERROR_"), flush=True)
-value(d.cuInit(0))
-value(d.cuCtxSetCurrent(value(d.cuDevicePrimaryCtxRetain(0))))
-props, access = d.CUmemAllocationProp(), d.CUmemAccessDesc()
-props.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-location = d.CUmemLocation()
-location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-props.location = access.location = location
-access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-size = 2 << 20
-memory, address = value(d.cuMemCreate(size, props, 0)), value(d.cuMemAddressReserve(size, 0, 0, 0))
-value(d.cuMemMap(address, size, 0, memory, 0))
-value(d.cuMemSetAccess(address, size, [access], 1))
-gate, stream = int(value(d.cuMemHostAlloc(64, 0))), value(d.cuStreamCreate(1))
-word = ctypes.c_uint32.from_address(gate)
-word.value = 0
-value(d.cuStreamWaitValue32(stream, gate, 1, 0))
-value(d.cuMemsetD8Async(address, 9, size, stream))
-value(d.cuMemUnmap(address, size))
-word.value = 1
-say(d.cuStreamSynchronize(stream))
-say(d.cuCtxSynchronize())
+UNMAPPED_TOO_EARLY = (
+    IN_CONTEXT
+    + """
+memory, address, stream, gate = rig.memory(), rig.reserve(PAGE), rig.stream(), rig.gate()
+rig.map(address, memory)
+assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+gate.hold(stream)
+value(raw.cuMemsetD8Async(address, 9, PAGE, stream))
+value(raw.cuMemUnmap(address, PAGE))
+gate.open()
+print(said(raw.cuStreamSynchronize(stream)), said(raw.cuCtxSynchronize()))
 # Mapping needs no context; copying does.
-value(d.cuMemMap(address, size, 0, memory, 0))
-value(d.cuMemSetAccess(address, size, [access], 1))
-say(d.cuMemcpyDtoH(bytearray(4), address, 4))
+rig.map(address, memory)
+assert rig.set_access(address, PAGE, (DEVICE, 0, READWRITE)) == "SUCCESS"
+print(said(raw.cuMemcpyDtoH(bytearray(4), address, 4)), flush=True)
 # The broken context is nothing to take down call by call.
-sys.stdout.flush()
 os._exit(0)
 """
+)
 
 
 def minimum(scene: Scene) -> Any:

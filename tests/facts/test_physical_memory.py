@@ -20,7 +20,7 @@ from tests.facts.enums import (
     WIN32,
     WIN32_KMT,
 )
-from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, in_new_thread, said, value
+from tests.facts.support import PAGE, PROGRAM, UINT64_MAX, MiB, Rig, in_new_thread, said, value
 
 Props = dict[str, int]
 
@@ -189,27 +189,15 @@ def test_no_call_needs_a_context(rig: Rig) -> None:
 
 
 def test_no_call_makes_the_primary_context(python: Callable[..., CompletedProcess[str]]) -> None:
-    ended = python("""
-from streamalloc.driver import default
-d = default()
-def value(answer):
-    assert answer[0] == 0, answer
-    return answer[-1]
-value(d.cuInit(0))
-props, access = d.CUmemAllocationProp(), d.CUmemAccessDesc()
-props.type = d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-location = d.CUmemLocation()
-location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-props.location = access.location = location
-access.flags = d.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-size = value(d.cuMemGetAllocationGranularity(props, d.CUmemAllocationGranularity_flags(0)))
-memory, address = value(d.cuMemCreate(size, props, 0)), value(d.cuMemAddressReserve(size, 0, 0, 0))
-value(d.cuMemMap(address, size, 0, memory, 0))
-value(d.cuMemSetAccess(address, size, [access], 1))
-assert d.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
-value(d.cuMemUnmap(address, size))
-value(d.cuMemRelease(memory))
-value(d.cuMemAddressFree(address, size))
-assert d.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
-""")
+    ended = python(
+        PROGRAM
+        + """
+rig = Rig(raw)
+address = rig.mapping(PAGE, (DEVICE, 0, READWRITE))
+assert raw.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
+value(raw.cuMemUnmap(address, PAGE))
+value(raw.cuMemAddressFree(address, PAGE))
+assert raw.cuDevicePrimaryCtxGetState(0)[1:] == (0, 0)
+"""
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
