@@ -337,12 +337,8 @@ class MemoryPool(Allocator, Closes, Drawn):
         """
         self._checked_raw()
         checked_type("access", access, MemAccess)
-        if not isinstance(who, (Device, MemLocation, Iterable)):
-            raise TypeError(f"who must be a Device, a MemLocation or several, not {type(who).__name__} ({who!r})")
         several = [who] if isinstance(who, (Device, MemLocation)) else list(who)
         descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
-        if not descriptors:
-            raise ValueError("who is empty: name at least one device")
         why = "pools grant READWRITE or NONE, to the host in host memory only, and the owner's access stays"
         self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
 

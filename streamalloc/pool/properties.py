@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,36 +76,29 @@ class MemPoolProps:
         if not 0 <= checked_size("usage", self.usage) < 1 << 16:
             raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
         refuse_windows("handle_types", self.handle_types)
-        for broken, message in self._rules():
-            if broken:
-                raise ValueError(message)
+        for message in self._broken():
+            raise ValueError(message)
 
-    def _rules(self) -> list[tuple[bool, str]]:
-        managed = self.alloc_type is MemAllocationType.MANAGED
-        where = self.location.type
-        return [
-            (self.alloc_type is MemAllocationType.INVALID, "alloc_type=INVALID: allowed are PINNED and MANAGED"),
-            (
-                where is MemLocationType.HOST_NUMA_CURRENT,
-                "location=HOST_NUMA_CURRENT: a pool must name its NUMA node (HOST_NUMA) or take any (HOST)",
-            ),
-            (
-                where is MemLocationType.NONE and not managed,
-                "location=NONE: only managed pools may have no preferred location",
-            ),
-            (
-                where is MemLocationType.HOST and bool(self.handle_types),
-                f"handle_types={self.handle_types}: pools on HOST cannot be shared between processes; "
-                "use a HOST_NUMA location or MemHandleType.NONE",
-            ),
-            (
-                managed and bool(self.handle_types),
-                f"handle_types={self.handle_types}: managed pools cannot be shared between processes",
-            ),
-            (managed and self.max_size != 0, f"max_size={size_text(self.max_size)}: a managed pool's must be 0"),
-            (managed and self.usage != 0, f"usage={self.usage:#x}: a managed pool's must be 0"),
-            (self.win32_security_attributes is not None, "win32_security_attributes: only None is allowed on Linux"),
-        ]
+    def _broken(self) -> Iterator[str]:
+        """Texts about the rules that the fields break."""
+        managed, where = self.alloc_type is MemAllocationType.MANAGED, self.location.type
+        windows: object = self.win32_security_attributes
+        if self.alloc_type is MemAllocationType.INVALID:
+            yield "alloc_type=INVALID: allowed are PINNED and MANAGED"
+        if where is MemLocationType.HOST_NUMA_CURRENT:
+            yield "location=HOST_NUMA_CURRENT: a pool must name its NUMA node (HOST_NUMA) or take any (HOST)"
+        if where is MemLocationType.NONE and not managed:
+            yield "location=NONE: only managed pools may have no preferred location"
+        if self.handle_types and managed:
+            yield f"handle_types={self.handle_types}: managed pools cannot be shared between processes"
+        if self.handle_types and where is MemLocationType.HOST:
+            yield f"handle_types={self.handle_types}: pools on HOST cannot be shared; use HOST_NUMA, or no handle types"
+        if managed and self.max_size:
+            yield f"max_size={size_text(self.max_size)}: a managed pool's must be 0"
+        if managed and self.usage:
+            yield f"usage={self.usage:#x}: a managed pool's must be 0"
+        if windows is not None:
+            yield "win32_security_attributes: only None is allowed on Linux"
 
     def to_driver(self) -> Any:
         """These properties as a ``CUmemPoolProps``."""

@@ -132,14 +132,16 @@ class CachingAllocator(Allocator, Closes, Shown):
     ...     buffer.fill(0)
     """
 
-    __slots__ = ("_dropped", "_key", "_limit", "_state", "pool")
+    __slots__ = ("_dropped", "_key", "_state", "limit", "pool")
 
     pool: MemoryPool
     """The pool of the memory."""
+    limit: int
+    """The most bytes of the pool that may be used, cached memory included; 0 for none. It can be assigned."""
 
     def __init__(self, pool: MemoryPool, *, limit: int = 0) -> None:
         checked_type("pool", pool, MemoryPool)
-        self._limit = checked_size("limit", limit)
+        self.limit = checked_size("limit", limit)
         if pool.closed:
             raise ClosedError(f"{pool!r} was closed")
         session = session_of(pool)
@@ -153,15 +155,6 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._bind(session, None, None)
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
-
-    @property
-    def limit(self) -> int:
-        """The most bytes of the pool that may be used, cached memory included; 0 for none. It can be assigned."""
-        return self._limit
-
-    @limit.setter
-    def limit(self, nbytes: int) -> None:
-        self._limit = checked_size("limit", nbytes)
 
     @property
     def closed(self) -> bool:
@@ -310,14 +303,14 @@ class CachingAllocator(Allocator, Closes, Shown):
         return bool(self._state.flush())
 
     def _limit_allows(self, nbytes: int) -> bool:
-        return not self._limit or self.pool.attributes.used_mem_current + nbytes <= self._limit
+        return not self.limit or self.pool.attributes.used_mem_current + nbytes <= self.limit
 
     def _keep_limit(self, nbytes: int) -> None:
         used = self.pool.attributes.used_mem_current
-        if used + nbytes > self._limit:
-            why = f"the limit of {size_text(self._limit)} leaves no room for {size_text(nbytes)}"
+        if used + nbytes > self.limit:
+            why = f"the limit of {size_text(self.limit)} leaves no room for {size_text(nbytes)}"
             error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
-            error.requested, error.used, error.limit = nbytes, used, self._limit
+            error.requested, error.used, error.limit = nbytes, used, self.limit
             error.holders = holders(self._session, self.location, (self.pool,))
             raise error
 
