@@ -145,19 +145,14 @@ class _Request(NamedTuple):
     device: Device
     stream: StreamLike | None
     """The caller's stream; None: every using stream waits."""
+    block: ControlBlock | None
+    """The exporter's control block, or a replica of it; None without one."""
+    announced: Announcement | None
+    """The announcement of the contents; None without a control block."""
 
     def ordered(self) -> Stream:
         """Return the caller's stream, else the device's default stream."""
         return self.device.default_stream if self.stream is None else _ordered(self.stream, self.imports.session)
-
-    def control_block(self) -> ControlBlock | None:
-        """Map the exporter's control block, or make a replica of it; None without one."""
-        return self.imports.block_of(self.described, self.handles, self.device)
-
-    def announcement(self) -> Announcement | None:
-        """Return the announcement of the contents; None without a control block."""
-        described, block = self.described, self.control_block()
-        return None if block is None else Announcement(block, described.slot, described.generation, described.ready)
 
 
 def _open(
@@ -184,16 +179,17 @@ def _open(
         raise ValueError(f"the descriptor's slot {described.slot} does not exist: a control block has {SLOTS}")
     if stream is not None:
         stream = _ordered(stream, session)
-    request = _Request(imports, described, handles, device, stream)
     with imports.deferred.beside_captures():
-        block = request.control_block() if described.hold or described.handle_type == FABRIC else None
+        announced: Announcement | None = None
+        block = imports.block_of(described, handles, device)
         if block is not None:
+            announced = Announcement(block, described.slot, described.generation, described.ready)
             block.mark("hold", described.hold)  # raises if there is no such mark
             if described.handle_type == FABRIC:
                 # Once for the call: the exporter may be on another machine, and has to answer.
                 block.sync(device)
         try:
-            opened = opener(request)
+            opened = opener(_Request(imports, described, handles, device, stream, block, announced))
         finally:
             if block is not None:
                 block.end_hold(described.hold)
@@ -214,7 +210,7 @@ def _ordered(stream: StreamLike, session: Session) -> Stream:
 
 
 def _open_allocation(request: _Request, new: PoolImport | PlainImport) -> ImportedBuffer:
-    ordered, announced = request.ordered(), request.announcement()
+    ordered, announced = request.ordered(), request.announced
     if announced is not None and ordered.is_default and not announced.written:
         # Before the import, because it could not be released on a captured stream.
         refuse_capture(ordered, "cuStreamWaitValue32", _NOT_IN_A_CAPTURE)
@@ -229,10 +225,9 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
     known = described.origin in imports.pools
     try:
         pool = imports.pool(described, request.handles)
-        block = request.control_block()
-        pool.watch(block, described.pool_mark)
+        pool.watch(request.block, described.pool_mark)
         imports.start_thread()
-        return _open_allocation(request, PoolImport(pool, request.device, block, described))
+        return _open_allocation(request, PoolImport(pool, request.device, request.block, described))
     except (StaleDescriptorError, CaptureError):
         raise
     except BaseException:
@@ -243,7 +238,7 @@ def _open_pointer(request: _Request) -> ImportedBuffer:
 
 
 def _open_plain(request: _Request) -> ImportedBuffer:
-    new = PlainImport(request.imports, request.device, request.control_block(), request.described)
+    new = PlainImport(request.imports, request.device, request.block, request.described)
     request.imports.start_thread()
     return _open_allocation(request, new)
 
@@ -251,7 +246,7 @@ def _open_plain(request: _Request) -> ImportedBuffer:
 def _open_pool(request: _Request) -> ImportedPool:
     pool = request.imports.pool(request.described, request.handles)
     opened = ImportedPool(pool, request.device)
-    pool.watch(request.control_block(), request.described.pool_mark)
+    pool.watch(request.block, request.described.pool_mark)
     return opened
 
 
@@ -275,7 +270,7 @@ def _open_chunk(request: _Request) -> PhysicalMemory:
     memory = request.imports.memory(chunks[0], request.handles)
     with undoing(memory.close):
         check_mappable(memory)
-        announced = request.announcement()
+        announced = request.announced
         if announced is not None:
             announced.precede(ordered)
     if request.stream is None and announced is not None:
@@ -290,7 +285,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
     with contextlib.ExitStack() as undo:
         lease: HostLease | None = None
         if described.flags & Flags.LEASED:
-            block: Any = request.control_block()
+            block: Any = request.block
             imports.start_thread()
             words = block.importer_words(described.slot, block.importer)
             lease = HostLease(imports, block, words, described.generation, device)
@@ -306,7 +301,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
         # Compare without handles: the same chunk may be shared by different handles.
         ids = [chunk[:2] for chunk in described.chunks]
         opened.set_chunks(ids, lambda index: imports.memory(described.chunks[index], request.handles), described.size)
-        announced = request.announcement()
+        announced = request.announced
         if announced is not None:
             for ordered in streams:
                 announced.notify_listener(opened, ordered)
