@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.processes import environment, python
+from tests.processes import environment, fork, python
 
 
 class Finished(NamedTuple):
@@ -60,7 +60,7 @@ def serve() -> None:
         importlib.import_module(name)
     for line in iter(sys.stdin.readline, ""):
         folder, written, *arguments = line.split()
-        child = os.fork()
+        child = fork()
         if not child:
             os.chdir(folder)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

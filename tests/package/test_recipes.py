@@ -21,6 +21,8 @@ _BLOCK = re.compile(r"^```(?:python|py)\b[^\n]*\n(.*?)^```\n(?:\n```text\n(.*?)^
 _LIBRARY = re.compile(
     r"^(?:import|from) (cupy|cuda\.core|numba\.cuda|rmm|torch_memory_saver|torch|vllm)\b", re.MULTILINE
 )
+_OF_THE_MACHINE = ("resident.py",)
+"""Programs whose pages show figures of the simulated machine."""
 _WIDTH = 84
 """Columns of a block that a page shows without a bar to scroll it."""
 
@@ -81,7 +83,8 @@ def test_runs_alone_and_prints_what_the_page_shows(
     done = runs.run(tmp_path, *arguments)
     # Tensors live to the end, which the checker reports.
     assert done.code == 0 and (libraries or not done.errors), done.errors
-    assert plain(done.output, tmp_path) == program.output != ""
+    if not (on_cuda and program.name in _OF_THE_MACHINE):
+        assert plain(done.output, tmp_path) == program.output != ""
 
 
 def test_programs_before_and_after_a_change_print_the_same() -> None:
