@@ -51,7 +51,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import GLOBAL, RELAXED, PerDriver, Session, session_of
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.pool.internal import CachedBuffer
@@ -277,7 +277,7 @@ class Sources:
         """Return an object that a library keeps while it uses memory. Dropping it frees the memory in stream order."""
         # Other memory is released by its own finaliser: a cached buffer's makes no driver call, captured memory belongs
         # to its graph, and virtual memory is unmapped after its users' work.
-        return _Held(cast("Buffer", memory), self) if type(memory) is PoolBuffer else memory
+        return _Held(cast("Buffer", memory)) if type(memory) is PoolBuffer else memory
 
     def _use(self, ordinal: int, handle: int, owner: object) -> _Used:
         source = self.by_device.get(ordinal)
@@ -307,30 +307,16 @@ class _Held:
     the buffer is freed on the stream of the thread that allocated it.
     """
 
-    __slots__ = ("_buffer", "_sources", "_thread")
+    __slots__ = ("_buffer", "_thread")
 
-    def __init__(self, buffer: Buffer, sources: Sources) -> None:
+    def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
         # None: the stream is the same on every thread.
         self._thread = this_thread.number if buffer.stream.is_default else None
-        self._sources = sources
 
     def __del__(self) -> None:
-        sources = getattr(self, "_sources", None)
-        if sources is None or not sources.session.usable:
-            return
-        if self._thread is not None:
+        if hasattr(self, "_thread"):
             free_dropped(self._buffer, self._thread)
-            return
-        # In relaxed mode the free invalidates no capture of other code on this thread.
-        exchange, mode = sources.exchange, GLOBAL
-        try:
-            _, mode = exchange(RELAXED)
-            self._buffer.free()
-        except Exception:
-            free_dropped(self._buffer)
-        finally:
-            exchange(mode or GLOBAL)  # None: the driver refused
 
 
 def is_captured(stream: Stream) -> bool:
@@ -357,7 +343,8 @@ def free_dropped(buffer: Buffer, thread: int | None = None) -> None:
         free_after_all(FreeAfterAll(buffer))
         return
     if not (stream.is_default and is_captured(stream)):
-        with contextlib.suppress(CudaError), session.relaxed():
+        # In relaxed mode the free invalidates no capture of other code on this thread.
+        with contextlib.suppress(CudaError, ClosedError), session.relaxed():
             buffer.free()
             return
     deferred_queue(session).submit(FreeAfterAll(buffer))
