@@ -132,6 +132,9 @@ def test_needs_no_other_module(path: Path) -> None:
 
 
 class TestCommitted:
+    def test_its_programs_fit_the_page(self, path: Path) -> None:
+        assert [line for cell in _code(path) for line in cell.source.splitlines() if len(line) > 100] == []
+
     def test_was_executed_from_top_to_bottom(self, path: Path) -> None:
         cells = _code(path)
         assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
