@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
@@ -18,6 +18,7 @@ from streamalloc.testing import Gate, settle
 from tests.processes import SECONDS, There, eventually
 from tests.support import KEEP, MiB, executed, filled, shows
 
+T = TypeVar("T")
 POSIX = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 PAGE = 2 * MiB
 PLAIN_BYTES = 2 * MiB
@@ -231,3 +232,16 @@ def map_and_see(there: There, name: str, seed: int) -> bool:
     physical = there.kept[name]
     with vmm.AddressRange(physical.nbytes, driver=there.driver) as range_:
         return shows(range_.map(physical, access=there.device), seed)
+
+
+def refusing(driver: Any, fault: int, act: Callable[[], T]) -> T | None:
+    """Do something while one of its next calls of a faulty driver is refused; None if it raised. 0: none is refused."""
+    driver._target = len(driver.seen) + fault if fault else 1 << 60
+    failed = len(driver.failed)
+    try:
+        return act()
+    except sa.CudaError as error:
+        assert error.name == "CUDA_ERROR_UNKNOWN" and len(driver.failed) > failed
+        return None
+    finally:
+        driver._target = 1 << 60

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,26 +38,6 @@ def test_openxla_reduces_memory_of_two_devices(pair: list[sa.Device]) -> None:
         multimem_ld_reduce(stream, memory.buffers[0][32:], memory.multicast_buffer, 8, np.int32)
         stream.synchronize()
         assert (read(memory.buffers[0][32:]).view(np.int32) == 4).all()
-
-
-def test_openxla_subscribes_no_device_twice_and_none_too_many(pair: list[sa.Device], machine: Any) -> None:
-    with MulticastObject(PAGE, 2) as team:
-        team.add_device(pair[0])
-        with pytest.raises(ValueError, match="added already"):
-            team.add_device(pair[0])
-        with pytest.raises(sa.IncompleteTeamError), vmm.PhysicalMemory(pair[0], PAGE) as memory:
-            team.bind(memory)
-        team.add_device(pair[1])
-        with pytest.raises(ValueError, match=r"one too many|added already"):
-            team.add_device(pair[1])
-
-
-def test_openxla_binds_no_memory_of_another_kind(pair: list[sa.Device], stream: sa.Stream) -> None:
-    with MulticastObject(PAGE, 2) as team, pair[0].create_stream() as stream:
-        for device in pair:
-            team.add_device(device)
-        with sa.allocate(8, stream) as buffer, pytest.raises(ValueError, match="multiple"):
-            team.bind(buffer)
 
 
 def test_openxla_binds_slices_at_aligned_offsets_only(pair: list[sa.Device]) -> None:
@@ -131,18 +109,3 @@ def test_tensorrt_llm_reduces_over_fabric_handles() -> None:
     with Crew(4, fabric=True) as crew:
         for found in crew.run(tensorrt_llm):
             assert (found == sum(1.5 + rank for rank in range(4))).all()
-
-
-@pytest.mark.parametrize(
-    "flow",
-    [
-        test_openxla_reduces_memory_of_two_devices,
-        test_openxla_subscribes_no_device_twice_and_none_too_many,
-        test_openxla_binds_no_memory_of_another_kind,
-        test_openxla_binds_slices_at_aligned_offsets_only,
-        flashinfer,
-        tensorrt_llm,
-    ],
-)
-def test_none_is_long(flow: Callable[..., Any]) -> None:
-    assert len(inspect.getsource(flow).splitlines()) < 20

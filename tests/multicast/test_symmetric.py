@@ -186,19 +186,6 @@ class TestInOneProcess:
         memory.wait_signal(1, first, channel=2)
         assert executed(first)
 
-    def test_signals_order_the_data_before_them(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
-        first, second = streams
-        for seed in range(1, 4):
-            filled(memory.buffers[1], seed, first)
-            memory.put_signal(1, first)
-            memory.wait_signal(0, second)
-            found = np.zeros(NBYTES, np.uint8)
-            memory.buffers[1].copy_to(found, second)
-            memory.put_signal(0, second)
-            memory.wait_signal(1, first)
-            second.synchronize()
-            assert np.array_equal(found, pattern(NBYTES, seed))
-
     def test_wrong_uses_of_streams(self, memory: SymmetricMemory, streams: list[sa.Stream], device: sa.Device) -> None:
         first = streams[0]
         with pytest.raises(TypeError, match="stream"):
@@ -257,21 +244,6 @@ class TestInOneProcess:
         ):
             with pytest.raises(sa.ClosedError):
                 use()
-
-    @pytest.mark.parametrize("how", ["close", "abandon"])
-    def test_closed_memory_holds_nothing(self, devices: list[sa.Device], machine: Any, how: str) -> None:
-        driver = sa.driver.checked(machine)
-        own = [sa.Device(device.ordinal, driver=driver) for device in devices]
-        memory = SymmetricMemory.local(own, 100, multicast=False)
-        ordered = [device.create_stream() for device in own]
-        memory.barrier(*ordered)
-        memory.put_signal(1, ordered[0])
-        getattr(memory, how)()
-        for stream in ordered:
-            stream.close()
-        del ordered, stream
-        driver.assert_nothing_left()
-        assert memory.closed
 
     def test_closing_waits_for_the_devices(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
         memory = SymmetricMemory.local(devices, 100, multicast=False)
@@ -509,7 +481,7 @@ def test_the_current_context_says_which_device(machine: Any, device: sa.Device) 
 # -- in two processes ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def partner(on_cuda: bool) -> Iterator[Partner]:
     """The other process, whose driver has two devices."""
     with Partner(on_cuda, devices=2) as partner:
@@ -574,7 +546,7 @@ def both(partner: Partner, nbytes: int, devices: Sequence[sa.Device], **options:
 
 
 @pytest.mark.gpus(2)
-class TestInTwoProcesses:
+class InTwoProcesses:
     @pytest.fixture
     def memory(self, partner: Partner, devices: list[sa.Device]) -> Iterator[SymmetricMemory]:
         with both(partner, NBYTES, devices, multicast=False) as memory:
@@ -585,6 +557,8 @@ class TestInTwoProcesses:
                 memory.close()
                 assert partner.result()
 
+
+class TestInTwoProcesses(InTwoProcesses):
     def test_each_writes_and_reads_the_other_s_memory(
         self, memory: SymmetricMemory, partner: Partner, streams: list[sa.Stream]
     ) -> None:
@@ -623,6 +597,19 @@ class TestInTwoProcesses:
         memory.put_signal(1, stream)
         assert not partner.run(busy_there)
 
+    def test_its_parts_name_their_owner(self, memory: SymmetricMemory) -> None:
+        mine, theirs = memory.buffers
+        assert isinstance(theirs, SymmetricBuffer) and theirs.owner is memory
+        # Whatever names no stream is queued on this rank's device.
+        assert mine.stream.device == theirs.stream.device == memory.device
+
+
+class TestOneThatDies(InTwoProcesses):
+    @pytest.fixture
+    def partner(self, on_cuda: bool) -> Iterator[Partner]:
+        with Partner(on_cuda, devices=2) as partner:
+            yield partner
+
     def test_one_that_dies_is_left_behind(
         self, memory: SymmetricMemory, partner: Partner, streams: list[sa.Stream], devices: list[sa.Device]
     ) -> None:
@@ -647,12 +634,6 @@ class TestInTwoProcesses:
         assert shows(memory.buffers[1], 3)
         memory.abandon()
         memory.abandon()
-
-    def test_its_parts_name_their_owner(self, memory: SymmetricMemory) -> None:
-        mine, theirs = memory.buffers
-        assert isinstance(theirs, SymmetricBuffer) and theirs.owner is memory
-        # Whatever names no stream is queued on this rank's device.
-        assert mine.stream.device == theirs.stream.device == memory.device
 
 
 @pytest.mark.simulated_only("threads interleave so on any driver")
@@ -679,12 +660,6 @@ class TestReleaseByTwoThreads:
         resources.reserve()
         resources.map()
         return resources
-
-    def test_memory(self) -> None:
-        release = RankResources.release
-        for resources in interleaved(release, self.make, release, release):
-            assert not resources.memories and not resources.releasing
-            resources.release()
 
     def test_addresses_that_could_not_be_freed(self) -> None:
         """Another thread, which releases them at the same time, does not lose them."""

@@ -34,7 +34,7 @@ CALLS = {
     "reserve": "cuMemAddressReserve",
     "map": "cuMemMap",
     "access": "cuMemSetAccess",
-    "clear": "cuMemsetD8Async",
+    "clear": "cuMemcpyAsync",
     "close": "cuCtxSynchronize",
 }
 

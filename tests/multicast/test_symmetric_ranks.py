@@ -15,12 +15,11 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.plan import CHANNELS
-from streamalloc.testing import Gate, multimem_ld_reduce, multimem_red, multimem_st
+from streamalloc.testing import multimem_ld_reduce, multimem_st
 from tests.multicast.ranks import Crew, Meddled, Rank, reaches_all
 from tests.multicast.support import all_ended
 from tests.processes import eventually
-from tests.support import MiB, executed, holds, pending, read
-from tests.vmm.support import each
+from tests.support import MiB, executed, read
 
 pytestmark = pytest.mark.simulated_only("the ranks are threads, each with a machine of its own")
 
@@ -50,7 +49,7 @@ def test_ranks_that_do_not_see_each_other_s_devices(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("multicast", [False, True], ids=["unicast", "multicast"])
-@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_rank_reaches_every_rank(size: int, multicast: bool) -> None:
     if multicast and size == 1:
         pytest.skip("one device is no team")
@@ -104,47 +103,6 @@ def _closed(memory: SymmetricMemory) -> Any:
 
 
 class TestMulticastView:
-    def test_a_write_reaches_every_rank(self) -> None:
-        def use(rank: Rank) -> list[bool]:
-            seen = []
-            with rank.memory(8 * 1024) as memory:
-                stream = rank.device.create_stream()
-                view = memory.multicast_buffer
-                assert view is not None and view.nbytes == 8 * 1024 and view.address == memory.multicast_address
-                part = view[rank.number * 1024 : rank.number * 1024 + 512]
-                part.fill(rank.number + 1, stream)
-                view[rank.number * 1024 + 512 : rank.number * 1024 + 1024].copy_from(
-                    np.full(512, 100, np.uint8), stream
-                )
-                memory.barrier(stream)
-                stream.synchronize()
-                for other in range(rank.size):
-                    mine = memory.buffers[rank.number]
-                    seen.append(holds(mine[other * 1024 : other * 1024 + 512], other + 1))
-                    seen.append(holds(mine[other * 1024 + 512 : other * 1024 + 1024], 100))
-                stream.close()
-            return seen
-
-        with Crew(8) as crew:
-            assert crew.run(use) == [[True] * 16] * 8
-            assert crew.left == [{}] * 8
-
-    def test_is_for_writing_only(self) -> None:
-        with SymmetricMemory.local(sa.Device.all(sd.simulated(devices=2)), 100) as memory:
-            view = memory.multicast_buffer
-            assert view is not None
-            for read_it in each(
-                lambda: view.copy_to(np.zeros(100, np.uint8)),
-                lambda: memory.buffers[0].copy_from(view),
-                lambda: view[:10].copy_to(np.zeros(10, np.uint8)),
-                lambda: view.__cuda_array_interface__,
-            ):
-                with pytest.raises((ValueError, AttributeError), match=r"undefined"):
-                    read_it()
-            assert memory.multicast and "with multicast" in repr(memory)
-        with pytest.raises(sa.ClosedError):
-            view.fill(0)
-
     def test_signal_pads_are_in_it(self) -> None:
         devices = sa.Device.all(sd.simulated(devices=3))
         with SymmetricMemory.local(devices, 100) as memory:
@@ -155,7 +113,7 @@ class TestMulticastView:
             for pad in memory.signal_pads:
                 assert read(pad[:20]).view(np.uint32).tolist() == [0, 0, 5, 6, 0]
 
-    @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32, np.uint64])
+    @pytest.mark.parametrize("dtype", [np.float16, np.int32])
     def test_all_reduce(self, dtype: Any) -> None:
         """One-shot: everybody reduces over all replicas, each a part, and writes the result to all of them."""
         count, size = 4000, 4
@@ -187,22 +145,6 @@ class TestMulticastView:
             for found in crew.run(reduce):
                 assert np.array_equal(found, expected)
 
-    def test_reduction_of_every_rank_s_contribution_in_place(self) -> None:
-        def reduce(rank: Rank) -> Any:
-            with rank.memory(400) as memory:
-                stream = rank.device.create_stream()
-                memory.buffers[rank.number].fill(0, stream)
-                memory.barrier(stream)
-                multimem_red(stream, memory.multicast_address, np.full(100, 1 << rank.number, np.uint32))
-                memory.barrier(stream)
-                stream.synchronize()
-                stream.close()
-                return read(memory.buffers[rank.number]).view(np.uint32)
-
-        with Crew(8) as crew:
-            for found in crew.run(reduce):
-                assert (found == 255).all()
-
     def test_physical_memory_has_the_recommended_granularity(self) -> None:
         devices = sa.Device.all(sd.simulated(devices=2))
         with SymmetricMemory.local(devices, 100) as memory:
@@ -232,28 +174,9 @@ class TestBarrier:
                 return int(read(mine[(rounds % 2) * 64 : (rounds % 2) * 64 + 4]).view(np.uint32)[0])
 
         # With a seed, streams are delayed and interleaved as they please.
-        for seed in (None, 1, 2):
+        for seed in (None, 1):
             with Crew(size, seed=seed) as crew:
                 assert crew.run(run) == [(number + rounds) % size for number in range(size)]
-
-    def test_of_a_rank_that_is_ahead(self) -> None:
-        def run(rank: Rank) -> bool:
-            with rank.memory(100, multicast=False) as memory:
-                stream = rank.device.create_stream()
-                if rank.number == 0:
-                    for _ in range(5):
-                        memory.barrier(stream)
-                    waits = pending(stream)
-                    rank.group.barrier()
-                else:
-                    rank.group.barrier()
-                    waits = True
-                    for _ in range(5):
-                        memory.barrier(stream)
-                return waits and executed(stream)
-
-        with Crew(3) as crew:
-            assert crew.run(run) == [True] * 3
 
     def test_counters_wrap_around(self) -> None:
         def run(rank: Rank) -> bool:
@@ -435,25 +358,6 @@ class TestHandleTypes:
 
 
 class TestTheEnd:
-    def test_closing_waits_for_all(self) -> None:
-        """A rank's memory stays until nobody's work can use it any more."""
-
-        def run(rank: Rank) -> bool:
-            memory = rank.memory(100, multicast=False)
-            if rank.number:
-                memory.close()
-                return True
-            with Gate(rank.device) as gate, rank.device.create_stream() as stream:
-                gate.hold(stream)
-                memory.buffers[1].fill(1, stream)
-                gate.open()
-                memory.close()
-                return executed(stream)
-
-        with Crew(2) as crew:
-            assert crew.run(run) == [True, True]
-            assert crew.left == [{}] * 2
-
     def test_one_closes_late(self) -> None:
         def run(rank: Rank) -> None:
             memory = rank.memory(100, multicast=False)

@@ -231,7 +231,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             about = {"address": self.range.address, "chunks": [memory.nbytes for memory in self._chunks]}
             about |= {"ready": ready, "prepare": prepare, "keep": keep}
             answer, _ = self._connection.ask("commit", [manifest, *handles], **about)
-        self.epoch = answer.get("epoch", 0)
+            self.epoch = answer.get("epoch", 0)  # at once: what is refused from here on does not undo the commit
         return answer
 
     def _manifest(self) -> Manifest:

@@ -218,13 +218,12 @@ def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadl
 def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
     """Zero the signal pad and the counters, and write the address tables."""
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
-    tables = np.zeros(layout.total - layout.buffer_table, np.uint8)
+    # One copy: if it is refused, no work is queued on the memory that the undo unmaps.
+    image = np.zeros(layout.total - layout.signal_pad, np.uint8)
     for table, addresses in ((layout.buffer_table, bases), (layout.signal_table, bases + np.uint64(layout.signal_pad))):
-        tables[table - layout.buffer_table :][: addresses.nbytes] = addresses.view(np.uint8)
-    replica = resources.replicas[rank]
+        image[table - layout.signal_pad :][: addresses.nbytes] = addresses.view(np.uint8)
     with resources.devices[rank].create_stream() as stream:
-        replica[layout.signal_pad : layout.buffer_table].fill(0, stream)
-        replica[layout.buffer_table : layout.total].copy_from(tables, stream)
+        resources.replicas[rank][layout.signal_pad : layout.total].copy_from(image, stream)
         stream.synchronize()
 
 

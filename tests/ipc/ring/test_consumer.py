@@ -53,25 +53,6 @@ class TestConsumer:
         with pytest.raises(sa.ClosedError):
             all_of(item, 3)
 
-    def test_writes_are_seen_by_nobody_else(self, fills: Partner, consumer: RingConsumer, own: sa.Stream) -> None:
-        """An item can be worked on in place."""
-        fills.run(send_there, 3)
-        with consumer.next() as item:
-            item.fill(4)
-            assert all_of(item, 4)
-
-    def test_closed(self, fills: Partner, own: sa.Stream) -> None:
-        consumer = consumer_of(fills, own)
-        fills.run(send_there, 3)
-        item = consumer.next()
-        consumer.close()
-        consumer.close()
-        assert consumer.closed and "closed" in repr(consumer)
-        for use in (consumer.next, lambda: next(consumer), lambda: item.address):
-            with pytest.raises(sa.ClosedError):
-                use()
-        item.release()
-
     def test_closed_while_it_waits(self, fills: Partner, own: sa.Stream) -> None:
         consumer = consumer_of(fills, own)
         threading.Timer(0.05, consumer.close).start()
@@ -102,15 +83,6 @@ class TestConsumer:
 
 class TestProducerThatDies:
     """Complete items arrive; then an error notifies the consumer, within its timeout."""
-
-    @pytest.mark.parametrize("how", ["kill", "exit"])
-    def test_after_it_was_joined(self, fills: Partner, consumer: RingConsumer, how: str) -> None:
-        end(fills, how)
-        for _ in range(2):
-            with pytest.raises(ipc.PeerGoneError):
-                consumer.next(SECONDS)
-            with pytest.raises(ipc.PeerGoneError):
-                next(consumer)
 
     @pytest.mark.parametrize("how", ["kill", "exit"])
     def test_after_complete_items(self, fills: Partner, consumer: RingConsumer, own: sa.Stream, how: str) -> None:

@@ -29,20 +29,10 @@ from tests.ipc.support import (
     hold,
 )
 from tests.processes import SECONDS, Partner, eventually
-from tests.support import executed, filled, pending
+from tests.support import executed, pending
 
 
 class TestDroppedConsumer:
-    def test_dropped(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        send(ring, 1)
-        partner.run(take)
-        partner.run(drop_there)
-        partner.run(work_there)
-        with pytest.raises(ipc.PeerGoneError):
-            send(ring, 2)
-        assert in_flight(ring, 0)
-
     def test_dropped_in_a_cycle(self, ring: RingProducer, partner: Partner) -> None:
         """The memory, which another consumer of its process has too, is closed once."""
         join(partner, ring)
@@ -97,19 +87,6 @@ class TestKilledConsumer:
             ring.add(mine, SECONDS)
         thread.join()
         assert mine.closed
-        self.check_goes_on(ring, partner, 0, 0)
-
-    def test_after_it_joined(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
-        join(dies, ring)
-        dies.kill()
-        self.all_gone(ring)
-        self.check_goes_on(ring, partner, 0, 0)
-
-    def test_while_the_slot_is_filled(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:
-        join(dies, ring)
-        with pytest.raises(ipc.PeerGoneError), ring.next() as slot:
-            filled(slot, 1)
-            dies.kill()
         self.check_goes_on(ring, partner, 0, 0)
 
     def test_between_packet_and_taking(self, ring: RingProducer, dies: Partner, partner: Partner) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,13 +11,11 @@ import streamalloc.driver as sd
 from streamalloc.ipc import RingConsumer, RingProducer
 from tests.ipc.ring.support import (
     all_of,
-    consume,
     join,
     send_there,
     take,
 )
-from tests.processes import SECONDS, Partner, holds_there
-from tests.support import filled
+from tests.processes import Partner, holds_there
 
 
 class TestProcesses:
@@ -48,23 +45,3 @@ class TestProcesses:
         assert partner.run(holds_there, "item", 1)
         with consumer.next() as item:
             assert all_of(item, 1)
-
-    def test_threads_share_a_producer(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        partner.begin(consume)
-
-        def fill(first: int) -> None:
-            with ring.stream.device.create_stream() as stream:
-                stream.synchronize()
-            for size in range(first, 40, 4):
-                with ring.next(SECONDS) as slot:
-                    slot.nbytes_used = size
-                    filled(slot[:size], size)
-
-        threads = [threading.Thread(target=fill, args=(first,)) for first in range(1, 5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ring.close()
-        assert sorted(partner.result()) == list(range(1, 40))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -29,15 +28,6 @@ from tests.support import filled, pattern
 
 
 class TestItems:
-    def test_every_size_in_order(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        partner.begin(consume)
-        sizes = [1, 2, 511, 512, 513, SIZE - 1, SIZE, 4096] * 5
-        for size in sizes:
-            send(ring, size, size)
-        ring.close()
-        assert partner.result() == sizes
-
     def test_put(self, ring: RingProducer, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """Copies from wherever the bytes are."""
         join(partner, ring)
@@ -71,39 +61,6 @@ class TestItems:
             assert slot.nbytes_used == SIZE
         assert partner.run(take, "ring", "other")[1] == SIZE
 
-    def test_odd_sizes_do_not_overlap(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        with Ring.producer(pool, 1000, 3, stream=stream) as ring:
-            assert (ring.slot_bytes, ring.slots) == (1000, 3)
-            join(partner, ring)
-            for seed in range(3):
-                send(ring, seed)
-            for seed in range(3):
-                assert partner.run(take, "ring", f"item {seed}")[1] == 1000
-            assert all(partner.run(shows_there, f"item {seed}", seed) for seed in range(3))
-
-    def test_is_its_holder_s_only(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        with ring.next() as slot:
-            filled(slot, 1)
-        for use in (lambda: slot.address, lambda: slot.fill(1), lambda: slot[:10].fill(1), slot.hand_off):
-            with pytest.raises(sa.ClosedError, match="handed on"):
-                use()
-        with pytest.raises(AttributeError):
-            slot.owner = None  # type: ignore[misc]
-        assert "handed on" in repr(slot)
-        partner.run(take)
-        partner.run(give_there)
-        with pytest.raises(sa.ClosedError, match="handed on"):
-            partner.run(shows_there, "item", 1)
-
-    def test_cannot_be_copied(self, ring: RingProducer, partner: Partner) -> None:
-        import pickle
-
-        join(partner, ring)
-        for thing in (ring, ring.next()):
-            with pytest.raises(TypeError, match="copied or pickled"):
-                pickle.dumps(thing)
-
 
 class TestBackPressure:
     def test_waits_for_a_slot(self, ring: RingProducer, partner: Partner) -> None:
@@ -123,17 +80,6 @@ class TestBackPressure:
         partner.run(give_there)
         assert ring.next(SECONDS).index == index
         assert partner.run(statistics_there) == (1, 0)
-
-    def test_consumer_waits(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        for timeout in (0, 0.02):
-            with pytest.raises(TimeoutError):
-                partner.run(take, "ring", "item", timeout)
-        partner.begin(take)
-        time.sleep(0.01)
-        send(ring, 5)
-        partner.result()
-        assert partner.run(shows_there, "item", 5)
 
     @pytest.mark.parametrize("timeout", [-1, float("nan")])
     def test_impossible_times(self, ring: RingProducer, partner: Partner, timeout: float) -> None:
@@ -177,19 +123,6 @@ class TestIteration:
 
 
 class TestSeveralConsumers:
-    def test_share_the_work(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
-        partners = [another(), another()]
-        for partner in partners:
-            join(partner, ring)
-            partner.begin(consume, "ring", 0.001)
-        for size in range(1, 41):
-            send(ring, size, size)
-        ring.close()
-        taken = [partner.result() for partner in partners]
-        assert sorted(taken[0] + taken[1]) == list(range(1, 41))
-        # How much each gets is the machine's business, but nobody is left out.
-        assert all(each and each == sorted(each) for each in taken)
-
     def test_two_in_one_process(self, ring: RingProducer, partner: Partner) -> None:
         """They are one importer, and two consumers all the same."""
         for name in ("one", "two"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.ipc import Ring
 from tests.ipc.ring.support import settled
-from tests.ipc.support import shared_pool
+from tests.ipc.support import refusing, shared_pool
 from tests.processes import SECONDS, eventually
 from tests.support import end_what_was_dropped
 
@@ -28,9 +27,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-SIZE, SLOTS = 512, 4
+SIZE, SLOTS = 1000, 4
 WORKOUT = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    max_examples=20, stateful_step_count=30, deadline=None, derandomize=True, database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
@@ -76,18 +75,6 @@ class Model(RuleBasedStateMachine):
         used = len(self.unsent) + len(self.slots) + sum(end.load[0] for end in self.ends)
         return SLOTS - used
 
-    def refusing(self, driver: Any, fault: int, act: Callable[[], Any]) -> Any:
-        """Do something while one of its calls is refused, and once more if it was; the result, or None if it raised."""
-        driver._target = len(driver.seen) + fault if fault else 1 << 60
-        failed = len(driver.failed)
-        try:
-            return act()
-        except sa.CudaError as error:
-            assert error.name == "CUDA_ERROR_UNKNOWN" and len(driver.failed) > failed
-            return None
-        finally:
-            driver._target = 1 << 60
-
     # -- consumers -------------------------------------------------------------------------------------------
 
     @rule(any_stream=some.booleans())
@@ -131,7 +118,7 @@ class Model(RuleBasedStateMachine):
             with pytest.raises(TimeoutError):
                 end.consumer.next(0)
             return
-        item = self.refusing(end.driver, fault, lambda: end.consumer.next(SECONDS))
+        item = refusing(end.driver, fault, lambda: end.consumer.next(SECONDS))
         if item is None:  # the next call takes it
             item = end.consumer.next(SECONDS)
         value, size = end.sent.pop(0)
@@ -147,7 +134,7 @@ class Model(RuleBasedStateMachine):
         if end is None or not end.taken:
             return
         item, _ = end.taken.pop(which % len(end.taken))
-        self.refusing(end.driver, fault, item.release)
+        refusing(end.driver, fault, item.release)
         item.release()  # idempotent, and does what was refused
         with pytest.raises(sa.ClosedError):
             item.fill(0)
@@ -177,7 +164,7 @@ class Model(RuleBasedStateMachine):
                 self.ring.put(bytes([value]) * size, 0)
             return
         before = self.ring.statistics().handed_off
-        self.refusing(self.driver, fault, lambda: self.ring.put(bytes([value]) * size, SECONDS))
+        refusing(self.driver, fault, lambda: self.ring.put(bytes([value]) * size, SECONDS))
         if self.ring.statistics().handed_off == before:  # refused
             self.ring.put(bytes([value]) * size, SECONDS)
         self.handed_off += 1

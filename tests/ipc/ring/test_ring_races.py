@@ -19,7 +19,7 @@ from tests.interrupting import Interrupted, interrupts
 from tests.ipc.ring.support import settled
 from tests.ipc.support import shared_pool
 from tests.processes import SECONDS, Partner, There, eventually
-from tests.support import executed, pending
+from tests.support import executed
 
 SIZE = 512
 SLOTS = 4
@@ -160,20 +160,6 @@ class TestThreads:
         assert eventually(lambda: ring.statistics().free == SLOTS)
         ring.close()
         assert partner.result() == [1] * waiting
-
-    def test_closing_waits_for_no_stream(
-        self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, gate: Gate
-    ) -> None:
-        ring = Ring.producer(pool, SIZE, SLOTS, stream=stream)
-        join(partner, ring)
-        ring.put(b"x")
-        gate.hold(stream)
-        ring.put(b"y")
-        ring.close()
-        assert pending(stream)
-        gate.open()
-        assert partner.run(_sizes) == [1, 1]
-        assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
 
 
 def _close_meanwhile(there: There) -> None:

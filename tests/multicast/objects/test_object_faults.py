@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
-from tests.multicast.support import PAGE, SHAREABLE, misorders
+from tests.multicast.support import PAGE, misorders
 from tests.support import Account
 from tests.vmm import test_faults as vmm_faults
 
@@ -29,59 +28,6 @@ class Case(vmm_faults.Case):
 
     def end(self) -> None:
         self.made.close()
-
-
-class Make(Case):
-    def step(self) -> None:
-        self.made = multicast.MulticastObject(PAGE, 2, round_up=True, recommended=True, driver=self.account.driver)
-
-    def check_failed(self, failed: str) -> None:
-        assert self.account.left == {}
-
-    def check_done(self) -> None:
-        assert self.made.handle
-
-
-class Import(Case):
-    """The descriptor is closed whether or not it succeeds."""
-
-    def prepare(self) -> None:
-        self.first = multicast.MulticastObject(PAGE, 2, handle_types=SHAREABLE, driver=self.account.driver)
-        self.handle = self.first.export()
-
-    def step(self) -> None:
-        assert isinstance(self.handle, sa.Fd)
-        fd = sa.Fd(os.dup(self.handle.fileno()))
-        try:
-            self.made = multicast.MulticastObject.from_handle(fd, PAGE, 2, driver=self.account.driver)
-        finally:
-            assert fd.closed
-
-    def check_done(self) -> None:
-        assert self.made.handle
-
-    def end(self) -> None:
-        self.first.close()
-        self.made.close()
-        del self.handle
-
-
-class Export(Import):
-    def prepare(self) -> None:
-        self.made = multicast.MulticastObject(PAGE, 2, handle_types=SHAREABLE, driver=self.account.driver)
-
-    def step(self) -> None:
-        self.handle = self.made.export()
-
-    def check_failed(self, failed: str) -> None:
-        assert not self.made.exported
-
-    def check_done(self) -> None:
-        assert self.made.exported
-
-    def end(self) -> None:
-        self.made.close()
-        del self.handle
 
 
 class Add(Case):
@@ -240,7 +186,7 @@ class Leave(CloseView):
         self.memory.close()
 
 
-CASES = [Make, Import, Export, Add, Bind, BindMapped, Unbind, Map, CloseView, Close, Leave]
+CASES = [Add, Bind, BindMapped, Unbind, Map, CloseView, Close, Leave]
 
 
 LATER = {"cuMemRelease", "cuThreadExchangeStreamCaptureMode"}
