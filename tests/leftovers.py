@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -285,7 +286,15 @@ def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Cal
     if not _threads() <= threads:
         gc.collect()  # the frames of an interrupted call may keep an executor, whose end wakes its threads
     if not eventually(lambda: _threads() <= threads, SECONDS):
-        left.append(f"threads: {', '.join(sorted(thread.name for thread in _threads() - threads))}")
+        frames = sys._current_frames()
+        left += [
+            f"thread {one.name}, in "
+            + " < ".join(
+                f"{frame.name}:{frame.lineno}"
+                for frame in reversed(traceback.extract_stack(frames.get(one.ident or 0)))
+            )
+            for one in _threads() - threads
+        ]
     for setting, value in zip(settings, before, strict=True):
         after = setting.read()
         if setting.name not in allowed:
