@@ -118,18 +118,6 @@ class TestPhysicalMemory:
             assert partner.run(map_and_see, "memory", 3)
         assert partner.run(map_and_see, "memory", 3)  # it outlives what its owner has of it
 
-    def test_of_another_library(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
-        range_, (physical,) = several_chunks(device, PAGE)
-        with range_, physical:
-            filled(range_.mappings[0], 5, stream)
-            array = Array(range_.address + 100, 1000, stream.handle)
-            shared = ipc.share(array)
-            assert shared.descriptor.handle_type == FABRIC
-            opened = partner.open(shared)
-            assert opened.nbytes == 1000
-            opened.write(6)
-            assert shows(range_.view(100, 1000), 6)
-
 
 class TestHandleType:
     @pytest.mark.parametrize(
@@ -182,13 +170,6 @@ class TestHandleType:
             for thing in others:
                 with pytest.raises(ValueError, match="fabric handles of pools are not"):
                     ipc.share(thing, handle_type=FABRIC)
-
-    def test_of_a_pool_that_can_be_shared(self, device: sa.Device, stream: sa.Stream, partner: Partner) -> None:
-        with sa.MemoryPool(device, handle_types=BOTH) as pool, pool.allocate(MiB, stream) as buffer:
-            filled(buffer, 1)
-            opened = partner.open(ipc.share(buffer, handle_type=POSIX))
-            assert opened.shows(1)
-            opened.close()
 
 
 class TestOrder:
@@ -264,9 +245,6 @@ class TestAnotherMachine:
         filled(buffer, 4)
         buffer.stream.synchronize()
         return ipc.share(buffer, handle_type=FABRIC).descriptor._replace(device=OTHER, endpoint=NOTHING).to_bytes()
-
-    def test_is_for_the_stream_s_device(self, data: bytes, partner: Partner) -> None:
-        assert partner.open(ipc.Shared(Descriptor.from_bytes(data), {}), fds=()).shows(4)
 
     def test_needs_a_stream(self, data: bytes, device: sa.Device) -> None:
         with pytest.raises(ValueError, match=r"not of this machine.*stream="):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,8 +19,8 @@ from tests.ipc.support import (
     state,
     state_there,
 )
-from tests.processes import SECONDS, Partner, There, eventually
-from tests.support import MiB, filled, shows
+from tests.processes import SECONDS, Partner, eventually
+from tests.support import MiB
 
 
 @pytest.fixture
@@ -113,35 +112,3 @@ def test_rounds(unchanged: Unchanged, partner: Partner, pool: sa.MemoryPool, str
     assert pool.statistics().reserved <= 32 * MiB
     if kind is Sides.growable:
         assert eventually(lambda: stream.device.memory_info().free >= free)
-
-
-class TestProcesses:
-    def test_more_than_there_are_places_for(
-        self, another: Callable[[], Partner], pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
-        """Forty drivers of one process open a buffer: those that are gone leave their place to the next."""
-        buffer = pool.allocate(4096, stream)
-        filled(buffer, 1)
-        one = another()
-        shared = ipc.share(buffer)
-        for _ in range(4):
-            assert one.run(_open_by_drivers, bytes(shared), 10, fds=shared.fds) == 10
-        buffer.free()
-        assert eventually(lambda: pool.statistics().used == 0)
-
-
-def _open_by_drivers(there: There, data: bytes, count: int) -> int:
-    import gc
-
-    import streamalloc.driver as sd
-
-    good = 0
-    for _ in range(count):
-        driver = sd.traced(there.driver)
-        device = sa.Device(0, driver=driver)
-        fds = [ipc.Fd(os.dup(fd.fileno())) for fd in there.came]
-        with device.create_stream() as stream, ipc.open(data, fds, stream=stream, driver=driver) as opened:
-            good += shows(opened, 1)
-        stream = opened = device = driver = None  # type: ignore[assignment]
-        gc.collect()
-    return good

@@ -157,23 +157,6 @@ class _Receiving:
 
 
 class TestLifetime:
-    def test_back_and_forth(
-        self, run: Callable[..., Any], context: Any, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
-        """Each process shares memory of its own, and writes to the other's."""
-        here, there = context.Pipe()
-        run(_reply_with_a_copy, there)
-        for seed in range(3):
-            with pool.allocate(SIZE, stream) as buffer:
-                filled(buffer, seed)
-                here.send(buffer)
-                copy = received(here)
-                assert shows(copy, seed) and shows(buffer, 100)
-                copy.close()
-        here.send(None)
-        assert received(here) == 0
-        assert eventually(lambda: pool.statistics().used == 0)
-
     def test_the_sender_ends_first(self, run: Callable[..., Any], context: Any, stream: sa.Stream) -> None:
         """Opened objects stay; the others are refused with a reason."""
         here, there = context.Pipe()
@@ -186,22 +169,6 @@ class TestLifetime:
             pickle.loads(late)
         assert shows(opened, 7)
         opened.close()
-
-
-def _reply_with_a_copy(connection: Any) -> None:
-    device = sa.Device(0)
-    with device.create_stream() as stream, shared_pool(device) as pool:
-        while (buffer := received(connection)) is not None:
-            stream.wait(buffer.stream)
-            copy = pool.allocate(buffer.nbytes, stream)
-            copy.copy_from(buffer, stream)
-            filled(buffer, 100, stream)
-            stream.synchronize()
-            buffer.close(stream)
-            connection.send(copy)
-            del copy, buffer
-        assert eventually(lambda: pool.statistics().used == 0)
-        connection.send(0)
 
 
 def _send_two_and_wait(connection: Any) -> None:

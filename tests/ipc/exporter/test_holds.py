@@ -20,7 +20,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from tests.ipc.support import uses
-from tests.processes import SECONDS, Partner, There, finished, python
+from tests.processes import SECONDS, Partner, There
 
 SIZE = 1 << 16
 Pair = tuple[ipc.Channel, ipc.Channel]
@@ -288,32 +288,6 @@ class TestProcesses:
             reading.recv_bytes()
         reading.close()
         assert uses(pool)
-
-    def test_with_nothing_but_the_package(self) -> None:
-        """Importing streamalloc is enough; and a plain pickle stays refused."""
-        code = (
-            "import sys, streamalloc as sa, multiprocessing, pickle, copy\n"
-            "assert 'streamalloc.ipc' not in sys.modules\n"
-            "stream = sa.Device(0).create_stream()\n"
-            "pool = sa.MemoryPool(sa.Device(0), handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)\n"
-            "buffer = pool.allocate(4096, stream)\n"
-            "for refused in (pickle.dumps, copy.copy, copy.deepcopy):\n"
-            "    try: refused(buffer)\n"
-            "    except TypeError as error: assert 'cannot be copied or pickled' in str(error)\n"
-            "    else: raise AssertionError(refused)\n"
-            "context = multiprocessing.get_context('spawn')\n"
-            "for queue in context.SimpleQueue(), context.Queue():\n"
-            "    other = pool.allocate(4096, stream)\n"
-            "    queue.put({'it': [other]})\n"
-            "    other.free()\n"  # put has pickled it, not the queue's thread
-            "    data = queue._reader.recv_bytes()\n"
-            "    assert len(data) > 200 and b'ClosedError' not in data\n"
-            "    try: queue.put(stream)\n"
-            "    except TypeError as error: assert 'cannot be copied or pickled' in str(error)\n"
-            "    else: raise AssertionError\n"
-        )
-        done = finished(python(code))
-        assert done.returncode == 0, done.stderr
 
     def test_pickled_by_hand(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         """Nobody knows where the bytes go: they are held."""

@@ -48,15 +48,9 @@ def view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
     return made[4096 : 4096 + 100_001], [made]
 
 
-def view_of_a_view(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> Made:
-    made = pool.allocate(3 * MiB, stream)
-    return made[1000:][500:][24:50_000], [made]
-
-
 KINDS: dict[Callable[..., Made], str] = {
     buffer: "ImportedBuffer",
     view: "ImportedBuffer",
-    view_of_a_view: "ImportedBuffer",
     **dict.fromkeys(kinds.KINDS, "ImportedRange"),
 }
 
@@ -179,16 +173,6 @@ class TestPhysicalMemory:
             partner.give(physical, "physical")
         partner.run(_map_and_write, "physical", 6)
         assert partner.run(map_and_see, "physical", 6)
-
-    def test_opened_again_after_it_was_closed(self, device: sa.Device, partner: Partner) -> None:
-        """The importer has had the handle: the bytes are enough."""
-        with memory(PAGE, device) as physical:
-            shared = ipc.share(physical)
-            for number in range(3):
-                opened = partner.open(shared, "it")
-                partner.run(_map_and_write, "it", number)
-                opened.close()
-                opened.drop()
 
 
 def _map_and_write(there: There, name: str, seed: int) -> None:

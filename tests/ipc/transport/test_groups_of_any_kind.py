@@ -84,15 +84,6 @@ def test_ranks_that_do_different_things() -> None:
     assert together(Plain, do) == [{1: "barrier"}, {0: "allgather"}, {1: "barrier"}]
 
 
-def test_what_is_no_group() -> None:
-    class Half:
-        rank = 0
-        size = 1
-
-    with pytest.raises(TypeError, match="rank, size and allgather"):
-        as_communicator(Half())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("kind", [GroupTimeoutError, GroupGoneError, GroupProtocolError])
 def test_errors_travel(kind: type[GroupError]) -> None:
     again = pickle.loads(pickle.dumps(kind("ranks 2, 5 are late", {2: "", 5: "barrier"})))

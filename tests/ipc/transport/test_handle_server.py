@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -63,25 +61,6 @@ def test_many_clients_who_are_silent_or_malicious(handles: dict[bytes, Fd]) -> N
                     os.write(client.fileno(), b"nothing that is known")
         for _ in range(20):
             fetch(endpoint, b"b").close()
-
-
-def test_clients_at_once_that_come_and_go(handles: dict[bytes, Fd]) -> None:
-    endpoint = serve()
-    fetched: list[int] = []
-
-    def ask() -> None:
-        for _ in range(20):
-            if random.random() < 0.3:
-                Channel.connect(address_of(endpoint), timeout=5).close()
-            with fetch(endpoint, random.choice(tuple(handles))) as fd:
-                fetched.append(fd.fileno())
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(fetched) == 160
 
 
 def test_silent_clients_are_dropped_after_a_while(handles: dict[bytes, Fd], monkeypatch: pytest.MonkeyPatch) -> None:
