@@ -44,7 +44,6 @@ from streamalloc.core.internal import (
     as_stream,
     deferred_queue,
     ordered_after,
-    raw_handle,
     this_thread,
     unless_busy,
     work,
@@ -202,7 +201,7 @@ class Sources:
         A source does not allocate device memory, or two sources have the same device or different drivers.
     """
 
-    __slots__ = ("_capturing", "by_device", "exchange", "last", "session", "works")
+    __slots__ = ("by_device", "exchange", "last", "session", "works")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
@@ -222,11 +221,9 @@ class Sources:
             raise ValueError("name at least one source" if not sessions else "the sources are of different drivers")
         self.session: Session = sessions.pop()
         """Session of the sources' driver."""
-        self.works: bool = not all(
-            isinstance(source, (MemoryPool, CachingAllocator)) for source in self.by_device.values()
-        )
+        pooled = (MemoryPool, CachingAllocator)
+        self.works: bool = not all(isinstance(source, pooled) for source in self.by_device.values())
         """Whether dropped memory is only released at points of work, like virtual memory."""
-        self._capturing: Any = self.session.driver.cuStreamIsCapturing
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
         """The driver's ``cuThreadExchangeStreamCaptureMode``."""
         self.last: dict[int, _Used] = {}
@@ -263,15 +260,13 @@ class Sources:
         if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
         _, _, stream, allocate = used
-        if not in_capture and not stream.is_default:
-            result, status = self._capturing(raw_handle(stream))
-            if result or status:
-                # This stream has no other work: it only waits for events that the pool requires.
-                aside = _aside_of(stream.device)
-                memory = allocate(nbytes, aside)
-                aside.synchronize()
-                return memory
-        return allocate(nbytes, stream)
+        if in_capture or stream.is_default or not is_captured(stream):
+            return allocate(nbytes, stream)
+        # This stream has no other work: it only waits for events that the pool requires.
+        aside = _aside_of(stream.device)
+        memory = allocate(nbytes, aside)
+        aside.synchronize()
+        return memory
 
     def hold(self, memory: Memory) -> object:
         """Return an object that a library keeps while it uses memory. Dropping it frees the memory in stream order."""

@@ -138,6 +138,14 @@ def test_a_stream_that_its_library_captures(cache: sa.CachingAllocator, device: 
     assert cache.statistics().misses == 1
 
 
+def test_memory_on_a_stream_that_no_object_owns_is_not_cached(
+    cache: sa.CachingAllocator, device: sa.Device, stream: sa.Stream
+) -> None:
+    """It may end without notice, and the driver give its handle to another stream."""
+    cache.allocate(SIZE, sa.Stream.of_handle(device, stream.handle, None)).free()
+    assert cache.statistics()[4:6] == (0, 0)
+
+
 def test_a_library_s_stream_lives_for_its_cached_memory(
     cache: sa.CachingAllocator, device: sa.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
