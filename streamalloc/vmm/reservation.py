@@ -14,12 +14,11 @@ from operator import attrgetter
 from typing import Any
 
 from streamalloc.core.errors import CudaError, attach, error_from, size_text, undo_all, undoing
-from streamalloc.core.internal import HandleEnd
+from streamalloc.core.internal import Fence, HandleEnd
 from streamalloc.core.properties import MemAccess, checked_size
 from streamalloc.core.session import Session
 from streamalloc.vmm.access import After, Rights, accessing, structs_of, wait
 from streamalloc.vmm.ownership import AllocationState, GenericAllocation, HandleNode, Kind, Node, allocations_of
-from streamalloc.vmm.stores.pool import Copies
 
 _START, _STOP = attrgetter("offset"), attrgetter("stop")
 
@@ -206,7 +205,7 @@ class Reservation(HandleNode):
         """:class:`MemorySpec` of memory whose handles the mappings hold."""
         self.stale: bool = False
         """True if :attr:`entries` lists unmapped entries."""
-        self.copies: Copies | None = None
+        self.copies: Fence | None = None
         """The last copies to the range that may run when it is dropped, perhaps on a stream that nobody else knows."""
 
     def table(self) -> list[MappedBytes]:
@@ -353,7 +352,7 @@ class Reservation(HandleNode):
 
     def in_use(self, session: Session) -> bool:
         """Whether work that may use the range has not completed."""
-        return super().in_use(session) or (self.copies is not None and not self.copies.fence.done())
+        return super().in_use(session) or (self.copies is not None and not self.copies.done())
 
     def give_up(self) -> None:
         """Give up the mappings, too. The memory objects have finalisers of their own."""

@@ -21,13 +21,14 @@ from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.resident import Residents
-from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.pool import Bytes, NearTier, SavedBytes, Tier, copying
+from streamalloc.vmm.stores.blocks import Bytes, Saved
+from streamalloc.vmm.stores.disk import AnyTier, DiskTier, tier_of
+from streamalloc.vmm.stores.pool import NearTier
 from streamalloc.vmm.virtual_buffer import (
     RESTORE,
     Step,
     VirtualBuffer,
-    leave_all,
+    drop_all,
     mapping,
     nothing,
     release_all,
@@ -356,7 +357,7 @@ class SleepGroup(_Members):
             made.close()
         return near
 
-    def _tier(self, backup: MemoryPool | DiskTier | None) -> Tier:
+    def _tier(self, backup: MemoryPool | DiskTier | None) -> AnyTier:
         given = backup or self._backup
         return self._near_tier() if given is None else tier_of(given)
 
@@ -430,7 +431,7 @@ class SleepGroup(_Members):
                 kept_tags = {keep} if isinstance(keep, str) else set(keep)
                 self._check_tags(kept_tags, self.buffers)
 
-            def hold(tag: str, sizes: Sequence[int]) -> Sequence[SavedBytes]:
+            def hold(tag: str, sizes: Sequence[int]) -> Sequence[Saved]:
                 return self._tier(backup).hold(sizes, ordered, tag) if tag in kept_tags else ()
 
             return self._put_to_sleep(claim, chosen, hold, ordered, after, shared=shared, agree=votes.agree)
@@ -441,7 +442,7 @@ class SleepGroup(_Members):
         self,
         claim: Claim,
         chosen: Mapping[VirtualBuffer, str],
-        hold: Callable[[str, Sequence[int]], Sequence[SavedBytes]],
+        hold: Callable[[str, Sequence[int]], Sequence[Saved]],
         ordered: Stream,
         after: After,
         *,
@@ -454,27 +455,24 @@ class SleepGroup(_Members):
         ``hold`` returns a backup for each size of the buffers of a tag, or nothing if their bytes are not kept.
         """
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
-        saved: dict[VirtualBuffer, SavedBytes] = {}
-        with copying(ordered) as copies:
+        saved: dict[VirtualBuffer, Saved] = {}
 
-            def steps() -> Iterator[Step]:
-                yield from hook_steps(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
-                # Not claimed earlier: hooks may use, close and evict the buffers.
-                claim.take(chosen)
-                # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
-                left = self.buffers
-                going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
-                entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
-                wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
-                yield functools.partial(_hold_all, going, hold, saved), functools.partial(leave_all, saved)
-                # With ``stored``, buffers that sleep already get the stored bytes.
-                yield from unmapping(
-                    entries, {one: saved[one] for one in saved if one in entries}, copies, ordered, stored=stored
-                )
-                # The vote is the last step before memory is released: until then all ranks can undo.
-                yield agree, nothing
+        def steps() -> Iterator[Step]:
+            yield from hook_steps(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
+            # Not claimed earlier: hooks may use, close and evict the buffers.
+            claim.take(chosen)
+            # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
+            left = self.buffers
+            going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
+            entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
+            wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
+            yield functools.partial(_hold_all, going, hold, saved), functools.partial(drop_all, saved)
+            # With ``stored``, buffers that sleep already get the stored bytes.
+            yield from unmapping(entries, {one: saved[one] for one in saved if one in entries}, ordered, stored=stored)
+            # The vote is the last step before memory is released: until then all ranks can undo.
+            yield agree, nothing
 
-            run(steps())
+        run(steps())
         release_all(entries)
         for buffer, one in saved.items():
             if buffer not in entries:
@@ -520,7 +518,7 @@ class SleepGroup(_Members):
                 raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
             ordered = self._copying_stream(stream)
 
-            def hold(tag: str, sizes: Sequence[int]) -> Sequence[SavedBytes]:
+            def hold(tag: str, sizes: Sequence[int]) -> Sequence[Saved]:
                 return tier.resume(sizes, ordered, tag)
 
             return self._put_to_sleep(claim, self._chosen(tags), hold, ordered, after, stored=True)
@@ -571,16 +569,15 @@ class SleepGroup(_Members):
             found = {buffer: buffer.eviction for buffer in chosen}
             evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
             ordered = self._copying_stream(stream)
-            with copying(ordered) as copies:
 
-                def steps() -> Iterator[Step]:
-                    yield from mapping(evictions, copies, ordered)
-                    yield from hook_steps(self._after_wake, list(evictions))
-                    # The vote is the last step before the backups are dropped: until then all ranks can undo.
-                    yield votes.agree, nothing
+            def steps() -> Iterator[Step]:
+                yield from mapping(evictions, ordered)
+                yield from hook_steps(self._after_wake, list(evictions))
+                # The vote is the last step before the backups are dropped: until then all ranks can undo.
+                yield votes.agree, nothing
 
-                run(steps())
-                leave_all({buffer: eviction.saved for buffer, eviction in evictions.items()})
+            run(steps())
+            drop_all({buffer: eviction.saved for buffer, eviction in evictions.items()})
             return sum(eviction.nbytes for eviction in evictions.values())
 
         return votes.run(lambda: self._alone(act))
@@ -659,13 +656,13 @@ class SleepGroup(_Members):
                 self._kept(buffer).write(start, array)
                 return
             (saved,) = self._tier(None).hold([buffer.nbytes], self._copying_stream(None))
-            with undoing(saved.leave):
+            with undoing(saved.drop):
                 saved.write(0, array)
             _replace(buffer, saved)
 
         self._alone(act, buffer)
 
-    def _kept(self, buffer: VirtualBuffer) -> SavedBytes:
+    def _kept(self, buffer: VirtualBuffer) -> Saved:
         if buffer.eviction is None:
             raise ValueError(f"{buffer!r} is awake: copy_to and copy_from copy its bytes")
         if buffer.eviction.held:
@@ -744,8 +741,8 @@ def hook_steps(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
 
 def _hold_all(
     tags: Mapping[VirtualBuffer, str],
-    hold: Callable[[str, Sequence[int]], Sequence[SavedBytes]],
-    saved: dict[VirtualBuffer, SavedBytes],
+    hold: Callable[[str, Sequence[int]], Sequence[Saved]],
+    saved: dict[VirtualBuffer, Saved],
 ) -> None:
     """Reserve room for the bytes of the buffers, tag by tag."""
     for tag in dict.fromkeys(tags.values()):
@@ -755,7 +752,7 @@ def _hold_all(
             saved.update(zip(buffers, kept, strict=True))
 
 
-def _replace(buffer: VirtualBuffer, saved: SavedBytes) -> None:
+def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
     """Replace the kept bytes of a sleeping buffer."""
     eviction = buffer._evicted
     assert eviction is not None
@@ -764,7 +761,7 @@ def _replace(buffer: VirtualBuffer, saved: SavedBytes) -> None:
         entry.close()
     if eviction.saved is not None:
         with contextlib.suppress(CudaError):
-            eviction.saved.leave()
+            eviction.saved.drop()
 
 
 class Tagged:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from streamalloc.core.errors import CudaError, EvictedError, InUseError, attach, size_text, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
-from streamalloc.core.internal import CopySide, Device, Event, Memory, Stream, StreamLike, as_stream
+from streamalloc.core.internal import CopySide, Device, Event, Fence, Memory, Stream, StreamLike, as_stream
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
@@ -22,8 +22,9 @@ from streamalloc.vmm.claims import Claim, Claimable, claimed
 from streamalloc.vmm.ownership import GenericAllocation, allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.stores.blocks import Move, Saved, Stored
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.pool import Backup, Copies, SavedBytes, copying
+from streamalloc.vmm.stores.pool import saved_in
 
 _BATCH = 64 << 20
 """Bytes per batch: unmapped after their copy, while later copies run."""
@@ -49,7 +50,7 @@ class Eviction(NamedTuple):
 
     pieces: tuple[ChunkSpec, ...]
     """Chunks that :meth:`VirtualBuffer.restore` creates again."""
-    saved: SavedBytes | None
+    saved: Saved | None
     """The bytes in a backup; None without a backup."""
     held: tuple[MappedBytes, ...] = ()
     """Unmapped memory with the bytes, if an eviction and its undo failed. :meth:`VirtualBuffer.restore` maps it."""
@@ -58,11 +59,6 @@ class Eviction(NamedTuple):
     def backup(self) -> Memory | None:
         """The copy of the bytes as memory; None if there is none, or it is on disk or in several pieces."""
         return None if self.saved is None else self.saved.memory
-
-    @property
-    def own(self) -> bool:
-        """Whether the copy was allocated for this buffer. Then it is freed after the restore."""
-        return self.saved is not None and self.saved.own
 
     @property
     def nbytes(self) -> int:
@@ -266,9 +262,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         wait_for_users(after, self._session, (entry.rights for entry in entries))
         saved = self._backup(backup, ordered)
         kept = {} if saved is None else {self: saved}
-        with copying(ordered) as copies:
-            drop = (nothing, functools.partial(leave_all, kept))
-            run(itertools.chain((drop,), unmapping({self: entries}, kept, copies, ordered)))
+        drop = (nothing, functools.partial(drop_all, kept))
+        run(itertools.chain((drop,), unmapping({self: entries}, kept, ordered)))
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
@@ -293,9 +288,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             entry.hold()
         return entries
 
-    def _unmap(
-        self, entries: Sequence[MappedBytes], saved: SavedBytes | None, held: Sequence[MappedBytes] = ()
-    ) -> None:
+    def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None, held: Sequence[MappedBytes] = ()) -> None:
         """Unmap the buffer's memory, whose handles stay open: from now on the buffer is evicted."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
         self._evicted = Eviction(chunks, saved, tuple(held))
@@ -335,26 +328,24 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if evicted is None:
             raise EvictedError(f"{self!r} is not evicted")
         ordered = self._copying_stream(stream)
-        with copying(ordered) as copies:
-            run(mapping({self: evicted}, copies, ordered))
-            leave_all({self: evicted.saved})
+        run(mapping({self: evicted}, ordered))
+        drop_all({self: evicted.saved})
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._session)
 
-    def _load(self, saved: SavedBytes, made: Sequence[MappedBytes], copies: Copies, stream: Stream) -> None:
+    def _load(self, saved: Saved, made: Sequence[MappedBytes], moves: _Moves, stream: Stream) -> None:
         """Queue the copy of the bytes into new memory."""
-        self.range._node.copies = copies
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
         if allowed == MemAccess.READWRITE:
-            saved.load(target, copies)
+            saved.move(moves.of(saved.stored), target)
             return
         # The copying device needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
-        saved.load(target, copies)
-        copies.finish_transfers()
+        with saved.stored.moving(stream, out=False) as move:
+            saved.move(move, target)
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
@@ -374,7 +365,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             for entry in evicted.held:
                 entry.close()
             if evicted.saved is not None:
-                evicted.saved.leave()
+                evicted.saved.drop()
         self.range._free()
 
     # -- for subclasses --------------------------------------------------------------------------------------
@@ -440,7 +431,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             self._mapped, self._nbytes = before
             raise
 
-    def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> SavedBytes | None:
+    def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> Saved | None:
         if backup is None:
             return None
         if not isinstance(backup, Memory):
@@ -452,7 +443,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
         if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
             raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
-        return Backup(backup, own=False).hold(0, self._nbytes)
+        return saved_in(backup)
 
     def _check_usable(self) -> None:
         if self.range.closed:
@@ -519,10 +510,36 @@ def run(steps: Iterable[Step]) -> None:
         raise
 
 
+class _Moves:
+    """The copies of one call between buffers and their backups. Those of one :class:`Stored` end before others begin:
+    each has staging memory while it is read from or written to a file.
+    """
+
+    def __init__(self, stream: Stream, *, out: bool) -> None:
+        self._stream = stream
+        self._out = out
+        self._stored: Stored | None = None
+        self._block: contextlib.AbstractContextManager[Move] | None = None
+
+    def of(self, stored: Stored) -> Move:
+        """Begin the copies of these contents, see :meth:`Stored.moving`."""
+        if stored is not self._stored:
+            self.end()
+            block = stored.moving(self._stream, out=self._out)
+            self._move = block.__enter__()
+            self._stored, self._block = stored, block
+        return self._move
+
+    def end(self) -> None:
+        """End the copies; idempotent. Not by an ``ExitStack``, which would keep an error in a cycle with its frames."""
+        block, self._stored, self._block = self._block, None, None
+        if block is not None:
+            block.__exit__(None, None, None)
+
+
 def unmapping(
     entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]],
-    saved: abc.Mapping[VirtualBuffer, SavedBytes],
-    copies: Copies,
+    saved: abc.Mapping[VirtualBuffer, Saved],
     stream: Stream,
     *,
     stored: bool = False,
@@ -539,8 +556,8 @@ def unmapping(
         Mappings of each buffer.
     saved
         Backups of the buffers whose bytes are kept.
-    copies, stream
-        The copies, and their stream.
+    stream
+        Stream of the copies.
     stored
         Whether the backups have the bytes already, so that nothing is copied.
     """
@@ -551,17 +568,23 @@ def unmapping(
 
     batches: list[tuple[list[VirtualBuffer], Event]] = []
     batch: list[VirtualBuffer] = []
-    for buffer, one in {} if stored else saved.items():
-        one.save(CopySide.of(buffer), copies)
-        batch.append(buffer)
-        if sum(copied.nbytes for copied in batch) >= _BATCH:
-            batches.append((batch, stream.record()))
-            batch = []
-    copies.finish_transfers()
+    copied = {} if stored else saved
+    moves = _Moves(stream, out=True)
+    with undoing(moves.end):
+        for buffer, one in copied.items():
+            one.move(moves.of(one.stored), CopySide.of(buffer))
+            batch.append(buffer)
+            if sum(copied.nbytes for copied in batch) >= _BATCH:
+                batches.append((batch, stream.record()))
+                batch = []
+        moves.end()
+    for contents in {one.stored for one in copied.values()}:
+        contents.seal(stream)
     for batch, end in batches:
         end.synchronize()
         yield from map(unmap, batch)
-    copies.synchronize()
+    if copied:
+        stream.synchronize()
     done = {buffer for batch, _ in batches for buffer in batch}
     yield from (unmap(buffer) for buffer in entries if buffer not in done)
 
@@ -575,23 +598,33 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
         buffer.range._node.forget_unmapped()
 
 
-def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], copies: Copies, stream: Stream) -> Iterator[Step]:
+def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> Iterator[Step]:
     """Steps that map memory for evicted buffers, and queue the copies of their bytes on ``stream``.
 
     After an undo all buffers are evicted as before, with their backups. The copies may read a backup and write the new
-    memory, so they are stopped and awaited before memory is unmapped.
+    memory, so they are awaited before memory is unmapped.
     """
     made: dict[VirtualBuffer, Sequence[MappedBytes]] = {}
+    moves = _Moves(stream, out=False)
 
     def create(buffer: VirtualBuffer, eviction: Eviction) -> None:
         _release_awaited(buffer, buffer.range._node.table())  # a restore and its undo may have failed
         made[buffer] = buffer._create_chunks(eviction.pieces)
         if eviction.saved is not None:
-            buffer._load(eviction.saved, made[buffer], copies, stream)
+            buffer._load(eviction.saved, made[buffer], moves, stream)
+
+    def end_copies() -> None:
+        try:
+            moves.end()
+        finally:
+            copies = Fence(session_of(stream), [stream])
+            for buffer in made:
+                buffer.range._node.copies = copies
 
     def release(buffer: VirtualBuffer) -> None:
-        copies.abandon()
-        copies.synchronize()
+        with contextlib.suppress(Exception):
+            end_copies()
+        stream.synchronize()
         _release_awaited(buffer, made.pop(buffer, ()))
 
     def wake(asleep: abc.Mapping[VirtualBuffer, Eviction]) -> None:
@@ -602,7 +635,7 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], copies: Copies, str
     for buffer, eviction in evictions.items():
         if not eviction.held:
             yield functools.partial(create, buffer, eviction), functools.partial(release, buffer)
-    yield copies.finish_transfers, nothing
+    yield end_copies, nothing
     for buffer, eviction in evictions.items():
         if eviction.held:
             yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)
@@ -625,12 +658,12 @@ def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
     buffer.range._node.unmap(mapped)
 
 
-def leave_all(saved: abc.Mapping[VirtualBuffer, SavedBytes | None]) -> None:
+def drop_all(saved: abc.Mapping[VirtualBuffer, Saved | None]) -> None:
     """Drop backups, each after the copies that use it. A refused release is made later."""
     for one in saved.values():
         if one is not None:
             with contextlib.suppress(CudaError):
-                one.leave()
+                one.drop()
 
 
 def device_rights(

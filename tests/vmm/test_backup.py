@@ -20,7 +20,6 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm import virtual_buffer
-from streamalloc.vmm.stores.pool import Copies
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import (
     KEEP,
@@ -207,10 +206,10 @@ class TestOrder:
         world.leave()
         world.check(second=second not in ("close", "drop"))
 
-    @pytest.mark.parametrize("faults", [0, 1, 2, 3])
+    @pytest.mark.parametrize("faults", [0, 1, 2])
     def test_one_buffer_alone(self, machine: Any, kind: str, faults: int) -> None:
-        """Its backup is freed on the stream of the copy. The driver may refuse that, and to record where it ends."""
-        calls = ("cuMemFreeAsync", "cuEventRecord", "cuEventCreate")
+        """Its backup is freed after the copy. The driver may refuse to record where that ends."""
+        calls = ("cuEventRecord", "cuEventCreate")
         driver: Any = machine
         layers = []
         for _ in range(faults):
@@ -226,7 +225,7 @@ class TestOrder:
             world.first.restore(stream=world.held)
             for layer in layers:
                 layer.stop()
-            assert not faults or "cuMemFreeAsync" in layers[0].failed
+            assert not faults or layers[0].failed
             world.leave()
             world.second = None
             world.check(second=False)
@@ -744,16 +743,11 @@ def test_nothing_is_read_after_it_was_freed(device: sa.Device) -> None:
     assert driver.hazards == []
 
 
-@pytest.mark.parametrize(
-    "of",
-    [lambda stream: Fence(session_of(stream), [stream], in_item=True), lambda stream: Copies(stream).fence],
-    ids=["fence", "copies"],
-)
-def test_work_of_another_thread_s_default_stream(device: sa.Device, gate: Gate, of: Callable[[sa.Stream], Any]) -> None:
+def test_work_of_another_thread_s_default_stream(device: sa.Device, gate: Gate) -> None:
     """The handle names the stream of the thread that comes by; the order is after those of all threads."""
     with device.create_stream() as ours:
         gate.hold(device.per_thread_stream)
-        work = of(device.per_thread_stream)
+        work = Fence(session_of(device), [device.per_thread_stream], in_item=True)
         found: list[bool] = []
 
         def order() -> None:

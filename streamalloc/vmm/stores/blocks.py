@@ -1,16 +1,31 @@
-"""Blocks of equal size in a store: the contents of pages or of smaller pieces, and the reuse of their room."""
+"""Bytes outside of device memory, as blocks: the contents of pages, of smaller pieces, and of buffers that sleep.
+
+A tier has room in chunks, each an allocation or a file. One call that saves makes one :class:`Stored`, with an address
+in a chunk for each block. The room of a dropped block is used again, or released, after the copies that use it. Pages
+and pieces have blocks of one size, and share the chunks of a :class:`BlockTier`. Buffers that sleep have chunks of
+their own; each buffer keeps its blocks as :class:`Saved`.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, refused, size_text, undoing
+from streamalloc.core.errors import (
+    CudaError,
+    NotSupportedError,
+    OutOfMemoryError,
+    refused,
+    size_text,
+    undo_all,
+    undoing,
+)
 from streamalloc.core.internal import (
     CopySide,
     Device,
@@ -31,13 +46,24 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import After, copying_stream, ends_of
 
+T = TypeVar("T")
 _LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Index of a block, or a sequence or an array of indices."""
 Addresses: TypeAlias = "npt.NDArray[np.int64]"
+Indices: TypeAlias = "Sequence[int] | Addresses"
 Kept: TypeAlias = "tuple[Stored, int]"
 """A :class:`Stored` with the contents of a place, and the index of their block in it."""
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""A writable, contiguous array of bytes."""
+
+
+class Move(Protocol):
+    """Function that queues the copies of blocks, between the tier and device memory."""
+
+    def __call__(self, blocks: Indices, addresses: Addresses, side: CopySide | None = None, /) -> None:
+        """``addresses``: the device address of each block. ``side``: the buffer with these addresses, if it is one."""
 
 
 class Chunk:
@@ -74,6 +100,9 @@ class Chunk:
             self._free.append((addresses[most:], fences))
         return addresses[:most], fences
 
+    def end(self) -> None:
+        """End a chunk of one :class:`Stored` without contents. The chunks of a :class:`BlockTier` stay."""
+
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
         """Make addresses free again. They are reused after the copies ``fences``."""
         self._free.append((addresses, fences))
@@ -87,13 +116,13 @@ class Chunk:
                 if sum(len(one) for one, _ in free) == self.count:
                     # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one
                     # copy. Forget completed copies: contents that reuse only some addresses would keep them forever.
-                    last = {fence for _, several in free for fence in several if _may_run(fence)}
+                    last = {fence for _, several in free for fence in several if may_run(fence)}
                     free = [(self._every(), tuple(last))]
             finally:
                 self._free += free
 
 
-def _may_run(fence: Fence) -> bool:
+def may_run(fence: Fence) -> bool:
     """Whether copies may still be running; never raises."""
     with contextlib.suppress(CudaError):
         return not fence.done()
@@ -101,16 +130,18 @@ def _may_run(fence: Fence) -> bool:
 
 
 class Stored(Unique, abc.ABC):
-    """The contents of blocks of one size in a tier; made by :meth:`BlockTier.save`."""
+    """The contents of blocks in a tier: pages, pieces of memory, or the bytes of buffers that sleep."""
 
-    __slots__ = ("_addresses", "_bases", "_busy", "_chunks", "_dropped", "_fences", "_present", "nbytes", "tier")
+    __slots__ = (
+        "_addresses", "_bases", "_busy", "_chunks", "_dropped", "_fences", "_present", "_sizes", "nbytes", "tier",
+    )  # fmt: skip
 
-    def __init__(self, tier: BlockTier, nbytes: int) -> None:
-        self.tier: BlockTier = tier
+    def __init__(self, tier: Tier, nbytes: int = 0) -> None:
+        self.tier: Tier = tier
         """The tier."""
         self.nbytes: int = nbytes
-        """Size of a block in bytes."""
-        self._addresses = self._bases = np.empty(0, np.int64)
+        """Size of a block in bytes; 0 for the bytes of buffers, which have several sizes."""
+        self._addresses = self._bases = self._sizes = np.empty(0, np.int64)
         self._chunks: dict[int, Any] = {}
         """Chunks by the address of their first block. :attr:`_bases` has that address for each block."""
         self._present = np.empty(0, np.bool_)
@@ -130,34 +161,32 @@ class Stored(Unique, abc.ABC):
         """Whether no block was dropped."""
         return bool(self._present.all())
 
-    def _add(self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence]) -> None:
-        """Add addresses of a chunk. The caller holds the tier's lock."""
+    def add(self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence] = (), sizes: Any = None) -> None:
+        """Add blocks at addresses of a chunk, by default of :attr:`nbytes` bytes. The caller holds the tier's lock."""
         self._chunks[chunk.address] = chunk
         self._fences = (*self._fences, *fences)
-        bases = np.full(len(addresses), chunk.address)
-        if len(self):
-            bases, addresses = np.concatenate((self._bases, bases)), np.concatenate((self._addresses, addresses))
-        self._bases, self._addresses, self._present = bases, addresses, np.ones(len(addresses), np.bool_)
+        new = np.full(len(addresses), chunk.address), np.full(len(addresses), self.nbytes if sizes is None else sizes)
+        self._bases, self._sizes = (np.concatenate(both) for both in zip((self._bases, self._sizes), new, strict=True))
+        self._addresses = np.concatenate((self._addresses, addresses))
+        self._present = np.ones(len(self._addresses), np.bool_)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """A ``with`` block during which the tier does not reuse the room of dropped blocks."""
-        with self.tier._lock:
+        with self.tier.lock:
             self._busy += 1
         try:
             yield
         finally:
-            with self.tier._lock:
+            with self.tier.lock:
                 self._busy -= 1
-                self._return_dropped()
+                unused = self._return_dropped()
+            end_all(unused)
 
     @abc.abstractmethod
-    def save(self, source: Addresses, stream: Stream) -> None:
-        """Queue the copies of all blocks from device memory, and store them."""
-
-    @abc.abstractmethod
-    def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
-        """Queue the copies of these blocks to device memory.
+    def moving(self, stream: Stream, *, out: bool) -> contextlib.AbstractContextManager[Move]:
+        """A ``with`` block in which copies of blocks are queued on a stream, from device memory if ``out``, otherwise
+        to it. At its end later work of the stream finds the bytes at their places.
 
         Raises
         ------
@@ -165,30 +194,117 @@ class Stored(Unique, abc.ABC):
             The contents of a block have changed.
         """
 
+    @abc.abstractmethod
+    def seal(self, stream: Stream) -> None:
+        """Complete the contents once all their copies are queued on ``stream``: checksums, and the name of a file."""
+
+    def read(self, block: int, offset: int, target: Bytes) -> None:
+        """Copy bytes of a buffer's block from ``offset`` on to a host array. Blocks the host."""
+        raise NotImplementedError
+
+    def write(self, block: int, offset: int, source: Bytes) -> None:
+        """Replace bytes of a buffer's block from ``offset`` on by those of a host array. Blocks the host."""
+        raise NotImplementedError
+
+    def memory(self, block: int) -> Memory | None:
+        """The block as memory; None if it is on disk."""
+        return None
+
+    def save(self, source: Addresses, stream: Stream) -> None:
+        """Queue the copies of all blocks from device memory, and store them."""
+        with self.moving(stream, out=True) as move:
+            move(np.arange(len(self)), source)
+        self.seal(stream)
+
+    def load(self, blocks: Indices, target: Addresses, stream: Stream) -> None:
+        """Queue the copies of these blocks to device memory; errors as for :meth:`moving`."""
+        with self.moving(stream, out=False) as move:
+            move(blocks, target)
+
     def check(self, blocks: Iterable[int]) -> None:
         """Raise the errors that :meth:`load` would raise, as far as they can be found without copying."""
 
     def drop(self, blocks: Sequence[int] | None = None) -> None:
-        """Return the room of all blocks, or of these, to the tier, which reuses it after the copies. Idempotent."""
-        with self.tier._lock:
+        """Return the room of all blocks, or of these, to the tier, which reuses it after the copies. Idempotent.
+
+        Raises
+        ------
+        CudaError
+            The driver refused a release, which is attempted again later.
+        """
+        with self.tier.lock:
             every = np.arange(len(self._present))
             chosen = every if blocks is None else np.unique(every[np.array(blocks, np.int64)])
             chosen = chosen[self._present[chosen]]
             self._present[chosen] = False
             self._dropped.append(chosen)
-            self._return_dropped()
+            unused = self._return_dropped()
+        end_all(unused)
 
-    def _return_dropped(self) -> None:
+    def _return_dropped(self) -> list[Chunk]:
+        """Return the addresses of dropped blocks to their chunks; returns chunks without contents of this object."""
         if self._busy or not self._dropped:
-            return
+            return []
         chosen, self._dropped = np.concatenate(self._dropped), []
         addresses, bases, chunks = self._addresses[chosen], self._bases[chosen], self._chunks
         left = np.unique(self._bases[np.flatnonzero(self._present)]).tolist()
         self._chunks = {base: chunks[base] for base in left}
         for base in np.unique(bases).tolist():
             chunks[base].give(addresses[bases == base], self._fences)
-        if self.tier.closed:
-            self.tier._forget_unused()
+        self.tier.room_returned()
+        return [chunk for base, chunk in chunks.items() if base not in self._chunks]
+
+
+def end_all(chunks: Iterable[Chunk]) -> None:
+    """End chunks that no contents use any more. Call without locks."""
+    undo_all(chunk.end for chunk in chunks)
+
+
+def overlapping(pieces: Iterable[T], sizes: Sequence[int], offset: int, array: Bytes) -> Iterator[tuple[T, int, Bytes]]:
+    """Split an array, which begins at ``offset`` of adjacent pieces, at their ends. ``sizes``: the pieces' bytes.
+
+    Yields each piece that the array overlaps, the offset in the piece, and the part of the array.
+    """
+    stop = offset + array.nbytes
+    for piece, nbytes, end in zip(pieces, sizes, itertools.accumulate(sizes), strict=True):
+        begin, last = max(offset, end - nbytes), min(stop, end)
+        if begin < last:
+            yield piece, begin - end + nbytes, array[begin - offset : last - offset]
+
+
+class Saved(NamedTuple):
+    """The bytes of one buffer in a tier: adjacent blocks of a :class:`Stored`."""
+
+    stored: Stored
+    blocks: range
+
+    @property
+    def memory(self) -> Memory | None:
+        """The bytes as memory; None if they are on disk or in several pieces."""
+        return None if len(self.blocks) > 1 else self.stored.memory(self.blocks.start)
+
+    def move(self, move: Move, side: CopySide) -> None:
+        """Queue the copies from or to a buffer."""
+        sizes = self.stored._sizes[self.blocks.start : self.blocks.stop]
+        move(self.blocks, side.address + np.cumsum(sizes) - sizes, side)
+
+    def read(self, offset: int, target: Bytes) -> None:
+        """Copy bytes from ``offset`` on to a host array. Blocks the host."""
+        for block, begin, part in self._touched(offset, target):
+            self.stored.read(block, begin, part)
+
+    def write(self, offset: int, source: Bytes) -> None:
+        """Replace bytes from ``offset`` on by those of a host array. Blocks the host."""
+        for block, begin, part in self._touched(offset, source):
+            self.stored.write(block, begin, part)
+
+    def _touched(self, offset: int, array: Bytes) -> Iterator[tuple[int, int, Bytes]]:
+        sizes = self.stored._sizes[self.blocks.start : self.blocks.stop].tolist()
+        return overlapping(self.blocks, sizes, offset, array)
+
+    def drop(self) -> None:
+        """Drop the bytes, see :meth:`Stored.drop`."""
+        self.stored.drop(self.blocks)
 
 
 def by_contents(kept: Mapping[int, Kept]) -> Iterator[tuple[Stored, list[int], list[int]]]:
@@ -224,26 +340,39 @@ def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
     return side.address + numbers * size
 
 
-class BlockTier(Closes):
+class Tier:
+    """A place for bytes outside of device memory."""
+
+    __slots__ = ("lock",)
+
+    def __init__(self) -> None:
+        self.lock: contextlib.AbstractContextManager[bool] = RLock()
+        """Protects the room."""
+
+    def room_returned(self) -> None:
+        """Called under :attr:`lock` after contents have returned room."""
+
+
+class BlockTier(Tier, Closes):
     """Room for blocks outside of device memory. It grows in chunks of at least 32 MiB, and is kept for later blocks.
 
     Thread-safe. Contents stay until they are swapped in or dropped, even after :meth:`close`.
     """
 
-    __slots__ = ("__weakref__", "_chunks", "_limit", "_lock", "closed", "device")
+    __slots__ = ("__weakref__", "_chunks", "_limit", "closed", "device")
 
     _call = ""
     """The call that makes room."""
 
     def __init__(self, device: Device, limit: int | None) -> None:
         check_device("device", device)
+        super().__init__()
         self.device: Device = device
         """Device of the memory."""
         self.closed: bool = False
         """Whether it was closed."""
         self._limit = None if limit is None else checked_size("limit", limit)
         self._chunks: list[Chunk] = []
-        self._lock = RLock()
 
     @abc.abstractmethod
     def _chunk(self, nbytes: int, count: int) -> Chunk:
@@ -333,7 +462,7 @@ class BlockTier(Closes):
         OutOfMemoryError, OSError, ClosedError
             As for :meth:`save`.
         """
-        with self._lock:
+        with self.lock:
             self._grow_to(count, nbytes)
 
     def _grow_to(self, count: int, nbytes: int) -> None:
@@ -344,7 +473,7 @@ class BlockTier(Closes):
 
     def _take(self, count: int, stored: Stored) -> None:
         """Add room for so many blocks to contents."""
-        with self._lock:
+        with self.lock:
             self._add_to(count, stored)
 
     def _add_to(self, count: int, stored: Stored) -> None:
@@ -353,7 +482,7 @@ class BlockTier(Closes):
             left = count - len(stored)
             fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
             chunk = next(fitting, None) or self._grow(stored.nbytes, left)
-            stored._add(chunk, *chunk.take(left))
+            stored.add(chunk, *chunk.take(left))
 
     def _grow(self, nbytes: int, count: int) -> Chunk:
         size = self._room(nbytes)
@@ -384,8 +513,13 @@ class BlockTier(Closes):
         deferred_queue(session_of(self.device)).work()
 
     def _forget_unused(self) -> None:
-        with self._lock:
+        with self.lock:
             self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
+
+    def room_returned(self) -> None:
+        """Release the chunks that a closed tier has kept for contents."""
+        if self.closed:
+            self._forget_unused()
 
     def close(self) -> None:
         """Accept no more contents, and release the room once the last contents leave. Idempotent."""
@@ -408,14 +542,8 @@ def ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
     return all_work(device) if after is None else ends_of(after, session_of(device))
 
 
-def copy_batch(
-    targets: npt.NDArray[np.int64],
-    sources: npt.NDArray[np.int64],
-    nbytes: int,
-    memory: npt.NDArray[np.int64],
-    stream: Stream,
-) -> None:
-    """Queue copies of equal size, in any order among each other (``cuMemcpyBatchAsync``). Adjacent copies are merged.
+def copy_batch(targets: Addresses, sources: Addresses, sizes: Addresses, memory: Addresses, stream: Stream) -> None:
+    """Queue copies, in any order among each other (``cuMemcpyBatchAsync``). Adjacent copies are merged.
 
     ``memory``: for each copy a number that identifies its allocation, because a merged copy must stay within one
     allocation. Without support for batches, and on the legacy default stream, each copy is one ``cuMemcpyAsync``.
@@ -423,12 +551,12 @@ def copy_batch(
     session, raw = session_of(stream), raw_handle(stream)
     apart = memory[1:] != memory[:-1]
     for side in (targets, sources):
-        apart |= side[1:] - side[:-1] != nbytes
+        apart |= side[1:] - side[:-1] != sizes[:-1]
     bounds = np.ones(len(targets) + 1, np.bool_)
     bounds[1:-1] = apart
     ends = bounds.nonzero()[0]
     first = ends[:-1]
-    sides = targets[first], sources[first], (ends[1:] - first) * nbytes
+    sides = targets[first], sources[first], np.add.reduceat(sizes, first)
     done, count = 0, _FIRST_BATCH
     with stream.device.current():
         if len(first) > 1 and int(raw_handle(stream)) not in _LEGACY:

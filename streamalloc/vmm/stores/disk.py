@@ -7,19 +7,30 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
 
 from streamalloc.core.errors import size_text, undoing
-from streamalloc.core.internal import CopySide, Device, Memory, Stream, copy_bytes
+from streamalloc.core.internal import Device, Stream
 from streamalloc.core.properties import checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.stores.blocks import Addresses, BlockTier, Chunk, Stored, copy_batch
+from streamalloc.vmm.stores.blocks import (
+    Addresses,
+    BlockTier,
+    Bytes,
+    Chunk,
+    Indices,
+    Move,
+    Saved,
+    Stored,
+    copy_batch,
+    overlapping,
+)
 from streamalloc.vmm.stores.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned, padded
-from streamalloc.vmm.stores.pool import Bytes, Copies, PoolTier, SavedBytes, Tier, overlapping, part_of
+from streamalloc.vmm.stores.pool import NearTier, PoolTier
 from streamalloc.vmm.stores.staging import Loading, Saving, Staging
 
 _SLOTS = 16
@@ -28,31 +39,34 @@ _LONGEST = 255 - len("..part")
 
 
 class _Slots(Chunk):
-    """A chunk in an unnamed file. Addresses of blocks are numbers of slots in the file."""
+    """A chunk in a file. Addresses of blocks are numbers of slots in the file."""
 
     __slots__ = ("file",)
 
-    def __init__(self, folder: Path, nbytes: int, count: int, block: int, address: int) -> None:
-        self.file: DiskFile = DiskFile.create(folder, [nbytes] * count, block)
-        super().__init__(nbytes, count, address, 1)
+    def __init__(self, file: DiskFile, nbytes: int, address: int) -> None:
+        super().__init__(nbytes, len(file.sizes), address, 1)
+        self.file: DiskFile = file
 
-    def runs(self, slots: Addresses, most: int) -> Iterator[tuple[slice, list[Block]]]:
-        """Split slots, which are in ascending order, into runs of adjacent file blocks of at most ``most`` bytes.
-
-        For each run, yields a slice of ``slots`` and the file blocks. A slot that is larger than ``most`` has one run
-        for each of its blocks.
+    def runs(self, slots: Addresses, most: int) -> Iterator[list[tuple[int, Block]]]:
+        """Split slots, which are in ascending order, into runs of adjacent file blocks of at most ``most`` bytes, or of
+        one block. Each block comes with the index of its slot in ``slots``.
         """
-        whole = max(most // padded(self.nbytes), 1)
-        numbers = (slots - self.address).tolist()
-        first = 0
-        while first < len(numbers):
-            stop = first + 1
-            while stop < len(numbers) and stop - first < whole and numbers[stop] == numbers[stop - 1] + 1:
-                stop += 1
-            blocks = [block for number in numbers[first:stop] for block in self.file.blocks(number)]
-            for some in [blocks] if self.nbytes <= most else [[block] for block in blocks]:
-                yield slice(first, stop), some
-            first = stop
+        run: list[tuple[int, Block]] = []
+        for which, number in enumerate((slots - self.address).tolist()):
+            for block in self.file.blocks(number):
+                if run:
+                    first, last = run[0][1], run[-1][1]
+                    end = last.position + padded(last.nbytes)
+                    if block.position != end or end + padded(block.nbytes) - first.position > most:
+                        yield run
+                        run = []
+                run.append((which, block))
+        if run:
+            yield run
+
+    def end(self) -> None:
+        """Delete an incomplete file."""
+        self.file.discard()
 
 
 class _Contents(Stored):
@@ -62,38 +76,64 @@ class _Contents(Stored):
 
     tier: DiskTier
 
-    def save(self, source: Addresses, stream: Stream) -> None:
-        """Copy the blocks to the files, through staging memory."""
-        self._move(Saving, np.arange(len(self)), source, stream)
-
-    def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
-        """Copy the blocks from the files, through staging memory, and check them."""
-        self._move(Loading, blocks, target, stream)
-
-    def _move(self, kind: type[Any], blocks: Sequence[int] | Addresses, device: Addresses, stream: Stream) -> None:
-        if not len(blocks):
-            return
-        bases, places = self._bases[blocks], self._addresses[blocks]
+    @contextlib.contextmanager
+    def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
+        """See :meth:`Stored.moving`. The blocks pass through staging memory, and are checked when they are read."""
         # Other streams may be captured meanwhile.
         with self.in_use(), session_of(stream).relaxed():
-            transfer = self.tier._moving(kind, stream)
+            transfer = self.tier._moving(Saving if out else Loading, stream)
             with undoing(transfer.abandon):
-                for chunk in self._chunks.values():
-                    mine = np.flatnonzero(bases == chunk.address)
-                    mine = mine[np.argsort(places[mine])]
-                    for which, some in chunk.runs(places[mine], self.tier.block):
-                        names = np.asarray(blocks)[mine[which]].tolist()
-                        copy = functools.partial(_copy, device[mine[which]], some, stream, kind is Saving)
-                        transfer.move(chunk.file, some, copy, names)
+                yield functools.partial(self._move, transfer, stream, out)
                 transfer.finish()
+
+    def _move(self, transfer: Any, stream: Stream, out: bool, blocks: Indices, at: Addresses, *_: object) -> None:
+        bases, places = self._bases[blocks], self._addresses[blocks]
+        # Of a buffer, each block is copied alone: the buffer may be in memory of several devices.
+        most = self.tier.block if self.nbytes else 0
+        for chunk in self._chunks.values():
+            mine = np.flatnonzero(bases == chunk.address)
+            mine = mine[np.argsort(places[mine])]
+            for run in chunk.runs(places[mine], most):
+                which, some = mine[[index for index, _ in run]], [block for _, block in run]
+                names = np.asarray(blocks)[which].tolist() if self.nbytes else [None] * len(some)
+                device = at[which] + np.array([block.offset for block in some])
+                transfer.move(chunk.file, some, functools.partial(_copy, device, some, stream, out), names)
+
+    def seal(self, stream: Stream) -> None:
+        """Write the header of a file with a name, and give it the name."""
+        for chunk in self._chunks.values():
+            chunk.file.seal()
+
+    def read(self, block: int, offset: int, target: Bytes) -> None:
+        """See :meth:`Stored.read`."""
+        for file, some, begin, part in self._touched(block, offset, target):
+            room = aligned(file.block)
+            file.read([some], room, [None])
+            part[:] = room[begin : begin + part.nbytes]
+
+    def write(self, block: int, offset: int, source: Bytes) -> None:
+        """See :meth:`Stored.write`. A persistent file is damaged if the process dies during this call."""
+        for file, some, begin, part in self._touched(block, offset, source):
+            room = aligned(file.block)
+            if part.nbytes < some.nbytes:
+                file.read([some], room, [None])
+            room[begin : begin + part.nbytes] = part
+            file.write([some], room)
+        self._chunks[int(self._bases[block])].file.seal()
+
+    def _touched(self, block: int, offset: int, array: Bytes) -> Iterator[tuple[DiskFile, Block, int, Bytes]]:
+        chunk = self._chunks[int(self._bases[block])]
+        several = chunk.file.blocks(int(self._addresses[block]) - chunk.address)
+        for some, begin, part in overlapping(several, [one.nbytes for one in several], offset, array):
+            yield chunk.file, some, begin, part
 
 
 def _copy(device: Addresses, blocks: Sequence[Block], stream: Stream, out: bool, room: Bytes) -> None:
-    """Queue the copies of blocks of one size between device and staging memory."""
-    first = blocks[0]
-    host = np.array([block.position for block in blocks]) - first.position + room.ctypes.data
-    sides = (host, device + first.offset)[:: 1 if out else -1]
-    copy_batch(sides[0], sides[1], first.nbytes, np.zeros(len(host), np.int64), stream)
+    """Queue the copies of blocks between device and staging memory."""
+    host = np.array([block.position for block in blocks]) - blocks[0].position + room.ctypes.data
+    sizes = np.array([block.nbytes for block in blocks])
+    sides = (host, device)[:: 1 if out else -1]
+    copy_batch(sides[0], sides[1], sizes, np.zeros(len(host), np.int64), stream)
 
 
 class DiskTier(BlockTier):
@@ -176,7 +216,7 @@ class DiskTier(BlockTier):
         """Staging memory that no call uses."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[SavedBytes]:
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
         """Create a file for buffers of these sizes. With a name, in a persistent tier, the file outlives the buffers.
 
         Raises
@@ -188,9 +228,9 @@ class DiskTier(BlockTier):
         """
         self._check(stream)
         stays = self.persistent and name is not None
-        return self._bytes_of(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
+        return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
-    def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[SavedBytes]:
+    def resume(self, sizes: Sequence[int], stream: Stream, name: str) -> Sequence[Saved]:
         """Open the complete file that an earlier :meth:`hold` made under this name, for buffers of the same sizes.
 
         Raises
@@ -203,7 +243,7 @@ class DiskTier(BlockTier):
             The tier was closed.
         """
         self._check(stream)
-        return self._bytes_of(DiskFile.open(self.folder / self._name(name), sizes, self.block))
+        return self._held(DiskFile.open(self.folder / self._name(name), sizes, self.block))
 
     @staticmethod
     def _name(name: str) -> str:
@@ -212,9 +252,10 @@ class DiskTier(BlockTier):
             raise ValueError(f"a file named after {name!r} has {len(file)} bytes in its name: allowed are {_LONGEST}")
         return file
 
-    def _bytes_of(self, file: DiskFile) -> Sequence[SavedBytes]:
-        holders: set[int] = set(range(len(file.sizes)))
-        return [DiskBytes(self, file, index, holders) for index in range(len(file.sizes))]
+    def _held(self, file: DiskFile) -> Sequence[Saved]:
+        stored, chunk = _Contents(self), _Slots(file, 0, 0)
+        stored.add(chunk, *chunk.take(chunk.count), sizes=file.sizes)
+        return [Saved(stored, range(index, index + 1)) for index in range(chunk.count)]
 
     def _check(self, stream: Stream) -> None:
         self._check_open()
@@ -231,7 +272,7 @@ class DiskTier(BlockTier):
     def _chunk(self, nbytes: int, count: int) -> Chunk:
         first = self._given
         self._given += count
-        return _Slots(self.folder, nbytes, count, self.block, first)
+        return _Slots(DiskFile.create(self.folder, [nbytes] * count, self.block), nbytes, first)
 
     def _room(self, nbytes: int) -> int:
         return padded(nbytes)
@@ -259,81 +300,11 @@ class DiskTier(BlockTier):
         return f" in {self.folder}{', persistent' if self.persistent else ''}{state}"
 
 
-def _copy_side(side: CopySide, stream: Stream | None, out: bool, room: Bytes) -> None:
-    assert stream is not None
-    host = CopySide(room.ctypes.data, side.nbytes, None, room)
-    copy_bytes(*((host, side) if out else (side, host)), stream)
+AnyTier: TypeAlias = PoolTier | NearTier | DiskTier
+"""A tier for the bytes of buffers."""
 
 
-class DiskBytes:
-    """The bytes of one buffer in a file."""
-
-    __slots__ = ("_file", "_holders", "_index", "_tier", "nbytes")
-
-    own = True
-    memory: Memory | None = None
-
-    def __init__(self, tier: DiskTier, file: DiskFile, index: int, holders: set[int]) -> None:
-        self._tier = tier
-        self._file: DiskFile | None = file
-        self._index = index
-        self._holders = holders
-        """Indices of the buffers whose bytes are still needed. All :class:`DiskBytes` of a file share this set."""
-        self.nbytes: int = file.sizes[index]
-
-    def _opened(self) -> DiskFile:
-        assert self._file is not None
-        return self._file
-
-    def save(self, source: CopySide, copies: Copies) -> None:
-        """Begin to write device memory to the file."""
-        self._move(Saving, source, copies)
-
-    def load(self, target: CopySide, copies: Copies) -> None:
-        """Begin to read device memory from the file."""
-        self._move(Loading, target, copies)
-
-    def _move(self, kind: type[Any], side: CopySide, copies: Copies) -> None:
-        tier, file = self._tier, self._opened()
-        transfer = copies.transfer((tier, kind), functools.partial(tier._moving, kind))
-        for block in file.blocks(self._index):
-            part = part_of(side, block.offset, block.nbytes)
-            transfer.move(file, [block], functools.partial(_copy_side, part, copies.stream, kind is Saving))
-
-    def read(self, offset: int, target: Bytes) -> None:
-        """Copy bytes to a host array."""
-        file = self._opened()
-        for block, begin, part in self._touched(offset, target):
-            room = aligned(file.block)
-            file.read([block], room, [None])
-            part[:] = room[begin : begin + part.nbytes]
-
-    def write(self, offset: int, source: Bytes) -> None:
-        """Replace bytes by those of a host array. A persistent file is damaged if the process dies during this
-        call.
-        """
-        file = self._opened()
-        for block, begin, part in self._touched(offset, source):
-            room = aligned(file.block)
-            if part.nbytes < block.nbytes:
-                file.read([block], room, [None])
-            room[begin : begin + part.nbytes] = part
-            file.write([block], room)
-        file.seal()
-
-    def _touched(self, offset: int, array: Bytes) -> Iterator[tuple[Block, int, Bytes]]:
-        blocks = self._opened().blocks(self._index)
-        return overlapping(((block, block.offset, block.nbytes) for block in blocks), offset, array)
-
-    def leave(self) -> None:
-        """Drop the bytes. With the last buffer, also delete the file if it is incomplete."""
-        file, self._file = self._file, None
-        self._holders.discard(self._index)
-        if file is not None and not self._holders:
-            file.discard()
-
-
-def tier_of(backup: MemoryPool | DiskTier) -> Tier:
+def tier_of(backup: MemoryPool | DiskTier) -> PoolTier | DiskTier:
     """Return the tier that an argument names.
 
     Raises

@@ -31,7 +31,7 @@ import numpy as np
 
 from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.internal import Fd
-from streamalloc.vmm.stores.pool import Bytes
+from streamalloc.vmm.stores.blocks import Bytes
 
 T = TypeVar("T")
 

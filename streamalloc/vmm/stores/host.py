@@ -1,42 +1,53 @@
-"""Store in pinned host memory for the contents of swapped-out pages."""
+"""Contents of blocks in memory, and the store in pinned host memory for pages that are swapped out."""
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import ctypes
+import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.internal import Device, Fence, HandleEnd, Stream, deferred_queue
+from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
-from streamalloc.vmm.stores.blocks import Addresses, BlockTier, Chunk, Stored, copy_batch
+from streamalloc.vmm.stores.blocks import (
+    Addresses,
+    BlockTier,
+    Bytes,
+    Chunk,
+    Indices,
+    Move,
+    Stored,
+    Tier,
+    copy_batch,
+    may_run,
+)
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 
 _PORTABLE = 1
 
 
-class _End(HandleEnd):
-    """Release of a chunk (``cuMemFreeHost``) after the copies that use it."""
+class AfterCopies(Deferred):
+    """The release of host memory after the copies that use it."""
 
-    __slots__ = ("fences",)
+    __slots__ = ("_release", "fences")
 
-    def __init__(self, session: Session) -> None:
-        super().__init__(session, "cuMemFreeHost", None)
+    def __init__(self, release: Callable[[], object]) -> None:
+        self._release = release
         self.fences: dict[Fence, None] = {}
-        """Copies that may still use the chunk. Several threads change this dictionary at the same time."""
-
-    def allocate(self, device: Device, nbytes: int) -> int:
-        """Allocate the chunk (``cuMemHostAlloc``) and return its address."""
-        with self._session.relaxed(), device.current():
-            address = self._raw = int(self._session.call("cuMemHostAlloc", nbytes, _PORTABLE))
-        return address
+        """Copies that may still use the memory. Several threads change this dictionary at the same time."""
 
     def attempt(self) -> bool:
         self.forget_completed()
-        return not self.fences and super().attempt()
+        if self.fences:
+            return False
+        self._release()
+        return True
 
     def forget_completed(self) -> None:
         """Forget copies that have completed."""
@@ -45,17 +56,15 @@ class _End(HandleEnd):
                 self.fences.pop(one, None)
 
 
-class _Pinned(Chunk):
-    """Pinned host memory for some blocks."""
+class MemoryChunk(Chunk):
+    """Memory with room for some blocks, which is released after it was dropped and the copies that use it are done."""
 
     __slots__ = ("_end",)
 
-    def __init__(self, device: Device, nbytes: int, count: int) -> None:
-        session = session_of(device)
-        self._end = _End(session)
-        # Register the release before the allocation: if a later line fails, the memory is still released.
+    def __init__(self, session: Session, nbytes: int, count: int, address: int, release: Callable[[], object]) -> None:
+        super().__init__(nbytes, count, address, nbytes)
+        self._end = AfterCopies(release)
         deferred_queue(session).end_with(self, self._end)
-        super().__init__(nbytes, count, self._end.allocate(device, nbytes * count), nbytes)
 
     def use(self, fence: Fence) -> None:
         """Keep the memory until copies have completed."""
@@ -65,7 +74,44 @@ class _Pinned(Chunk):
             end.forget_completed()
 
 
-class _Contents(Stored):
+class InMemory(Stored):
+    """The contents of blocks in memory. Copies are stream-ordered: to the memory after all earlier copies from or to
+    it, and from the memory after those to it.
+    """
+
+    __slots__ = ("_written",)
+
+    def __init__(self, tier: Tier, nbytes: int = 0) -> None:
+        super().__init__(tier, nbytes)
+        self._written: Sequence[Fence] = ()
+        """The copies to the memory."""
+
+    @contextlib.contextmanager
+    def moving(self, stream: Stream, *, out: bool) -> Iterator[Move]:
+        """See :meth:`Stored.moving`."""
+        with self.in_use():
+            before = self._fences if out else self._written
+            for one in before:
+                one.precede(stream)
+            try:
+                yield functools.partial(self._move, stream, out)
+            finally:
+                fence = Fence(session_of(stream), [stream])
+                for chunk in self._chunks.values():
+                    chunk.use(fence)
+                with self.tier.lock:
+                    self._fences = (*(one for one in self._fences if one not in before and may_run(one)), fence)
+                    self._written = (fence,) if out else self._written
+
+    @abc.abstractmethod
+    def _move(self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None) -> None:
+        """Queue copies, see :class:`Move`."""
+
+    def seal(self, stream: Stream) -> None:
+        """Do nothing: later work of the stream finds the bytes."""
+
+
+class _Contents(InMemory):
     """The contents of blocks in pinned host memory."""
 
     __slots__ = ("_check", "_sums")
@@ -75,45 +121,24 @@ class _Contents(Stored):
         self._check = check
         self._sums: Sequence[int] = ()
 
-    def save(self, source: Addresses, stream: Stream) -> None:
-        """Queue the copies, after earlier copies from or to the same memory. With checksums, wait for the copies and
-        compute the checksums.
-        """
-        self._copy(self._addresses, source, self._bases, stream)
+    def _move(self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None) -> None:
+        bases, host = self._bases[blocks], self._addresses[blocks]
+        copy_batch(*((host, at) if out else (at, host)), self._sizes[blocks], bases, stream)
+
+    def seal(self, stream: Stream) -> None:
+        """Wait for the copies and compute the checksums, if the tier checks contents."""
         if self._check and len(self):
             stream.synchronize()
-            self.seal()
+            self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
 
-    def load(self, blocks: Sequence[int] | Addresses, target: Addresses, stream: Stream) -> None:
-        """Queue the copies, after earlier copies from or to the same memory."""
-        self._copy(target, self._addresses[blocks], self._bases[blocks], stream)
-
-    def _copy(self, targets: Addresses, sources: Addresses, bases: Addresses, stream: Stream) -> None:
-        with self.in_use():
-            before = self._fences
-            for one in before:
-                one.precede(stream)
-            try:
-                copy_batch(targets, sources, self.nbytes, bases, stream)
-            finally:
-                fence = Fence(session_of(stream), [stream])
-                for chunk in self._chunks.values():
-                    chunk.use(fence)
-                with self.tier._lock:
-                    self._fences = (*(one for one in self._fences if one not in before), fence)
-
-    def seal(self) -> None:
-        """Compute checksums. The copies must be complete."""
-        self._sums = [zlib.crc32(self.array(block).data) for block in range(len(self))]
-
-    def array(self, block: int) -> npt.NDArray[np.uint8]:
+    def array(self, block: int) -> Bytes:
         """The contents of a block. The copies must be complete."""
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(int(self._addresses[block])))
 
     def check(self, blocks: Iterable[int]) -> None:
         """Compare checksums."""
         for block in blocks if self._sums else ():
-            with self.tier._lock:  # another thread may drop the block
+            with self.tier.lock:  # another thread may drop the block
                 changed = self._present[block] and zlib.crc32(self.array(block).data) != self._sums[block]
             if changed:
                 why = "the contents of a page have changed while it was swapped out: its checksum differs"
@@ -151,7 +176,10 @@ class HostTier(BlockTier):
         self._check = check
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
-        return _Pinned(self.device, nbytes, count)
+        session, size = session_of(self.device), nbytes * count
+        with session.relaxed(), self.device.current():
+            address = int(session.call("cuMemHostAlloc", size, _PORTABLE))
+        return MemoryChunk(session, nbytes, count, address, HandleEnd(session, "cuMemFreeHost", address).attempt)
 
     def _stored(self, nbytes: int) -> Stored:
         return _Contents(self, nbytes, self._check)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.internal import Event, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
+from streamalloc.vmm.stores.blocks import Bytes
 from streamalloc.vmm.stores.disk_file import Block, DiskFile, aligned
-from streamalloc.vmm.stores.pool import Bytes
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for all devices
 
@@ -172,12 +172,8 @@ class _Transfer(abc.ABC):
             self._advance_oldest()
         while self._second:
             self._end_oldest()
-        self._complete()
         self._threads.shutdown()
         self._give_back(self._staging)
-
-    def _complete(self) -> None:  # noqa: B027 (a read ends with its blocks)
-        """Complete the files."""
 
     def abandon(self) -> None:
         """Stop after an error. Staging memory that copies may still use is released after them."""
@@ -185,6 +181,8 @@ class _Transfer(abc.ABC):
         with contextlib.suppress(CudaError, ClosedError):
             self._stream.synchronize()
             self._give_back(self._staging)
+        self._first.clear()  # with the events, which frames of the error would keep
+        self._second.clear()
 
     def _copied(self, step: Step) -> Event:
         step.copy(step.slot)
@@ -197,10 +195,8 @@ class Saving(_Transfer):
     def __init__(self, stream: Stream, staging: Staging, threads: int, give_back: Callable[[Staging], None]) -> None:
         super().__init__(stream, staging, threads, give_back)
         self.most_seconds: int = max(len(staging.slots) - 2, 0)
-        self._files: dict[DiskFile, None] = {}
 
     def _begin(self, step: Step) -> Event:
-        self._files[step.file] = None
         return self._copied(step)
 
     def _begin_second(self, step: Step) -> Future[None]:
@@ -210,10 +206,6 @@ class Saving(_Transfer):
 
     def _end_second(self, step: Step) -> None:
         step.end.result()
-
-    def _complete(self) -> None:
-        for file in self._files:
-            file.seal()
 
 
 class Loading(_Transfer):
