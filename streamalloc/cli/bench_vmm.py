@@ -172,7 +172,7 @@ ROWS = (
         "growth",
         f"Grow a buffer by {STEPS} steps of {size_text(STEP)}",
         {RAW: _grown(_raw), OURS: _grown(_ours), "cuMemAlloc, copy and cuMemFree": _grown(_copied)},
-        (Target(OURS, 1.1, RAW),),
+        (Target(OURS, 1.25, RAW),),
         most=1,
         rounds=(24, 6),
         need=lambda bench: need_virtual_memory(bench.device),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-from streamalloc.core.errors import PeerAccessError, error_from, refused, size_text, undoing
+from streamalloc.core.errors import PeerAccessError, refused, size_text, undoing
 from streamalloc.core.internal import Device, StreamLike, check_device, check_location
 from streamalloc.core.properties import (
     MemAccess,
@@ -21,7 +21,6 @@ from streamalloc.vmm.claims import claimed, claiming
 from streamalloc.vmm.ownership import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
 from streamalloc.vmm.properties import MemAllocationProp
-from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.virtual_buffer import ChunkSpec, VirtualBuffer, device_rights
 
 
@@ -141,57 +140,7 @@ class GrowableBuffer(VirtualBuffer):
             ``nbytes`` is more than the capacity.
         """
 
-        def grow(_: object) -> None:
-            if not self._grow_directly(nbytes):
-                self._resize(nbytes, after, release)
-
-        claiming((self,), grow)
-
-    def _grow_directly(self, nbytes: int) -> bool:
-        """Grow by one chunk if no checks are needed; returns whether it did."""
-        spec, node, at = self._spec, self.range._node, self._mapped
-        allocations, entries = spec.allocations, node.entries
-        if (
-            type(nbytes) is not int
-            or nbytes <= at
-            or self._evicted is not None
-            or node._raw is None
-            or node.given_up
-            or node.stale
-            or (entries[-1].stop if entries else 0) != at  # a failed call may have left a mapping
-            or not self._structs
-            or allocations.deferred.submitted
-            or allocations.watchers
-        ):
-            return False
-        stop = nbytes + -nbytes % spec.granularity
-        step = stop - at
-        if stop > node.nbytes or step > self._largest:
-            return False
-        session = spec.session
-        chunk = MappedBytes(node, at, stop, self._rights)
-        try:
-            entries.append(chunk)
-            result, raw = session.cuMemCreate(step, spec.struct, 0)
-            if result:
-                spec.refused(result, step)
-                chunk.unmapped()
-                return False
-            chunk._raw = raw
-            address = int(node._raw) + at
-            result = session.cuMemMap(address, step, 0, raw, 0)[0]
-            if result:
-                raise error_from(result, "cuMemMap")
-            structs = self._structs
-            result = session.cuMemSetAccess(address, step, structs, len(structs))[0]
-            if result:
-                raise error_from(result, "cuMemSetAccess")
-        except BaseException as first:
-            chunk.undo(first)
-            raise
-        self._mapped = stop
-        self._nbytes = nbytes
-        return True
+        claiming((self,), lambda _: self._resize(nbytes, after, release))
 
     def _resize(self, nbytes: int, after: After, release: bool) -> None:
         size = self._checked("nbytes", nbytes, self.capacity)

@@ -137,26 +137,17 @@ class MemorySpec:
         self.create(owner, nbytes)
 
     def create(self, owner: OwnsHandle, nbytes: int) -> None:
-        """Call ``cuMemCreate`` as :meth:`obtain` does, but do not attempt the deferred releases first. ``wait``: as for
-        :meth:`refused`.
-        """
+        """Call ``cuMemCreate`` as :meth:`obtain` does, but do not attempt the deferred releases first."""
         for last in (False, True):
             result, raw = self.session.cuMemCreate(nbytes, self.struct, 0)
             if not result:
                 owner._raw = raw
                 return
-            self.refused(result, nbytes, last=last)
-
-    def refused(self, result: Any, nbytes: int, *, last: bool = False) -> None:
-        """Handle an error of ``cuMemCreate``: return if another attempt may succeed, else raise.
-
-        ``last``: no attempt is left.
-        """
-        error = error_from(result, "cuMemCreate", self.hint)
-        if not isinstance(error, OutOfMemoryError):
-            raise error
-        if last or not (self.allocations.work() + self.allocations.make_room()):
-            raise self.out_of_memory(error, nbytes)
+            error = error_from(result, "cuMemCreate", self.hint)
+            if not isinstance(error, OutOfMemoryError):
+                raise error
+            if last or not (self.allocations.work() + self.allocations.make_room()):
+                raise self.out_of_memory(error, nbytes)
 
     def adopt(self, mapped: MappedBytes) -> PhysicalMemory:
         """Return the memory of a mapping as an object. If only the mapping holds the handle, the object takes it

@@ -344,6 +344,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             return
         # The copying device needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
+        moves.begun = True
         with saved.stored.moving(stream, out=False) as move:
             saved.move(move, target)
         stream.synchronize()
@@ -392,9 +393,13 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             with undoing(memory.close):
                 return self.range._map(memory, chunk.offset)
         entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {})
-        with node.adding(entry):
+        try:
+            node.add(entry)
             spec.obtain(entry, chunk.nbytes)
             entry.map(entry._raw)
+        except BaseException as first:
+            entry.undo(first)
+            raise
         return entry
 
     def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappedBytes]:
@@ -518,6 +523,8 @@ class _Moves:
     def __init__(self, stream: Stream, *, out: bool) -> None:
         self._stream = stream
         self._out = out
+        self.begun: bool = False
+        """Whether copies were queued."""
         self._stored: Stored | None = None
         self._block: contextlib.AbstractContextManager[Move] | None = None
 
@@ -526,7 +533,7 @@ class _Moves:
         if stored is not self._stored:
             self.end()
             block = stored.moving(self._stream, out=self._out)
-            self._move = block.__enter__()
+            self._move, self.begun = block.__enter__(), True
             self._stored, self._block = stored, block
         return self._move
 
@@ -535,6 +542,15 @@ class _Moves:
         block, self._stored, self._block = self._block, None, None
         if block is not None:
             block.__exit__(None, None, None)
+
+    def abandon(self) -> None:
+        """Stop the copies after an error. Reads and writes of files are not waited for: an exception of a signal
+        handler may have stopped the threads that make them.
+        """
+        block, self._stored, self._block = self._block, None, None
+        if block is not None:
+            error = RuntimeError("abandoned")
+            block.__exit__(RuntimeError, error, None)
 
 
 def unmapping(
@@ -570,7 +586,7 @@ def unmapping(
     batch: list[VirtualBuffer] = []
     copied = {} if stored else saved
     moves = _Moves(stream, out=True)
-    with undoing(moves.end):
+    with undoing(moves.abandon):
         for buffer, one in copied.items():
             one.move(moves.of(one.stored), CopySide.of(buffer))
             batch.append(buffer)
@@ -613,17 +629,14 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
         if eviction.saved is not None:
             buffer._load(eviction.saved, made[buffer], moves, stream)
 
-    def end_copies() -> None:
-        try:
-            moves.end()
-        finally:
-            copies = Fence(session_of(stream), [stream])
-            for buffer in made:
-                buffer.range._node.copies = copies
+    def note_copies() -> None:
+        copies = Fence(session_of(stream), [stream] if moves.begun else ())
+        for buffer in made:
+            buffer.range._node.copies = copies
 
     def release(buffer: VirtualBuffer) -> None:
-        with contextlib.suppress(Exception):
-            end_copies()
+        moves.abandon()
+        note_copies()
         stream.synchronize()
         _release_awaited(buffer, made.pop(buffer, ()))
 
@@ -635,7 +648,8 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
     for buffer, eviction in evictions.items():
         if not eviction.held:
             yield functools.partial(create, buffer, eviction), functools.partial(release, buffer)
-    yield end_copies, nothing
+    yield moves.end, nothing
+    yield note_copies, nothing
     for buffer, eviction in evictions.items():
         if eviction.held:
             yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)

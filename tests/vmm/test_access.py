@@ -94,14 +94,6 @@ class TestGrant:
             assert len(addresses.mappings) == 1 and memory.mapping_count == 1
         assert names(driver, "cuMemSetAccess") == [] and len(names(driver, "cuMemMap")) == 1
 
-    def test_a_device_of_another_driver(self, machine: Any, pages: vmm.AddressRange) -> None:
-        with pytest.raises(ValueError, match="another driver"):
-            pages.mappings[0].set_access(sa.Device(0, driver=sd.traced(machine)))
-
-    def test_flags_that_are_none(self, device: sa.Device, pages: vmm.AddressRange) -> None:
-        with pytest.raises(TypeError, match="MemAccess"):
-            pages.mappings[0].set_access(device, 3)  # type: ignore[arg-type]
-
     @pytest.mark.parametrize("who", [HOST, NUMA])
     @pytest.mark.parametrize("flags", [READ, READWRITE])
     def test_the_host_gets_no_device_memory(
@@ -180,17 +172,6 @@ class TestPart:
             pages.set_access(device, start=start, stop=stop)
         assert all(mapping.access(device) == NONE for mapping in pages.mappings)
 
-    @pytest.mark.parametrize(("start", "stop"), [(0, 5 * PAGE), (2 * PAGE, PAGE), (-PAGE, PAGE)])
-    def test_outside(self, device: sa.Device, pages: vmm.AddressRange, start: int, stop: int) -> None:
-        with pytest.raises(ValueError):
-            pages.set_access(device, start=start, stop=stop)
-
-    @pytest.mark.parametrize("at", [0, PAGE, 4 * PAGE])
-    def test_of_nothing(self, device: sa.Device, pages: vmm.AddressRange, at: int) -> None:
-        """A range of no bytes is ignored, as by unmap()."""
-        pages.set_access(device, start=at, stop=at)
-        assert all(mapping.access(device) == NONE for mapping in pages.mappings)
-
     def test_of_mappings_with_different_access(self, device: sa.Device, pages: vmm.AddressRange) -> None:
         """The least that any of them allows is what the whole allows."""
         for mapping, flags in zip(pages.mappings, (READWRITE, READ, READWRITE), strict=True):
@@ -221,17 +202,6 @@ class TestReadOnly:
         one.set_access(device)
         one.fill(8)
         assert holds(one, 8)
-
-    def test_revoked(self, device: sa.Device, pages: vmm.AddressRange) -> None:
-        mapping = pages.mappings[0]
-        mapping.set_access(device)
-        mapping.fill(7)
-        mapping.revoke(device)
-        assert mapping.rights == {} and mapping.access(device) == NONE
-        with pytest.raises(ValueError, match="nobody has access"):
-            read(mapping)
-        mapping.set_access(device)
-        assert holds(mapping, 7)
 
 
 class TestWaiting:
@@ -297,16 +267,6 @@ class TestWaiting:
                 use()
         assert mapping.access(device) == READWRITE
 
-    def test_for_a_stream_of_another_driver(self, machine: Any, device: sa.Device, pages: vmm.AddressRange) -> None:
-        other = sa.Device(0, driver=sd.traced(machine))
-        mapping = pages.mappings[0]
-        mapping.set_access(device)
-        with other.create_stream() as stream, stream.record() as event:
-            for after in (stream, event, [event]):
-                with pytest.raises(ValueError, match="another driver"):
-                    mapping.close(after)
-        assert not mapping.closed
-
     @pytest.mark.parametrize(
         "use",
         [
@@ -340,22 +300,6 @@ class TestWaiting:
             assert (ended, int(graph) != 0) == (0, True)
             raw.cuGraphDestroy(graph)
         raw.cuStreamDestroy(theirs)
-
-    def test_for_nothing_in_a_capture(self, device: sa.Device, pages: vmm.AddressRange, stream: sa.Stream) -> None:
-        with stream.capture():
-            pages.mappings[0].set_access(device)
-            pages.unmap(after=())
-        assert pages.mappings == ()
-
-    def test_not_where_nobody_has_access(self, machine: Any) -> None:
-        account = Account(machine)
-        with (
-            vmm.AddressRange(PAGE, driver=account.driver) as addresses,
-            vmm.PhysicalMemory(account.device, PAGE) as memory,
-        ):
-            addresses.map(memory).close()
-            addresses.map(memory)
-        assert account.calls(*self.WAITS) == []
 
 
 @pytest.mark.gpus(2)
@@ -402,17 +346,6 @@ class TestTwoDevices:
                 theirs.fill(1, device.default_stream)
             stream.synchronize()
         assert holds(theirs, 5)
-
-    def test_only_the_other_one(self, device: sa.Device, peer: sa.Device, halves: vmm.AddressRange) -> None:
-        """Memory need not be accessible where it is."""
-        mine, _ = halves.mappings
-        mine.set_access(peer)
-        assert not mine.device_accessible and mine.access(device) == NONE
-        with peer.create_stream() as stream:
-            mine.fill(6, stream)
-            stream.synchronize()
-        mine.set_access(device)
-        assert holds(mine, 6)
 
     def test_taken_from_one(self, machine: Any) -> None:
         """Only the device that loses access is waited for."""

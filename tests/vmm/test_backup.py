@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.core.fence import Fence
-from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from streamalloc.vmm import virtual_buffer
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import (
     KEEP,
     Account,
     end_what_was_dropped,
-    every,
-    executed,
     filled,
     holds,
     in_a_thread,
     pattern,
-    pending,
     read,
     sampled,
     shows,
@@ -341,40 +333,6 @@ class TestOwner:
 
 
 class TestThreads:
-    @pytest.mark.parametrize("act", ["sleep", "wake", "close"])
-    def test_one_waits(self, device: sa.Device, host: sa.MemoryPool, gate: Gate, act: str) -> None:
-        group = vmm.SleepGroup(device, backup=host)
-        buffer = group.allocate(SIZE)
-        filled(buffer, 1)
-        buffer.stream.synchronize()
-        with device.create_stream() as held:
-            gate.hold(held)
-            sleeper = threading.Thread(target=lambda: group.sleep(stream=held, after=()))
-            sleeper.start()
-            done = threading.Event()
-
-            def other() -> None:
-                getattr(group, act)()
-                done.set()
-
-            thread = threading.Thread(target=other)
-            # The first thread has the group once its copy is queued.
-            while host.statistics().used == 0:
-                sleeper.join(0.001)
-                assert sleeper.is_alive()
-            thread.start()
-            assert not done.wait(0.05) and sleeper.is_alive()
-            gate.open()
-            sleeper.join(WAIT)
-            thread.join(WAIT)
-            assert done.is_set() and not sleeper.is_alive()
-        assert buffer.evicted == (act != "wake")
-        if buffer.evicted:
-            buffer.restore()
-        assert shows(buffer, 1)
-        buffer.close()
-        group.close()
-
     def test_buffers_come_while_others_are_listed(self, device: sa.Device) -> None:
         group = vmm.SleepGroup(device)
         errors: list[BaseException] = []
@@ -398,128 +356,6 @@ class TestThreads:
         for buffer in made:
             buffer.close()
         group.close()
-
-
-class Faulted:
-    """Buffers of a group, one of which can be evicted alone, through a driver of which two calls fail."""
-
-    def __init__(self, machine: Any) -> None:
-        self.machine = machine
-        self.account = Account(machine)
-        self.deferred = refusing(self.account.driver)
-        self.first = refusing(self.deferred)
-        self.device = sa.Device(0, driver=self.first)
-        self.stream = self.device.create_stream()
-        self.host = sa.MemoryPool(HOST, driver=self.first)
-        self.host.set_access(self.device, READWRITE)
-        self.group = vmm.SleepGroup(self.device, backup=self.host)
-        self.buffers = [self.group.allocate(SIZE, tag=tag) for tag in ("a", "a", "b")]
-        self.group.add(vmm.stripe([self.device], PAGE), "gone")  # dropped
-        for seed, buffer in enumerate(self.buffers):
-            filled(buffer, seed, self.stream)
-        self.stream.synchronize()
-
-    def faults(self, first: int, later: int) -> None:
-        self.deferred.fail(later, result="CUDA_ERROR_UNKNOWN")
-        self.first.fail(first, result="CUDA_ERROR_UNKNOWN")
-
-    def stop(self) -> list[str]:
-        """The calls that have failed; none fails any more."""
-        failed = [*self.first.failed, *self.deferred.failed]
-        self.first.stop()
-        self.deferred.stop()
-        for call in failed:
-            if call == "cuCtxPopCurrent":
-                self.machine.cuCtxPopCurrent()  # the context is still there
-        return failed
-
-    def check(self, again: bool) -> None:
-        """No bytes are lost: a buffer is readable, or asleep until it is woken. ``again``: then all sleep once more."""
-        self.stream.synchronize()
-        for seed, buffer in enumerate(self.buffers):
-            assert buffer.evicted or shows(buffer, seed)
-        self.group.wake(stream=self.stream)
-        self.stream.synchronize()
-        assert all(shows(buffer, seed) for seed, buffer in enumerate(self.buffers))
-        self.device.synchronize()
-        end_what_was_dropped()
-        assert self.host.statistics().used == 0
-        if again:
-            self.group.sleep(stream=self.stream)
-            self.group.wake()
-            assert all(shows(buffer, seed) for seed, buffer in enumerate(self.buffers))
-
-    def end(self) -> None:
-        for buffer in self.buffers:
-            buffer.close()
-        self.group.close()
-        self.device.synchronize()
-        self.host.close()
-        self.stream.close()
-        account = self.account
-        self.__dict__.clear()
-        gc.collect()
-        assert account.left == {} and account.checked.hazards == []
-
-
-def _sleep(world: Faulted) -> None:
-    world.group.sleep(stream=world.stream)
-
-
-def _wake(world: Faulted) -> None:
-    world.group.wake(stream=world.stream)
-
-
-def _evict(world: Faulted) -> None:
-    world.buffers[1].evict(world.host, stream=world.stream)
-
-
-def _restore(world: Faulted) -> None:
-    world.buffers[1].restore(stream=world.stream)
-
-
-STEPS: dict[str, tuple[Callable[[Faulted], None] | None, Callable[[Faulted], None]]] = {
-    "sleep": (None, _sleep),
-    "wake": (_sleep, _wake),
-    "evict": (None, _evict),
-    "restore": (_evict, _restore),
-    "restore one": (_sleep, _restore),
-}
-
-
-@pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize("step", STEPS)
-class TestFaults:
-    @in_a_thread
-    def test_one_and_two(self, machine: Any, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-        """All or nothing: one call that fails has changed nothing, unless all is done that users see."""
-        monkeypatch.setattr(virtual_buffer, "_BATCH", 1)
-        met = set()
-        for first in every(3):
-            # Each of the next calls, which undo the step, and one of five of those that come later.
-            for later in itertools.chain(range(first, first + 4), itertools.count(first + 4, 5)):
-                world = Faulted(machine)
-                before, act = STEPS[step]
-                if before is not None:
-                    before(world)
-                asleep = [buffer.evicted for buffer in world.buffers]
-                world.faults(first, later)
-                failed = False
-                try:
-                    act(world)
-                except sa.CudaError:
-                    failed = True
-                reached = world.stop()
-                if failed and len(reached) == 1:
-                    assert [buffer.evicted for buffer in world.buffers] == asleep, reached
-                world.check(again=later == first)
-                world.end()
-                met.add(len(reached))
-                if len(reached) < 2:
-                    break
-            if not reached:
-                break
-        assert first > 5 and met == {0, 1, 2}
 
 
 @pytest.mark.simulated_only("takes all memory of the device")
@@ -601,35 +437,6 @@ def test_bytes_that_were_given_up_stay_where_the_undo_fails_too(
         gc.collect()
         device.synchronize()
         assert account.left == {}
-
-
-@pytest.mark.parametrize("objects", [False, True])
-def test_memory_is_kept_where_the_undo_fails_too(machine: Any, objects: bool) -> None:
-    """The bytes are in the memory, and the backup is freed. The error, which a program may keep, keeps nothing else."""
-    account = Account(machine)
-    inner = refusing(account.driver)
-    faults = refusing(inner)
-    device = sa.Device(0, driver=faults)
-    group = vmm.SleepGroup(device)
-    buffer, other = group.allocate(PAGE), group.allocate(PAGE)
-    filled(buffer, 1)
-    if objects:
-        assert buffer.mappings[0].memory.handle
-    faults.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
-    inner.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
-    with pytest.raises(sa.CudaError, match="cuMemUnmap") as kept:
-        group.sleep()
-    faults.stop()
-    inner.stop()
-    assert buffer.evicted and not other.evicted
-    assert len(account.left["physical memory"]) == 2 and buffer.eviction is not None and buffer.eviction.saved is None
-    group.wake()
-    assert shows(buffer, 1)
-    buffer.close()
-    other.close()
-    group.close()
-    device.synchronize()
-    assert account.left == {} and kept.value
 
 
 def test_bytes_that_stay_in_memory_are_neither_read_nor_replaced(machine: Any) -> None:
@@ -722,40 +529,3 @@ def test_interrupted_at_any_point(device: sa.Device, step: str) -> None:
         if host.statistics().used > SIZE:
             wrong.append(f"{block.came}: backups stay")
     assert wrong == []
-
-
-def test_nothing_is_read_after_it_was_freed(device: sa.Device) -> None:
-    """With the checker beside it: what the copies of sleep and wake read is ordered before its free."""
-    driver: Any = sd.checked(device.driver)
-    there = sa.Device(0, driver=driver)
-    with there.create_stream() as one, there.create_stream() as other, vmm.SleepGroup(there) as group:
-        first, second = group.allocate(SIZE, tag="a"), group.allocate(SIZE, tag="a")
-        for _ in range(2):
-            first.fill(1, one)
-            second.fill(2, one)
-            group.sleep(stream=one)
-            first.restore(stream=other)
-            group.wake(stream=one)
-            there.synchronize()
-        assert np.unique(read(first)).tolist() == [1] and holds(second, 2)
-        first.close()
-        second.close()
-    assert driver.hazards == []
-
-
-def test_work_of_another_thread_s_default_stream(device: sa.Device, gate: Gate) -> None:
-    """The handle names the stream of the thread that comes by; the order is after those of all threads."""
-    with device.create_stream() as ours:
-        gate.hold(device.per_thread_stream)
-        work = Fence(session_of(device), [device.per_thread_stream], in_item=True)
-        found: list[bool] = []
-
-        def order() -> None:
-            work.precede(ours)
-            found.append(pending(ours))
-
-        thread = threading.Thread(target=order)
-        thread.start()
-        thread.join()
-        gate.open()
-        assert found == [True] and executed(ours)

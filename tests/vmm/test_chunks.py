@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,8 +14,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, bytecodes, names, pattern, read
-from tests.vmm.support import PAGE, READ, READWRITE, same, write
+from tests.support import Account, names, pattern, read
+from tests.vmm.support import PAGE, same, write
 
 PACKAGE = str(Path(sa.__file__).parent)
 DRIVERS = tuple(f"{PACKAGE}/{folder}/" for folder in ("checker", "driver", "simulator"))
@@ -132,18 +130,6 @@ class TestOneStep:
                 buffer.grow(PAGE)
             assert ours() - before == {"MappedBytes": 100}
 
-    def test_is_short(self, machine: Any) -> None:
-        """Few bytecodes, for these run cold: before each of them the processor was in the kernel."""
-
-        def is_facade(frame: FrameType) -> bool:
-            file = frame.f_code.co_filename
-            return file.startswith(PACKAGE) and not file.startswith(DRIVERS)
-
-        with vmm.GrowableBuffer(sa.Device(0, driver=machine), 8 * PAGE) as buffer:
-            buffer.grow(PAGE)
-            count = bytecodes(functools.partial(buffer.grow, PAGE), is_facade)
-        assert 0 < count < 370, count
-
     def test_asks_for_room_where_others_keep_memory(self) -> None:
         driver = sd.traced(sd.simulated(memory=16 * PAGE))
         device = sa.Device(0, driver=driver)
@@ -159,44 +145,3 @@ class TestOneStep:
             buffer.grow(PAGE)
             buffer.fill(1)
             assert (read(buffer) == 1).all() and len(buffer.mappings) == 3
-
-    @pytest.mark.parametrize("change", ["access", "evict", "shrink", "chunk"])
-    def test_after_what_is_not_plain(self, account: Account, buffer: vmm.GrowableBuffer, change: str) -> None:
-        """The next step looks first, and the one after it is plain again."""
-        if change == "access":
-            buffer.set_access(account.device, READ)
-        elif change == "evict":
-            buffer.evict()
-            buffer.restore()
-        elif change == "shrink":
-            buffer.resize(2 * PAGE)
-        else:
-            buffer.grow(2 * PAGE)
-        before = len(account.traced.calls)
-        for _ in range(2):
-            buffer.grow(PAGE)
-        assert names(account.traced)[before:] == 2 * ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
-        allowed = READ if change == "access" else READWRITE
-        assert {mapping.access(account.device) for mapping in buffer.mappings} == {allowed}
-        assert {mapping.rights[account.device.location] for mapping in buffer.mappings} == {allowed}
-
-    @pytest.mark.parametrize("nbytes", [-1, 1.5, "1", None, True])
-    def test_bad_sizes(self, buffer: vmm.GrowableBuffer, nbytes: Any) -> None:
-        for resize in (buffer.grow, buffer.resize):
-            with pytest.raises((TypeError, ValueError), match="nbytes"):
-                resize(nbytes)
-        assert buffer.nbytes == 3 * PAGE
-
-    def test_beyond_the_capacity(self, buffer: vmm.GrowableBuffer) -> None:
-        with pytest.raises(ValueError, match="capacity"):
-            buffer.grow(5 * PAGE + 1)
-        buffer.grow(5 * PAGE)
-        assert buffer.nbytes == buffer.capacity
-
-    def test_after_the_end(self, buffer: vmm.GrowableBuffer) -> None:
-        buffer.evict()
-        with pytest.raises(sa.EvictedError):
-            buffer.grow(PAGE)
-        buffer.close()
-        with pytest.raises(sa.ClosedError):
-            buffer.grow(PAGE)

@@ -88,7 +88,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "wake": mapping,
     "evict": VirtualBuffer._evictable,
     "restore": mapping,
-    "grow": vmm.GrowableBuffer._grow_directly,
+    "grow": vmm.GrowableBuffer._resize,
 }
 """Functions that the first call makes, at each line of which the second call begins."""
 PAIRS = {
@@ -313,37 +313,6 @@ def test_a_handler_does_not_change_a_buffer_that_grows(
         filled(buffer, 1)
         assert shows(buffer, 1)
         assert [one.nbytes for one in buffer.mappings] == [PAGE, PAGE]
-
-
-@pytest.mark.simulated_only("a process with a real driver is not forked")
-def test_a_forked_child_waits_for_no_growth_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = vmm.GrowableBuffer(sa.Device(0, driver=sd.simulated()), 2 * PAGE, PAGE)
-    session, growing, end = session_of(buffer), threading.Event(), threading.Event()
-    call = session.cuMemMap
-
-    def held(*args: Any) -> Any:
-        growing.set()
-        end.wait(WAIT)
-        return call(*args)
-
-    monkeypatch.setattr(session, "cuMemMap", held)
-    thread = threading.Thread(target=buffer.resize, args=(2 * PAGE,))
-    thread.start()
-    growing.wait(WAIT)
-    child = fork()
-    if not child:
-        signal.alarm(20)
-        try:
-            buffer.close()
-        except sa.ForkedProcessError:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    end.set()
-    thread.join(WAIT)
-    assert os.waitpid(child, 0)[1] == 0
-    assert buffer.nbytes == 2 * PAGE
-    buffer.close()
 
 
 def test_a_buffer_that_was_removed_before_the_group_sleeps_stays_awake(machine: Any) -> None:

@@ -90,20 +90,6 @@ class TestQueuedWork:
             del kept
 
 
-class TestDrawing:
-    @pytest.mark.parametrize("width", [1, 7, 16, 64])
-    def test_shows_every_mapping(self, device: sa.Device, width: int) -> None:
-        """However small a part of the range it is."""
-        with vmm.GrowableBuffer(device, 8 << 30, 32 << 20) as buffer:
-            assert "0" in buffer.range.draw(width) and "0" in repr(buffer)
-        with vmm.AddressRange(4096 * PAGE, driver=device.driver) as range, vmm.PhysicalMemory(device, PAGE) as memory:
-            for place in (0, 1000, 4095):
-                range.map(memory, place * PAGE)
-            drawn = range.draw(width)
-            assert drawn[0] == drawn[-1] == drawn[1000 * width // 4096] == "0"
-            assert drawn.count("0") == min(3, width)
-
-
 class TestRemapping:
     """All of it, or the buffer stays as it was."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,9 +13,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.core.errors import size_text
-from tests.support import GROWTH, Account, holds, pattern, read
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each, same, write
+from tests.support import Account, holds, pattern, read
+from tests.vmm.support import HOST, PAGE, READ, READWRITE, same, write
 
 SIZE = 2 * PAGE + 12345
 MAPPED = 3 * PAGE
@@ -110,27 +108,6 @@ class TestWithoutBackup:
         view.fill(1)
         assert holds(view, 1)
 
-    def test_as_the_other_side_of_a_copy(
-        self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
-        buffer.evict()
-        with pool.allocate(SIZE, stream) as other:
-            for use in each(other.copy_from, other.copy_to):
-                with pytest.raises(sa.EvictedError):
-                    use(buffer)
-
-    def test_twice(self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool) -> None:
-        data = write(buffer, pattern(SIZE))
-        buffer.evict(host)
-        for backup in (None, host):
-            with pytest.raises(sa.EvictedError, match="evicted already"):
-                buffer.evict(backup)
-        assert host.statistics().used == SIZE
-        buffer.restore()
-        with pytest.raises(sa.EvictedError, match="not evicted"):
-            buffer.restore()
-        assert same(buffer, data)
-
     def test_what_it_waits_for(self, machine: Any) -> None:
         account = Account(machine)
         device = account.device
@@ -192,20 +169,6 @@ class TestWithBackup:
             stream.synchronize()
             assert not backup.freed and read(buffer)[5] == 99
 
-    def test_into_host_memory_mapped_by_hand(self, device: sa.Device) -> None:
-        with (
-            vmm.GrowableBuffer(device, PAGE, PAGE) as buffer,
-            vmm.PhysicalMemory(HOST, PAGE) as memory,
-            vmm.AddressRange(PAGE) as addresses,
-        ):
-            data = write(buffer, pattern(PAGE))
-            backup = addresses.map(memory, access=[device, HOST])
-            buffer.evict(backup)
-            assert np.array_equal(backup.as_array(), data)
-            buffer.restore()
-            buffer.stream.synchronize()
-            assert same(buffer, data)
-
     def test_into_memory_of_the_device(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool) -> None:
         data = write(buffer, pattern(SIZE))
         with pool.allocate(SIZE, buffer.stream) as backup:
@@ -213,47 +176,30 @@ class TestWithBackup:
             buffer.restore()
             assert same(buffer, data)
 
-    @pytest.mark.parametrize("backup", [3, b"x", np.zeros(SIZE, np.uint8)])
-    def test_into_what_is_none(self, buffer: vmm.GrowableBuffer, backup: Any) -> None:
-        with pytest.raises(TypeError, match="backup"):
-            buffer.evict(backup)
-        assert not buffer.evicted
-
-    def test_into_a_pool_of_the_device(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool) -> None:
-        with pytest.raises(ValueError, match="host memory"):
-            buffer.evict(pool)
-        assert not buffer.evicted and pool.statistics().used == 0
-
-    @pytest.mark.parametrize("nbytes", [0, SIZE - 1, SIZE + 1, MAPPED])
-    def test_of_another_size(
-        self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream, nbytes: int
+    def test_what_is_refused(
+        self, machine: Any, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool, host: sa.MemoryPool, stream: sa.Stream
     ) -> None:
-        match = f"backup has {size_text(nbytes)} and the buffer {size_text(SIZE)}"
-        with host.allocate(nbytes, stream) as backup, pytest.raises(ValueError, match=match):
-            buffer.evict(backup)
-        assert not buffer.evicted
-
-    def test_of_another_driver(self, machine: Any, buffer: vmm.GrowableBuffer) -> None:
-        other = sd.traced(machine)
-        with sa.MemoryPool(HOST, driver=other) as pool, pytest.raises(ValueError, match="another driver"):
-            buffer.evict(pool)
-        assert not buffer.evicted
-
-    @pytest.mark.parametrize("which", ["itself", "a view of itself"])
-    def test_into_itself(self, buffer: vmm.GrowableBuffer, which: str) -> None:
-        """It would be gone with the bytes."""
+        """Memory of another kind, size or driver, freed memory, and the buffer itself, which would be gone."""
         data = write(buffer, pattern(SIZE))
-        with pytest.raises(ValueError):
-            buffer.evict(buffer if which == "itself" else buffer[:])
-        assert not buffer.evicted and same(buffer, data)
-
-    def test_into_freed_memory(self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream) -> None:
-        data = write(buffer, pattern(SIZE))
-        backup = host.allocate(SIZE, stream)
-        backup.free()
-        with pytest.raises(sa.ClosedError):
-            buffer.evict(backup)
-        assert not buffer.evicted and same(buffer, data)
+        small, freed = host.allocate(SIZE - 1, stream), host.allocate(SIZE, stream)
+        freed.free()
+        with sa.MemoryPool(HOST, driver=sd.traced(machine)) as foreign:
+            wrong: list[tuple[Any, type[Exception], str]] = [
+                (3, TypeError, "backup"),
+                (np.zeros(SIZE, np.uint8), TypeError, "backup"),
+                (pool, ValueError, "host memory"),
+                (small, ValueError, "backup has .* and the buffer"),
+                (foreign, ValueError, "another driver"),
+                (buffer, ValueError, "own memory"),
+                (buffer[:], ValueError, "own memory"),
+                (freed, sa.ClosedError, "freed"),
+            ]
+            for backup, error, words in wrong:
+                with pytest.raises(error, match=words):
+                    buffer.evict(backup)
+                assert not buffer.evicted
+        assert same(buffer, data) and pool.statistics().used == 0
+        small.free()
 
     def test_freed_meanwhile(
         self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
@@ -268,37 +214,6 @@ class TestWithBackup:
             assert buffer.evicted and held(device) == before - MAPPED
         buffer.close()
 
-    def test_no_memory_for_it(self, device: sa.Device, buffer: vmm.GrowableBuffer) -> None:
-        data, before = write(buffer, pattern(SIZE)), held(device)
-        with sa.MemoryPool(HOST, max_size=GROWTH) as pool, pool.allocate(GROWTH - PAGE, buffer.stream) as other:
-            pool.set_access(device, READWRITE)
-            with pytest.raises(sa.OutOfMemoryError):
-                buffer.evict(pool)
-            assert pool.statistics().used == other.nbytes
-        assert not buffer.evicted and held(device) == before and same(buffer, data)
-        assert all(mapping.access(device) == READWRITE for mapping in buffer.mappings)
-
-    def test_on_streams_of_choice(
-        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
-        """Memory that was evicted on one stream can be restored on another, also after the first is closed."""
-        with device.create_stream() as first:
-            buffer.fill(3, first)
-            buffer.evict(host, stream=first)
-        buffer.restore(stream=stream)
-        buffer.fill(4, stream)
-        stream.synchronize()
-        assert holds(buffer, 4) and host.statistics().used == 0
-
-    def test_the_stream_is_gone_and_the_buffer_closed(
-        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool
-    ) -> None:
-        with device.create_stream() as first:
-            buffer.evict(host, stream=first)
-        buffer.close()
-        device.synchronize()
-        assert host.statistics().used == 0
-
     def test_shrunk_before(self, device: sa.Device, host: sa.MemoryPool) -> None:
         """Only the bytes are kept; the pieces come back as large as they were."""
         with vmm.GrowableBuffer(device, 4 * PAGE, 4 * PAGE) as buffer:
@@ -310,24 +225,6 @@ class TestWithBackup:
             assert same(buffer, data[:100]) and buffer.mapped_bytes == 4 * PAGE
             buffer.resize(4 * PAGE)
             buffer.fill(1)
-
-    def test_grown_and_shrunk_afterwards(self, buffer: vmm.GrowableBuffer, host: sa.MemoryPool) -> None:
-        data = write(buffer, pattern(SIZE))
-        buffer.evict(host)
-        buffer.restore()
-        buffer.resize(8 * PAGE)
-        assert same(buffer[:SIZE], data)
-        buffer.resize(PAGE)
-        buffer.evict(host)
-        buffer.restore()
-        assert same(buffer, data[:PAGE]) and buffer.mapped_bytes == PAGE
-
-    def test_a_striped_one(self, device: sa.Device, host: sa.MemoryPool) -> None:
-        with vmm.stripe([device], SIZE) as buffer:
-            data = write(buffer, pattern(SIZE))
-            buffer.evict(host)
-            buffer.restore()
-            assert same(buffer, data)
 
 
 class TestAccess:
@@ -368,97 +265,20 @@ class TestAccess:
                 copy.copy_from(buffer)
                 assert same(copy, data)
 
-    @pytest.mark.gpus(2)
-    def test_of_a_peer_taken_meanwhile(self, device: sa.Device, peer: sa.Device) -> None:
-        with vmm.GrowableBuffer(device, PAGE, PAGE, access=peer) as buffer:
-            buffer.evict()
-            buffer.set_access(peer, NONE)
-            buffer.restore()
-            assert [mapping.access(peer) for mapping in buffer.mappings] == [NONE]
-
 
 class TestInUse:
     """Memory that somebody else holds is not evicted: nothing would be freed."""
 
     FD = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
-    def test_mapped_elsewhere(self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool) -> None:
-        data = write(buffer, pattern(SIZE))
-        with vmm.AddressRange(PAGE) as elsewhere:
-            alias = elsewhere.map(buffer.mappings[1].memory, access=device)
-            for backup in (None, host):
-                with pytest.raises(sa.InUseError, match="mapped in 2 places"):
-                    buffer.evict(backup)
-            assert not buffer.evicted and host.statistics().used == 0
-            assert same(buffer, data) and same(alias, data[PAGE : 2 * PAGE])
-        buffer.evict(host)
-        buffer.restore()
-        assert same(buffer, data)
-
-    def test_exported(self, device: sa.Device, host: sa.MemoryPool) -> None:
-        with vmm.GrowableBuffer(device, 2 * PAGE, 2 * PAGE, chunk=PAGE, handle_types=self.FD) as buffer:
-            data = write(buffer, pattern(2 * PAGE))
-            with device.current():
-                fd = buffer.mappings[1].memory.export()
-            with fd:  # type: ignore[union-attr]
-                for backup in (None, host):
-                    with pytest.raises(sa.InUseError, match="exported"):
-                        buffer.evict(backup)
-                assert not buffer.evicted and host.statistics().used == 0
-            assert same(buffer, data)
-
-    def test_could_be_exported(self, device: sa.Device, host: sa.MemoryPool) -> None:
-        """Memory that can be shared and is not can go; it can be shared afterwards as well."""
-        with vmm.GrowableBuffer(device, PAGE, PAGE, handle_types=self.FD) as buffer:
-            buffer.evict(host)
-            buffer.restore()
-            buffer.stream.synchronize()
-            with device.current(), buffer.mappings[0].memory.export() as fd:  # type: ignore[union-attr]
-                assert fd.fileno() > 2
-
 
 class TestClose:
-    @pytest.mark.parametrize("how", ["close", "drop", "cycle"])
-    def test_while_evicted(self, machine: Any, how: str) -> None:
-        account = Account(machine)
-        device = account.device
-        with sa.MemoryPool(HOST, driver=account.driver) as pool:
-            pool.set_access(device, READWRITE)
-            buffer: Any = vmm.GrowableBuffer(device, PAGE, PAGE)
-            buffer.evict(pool)
-            assert pool.statistics().used == PAGE
-            if how == "close":
-                buffer.close()
-                assert buffer.closed and not buffer.evicted
-                buffer.close()
-            elif how == "cycle":
-                holder = [buffer]
-                holder.append(holder)
-                del holder
-            del buffer
-            gc.collect()
-            device.synchronize()
-            assert pool.statistics().used == 0
-        del pool
-        assert account.left == {}
-
     def test_leaves_a_backup_of_somebody_else(self, device: sa.Device, host: sa.MemoryPool, stream: sa.Stream) -> None:
         with host.allocate(PAGE, stream) as backup:
             with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
                 data = write(buffer, pattern(PAGE))
                 buffer.evict(backup)
             assert not backup.freed and np.array_equal(backup.as_array(), data)
-
-    def test_the_pool_is_closed_first(self, device: sa.Device) -> None:
-        pool = sa.MemoryPool(HOST)
-        pool.set_access(device, READWRITE)
-        with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
-            data = write(buffer, pattern(PAGE))
-            buffer.evict(pool)
-            pool.close()
-            buffer.restore()
-            buffer.stream.synchronize()
-            assert same(buffer, data)
 
 
 class TestCapture:
@@ -487,17 +307,6 @@ class TestCapture:
         graph.close()
         buffer.restore()
         assert same(buffer, data)
-
-    def test_restoring_on_another_stream(self, device: sa.Device, host: sa.MemoryPool, stream: sa.Stream) -> None:
-        with (
-            device.create_stream() as other,
-            vmm.GrowableBuffer(device, PAGE, PAGE, stream=other) as buffer,
-        ):
-            data = write(buffer, pattern(PAGE))
-            buffer.evict(host)
-            with stream.capture(mode="relaxed"):
-                buffer.restore()
-            assert same(buffer, data)
 
 
 class TestOutOfMemory:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,12 +17,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.testing import Faults
 from tests.support import Account, in_a_thread, read, sampled
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
-
-# The calls that give something back. Where one of them fails, the step may be done all but this.
-GIVING_BACK = {"cuMemRelease", "cuMemFreeAsync", "cuMemAddressFree", "cuMemUnmap", "cuEventDestroy"}
+from tests.vmm.support import HOST, PAGE, READ, READWRITE
 
 
 class Case:
@@ -54,57 +51,83 @@ class Case:
 
 
 class BufferCase(Case):
-    """A buffer of two pages, which the peers may use as well."""
+    """A buffer, a pool and memory for a backup, and a stream; the peers may use the buffer as well."""
 
-    survived = frozenset({"cuMemRelease"})
-
-    buffer: vmm.VirtualBuffer
+    survived = frozenset(
+        {"cuMemRelease", "cuMemFreeAsync", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode",
+         "cuStreamIsCapturing", "cuEventCreate", "cuEventRecord", "cuEventQuery", "cuStreamCreateWithPriority"}
+    )  # fmt: skip
     pages = 2
-    pages_after = 2
-    unused = 0
-    """Bytes of the last page that are not the buffer's."""
+    halfway = False
+    """Whether a call that fails may leave the step half done."""
+    act: ClassVar[Any]
+    before: ClassVar[Any] = None
 
     def prepare(self) -> None:
-        nbytes = self.pages * PAGE - self.unused
-        self.buffer = vmm.GrowableBuffer(self.device, 8 * PAGE, nbytes, chunk=PAGE, access=self.devices[1:])
-        for page in range(self.pages):
-            for at in self.marks(page):
-                self.buffer[at : at + 8].fill(page + 1)
+        self.pool = sa.MemoryPool(HOST, driver=self.account.driver)
+        for device in self.devices:
+            self.pool.set_access(device, READWRITE)
+        self.stream = self.device.create_stream()
+        self.event = self.stream.record()
+        self.buffer = vmm.GrowableBuffer(self.device, 8 * PAGE, self.pages * PAGE, chunk=PAGE, access=self.devices[1:])
+        self.memory = self.pool.allocate(self.buffer.nbytes, self.stream)
+        for at in range(0, self.buffer.nbytes, PAGE // 2):
+            self.buffer[at : at + 8].fill(at * 2 // PAGE + 1)
         self.device.synchronize()
+        if self.before is not None:
+            self.before()
+        self.state = self.seen()
 
-    def marks(self, page: int) -> tuple[int, int]:
-        """Offsets of a page's marks: both ends of its used bytes."""
-        return page * PAGE, min((page + 1) * PAGE, self.pages * PAGE - self.unused) - 8
+    def step(self) -> None:
+        self.act()
 
-    def check_bytes(self, pages: int) -> None:
-        for page in range(pages):
-            for at in self.marks(page):
-                assert read(self.buffer[at : at + 8]).tolist() == 8 * [page + 1]
+    def seen(self) -> object:
+        """Size, mappings and permissions, as the buffer and as the driver have them."""
+        buffer = self.buffer
+        if buffer.closed:
+            return "closed"
+        offsets = [mapping.offset for mapping in buffer.mappings]
+        assert {buffer.address + offset: PAGE for offset in offsets} == self.account.mapped
+        rights = [[mapping.access(device) for device in self.devices] for mapping in buffer.mappings]
+        assert all(one == [buffer.rights[device.location] for device in self.devices] for one in rights)
+        return buffer.nbytes, buffer.evicted, offsets, rights
 
-    def check_mapped(self, pages: int) -> None:
-        """So many pages are mapped, everybody has access, and the driver keeps nothing else for us."""
-        assert self.buffer.nbytes + self.unused == self.buffer.mapped_bytes == pages * PAGE
-        assert [mapping.offset for mapping in self.buffer.mappings] == [page * PAGE for page in range(pages)]
-        for mapping in self.buffer.mappings:
-            assert [mapping.access(device) for device in self.devices] == len(self.devices) * [READWRITE]
-        there = {self.buffer.address + page * PAGE: PAGE for page in range(pages)}
-        assert self.account.mapped == there
-        assert len(self.account.left["address range"]) == 1
+    def check_failed(self, failed: str) -> None:
+        self.stream.synchronize()
+        assert self.halfway or self.seen() == self.state
+        self.check_bytes()
 
-    def check_handles(self, pages: int) -> None:
-        assert len(self.account.left.get("physical memory", ())) == pages
+    def check_bytes(self) -> None:
+        if self.buffer.closed or self.buffer.evicted or self.unkept:
+            return
+        for at in range(0, min(self.pages * PAGE, self.buffer.nbytes), PAGE // 2):
+            assert read(self.buffer[at : at + 8]).tolist() == 8 * [at * 2 // PAGE + 1]
+
+    unkept = False
+    """Whether the bytes were discarded."""
 
     def check_done(self) -> None:
-        self.check_mapped(self.pages_after)
-        self.check_handles(self.pages_after)
-        self.check_bytes(min(self.pages, self.pages_after))
+        self.stream.synchronize()
+        assert self.seen() != self.state
+        self.check_bytes()
 
     def end(self) -> None:
         self.buffer.close()
+        self.memory.close()
+        self.device.synchronize()
+        assert self.pool.statistics().used == 0
+        self.event.close()
+        self.stream.close()
+        self.pool.close()
+        del self.event, self.stream, self.memory, self.pool
+
+
+def of_buffer(name: str, act: Callable[[Any], object], **more: Any) -> type[Case]:
+    return type(name, (BufferCase,), {"act": act, **more})
 
 
 class Make(Case):
-    buffer: vmm.GrowableBuffer
+    buffer: vmm.VirtualBuffer
 
     def step(self) -> None:
         self.buffer = vmm.GrowableBuffer(self.device, 4 * PAGE, 2 * PAGE, chunk=PAGE, access=self.devices[1:])
@@ -114,471 +137,112 @@ class Make(Case):
 
     def check_done(self) -> None:
         self.buffer.fill(1)
-        assert len(self.account.mapped) == 2
+        assert len(self.account.mapped) == len(self.buffer.mappings)
 
     def end(self) -> None:
         self.buffer.close()
 
 
-class Grow(BufferCase):
-    """A growth that fails leaves the old bytes readable, with everybody's access."""
-
-    buffer: vmm.GrowableBuffer
-    pages_after = 5
-
+class Stripe(Make):
     def step(self) -> None:
-        self.buffer.resize(5 * PAGE)
-
-    def check_failed(self, failed: str) -> None:
-        self.check_mapped(self.pages)
-        self.check_handles(self.pages)
-        self.check_bytes(self.pages)
-
-
-class GrowByOne(Grow):
-    """The same by one piece, as buffers grow mostly."""
-
-    pages_after = 3
-
-    def step(self) -> None:
-        self.buffer.grow(PAGE)
-
-
-class GrowFromNothing(Grow):
-    pages = 0
-
-
-class Shrink(BufferCase):
-    buffer: vmm.GrowableBuffer
-    pages = 5
-
-    def step(self) -> None:
-        self.buffer.resize(2 * PAGE)
-
-    def check_failed(self, failed: str) -> None:
-        done = self.buffer.nbytes == 2 * PAGE
-        assert not done or failed == "cuMemRelease"
-        self.check_mapped(2 if done else 5)
-        self.check_bytes(2)
-
-
-class ShrinkAfterStream(Shrink):
-    def prepare(self) -> None:
-        super().prepare()
-        self.stream = self.device.create_stream()
-        self.event = self.stream.record()
-
-    def step(self) -> None:
-        self.buffer.resize(2 * PAGE, after=[self.stream, self.event])
-
-    def end(self) -> None:
-        super().end()
-        self.event.close()
-        self.stream.close()
-        del self.event, self.stream
-
-
-class ShrinkAway(Shrink):
-    pages_after = 0
-
-    def step(self) -> None:
-        self.buffer.resize(0)
-
-    def check_failed(self, failed: str) -> None:
-        done = self.buffer.nbytes == 0
-        assert not done or failed == "cuMemRelease"
-        self.check_mapped(0 if done else 5)
-
-
-class Evict(BufferCase):
-    """The buffer is as it was, or evicted with the whole backup."""
-
-    def step(self) -> None:
-        self.buffer.evict()
-
-    def check_failed(self, failed: str) -> None:
-        assert not self.buffer.evicted or failed in GIVING_BACK
-        if self.buffer.evicted:
-            self.check_evicted()
-        else:
-            self.check_mapped(2)
-            self.check_handles(2)
-            self.check_bytes(2)
-            self.check_no_backup()
-
-    def check_evicted(self) -> None:
-        assert self.buffer.mappings == () and self.account.mapped == {}
-        assert self.buffer.nbytes == 2 * PAGE - self.unused and len(self.account.left["address range"]) == 1
-
-    def check_no_backup(self) -> None:
-        assert self.buffer.eviction is None
-
-    def check_done(self) -> None:
-        assert self.buffer.evicted
-        self.check_evicted()
-        self.check_handles(0)
-
-
-class Backup(BufferCase):
-    """A buffer and a host pool for its backup."""
-
-    unused = PAGE - 4096
-
-    def prepare(self) -> None:
-        self.pool = sa.MemoryPool(HOST, driver=self.account.driver)
-        for device in self.devices:
-            self.pool.set_access(device, READWRITE)
-        super().prepare()
-
-    def check_backup(self) -> None:
-        eviction = self.buffer.eviction
-        assert eviction is not None and isinstance(eviction.backup, sa.Buffer) and eviction.nbytes == 2 * PAGE
-        kept = eviction.backup.as_array()
-        for page in range(2):
-            for at in self.marks(page):
-                assert kept[at : at + 8].tolist() == 8 * [page + 1]
-
-    def check_no_backup(self) -> None:
-        assert self.buffer.eviction is None
-        assert self.pool.statistics().used == 0
-
-    def end(self) -> None:
-        super().end()
-        self.device.synchronize()
-        assert self.pool.statistics().used == 0
-        self.pool.close()
-
-
-class EvictToPool(Backup, Evict):
-    def step(self) -> None:
-        self.buffer.evict(self.pool)
-
-    def check_evicted(self) -> None:
-        Evict.check_evicted(self)
-        self.check_backup()
-
-
-class EvictToMemory(Backup, Evict):
-    def prepare(self) -> None:
-        super().prepare()
-        self.stream = self.device.create_stream()
-        self.memory = self.pool.allocate(self.buffer.nbytes, self.stream)
-
-    def step(self) -> None:
-        self.buffer.evict(self.memory, stream=self.stream)
-
-    def check_evicted(self) -> None:
-        Evict.check_evicted(self)
-        self.check_backup()
-
-    def check_no_backup(self) -> None:
-        assert self.buffer.eviction is None and not self.memory.freed
-
-    def end(self) -> None:
-        self.memory.free()
-        self.stream.synchronize()
-        super().end()
-        self.stream.close()
-        del self.stream, self.memory
-
-
-class Restore(Evict):
-    """The buffer is evicted as before, or restored."""
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.buffer.evict()
-
-    def step(self) -> None:
-        self.buffer.restore()
-
-    def check_failed(self, failed: str) -> None:
-        assert self.buffer.evicted
-        self.check_evicted()
-        self.check_handles(0)
-
-    def check_done(self) -> None:
-        self.check_mapped(2)
-        self.check_handles(2)
-
-
-class RestoreFromPool(EvictToPool):
-    survived = frozenset(
-        {"cuMemRelease", "cuMemFreeAsync", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode",
-         "cuStreamIsCapturing"}
-    )  # fmt: skip
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.buffer.evict(self.pool)
-
-    def step(self) -> None:
-        self.buffer.restore()
-
-    def check_failed(self, failed: str) -> None:
-        if self.buffer.evicted:
-            self.check_evicted()
-            self.check_handles(0)
-        else:
-            assert failed in GIVING_BACK | {"cuCtxPushCurrent", "cuCtxPopCurrent"}
-            self.check_mapped(2)
-            self.check_bytes(2)
-
-    def check_done(self) -> None:
-        self.check_mapped(2)
-        self.check_handles(2)
-        self.check_bytes(2)
-        self.device.synchronize()
-        self.check_no_backup()
-
-
-class RestoreOnAnotherStream(RestoreFromPool):
-    def prepare(self) -> None:
-        super().prepare()
-        self.stream = self.device.create_stream()
-
-    def step(self) -> None:
-        self.buffer.restore(stream=self.stream)
-
-    def check_failed(self, failed: str) -> None:
-        self.stream.synchronize()
-        super().check_failed(failed)
-
-    def check_done(self) -> None:
-        self.stream.synchronize()
-        super().check_done()
-
-    def end(self) -> None:
-        super().end()
-        self.stream.close()
-        del self.stream
-
-
-class Close(BufferCase):
-    def step(self) -> None:
-        self.buffer.close()
-
-    def check_failed(self, failed: str) -> None:
-        if self.buffer.mappings:
-            self.check_mapped(2)
-            self.check_bytes(2)
-        else:
-            assert failed in GIVING_BACK
-
-    def check_done(self) -> None:
-        assert self.buffer.closed and self.account.left == {}
-
-
-class CloseEvicted(Backup, Close):
-    def prepare(self) -> None:
-        super().prepare()
-        self.buffer.evict(self.pool)
-
-    def check_failed(self, failed: str) -> None:
-        assert self.account.mapped == {}
-
-    def check_done(self) -> None:
-        assert self.buffer.closed and set(self.account.left) <= {"pool"}
-        self.device.synchronize()
-        assert self.pool.statistics().used == 0
-
-
-class LowerAccess(BufferCase):
-    def step(self) -> None:
-        self.buffer.set_access(self.devices[-1], READ)
-
-    def check_failed(self, failed: str) -> None:
-        self.check_mapped(2)
-        assert set(self.buffer.rights.values()) == {READWRITE}
-
-    def check_done(self) -> None:
-        assert [mapping.access(self.devices[-1]) for mapping in self.buffer.mappings] == [READ, READ]
-        assert self.buffer.rights[self.devices[-1].location] == READ
+        self.buffer = vmm.stripe(self.devices, 3 * PAGE)
 
 
 class RangeCase(Case):
     """Six pages, of which two that lie apart are mapped: ``0.0...``."""
+
+    halfway = False
+    act: ClassVar[Any]
 
     def prepare(self) -> None:
         self.range = vmm.AddressRange(6 * PAGE, driver=self.account.driver)
         self.memory = vmm.PhysicalMemory(self.device, PAGE)
         for place in (0, 2):
             self.range.map(self.memory, place * PAGE, access=self.devices)
+        self.mapping = self.range.mappings[1]
+        self.found: vmm.PhysicalMemory | None = None
+        self.state = self.seen()
 
-    @property
-    def drawn(self) -> str:
-        """Mappings by the account of the driver's calls; the range must report the same."""
+    def step(self) -> None:
+        self.act()
+
+    def seen(self) -> object:
+        """Mappings by the account of the driver's calls, of which the range must report the same, and permissions."""
+        if self.range.closed:
+            return "closed"
         mapped = self.account.mapped
         shown = "".join("0" if self.range.address + page * PAGE in mapped else "." for page in range(6))
         assert self.range.draw() == shown and self.memory.mapping_count == len(mapped)
-        return shown
-
-    def end(self) -> None:
-        self.range.unmap()
-        self.range.close()
-        self.memory.close()
-
-
-class Reserve(Case):
-    def step(self) -> None:
-        self.range = vmm.AddressRange(PAGE, alignment=4 * PAGE, driver=self.account.driver)
+        rights = [[one.access(device) for device in self.devices] for one in self.range.mappings]
+        return shown, rights, self.memory.closed, self.found is not None
 
     def check_failed(self, failed: str) -> None:
-        assert self.account.left == {}
-
-    def end(self) -> None:
-        self.range.close()
-
-
-class Create(Case):
-    def step(self) -> None:
-        compressible = sa.Device(0).supports.compression is True
-        self.memory = vmm.PhysicalMemory(self.device, PAGE, compressible=compressible)
-
-    def check_failed(self, failed: str) -> None:
-        assert self.account.left == {}
-
-    def end(self) -> None:
-        self.memory.close()
-
-
-class Find(RangeCase):
-    def step(self) -> None:
-        self.found = vmm.PhysicalMemory.at(self.range.address + 2 * PAGE, driver=self.account.driver)
-
-    def check_failed(self, failed: str) -> None:
-        assert len(self.account.left["physical memory"]) == 1 and self.drawn == "0.0..."
-
-    def check_done(self) -> None:
-        assert self.found.handle == self.memory.handle
-
-    def end(self) -> None:
-        self.found.close()
-        super().end()
-
-
-class Map(RangeCase):
-    def step(self) -> None:
-        self.mapping = self.range.map(self.memory, PAGE, access=self.devices)
-
-    def check_failed(self, failed: str) -> None:
-        assert self.drawn == "0.0..."
-
-    def check_done(self) -> None:
-        assert self.drawn == "000..." and self.mapping.access(self.devices[-1]) == READWRITE
-
-
-class Unmap(RangeCase):
-    """Two calls, for there is a hole between: what was not unmapped is still usable."""
-
-    def step(self) -> None:
-        self.range.unmap()
-
-    def check_failed(self, failed: str) -> None:
-        assert self.drawn in ("0.0...", "..0...")
-        for mapping in self.range.mappings:
+        assert self.halfway or self.seen() == self.state
+        for mapping in () if self.range.closed else self.range.mappings:
             mapping.fill(1)
-            self.device.synchronize()
-
-    def check_done(self) -> None:
-        assert self.drawn == "......"
-
-
-class UnmapOne(RangeCase):
-    def prepare(self) -> None:
-        super().prepare()
-        self.mapping = self.range.mappings[1]
-
-    def step(self) -> None:
-        self.mapping.close()
-
-    def check_failed(self, failed: str) -> None:
-        assert self.drawn == "0.0..." and not self.mapping.closed
-        self.mapping.fill(1)
         self.device.synchronize()
 
     def check_done(self) -> None:
-        assert self.drawn == "0....." and self.mapping.closed
+        assert self.seen() != self.state
 
-
-class SetAccess(RangeCase):
-    def step(self) -> None:
-        self.range.set_access(self.devices, READ, start=2 * PAGE, stop=3 * PAGE)
-
-    def check_failed(self, failed: str) -> None:
-        last = self.range.mappings[1]
-        assert [last.access(device) for device in self.devices] == len(self.devices) * [READWRITE]
-        assert set(last.rights.values()) == {READWRITE}
-
-    def check_done(self) -> None:
-        last = self.range.mappings[1]
-        assert [last.access(device) for device in self.devices] == len(self.devices) * [READ]
-        assert set(last.rights.values()) == {READ}
-
-
-class Revoke(SetAccess):
-    def step(self) -> None:
-        self.range.mappings[1].revoke(self.devices)
-
-    def check_done(self) -> None:
-        assert self.range.mappings[1].access(self.device) == NONE and self.range.mappings[1].rights == {}
-
-
-class Free(RangeCase):
-    def prepare(self) -> None:
-        super().prepare()
-        self.range.unmap()
-
-    def step(self) -> None:
+    def end(self) -> None:
+        if self.found is not None:
+            self.found.close()
+        if not self.range.closed:
+            self.range.unmap()
         self.range.close()
-
-    def check_failed(self, failed: str) -> None:
-        assert not self.range.closed and self.drawn == "......"
-
-    def check_done(self) -> None:
-        assert self.range.closed and "address range" not in self.account.left
-
-    def end(self) -> None:
         self.memory.close()
 
 
-class Release(RangeCase):
-    def step(self) -> None:
-        self.memory.close()
-
-    def check_failed(self, failed: str) -> None:
-        assert not self.memory.closed and self.memory.handle
-        assert self.drawn == "0.0..."
-
-    def check_done(self) -> None:
-        assert self.memory.closed and self.drawn == "0.0..."
+def of_range(name: str, act: Callable[[Any], object], **more: Any) -> type[Case]:
+    return type(name, (RangeCase,), {"act": act, **more})
 
 
-class Stripe(Case):
-    buffer: vmm.StripedBuffer
-
-    def step(self) -> None:
-        self.buffer = vmm.stripe(self.devices, 3 * PAGE)
-
-    def check_failed(self, failed: str) -> None:
-        assert self.account.left == {}
-
-    def check_done(self) -> None:
-        assert len(self.account.mapped) == len(self.devices)
-        self.buffer.fill(1)
-
-    def end(self) -> None:
-        self.buffer.close()
+def _find(it: Any) -> None:
+    it.found = vmm.PhysicalMemory.at(it.range.address + 2 * PAGE, driver=it.account.driver)
 
 
-CASES = [
-    Make, Grow, GrowByOne, GrowFromNothing, Shrink, ShrinkAfterStream, ShrinkAway, Evict, EvictToPool, EvictToMemory,
-    Restore, RestoreFromPool, RestoreOnAnotherStream, Close, CloseEvicted, LowerAccess, Reserve, Create, Find, Map,
-    Unmap, UnmapOne, SetAccess, Revoke, Free, Release, Stripe,
-]  # fmt: skip
+GROW = of_buffer("Grow", lambda it: it.buffer.resize(5 * PAGE))
+GROW_BY_ONE = of_buffer("GrowByOne", lambda it: it.buffer.grow(PAGE))
+EVICT_TO_POOL = of_buffer("EvictToPool", lambda it: it.buffer.evict(it.pool))
+RESTORE_FROM_POOL = of_buffer(
+    "RestoreFromPool", lambda it: it.buffer.restore(), before=lambda it: it.buffer.evict(it.pool)
+)
+SET_ACCESS = of_range("SetAccess", lambda it: it.range.set_access(it.devices, READ, start=2 * PAGE, stop=3 * PAGE))
+CASES: list[Any] = [
+    Make,
+    GROW,
+    GROW_BY_ONE,
+    of_buffer("GrowFromNothing", lambda it: it.buffer.resize(5 * PAGE), pages=0),
+    of_buffer("Shrink", lambda it: it.buffer.resize(2 * PAGE), pages=5),
+    of_buffer("ShrinkAfterStream", lambda it: it.buffer.resize(2 * PAGE, after=[it.stream, it.event]), pages=5),
+    of_buffer("ShrinkAway", lambda it: it.buffer.resize(0), pages=5),
+    of_buffer("Evict", lambda it: it.buffer.evict()),
+    EVICT_TO_POOL,
+    of_buffer("EvictToMemory", lambda it: it.buffer.evict(it.memory, stream=it.stream)),
+    of_buffer("Restore", lambda it: it.buffer.restore(), before=lambda it: it.buffer.evict(), unkept=True),
+    RESTORE_FROM_POOL,
+    of_buffer(
+        "RestoreOnAnotherStream",
+        lambda it: it.buffer.restore(stream=it.stream),
+        before=lambda it: it.buffer.evict(it.pool),
+    ),
+    of_buffer("Close", lambda it: it.buffer.close(), halfway=True),
+    of_buffer("CloseEvicted", lambda it: it.buffer.close(), before=lambda it: it.buffer.evict(it.pool), halfway=True),
+    of_buffer("LowerAccess", lambda it: it.buffer.set_access(it.devices[-1], READ)),
+    of_range("Find", _find),
+    of_range("Map", lambda it: it.range.map(it.memory, PAGE, access=it.devices)),
+    of_range("Unmap", lambda it: it.range.unmap(), halfway=True),  # two calls, as there is a hole between
+    of_range("UnmapOne", lambda it: it.mapping.close()),
+    SET_ACCESS,
+    of_range("Revoke", lambda it: it.mapping.revoke(it.devices)),
+    of_range("Free", lambda it: (it.range.unmap(), it.range.close()), halfway=True),
+    of_range("Release", lambda it: it.memory.close()),
+    Stripe,
+]
 WITH_PEERS = [
     pytest.param(kind, 2, marks=pytest.mark.gpus(2))
-    for kind in (Make, Grow, GrowByOne, EvictToPool, RestoreFromPool, SetAccess, Stripe)
+    for kind in (Make, GROW, GROW_BY_ONE, EVICT_TO_POOL, RESTORE_FROM_POOL, SET_ACCESS, Stripe)
 ]
 
 
@@ -764,77 +428,6 @@ class TestTwoFaults:
             assert pool.statistics().used == 0
         del pool
         assert account.left == {}
-
-    @pytest.mark.parametrize("failing", ["cuMemCreate", "a hook"])
-    def test_waking_a_buffer_that_kept_its_memory(self, machine: Any, failing: str) -> None:
-        """A sleep and its undo have failed, then the wake fails: all buffers are still asleep, and wake later."""
-        account = Account(machine)
-        inner: Any = Faults(account.driver)
-        faults: Any = Faults(inner)
-        device = sa.Device(0, driver=faults)
-        kept: list[bool] = []
-
-        def hook(_: object) -> None:
-            if failing == "a hook" and not kept:
-                raise ValueError(failing)
-
-        with vmm.SleepGroup(device) as group:
-            one, other = group.allocate(PAGE, tag="one"), group.allocate(PAGE, tag="other")
-            one.fill(1)
-            other.fill(2)
-            inner.fail("cuMemUnmap", 2, result="CUDA_ERROR_UNKNOWN")
-            faults.fail("cuMemMap", result="CUDA_ERROR_UNKNOWN")
-            with pytest.raises(sa.CudaError):
-                group.sleep(keep=False)
-            assert [buffer.evicted for buffer in (one, other)] == [True, False]
-            group.sleep("other")
-            group.after_wake(hook)
-            if failing != "a hook":
-                faults.fail(failing, result="CUDA_ERROR_UNKNOWN")
-            with pytest.raises((sa.CudaError, ValueError)):
-                group.wake()
-            assert one.evicted and other.evicted and account.mapped == {}
-            kept.append(True)
-            group.wake()
-            assert (read(one) == 1).all() and (read(other) == 2).all()
-            for buffer in (one, other):
-                buffer.close()
-        del one, other, buffer
-        gc.collect()
-        device.synchronize()
-        assert "physical memory" not in account.left
-
-    @pytest.mark.parametrize("how", ["restore", "wake"])
-    def test_a_backup_is_freed_after_the_copy(self, machine: Any, how: str) -> None:
-        """On the stream that copies, which is not its own, also where the free is refused, and waiting is as well."""
-        driver: Any = sd.faulty(machine, "cuMemFreeAsync", 1, result="CUDA_ERROR_UNKNOWN")
-        driver = sd.checked(sd.faulty(driver, "cuStreamSynchronize", 2, result="CUDA_ERROR_UNKNOWN"))
-        device = sa.Device(0, driver=driver)
-        with (
-            device.create_stream() as one,
-            device.create_stream() as other,
-            sa.MemoryPool(HOST, driver=driver) as pool,
-            vmm.SleepGroup(device, backup=pool) as group,
-            vmm.GrowableBuffer(device, PAGE, PAGE) as buffer,
-        ):
-            pool.set_access(device, READWRITE)
-            group.add(buffer)
-            buffer.fill(7, one)
-            if how == "restore":
-                buffer.evict(pool, stream=one)
-            else:
-                group.sleep(stream=one)
-            with contextlib.suppress(sa.CudaError):
-                if how == "restore":
-                    buffer.restore(stream=other)
-                else:
-                    group.wake(stream=other)
-            with contextlib.suppress(sa.CudaError):
-                other.synchronize()  # fails where nobody has waited
-            gc.collect()
-            device.synchronize()
-            assert not buffer.evicted and (read(buffer) == 7).all() and pool.statistics().used == 0
-        assert driver.hazards == []
 
     def test_mapping(self, machine: Any) -> None:
         """A mapping that could not be unmapped stays in the table, so that it can be unmapped later."""

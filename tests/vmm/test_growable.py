@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -104,11 +103,6 @@ class TestMake:
         gc.collect()
         assert account.left == {} and account.calls("cuMemAddressReserve", "cuMemCreate") == []
 
-    @pytest.mark.parametrize("device", [None, 0, HOST])
-    def test_no_device(self, machine: Any, device: Any) -> None:
-        with pytest.raises(TypeError, match="device"):
-            vmm.GrowableBuffer(device, PAGE)
-
     @pytest.mark.parametrize("capacity", [1 << 47, (1 << 64) - PAGE])
     def test_no_addresses(self, machine: Any, capacity: int) -> None:
         account = Account(machine)
@@ -126,11 +120,6 @@ class TestMake:
         assert not isinstance(caught.value, sa.AddressSpaceError)
         assert caught.value.total == total and caught.value.requested is not None
         assert account.left == {}
-
-    @pytest.mark.parametrize("alignment", [16 * PAGE, 1 << 30])
-    def test_alignment(self, device: sa.Device, alignment: int) -> None:
-        with vmm.GrowableBuffer(device, PAGE, alignment=alignment) as buffer:
-            assert buffer.address % alignment == 0
 
     @pytest.mark.supports("compression")
     def test_options(self, device: sa.Device) -> None:
@@ -181,57 +170,6 @@ class TestGrow:
             buffer.resize(PAGE)
             buffer.resize(1)
             assert names(driver) == [] and buffer.nbytes == 1 and buffer.mapped_bytes == PAGE
-
-    def test_takes_what_it_grows_by(self, machine: Any) -> None:
-        account = Account(machine)
-        with vmm.GrowableBuffer(account.device, 64 * PAGE, PAGE) as buffer:
-            buffer.grow(31 * PAGE)
-            assert account.physical_bytes == 32 * PAGE
-            buffer.resize(PAGE)
-            assert account.physical_bytes == PAGE
-
-    def test_with_occupied_neighbours(self, device: sa.Device) -> None:
-        """The addresses before and behind the buffer belong to others, who keep their bytes."""
-        reserved = sorted((vmm.AddressRange(4 * PAGE) for _ in range(24)), key=lambda addresses: addresses.address)
-        hole = next(
-            (
-                place
-                for place in range(1, 23)
-                if all(reserved[place + k].address == reserved[place].address + 4 * PAGE * k for k in (-1, 1))
-            ),
-            None,
-        )
-        try:
-            if hole is None:
-                pytest.skip("the driver reserved no three ranges side by side")
-            address = reserved[hole].address
-            reserved.pop(hole).close()
-            before, behind = reserved[hole - 1], reserved[hole]
-            with (
-                vmm.PhysicalMemory(device, PAGE) as memory,
-                before.map(memory, 3 * PAGE, access=device) as first,
-                behind.map(memory, access=device) as last,
-                vmm.GrowableBuffer(device, 4 * PAGE, address=address) as buffer,
-            ):
-                if not buffer.range.honoured:
-                    pytest.skip("the driver did not give the address between the neighbours")
-                assert (first.address + PAGE, last.address) == (address, address + buffer.capacity)
-                first.fill(7)
-                data = pattern(4 * PAGE)
-                for size in (1, PAGE + 1, 4 * PAGE):
-                    buffer.resize(size)
-                    write(buffer, data[:size])
-                    assert buffer.address == address and holds(first, 7) and holds(last, 7)
-                with pytest.raises(ValueError, match="capacity"):
-                    buffer.grow(1)
-                buffer.resize(PAGE)
-                assert holds(last, 7)
-                buffer.resize(4 * PAGE)
-                assert same(buffer[:PAGE], data[:PAGE])
-        finally:
-            for addresses in reserved:
-                addresses.unmap()
-                addresses.close()
 
     @pytest.mark.simulated_only("takes all memory of the device")
     def test_out_of_memory(self) -> None:
@@ -333,18 +271,6 @@ class TestShrink:
             assert buffer.mapped_bytes == 16 * PAGE
         assert account.left == {}
 
-    def test_within_a_piece(self, device: sa.Device) -> None:
-        """Bytes behind the size are refused, though their memory exists."""
-        with vmm.GrowableBuffer(device, PAGE, PAGE) as buffer:
-            view = buffer[100:200]
-            buffer.resize(150)
-            with pytest.raises(sa.ClosedError, match="shrunk"):
-                view.fill(1)
-            with pytest.raises(ValueError):
-                buffer.copy_from(bytes(200))
-            buffer.resize(200)
-            view.fill(1)
-
     @pytest.mark.parametrize(
         ("after", "waits"),
         [
@@ -368,20 +294,6 @@ class TestShrink:
             buffer.resize(PAGE, after=after(stream, event))
             assert account.calls(*kinds)[done:] == [*waits, "cuMemUnmap", "cuMemRelease"]
 
-    def test_does_not_wait_where_nothing_goes(self, machine: Any) -> None:
-        account = Account(machine)
-        with vmm.GrowableBuffer(account.device, PAGE, PAGE) as buffer:
-            buffer.resize(1)
-            buffer.resize(PAGE)
-            assert account.calls("cuMemFree", "cuMemUnmap") == []
-
-    @pytest.mark.parametrize("after", [3, [None]])
-    def test_after_nothing_that_passes(self, buffer: vmm.GrowableBuffer, after: Any) -> None:
-        buffer.resize(2 * PAGE)
-        with pytest.raises(TypeError):
-            buffer.resize(PAGE, after=after)
-        assert buffer.nbytes == buffer.mapped_bytes == 2 * PAGE
-
     def test_in_a_capture(self, buffer: vmm.GrowableBuffer, stream: sa.Stream) -> None:
         buffer.resize(2 * PAGE)
         buffer.fill(1)
@@ -395,13 +307,6 @@ class TestShrink:
 
 class TestUse:
     """It is a buffer like any other."""
-
-    def test_empty(self, buffer: vmm.GrowableBuffer) -> None:
-        buffer.fill(1)
-        buffer.copy_from(b"")
-        buffer.copy_to(bytearray())
-        assert buffer[:].nbytes == 0 and buffer.address and bool(buffer)
-        assert buffer.__cuda_array_interface__["shape"] == (0,)
 
     def test_interfaces(self, buffer: vmm.GrowableBuffer) -> None:
         buffer.resize(100)
@@ -494,18 +399,6 @@ class TestAccess:
         buffer[PAGE:].fill(7)
         assert buffer.rights == {device.location: READWRITE} and holds(buffer[:PAGE], 6) and holds(buffer[PAGE:], 7)
 
-    def test_of_nobody(self, buffer: vmm.GrowableBuffer, device: sa.Device) -> None:
-        buffer.resize(PAGE)
-        buffer.set_access(device, NONE)
-        assert buffer.rights == {} and not buffer.device_accessible
-        with pytest.raises((ValueError, sa.InvalidValueError)):
-            buffer.fill(1)
-        buffer.resize(2 * PAGE)
-        assert [mapping.access(device) for mapping in buffer.mappings] == [NONE, NONE]
-        buffer.set_access(device)
-        buffer.fill(1)
-        assert holds(buffer, 1)
-
     @pytest.mark.parametrize("nbytes", [0, PAGE])
     def test_of_the_host(self, buffer: vmm.GrowableBuffer, device: sa.Device, nbytes: int) -> None:
         """Refused at once, also while nothing is mapped: later growths must not fail for it."""
@@ -515,12 +408,6 @@ class TestAccess:
         assert buffer.rights == {device.location: READWRITE}
         buffer.grow(PAGE)
         buffer.fill(1)
-
-    @pytest.mark.parametrize("access", [0, "x", [None], {sa.MemLocation.device(0): 3}])
-    def test_bad_arguments(self, buffer: vmm.GrowableBuffer, device: sa.Device, access: Any) -> None:
-        with pytest.raises(TypeError):
-            buffer.set_access(access)
-        assert buffer.rights == {device.location: READWRITE}
 
     @pytest.mark.gpus(2)
     @pytest.mark.parametrize("flags", [READ, READWRITE])
@@ -546,29 +433,3 @@ class TestAccess:
                 buffer.fill(9, theirs)
                 theirs.synchronize()
                 assert holds(buffer, 9)
-
-    @pytest.mark.gpus(2)
-    def test_of_a_peer_that_comes_later(self, device: sa.Device, peer: sa.Device) -> None:
-        with vmm.GrowableBuffer(device, 8 * PAGE, 2 * PAGE, chunk=PAGE) as buffer, peer.create_stream() as theirs:
-            assert not any(mapping.access(peer) for mapping in buffer.mappings)
-            buffer.set_access(peer)
-            buffer.grow(2 * PAGE)
-            assert [mapping.access(peer) for mapping in buffer.mappings] == 4 * [READWRITE]
-            buffer.fill(3, theirs)
-            theirs.synchronize()
-            assert holds(buffer, 3)
-            buffer.set_access(peer, NONE)
-            buffer.grow(PAGE)
-            assert [mapping.access(peer) for mapping in buffer.mappings] == 5 * [NONE]
-
-    @pytest.mark.gpus(2)
-    def test_ordered_by_a_stream_of_the_peer(self, device: sa.Device, peer: sa.Device) -> None:
-        with (
-            peer.create_stream() as theirs,
-            vmm.GrowableBuffer(device, PAGE, PAGE, access={peer: READ}, stream=theirs) as buffer,
-        ):
-            assert buffer.device_accessible and buffer.__cuda_array_interface__["data"][1]
-            buffer.fill(5, device.default_stream)
-            device.synchronize()
-            assert holds(buffer, 5)
-            assert np.array_equal(read(buffer[:16]), np.full(16, 5, np.uint8))

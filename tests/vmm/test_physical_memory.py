@@ -48,13 +48,6 @@ class TestSize:
         with pytest.raises(ValueError, match="nbytes=0"):
             vmm.PhysicalMemory(device, 0, round_up=round_up)
 
-    @pytest.mark.parametrize(
-        ("nbytes", "error"), [(-PAGE, ValueError), (1 << 64, ValueError), (2.0, TypeError), (True, TypeError)]
-    )
-    def test_that_is_none(self, device: sa.Device, nbytes: Any, error: type[Exception]) -> None:
-        with pytest.raises(error, match="nbytes"):
-            vmm.PhysicalMemory(device, nbytes)
-
     @pytest.mark.parametrize("where", [HOST, NUMA, sa.MemLocation.device(0), None])
     def test_granularity(self, device: sa.Device, where: sa.MemLocation | None) -> None:
         for recommended in (False, True):
@@ -84,12 +77,6 @@ class TestPlace:
         with vmm.PhysicalMemory(prop, PAGE) as memory:
             assert memory.properties == memory.query() == prop
 
-    @pytest.mark.parametrize("option", [{"handle_types": FD}, {"compressible": True}, {"gpu_direct_rdma": True}])
-    def test_complete_properties_and_more(self, machine: Any, option: dict[str, Any]) -> None:
-        prop = sa.MemAllocationProp(location=sa.MemLocation.device(0))
-        with pytest.raises(ValueError, match="MemAllocationProp"):
-            vmm.PhysicalMemory(prop, PAGE, **option)
-
     def test_of_another_driver(self, machine: Any, device: sa.Device) -> None:
         with pytest.raises(ValueError, match="another driver"):
             vmm.PhysicalMemory(device, PAGE, driver=sd.traced(machine))
@@ -107,17 +94,6 @@ class TestPlace:
         with pytest.raises(ValueError, match=words):
             vmm.PhysicalMemory(where, PAGE, driver=driver)
         assert names(driver, "cuMemCreate") == []
-
-    def test_a_node_that_is_not_there(self, machine: Any) -> None:
-        with pytest.raises(sa.InvalidValueError) as caught:
-            vmm.PhysicalMemory(sa.MemLocation.host_numa(99), PAGE)
-        assert caught.value.call == "cuMemCreate"
-
-    def test_host_memory_takes_none_of_the_device(self, device: sa.Device) -> None:
-        vmm.PhysicalMemory(HOST, PAGE).close()  # the first has the driver take some for itself
-        before = free(device)
-        with vmm.PhysicalMemory(HOST, 8 * PAGE):
-            assert free(device) == before
 
 
 class Without:
@@ -154,15 +130,6 @@ class TestOptions:
             assert memory.properties.alloc_flags.compression_type == 1
             assert not memory.compressible
             assert memory.query().alloc_flags.gpu_direct_rdma_capable
-
-    @pytest.mark.supports("gpu_direct_rdma_with_vmm")
-    def test_gpu_direct_rdma(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(device, PAGE, gpu_direct_rdma=True) as memory:
-            assert memory.query().alloc_flags.gpu_direct_rdma_capable
-
-    def test_tile_pool(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(device, PAGE, tile_pool=True) as memory:
-            assert memory.properties.alloc_flags.usage == 1
 
     @pytest.mark.parametrize(
         ("where", "options", "words"),
@@ -256,15 +223,6 @@ class TestLife:
         with vmm.PhysicalMemory(device, PAGE) as memory:
             assert_unique(memory)
 
-    def test_repr(self, device: sa.Device) -> None:
-        memory = vmm.PhysicalMemory(device, PAGE)
-        assert "2 MiB" in repr(memory) and f"{memory.handle:#x}" in repr(memory)
-        with vmm.AddressRange(PAGE) as addresses:
-            addresses.map(memory)
-            assert "mapped 1 times" in repr(memory)
-        memory.close()
-        assert "closed" in repr(memory)
-
 
 class TestAt:
     """Memory found by the address where it is mapped."""
@@ -318,13 +276,6 @@ class TestExport:
         ):
             memory.export(handle_type)
 
-    def test_as_another_kind(self, device: sa.Device) -> None:
-        with (
-            vmm.PhysicalMemory(device, PAGE, handle_types=FD) as memory,
-            pytest.raises(ValueError, match="cannot be exported"),
-        ):
-            memory.export(FABRIC)
-
     def test_the_descriptor_keeps_the_memory(self, device: sa.Device) -> None:
         with vmm.PhysicalMemory(device, PAGE), device.current():
             before = free(device)
@@ -338,12 +289,3 @@ class TestExport:
             assert free(device) == before - 8 * PAGE
             two.close()
             assert free(device) == before
-
-    def test_of_a_mapped_piece(self, device: sa.Device) -> None:
-        with vmm.AddressRange(PAGE) as addresses:
-            memory = vmm.PhysicalMemory(device, PAGE, handle_types=FD)
-            mapping = addresses.map(memory, access=device)
-            mapping.fill(3)
-            with mapping.memory.export() as fd:  # type: ignore[union-attr]
-                assert fd.fileno() > 2
-            assert holds(mapping, 3)

@@ -45,19 +45,6 @@ class TestSleepAndWake:
         assert [buffer.address for buffer in several] == addresses
         assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
 
-    def test_copies_are_freed_when_all_that_is_in_them_is_awake(self, group: vmm.SleepGroup) -> None:
-        buffers(group, "a", "b")
-        kept = buffers(group, "a", "b", "b")
-        group.sleep()
-        used = group.backup.statistics().used
-        assert used >= 3 * (2 * MiB + 100)
-        group.wake("a")
-        assert 0 < group.backup.statistics().used < used
-        group.wake("b")
-        group.device.synchronize()
-        assert group.backup.statistics().used == 0
-        assert all(shows(buffer, seed) for seed, buffer in enumerate(kept))
-
     @pytest.mark.parametrize("keep", [{"weights"}, "weights"])
     @pytest.mark.parametrize("other", ["cache", "weight", ""])
     def test_only_what_is_to_be_kept_is_copied(self, group: vmm.SleepGroup, keep: Any, other: str) -> None:
@@ -78,16 +65,6 @@ class TestSleepAndWake:
             assert pool.statistics().used_high == 0
             group.wake()
             assert len(several) == 2 and group.mapped_bytes == 8 * MiB
-
-    def test_again_and_again(self, group: vmm.SleepGroup) -> None:
-        several = buffers(group, "a", "b")
-        for _ in range(3):
-            group.sleep("b", "a")
-            assert group.sleep() == 0
-            group.wake("b")
-            group.wake()
-            assert group.wake() == 0
-        assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
 
     def test_empty_buffers_and_empty_groups(self, group: vmm.SleepGroup) -> None:
         assert group.sleep() == group.wake() == 0
@@ -181,15 +158,6 @@ class TestMembers:
         assert group.buffers == {buffer: "weights"}
         assert source.location == device.location and buffer.stream is stream
 
-    def test_a_buffer_of_another_group_is_not_removed(self, device: sa.Device, group: vmm.SleepGroup) -> None:
-        with vmm.SleepGroup(device) as other:
-            (buffer,) = buffers(other, "a")
-            other.sleep()
-            group.remove(buffer)
-            assert other.buffers == {buffer: "a"}
-            other.wake()
-            assert shows(buffer, 0)
-
     def test_unknown_tags(self, group: vmm.SleepGroup) -> None:
         several = buffers(group, "a")
         for call in (group.sleep, group.wake):
@@ -241,13 +209,6 @@ class TestAllOrNothing:
         taken.close()
         group.wake()
         assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
-
-
-def test_tags_given_by_an_iterator_keep_their_bytes(group: vmm.SleepGroup) -> None:
-    several = buffers(group, "weights", "cache", "weights")
-    group.sleep(keep=iter(["weights"]))
-    group.wake()
-    assert shows(several[0], 0) and shows(several[2], 2)
 
 
 def test_a_misspelt_tag_loses_no_bytes(device: sa.Device) -> None:

@@ -13,6 +13,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults
+from streamalloc.vmm import virtual_buffer
+from streamalloc.vmm.stores import disk
 from tests.support import Account, end_what_was_dropped, filled, in_a_thread, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
@@ -156,5 +158,7 @@ class Sleeping(RuleBasedStateMachine):
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize("stores", ["host", "disk"])
 @in_a_thread
-def test_sleeps_and_wakes(stores: str) -> None:
+def test_sleeps_and_wakes(stores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(virtual_buffer, "_BATCH", PAGE)  # memory is unmapped while later copies run
+    monkeypatch.setattr(disk, "_SLOTS", 2)
     run_state_machine_as_test(type("Machine", (Sleeping,), {"stores": stores}), settings=WORKOUT)

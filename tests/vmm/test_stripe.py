@@ -11,7 +11,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import Account, holds, pattern, read
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, assert_unique, same, write
+from tests.vmm.support import HOST, PAGE, READWRITE, assert_unique, same, write
 
 
 def devices(count: int, driver: Any = None) -> list[sa.Device]:
@@ -70,24 +70,9 @@ class TestOneDevice:
             assert (buffer.nbytes, buffer.devices) == (PAGE, (device,))
         assert warned[0].filename == __file__
 
-    def test_no_memory(self, machine: Any) -> None:
-        account = Account(machine)
-        with pytest.raises(sa.OutOfMemoryError, match="physical memory is exhausted"):
-            vmm.stripe([account.device], 8 << 40)
-        assert account.left == {}
-
     def test_refuses_copies(self, device: sa.Device) -> None:
         with vmm.stripe([device], 1) as buffer:
             assert_unique(buffer)
-
-    def test_closed(self, machine: Any) -> None:
-        account = Account(machine)
-        with vmm.stripe([account.device], PAGE) as buffer:
-            assert len(account.mapped) == 1
-        buffer.close()
-        assert buffer.closed and account.left == {}
-        with pytest.raises(sa.ClosedError):
-            buffer.fill(1)
 
 
 @pytest.mark.gpus(2)
@@ -118,19 +103,6 @@ class TestTwoDevices:
             seam.fill(9, theirs)
             theirs.synchronize()
             assert read(buffer)[PAGE - 5 : PAGE + 5].tolist() == [4, *8 * [9], 4]
-
-    def test_access_for_less(self, device: sa.Device, peer: sa.Device) -> None:
-        with vmm.stripe([device], 2 * PAGE, access={peer: READ}) as buffer, peer.create_stream() as theirs:
-            assert [mapping.access(peer) for mapping in buffer.mappings] == [READ]
-            buffer.fill(1)
-            device.synchronize()
-            with vmm.GrowableBuffer(peer, 2 * PAGE, 2 * PAGE, stream=theirs) as copy:
-                copy.copy_from(buffer)
-                assert holds(copy, 1)
-            with pytest.raises(sa.InvalidValueError):
-                buffer.fill(2, theirs)
-            buffer.set_access(peer, NONE)
-            assert [mapping.access(peer) for mapping in buffer.mappings] == [NONE]
 
     def test_evicted(self, device: sa.Device, peer: sa.Device) -> None:
         """Each device restores the memory that it had."""

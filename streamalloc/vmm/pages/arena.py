@@ -71,10 +71,7 @@ class PageArena(Closes):
         The budget was closed.
     """
 
-    __slots__ = ("__weakref__", "_physical", "budget")
-
-    budget: PageBudget | None
-    """Limit shared with other arenas; None for none."""
+    __slots__ = ("__weakref__", "_physical", "budget", "device", "driver", "limit", "location", "page_size")
 
     def __init__(
         self,
@@ -90,33 +87,19 @@ class PageArena(Closes):
             raise TypeError(f"budget must be a PageBudget, not {type(budget).__name__} ({budget!r})")
         if patience is not None and not patience >= 0:
             raise ValueError(f"patience={patience!r}: allowed are 0 and more seconds")
-        self.budget = budget
-        self._physical = PhysicalPages(device, page_size, limit, budget, patience)
-
-    @property
-    def device(self) -> Device:
+        self.budget: PageBudget | None = budget
+        """Limit shared with other arenas; None for none."""
+        self._physical = physical = PhysicalPages(device, page_size, limit, budget, patience)
+        self.device: Device = device
         """Device of the memory."""
-        return self._physical.device
-
-    @property
-    def location(self) -> MemLocation:
+        self.location: MemLocation = device.location
         """Location of the memory."""
-        return self._physical.device.location
-
-    @property
-    def driver(self) -> Driver:
+        self.driver: Driver = device.driver
         """Driver that it belongs to."""
-        return self._physical.session.driver
-
-    @property
-    def page_size(self) -> int:
+        self.page_size: int = physical.size
         """Size of a page in bytes."""
-        return self._physical.size
-
-    @property
-    def limit(self) -> int | None:
+        self.limit: int | None = physical.limit
         """Most bytes of all physical pages; None for no limit."""
-        return self._physical.limit
 
     @property
     def closed(self) -> bool:

@@ -7,8 +7,8 @@ lock, too, if its holder dies. Each member changes only its own count of bytes, 
 half-written count. The members call ``pread`` and ``pwrite``: if the file is truncated, a call raises an error, while
 an access to a memory mapping would kill the process.
 
-A member that finds no room writes a request to the others' records, and wakes them by a datagram. Each member also
-checks for requests every second.
+A member that finds no room writes a request to the others' records. A thread of each member looks for requests every
+few milliseconds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
-import socket
 import struct
 import threading
 import time
@@ -27,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from streamalloc.core.errors import ClosedError, size_text, undoing
+from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.internal import Fd
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
@@ -43,7 +41,8 @@ _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
 # struct flock: type, whence, start, length, process.
 _LOCK = struct.Struct("hhqqi4x")
 _TABLE_LOCK = 0  # byte of the file
-_LOOK, _AGAIN, _STEP = 1.0, 0.05, 0.002  # seconds: between checks for requests, between requests, between attempts
+_LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between looks for requests
+_AGAIN, _STEP = 0.05, 0.002  # seconds: between requests, between attempts
 
 
 class User(Protocol):
@@ -107,7 +106,7 @@ class PageBudget(Closes):
     """
 
     __slots__ = (
-        "__weakref__", "_at", "_file", "_lock", "_name", "_on_ask", "_socket", "_users", "closed", "limit", "path",
+        "__weakref__", "_at", "_end_of_thread", "_file", "_lock", "_on_ask", "_users", "closed", "limit", "path",
     )  # fmt: skip
 
     limit: int
@@ -123,7 +122,8 @@ class PageBudget(Closes):
         self._on_ask = on_ask
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
         self._lock = RLock()
-        self._socket: socket.socket | None = None
+        self._end_of_thread: threading.Event | None = None
+        """Ends the thread that answers requests; None before the first arena."""
         most = None if limit is None else checked_size("limit", limit)
         self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         try:
@@ -131,8 +131,6 @@ class PageBudget(Closes):
         except BaseException:
             self._file.close()
             raise
-        found = os.fstat(self._file.fileno())
-        self._name = f"\0streamalloc-budget-{found.st_dev}-{found.st_ino}-"
         _here.add(self)
 
     def _read_limit(self, wanted: int | None) -> int:
@@ -225,7 +223,7 @@ class PageBudget(Closes):
         """Count the pages of an arena."""
         self._check_open()
         with self._lock:
-            if self._socket is None:
+            if self._end_of_thread is None:
                 self._listen()
             self._users.add(user)
 
@@ -287,43 +285,25 @@ class PageBudget(Closes):
         return missing <= 0
 
     def _ask(self, members: dict[int, Member], missing: int) -> None:
-        """Write requests to the other members' records, and wake these members. Call within :meth:`_in_table`."""
+        """Write requests to the other members' records. Call within :meth:`_in_table`."""
         share = self.limit // max(len(members), 1)
         for at, one in members.items():
             if at != self._at and one.used:
                 over = min(missing, max(one.used - share, 0))
                 self._write_requests(at, max(one.wanted, missing), max(one.asked, over))
-                self._wake(at)
 
     # -- requests of others ----------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        with contextlib.suppress(OSError):  # a socket without a name gets no datagrams: the thread looks every second
-            server.bind(f"{self._name}{self._at}")
-        self._socket = server
-        thread = threading.Thread(
-            target=_serve, args=(weakref.ref(self), server), name="streamalloc-budget", daemon=True
-        )
-        with undoing(self._stop_listening):
-            thread.start()
-
-    def _stop_listening(self, *, forked: bool = False) -> None:
-        server, self._socket = self._socket, None
-        if server is not None:
-            if not forked:  # a shutdown in a child would also end the parent's socket
-                with contextlib.suppress(OSError):
-                    server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            server.close()
-
-    def _wake(self, at: int) -> None:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as client:
-            client.setblocking(False)
-            client.sendto(b"", f"{self._name}{at}")
+        end = threading.Event()
+        threading.Thread(target=_serve, args=(weakref.ref(self), end), name="streamalloc-budget", daemon=True).start()
+        self._end_of_thread = end
 
     def answer(self) -> int:
         """Release the bytes that other processes have requested; returns how many. For the budget's thread."""
-        _, wanted, asked = self._in_table(self._members)[self._at]
+        wanted, asked = self._requests()
+        if not (wanted or asked):
+            return 0
         given = self._give(wanted)
         if given < asked and self._on_ask is not None:
             self._on_ask(asked - given)
@@ -331,6 +311,14 @@ class PageBudget(Closes):
         # Requests made meanwhile are repeated if the released bytes are not enough.
         self._in_table(lambda: self._write_requests(self._at, 0, 0))
         return given
+
+    def _requests(self) -> tuple[int, int]:
+        """Read the bytes that others requested, without the lock of the table: a request is one write."""
+        with self._lock:
+            self._check_open()
+            data = os.pread(self._file.fileno(), _MEMBER.size, _HEADER.size + self._at * _MEMBER.size)
+        _, wanted, asked = _MEMBER.unpack(data) if len(data) == _MEMBER.size else Member(0, 0, 0)
+        return wanted, asked
 
     def _give(self, nbytes: int) -> int:
         given = 0
@@ -355,13 +343,14 @@ class PageBudget(Closes):
             self._in_table(lambda: self._write(self._at, Member(0, 0, 0)))
             self._end()
 
-    def _end(self, *, forked: bool = False) -> None:
+    def _end(self) -> None:
         self.closed = True
         self._file.close()
-        self._stop_listening(forked=forked)
+        if self._end_of_thread is not None:
+            self._end_of_thread.set()
 
     def __del__(self) -> None:
-        if getattr(self, "_socket", None) is not None:
+        if getattr(self, "_end_of_thread", None) is not None:
             self._end()
 
     def _text(self) -> str:
@@ -373,27 +362,22 @@ def _flock(kind: int, byte: int) -> bytes:
     return _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
-def _serve(reference: weakref.ref[PageBudget], server: socket.socket) -> None:
+def _serve(reference: weakref.ref[PageBudget], end: threading.Event) -> None:
     """Answer requests until the budget is closed or collected. The thread holds no strong reference while it waits."""
-    number = server.fileno()
-    while number >= 0:
-        poll = select.poll()
-        poll.register(number, select.POLLIN)
-        poll.poll(_LOOK * 1000)
-        with contextlib.suppress(OSError):
-            server.recv(16, socket.MSG_DONTWAIT)
-        budget = reference()
-        if budget is None or budget.closed:
+    pause = _LOOK
+    while not end.wait(pause):
+        budget, pause = reference(), _LOOK
+        if budget is None:
             return
         try:
             budget.answer()
         except ClosedError:
             return
         except Exception as error:
+            pause = _AFTER_ERROR
             with contextlib.suppress(Warning):  # if warnings are errors, the other budgets still need an answer
                 warnings.warn(f"{budget!r} could not release what others have asked for: {error!r}", stacklevel=1)
         del budget
-        number = server.fileno()
 
 
 _here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
@@ -402,7 +386,8 @@ _here: weakref.WeakSet[PageBudget] = weakref.WeakSet()
 def _left_behind() -> None:
     """In a forked child: close the file. Otherwise the child would hold the parent's lock after the parent's death."""
     for budget in list(_here):
-        budget._end(forked=True)
+        budget._end_of_thread = None  # its lock may be held by the thread, which the child lacks
+        budget._end()
 
 
 os.register_at_fork(after_in_child=_left_behind)

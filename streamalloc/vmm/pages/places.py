@@ -29,15 +29,14 @@ A committed, parked or kept place holds a page, except one that is parked for a 
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import functools
 import math
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby, islice
 from threading import get_ident
 from typing import Any, TypeVar
@@ -482,8 +481,6 @@ class PhysicalPages(PageStock, Claimable):
         self.spaces: weakref.WeakSet[Places] = weakref.WeakSet()
         """Places of each space."""
         self._claim = None
-        self._tasks: deque[tuple[Future[int], Callable[[], int]]] = deque()
-        """Functions to call in the background."""
         self._streams: dict[Stream, Fence] = {}
         """Streams that clear pages, each with the fence of its last zeros."""
         super().__init__(device, page_size, limit, budget)
@@ -493,8 +490,8 @@ class PhysicalPages(PageStock, Claimable):
 
     def _shut_after_fork(self) -> None:
         super()._shut_after_fork()
-        self._working = False
-        """Whether the background thread is running."""
+        self._background: ThreadPoolExecutor | None = None
+        """The background thread; None before its first use."""
 
     def usage(self) -> str:
         """Count pages in use and parked ones, without those that a committed place shares."""
@@ -690,8 +687,8 @@ class PhysicalPages(PageStock, Claimable):
         """Release all pages that no space uses, and keep no pages from now on; idempotent."""
         with self.lock:
             first, self.closed = not self.closed, True
-        for future, _ in list(self._tasks):
-            future.cancel()  # without a lock, because cancel() calls callbacks of the user
+        if self._background is not None:
+            self._background.shutdown(wait=False)
         if first:
             self.drop([self.zero])
         self.trim(0)
@@ -706,28 +703,8 @@ class PhysicalPages(PageStock, Claimable):
         """
         with self.lock:
             self._check_open()
-            if not self._working:
-                # Written in C: a thread pool would keep a lock if a signal handler raised in submit().
-                _thread.start_new_thread(self._work, ())
-                self._working = True
-            # Queue the task after the start of the thread, which may fail. The thread waits for the lock.
-            future: Future[int] = Future()
-            self._tasks.append((future, function))
-            return future
-
-    def _work(self) -> None:
-        while True:
-            with self.lock:
-                if not self._tasks:
-                    self._working = False
-                    return
-                future, function = self._tasks.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
-            del future, function
+            self._background = background = self._background or ThreadPoolExecutor(1, "streamalloc-pages")
+        return background.submit(function)
 
     def make_room(self) -> int:
         """Release all unused pages, because another user needs the memory. Returns the bytes released."""
@@ -749,12 +726,6 @@ class PhysicalPages(PageStock, Claimable):
 
 def adjacent(places: Iterable[int]) -> Iterator[range]:
     """Yield runs of adjacent places, in ascending order."""
-    start = stop = -1
-    for place in sorted(places):
-        if place != stop:
-            if stop >= 0:
-                yield range(start, stop)
-            start = place
-        stop = place + 1
-    if stop >= 0:
-        yield range(start, stop)
+    for _, run in groupby(enumerate(sorted(places)), lambda numbered: numbered[1] - numbered[0]):
+        found = [place for _, place in run]
+        yield range(found[0], found[-1] + 1)

@@ -173,12 +173,12 @@ class Stored(Unique, abc.ABC):
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """A ``with`` block during which the tier does not reuse the room of dropped blocks."""
-        with self.tier.lock:
+        with self.tier._lock:
             self._busy += 1
         try:
             yield
         finally:
-            with self.tier.lock:
+            with self.tier._lock:
                 self._busy -= 1
                 unused = self._return_dropped()
             end_all(unused)
@@ -232,7 +232,7 @@ class Stored(Unique, abc.ABC):
         CudaError
             The driver refused a release, which is attempted again later.
         """
-        with self.tier.lock:
+        with self.tier._lock:
             every = np.arange(len(self._present))
             chosen = every if blocks is None else np.unique(every[np.array(blocks, np.int64)])
             chosen = chosen[self._present[chosen]]
@@ -251,7 +251,7 @@ class Stored(Unique, abc.ABC):
         self._chunks = {base: chunks[base] for base in left}
         for base in np.unique(bases).tolist():
             chunks[base].give(addresses[bases == base], self._fences)
-        self.tier.room_returned()
+        self.tier._room_returned()
         return [chunk for base, chunk in chunks.items() if base not in self._chunks]
 
 
@@ -343,14 +343,14 @@ def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
 class Tier:
     """A place for bytes outside of device memory."""
 
-    __slots__ = ("lock",)
+    __slots__ = ("_lock",)
 
     def __init__(self) -> None:
-        self.lock: contextlib.AbstractContextManager[bool] = RLock()
+        self._lock: contextlib.AbstractContextManager[bool] = RLock()
         """Protects the room."""
 
-    def room_returned(self) -> None:
-        """Called under :attr:`lock` after contents have returned room."""
+    def _room_returned(self) -> None:
+        """Called under the lock after contents have returned room."""
 
 
 class BlockTier(Tier, Closes):
@@ -462,7 +462,7 @@ class BlockTier(Tier, Closes):
         OutOfMemoryError, OSError, ClosedError
             As for :meth:`save`.
         """
-        with self.lock:
+        with self._lock:
             self._grow_to(count, nbytes)
 
     def _grow_to(self, count: int, nbytes: int) -> None:
@@ -473,7 +473,7 @@ class BlockTier(Tier, Closes):
 
     def _take(self, count: int, stored: Stored) -> None:
         """Add room for so many blocks to contents."""
-        with self.lock:
+        with self._lock:
             self._add_to(count, stored)
 
     def _add_to(self, count: int, stored: Stored) -> None:
@@ -513,10 +513,10 @@ class BlockTier(Tier, Closes):
         deferred_queue(session_of(self.device)).work()
 
     def _forget_unused(self) -> None:
-        with self.lock:
+        with self._lock:
             self._chunks = [chunk for chunk in self._chunks if chunk.left < chunk.count]
 
-    def room_returned(self) -> None:
+    def _room_returned(self) -> None:
         """Release the chunks that a closed tier has kept for contents."""
         if self.closed:
             self._forget_unused()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from streamalloc.core.errors import size_text
+from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.vmm.stores.blocks import (
@@ -99,7 +99,7 @@ class InMemory(Stored):
                 fence = Fence(session_of(stream), [stream])
                 for chunk in self._chunks.values():
                     chunk.use(fence)
-                with self.tier.lock:
+                with self.tier._lock:
                     self._fences = (*(one for one in self._fences if one not in before and may_run(one)), fence)
                     self._written = (fence,) if out else self._written
 
@@ -138,7 +138,7 @@ class _Contents(InMemory):
     def check(self, blocks: Iterable[int]) -> None:
         """Compare checksums."""
         for block in blocks if self._sums else ():
-            with self.tier.lock:  # another thread may drop the block
+            with self.tier._lock:  # another thread may drop the block
                 changed = self._present[block] and zlib.crc32(self.array(block).data) != self._sums[block]
             if changed:
                 why = "the contents of a page have changed while it was swapped out: its checksum differs"
@@ -177,9 +177,10 @@ class HostTier(BlockTier):
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
         session, size = session_of(self.device), nbytes * count
-        with session.relaxed(), self.device.current():
-            address = int(session.call("cuMemHostAlloc", size, _PORTABLE))
-        return MemoryChunk(session, nbytes, count, address, HandleEnd(session, "cuMemFreeHost", address).attempt)
+        end = HandleEnd(session, "cuMemFreeHost", None)
+        with undoing(lambda: deferred_queue(session).end(end)), session.relaxed(), self.device.current():
+            end._raw = int(session.call("cuMemHostAlloc", size, _PORTABLE))
+        return MemoryChunk(session, nbytes, count, end.raw, end.attempt)
 
     def _stored(self, nbytes: int) -> Stored:
         return _Contents(self, nbytes, self._check)

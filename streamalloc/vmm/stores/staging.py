@@ -11,83 +11,50 @@ from typing import Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.internal import Event, Fence, HandleEnd, Stream, deferred_queue
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import session_of
 from streamalloc.vmm.stores.blocks import Bytes
 from streamalloc.vmm.stores.disk_file import Block, DiskFile, aligned
+from streamalloc.vmm.stores.host import AfterCopies
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for all devices
-
-
-_lost: list[Bytes] = []
 
 
 class Staging:
     """Pinned host memory in slots of equal size (``cuMemHostRegister``).
 
-    If the object is dropped, the memory is unregistered after the work that may use it (``cuMemHostUnregister``).
+    The memory is unregistered after the object was closed or dropped, and after the copies in it
+    (``cuMemHostUnregister``).
     """
 
-    __slots__ = ("__weakref__", "_end", "slots")
+    __slots__ = ("__weakref__", "_end", "_session", "slots")
 
     def __init__(self, stream: Stream, count: int, nbytes: int) -> None:
-        session = session_of(stream)
-        memory = aligned(count * nbytes)
-        self._end = _Unregister(session, stream.device.ordinal, memory)
+        self._session = session = session_of(stream)
+        memory, device = aligned(count * nbytes), stream.device
+        handle = HandleEnd(session, "cuMemHostUnregister", None)
+
+        def unregister() -> None:
+            assert memory.nbytes  # its pages stay until they are unregistered
+            with device.current():
+                handle.attempt()
+
+        self._end = AfterCopies(unregister)
         deferred_queue(session).end_with(self, self._end)
         self.slots: list[Bytes] = [memory[start : start + nbytes] for start in range(0, memory.nbytes, nbytes)]
         """The slots."""
-        self._end.register()
+        with device.current():
+            session.call("cuMemHostRegister", memory.ctypes.data, memory.nbytes, _PORTABLE)
+            handle._raw = memory.ctypes.data
+
+    def use(self, fence: Fence) -> None:
+        """Keep the memory registered until copies have completed."""
+        self._end.fences[fence] = None
 
     def close(self) -> None:
-        """Unregister the memory, which must be unused; idempotent. If the driver refuses, it is unregistered later."""
+        """Unregister the memory; idempotent. If the driver refuses, it is unregistered later."""
         self.slots = []
-        self._end.idle = True
         with contextlib.suppress(CudaError):
-            deferred_queue(self._end._session).end(self._end)
-
-
-class _Unregister(HandleEnd):
-    """The deferred unregistration of staging memory. The item keeps the memory alive until it is unregistered."""
-
-    __slots__ = ("_memory", "_ordinal", "_work", "idle")
-
-    def __init__(self, session: Session, ordinal: int, memory: Bytes) -> None:
-        super().__init__(session, "cuMemHostUnregister", None)
-        self.idle = False
-        """Whether nothing uses the memory."""
-        self._memory = memory
-        self._ordinal = ordinal
-        self._work: Fence | None = None
-
-    def register(self) -> None:
-        """Pin the memory."""
-        with self._session.current(self._ordinal):
-            self._raw = self._memory.ctypes.data
-            try:
-                self._session.call("cuMemHostRegister", self._raw, self._memory.nbytes, _PORTABLE)
-            except CudaError:
-                self._raw = None
-                raise
-
-    def attempt(self) -> bool:
-        if self._raw is None:
-            return True
-        if not self.idle:
-            self._work = self._work or Fence(self._session)
-            if not self._work.done():
-                return False
-        with self._session.current(self._ordinal):
-            try:
-                super().attempt()
-            except CudaError as error:
-                # It is unregistered already if a signal handler raised just after an earlier call.
-                if error.name != "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED":
-                    raise
-            except BaseException:
-                # The memory may still be registered. Keep it, so that its addresses are not reused.
-                _lost.append(self._memory)
-                raise
-        return True
+            deferred_queue(self._session).end(self._end)
 
 
 class Step(NamedTuple):
@@ -178,6 +145,7 @@ class _Transfer(abc.ABC):
     def abandon(self) -> None:
         """Stop after an error. Staging memory that copies may still use is released after them."""
         self._threads.shutdown(cancel_futures=True)
+        self._staging.use(Fence(session_of(self._stream), [self._stream]))
         with contextlib.suppress(CudaError, ClosedError):
             self._stream.synchronize()
             self._give_back(self._staging)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from streamalloc import vmm
 from streamalloc.core.internal import deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
-from tests.support import end_what_was_dropped, names, pending, read
+from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, mapping, opening, page, settled, values
 from tests.vmm.support import PAGE
@@ -46,24 +45,6 @@ class TestRecommit:
         fill(space, [1, 2])
         other.synchronize()
         assert values(space)[1:3] == [2, 3]
-
-    def test_beside_pages_that_need_memory(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
-        space.commit([1, 2])
-        space.release([1, 2], after=())
-        settled(arena)
-        space.commit([0, 1, 2, 3])
-        fill(space, range(4))
-        assert values(space)[:5] == [1, 2, 3, 4, 0] and settled(arena) == (4, 0, 0)
-
-    def test_fails_with_the_rest(self, device: sa.Device, stream: sa.Stream) -> None:
-        with vmm.PageArena(device, limit=2 * PAGE) as arena, arena.space(PAGES * PAGE, stream=stream) as space:
-            space.commit([1, 2])
-            space.release(2, after=())
-            settled(arena)
-            with pytest.raises(sa.OutOfMemoryError):
-                space.commit([2, 3])
-            assert space.committed.tolist() == [1] and space.kept.tolist() == [2]
-            assert settled(arena) == (2, 0, 1)
 
     def test_of_prepared_pages(self, device: sa.Device) -> None:
         traced = sd.traced(device.driver)
@@ -140,26 +121,6 @@ class TestZeros:
         gate.open()
         assert settled(arena) == (1, 0, 1)
 
-    def test_of_a_page_that_was_written_again(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
-        for value in (5, 6):
-            space.commit(4)
-            page(space, 4).fill(value)
-            space.release(4, after=space.stream)
-            assert values(space) == EMPTY
-        assert settled(arena) == (1, 0, 1)
-
-    def test_wait_for_all_events(
-        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream
-    ) -> None:
-        space.commit(1)
-        page(space, 1).fill(9)
-        space.stream.synchronize()
-        gate.hold(other)
-        space.release(1, after=[space.stream, other])
-        assert arena.statistics() == (1, 0, 1, 0) and values(space)[1] == 9
-        gate.open()
-        assert settled(arena) == (1, 0, 1) and values(space) == EMPTY
-
     @pytest.mark.parametrize("after", [None, "event"])
     def test_are_there_once_the_device_has_synchronised(
         self, space: vmm.PageSpace, device: sa.Device, gate: Gate, other: sa.Stream, after: Any
@@ -227,17 +188,6 @@ class TestZeros:
 class TestShared:
     """Memory that several pages share is cleared with the last of them only."""
 
-    def test_the_last_page_keeps_it(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
-        space.commit([0, 1])
-        fill(space, [0, 1])
-        space.stream.synchronize()
-        space.alias([4, 5, 6], space, [0, 1, 1])
-        space.release([0, 5], after=space.stream)
-        assert values(space)[:7] == [0, 2, 0, 0, 1, 0, 2] and settled(arena) == (2, 0, 0)
-        space.release([1, 4, 6], after=space.stream)
-        assert values(space) == EMPTY and settled(arena) == (2, 0, 2)
-        assert set(space.kept.tolist()) == {4, 6}
-
     def test_pages_that_are_released_together(
         self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream
     ) -> None:
@@ -299,24 +249,6 @@ class TestShared:
 class TestTaken:
     """Kept pages are taken from their places, which read as zeros then too."""
 
-    def test_by_another_space(self, device: sa.Device, stream: sa.Stream) -> None:
-        with (
-            vmm.PageArena(device, limit=4 * PAGE) as arena,
-            arena.space(PAGES * PAGE, stream=stream) as space,
-            arena.space(PAGES * PAGE, stream=stream) as second,
-        ):
-            space.commit(range(4))
-            fill(space, range(4))
-            stream.synchronize()
-            space.release(range(3), after=())
-            second.commit([5, 6])
-            fill(second, [5, 6])
-            assert values(space)[:5] == [0, 0, 0, 4, 0] and values(second)[5:8] == [6, 7, 0]
-            assert space.kept.tolist() == [2] and settled(arena) == (4, 0, 1)
-            with pytest.raises(sa.OutOfMemoryError, match="3 pages are in use"):
-                second.commit([7, 8])
-            assert space.kept.tolist() == [2]
-
     def test_before_any_is_created_and_the_oldest_first(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
         space.commit(range(4))
         for one in (2, 0, 1):
@@ -338,18 +270,6 @@ class TestTaken:
             space.commit(1)
             assert arena.statistics() == (1, 0, 0, 0)
 
-    def test_by_trim_and_close(self, device: sa.Device, stream: sa.Stream) -> None:
-        with vmm.PageArena(device) as arena, arena.space(PAGES * PAGE, stream=stream) as space:
-            space.commit(range(5))
-            fill(space, range(5))
-            space.release([1, 2, 3], after=stream)
-            stream.synchronize()
-            assert arena.trim(2) == 1 and settled(arena) == (4, 0, 2)
-            arena.close()
-            assert settled(arena) == (2, 0, 0)
-            space.release(0, after=stream)
-            assert settled(arena) == (1, 0, 0) and values(space)[:6] == [0, 0, 0, 0, 5, 0]
-
     def test_if_others_have_no_memory(self, machine: Any) -> None:
         driver = sd.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
         device = sa.Device(0, driver=driver)
@@ -359,13 +279,3 @@ class TestTaken:
             with vmm.PhysicalMemory(device, PAGE):
                 assert settled(arena) == (0, 0, 0)
                 assert values(space) == EMPTY
-
-    def test_of_a_space_that_ends(self, device: sa.Device, arena: vmm.PageArena) -> None:
-        space = arena.space(PAGES * PAGE)
-        space.commit(range(4))
-        space.release(range(4), after=())
-        del space
-        gc.collect()
-        device.synchronize()
-        end_what_was_dropped()
-        assert settled(arena) == (4, 4, 0)

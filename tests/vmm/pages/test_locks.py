@@ -6,11 +6,9 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,7 +23,6 @@ from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, claiming
 from streamalloc.vmm.ownership import allocations_of
-from streamalloc.vmm.pages import places as places_module
 from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages.physical import Page
 from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
@@ -288,53 +285,9 @@ class TestPhysicalPages:
         for physical in interleaved(PhysicalPages.close, make, PhysicalPages.close, PhysicalPages.close):
             assert physical.zero.users == 0
 
-    def test_one_thread_works_in_the_background(
-        self, make: Callable[[], PhysicalPages], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        started: list[Callable[[], None]] = []
-        futures: list[Future[int]] = []
-        starts = SimpleNamespace(start_new_thread=lambda function, _: started.append(function))
-        monkeypatch.setattr(places_module, "_thread", starts)
-
-        def submit(physical: PhysicalPages) -> None:
-            futures.append(physical.in_background(int))
-
-        def work_and_submit(physical: PhysicalPages) -> None:
-            submit(physical)
-            started[0]()
-
-        for _ in interleaved(PhysicalPages._work, make, work_and_submit, submit):
-            for work in started[1:]:
-                work()
-            assert [future.result(0) for future in futures] == [0, 0]
-            started.clear()
-            futures.clear()
-        started.clear()  # of the run in which no second thread began
-        for _ in interleaved(PhysicalPages.in_background, make, submit, submit):
-            assert len(started) == 1
-            started.clear()
-
-    def test_a_close_makes_callbacks_under_no_lock(self, make: Callable[[], PhysicalPages]) -> None:
-        physical, locked = make(), []
-        physical._working = True  # no thread begins
-
-        def lock_elsewhere(_: object) -> None:
-            def lock() -> None:
-                if physical.lock.acquire(timeout=0.5):  # type: ignore[attr-defined]
-                    physical.lock.release()  # type: ignore[attr-defined]
-                    locked.append(True)
-
-            thread = threading.Thread(target=lock)
-            thread.start()
-            thread.join()
-
-        future = physical.in_background(int)
-        future.add_done_callback(lock_elsewhere)
-        physical.close()
-        assert future.cancelled() and locked == [True]
-
     def test_a_forked_child_waits_for_no_thread_of_its_parent(self, make: Callable[[], PhysicalPages]) -> None:
         physical, locked, end = make(), threading.Event(), threading.Event()
+        physical.in_background(int).result()  # on a thread that the child lacks
 
         def lock() -> None:
             with physical.lock, physical._filling:
@@ -344,7 +297,6 @@ class TestPhysicalPages:
         thread = threading.Thread(target=lock)
         thread.start()
         locked.wait(20)
-        physical._working = True  # on another thread
         child = fork()
         if not child:
             signal.alarm(20)
@@ -732,7 +684,7 @@ class TestBudgets:
         def listen(budget: vmm.PageBudget) -> None:
             assert budget not in listening
             listening.append(budget)
-            budget._socket = socket.socket()
+            budget._end_of_thread = threading.Event()
 
         monkeypatch.setattr(vmm.PageBudget, "_listen", listen)
         made = [vmm.PageBudget(tmp_path / "budget", PAGE)]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
 from streamalloc.vmm.pages.places import Parking
@@ -53,40 +52,6 @@ class TestRelease:
         assert settled(arena) == (2, 0, 2) and space.kept.tolist() == [2, 3]
         assert values(space) == [0] * PAGES
 
-    def test_of_completed_work_clears_now(self, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
-        space.commit(range(3))
-        fill(space, range(3))
-        space.stream.synchronize()
-        space.release(0, after=space.stream)
-        space.release(1, after=space.stream.record())
-        space.release(2)
-        assert values(space) == [0] * PAGES
-        assert settled(arena) == (3, 0, 3)
-
-    def test_after_an_iterator_clears_on_its_stream(self, device: sa.Device) -> None:
-        traced = sd.traced(device.driver)
-        own = sa.Device(0, driver=traced)
-        with vmm.PageArena(own) as arena, arena.space(PAGES * PAGE) as space, own.create_stream() as stream:
-            space.commit([1, 2])
-            traced.calls.clear()
-            space.release(1, after=[stream])
-            space.release(2, after=iter([stream]))
-            cleared = [call.args[-1] for call in traced.calls if call.name == "cuMemsetD8Async"]
-            assert [int(raw) for raw in cleared] == [stream.handle] * 2
-
-    def test_other_pages_move_meanwhile(self, space: vmm.PageSpace, gate: Gate, other: sa.Stream) -> None:
-        space.commit([1, 2])
-        gate.hold(other)
-        page(space, 1).fill(3, other)
-        space.release(1, after=other)
-        space.commit([5, 6])
-        space.alias(7, space, 5)
-        space.release(5, after=())
-        fill(space, [6, 7])
-        assert values(space)[5:8] == [0, 7, 8]
-        assert pending(other) and space.parked == 1
-        gate.open()
-
     def test_of_an_event_that_is_closed(self, arena: vmm.PageArena, space: vmm.PageSpace, gate: Gate) -> None:
         space.commit(1)
         gate.hold(space.stream)
@@ -99,24 +64,6 @@ class TestRelease:
         gate.open()
         assert executed(space.stream)
         assert settled(arena) == (1, 0, 1)
-
-    def test_of_another_driver(self, space: vmm.PageSpace) -> None:
-        foreign = sa.Device(0, driver=sa.driver.simulated())
-        space.commit(1)
-        with foreign.create_stream() as stream, pytest.raises(ValueError, match="another driver"):
-            space.release(1, after=stream.record())
-        assert space.committed.tolist() == [1]
-
-    def test_in_a_capture(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
-        space.commit([1, 2])
-        space.stream.synchronize()
-        with space.stream.capture() as graph:
-            space.release(1)
-            space.release(2, after=())
-            space.commit([1, 3])
-        assert graph.nodes == []
-        graph.close()
-        assert space.committed.tolist() == [1, 3] and settled(arena) == (2, 0, 0)
 
 
 class TestAgain:

@@ -14,7 +14,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults
-from tests.support import MiB, end_what_was_dropped, holds, library, names
+from tests.support import MiB, end_what_was_dropped, holds, names
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, mapping, page, settled, values
 from tests.vmm.support import PAGE, assert_unique
@@ -23,16 +23,6 @@ EMPTY = [0] * PAGES
 
 
 class TestReads:
-    def test_zeros_where_nothing_is_committed(self, space: vmm.PageSpace) -> None:
-        assert values(space) == EMPTY
-
-    def test_bytes_where_pages_are_committed(self, space: vmm.PageSpace) -> None:
-        space.commit([1, 2, 9])
-        fill(space, [1, 2, 9])
-        assert values(space) == [0, 2, 3, 0, 0, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0, 0]
-        space.release([2])
-        assert values(space) == [0, 2, 0, 0, 0, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0, 0]
-
     def test_zeros_cannot_be_written(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
         with pytest.raises(sa.InvalidValueError, match="only pages that are committed can be written"):
             page(space, 3).fill(1)
@@ -62,18 +52,6 @@ class TestReads:
         assert Array.__cuda_array_interface__["data"] == (space.address, False)
         assert Array.__cuda_array_interface__["shape"] == (PAGES, PAGE // 4)
         assert space.__dlpack_device__() == (2, 0)
-
-    def test_torch(self, on_cuda: bool, space: vmm.PageSpace) -> None:
-        torch = library("torch")
-        if not on_cuda or not torch.cuda.is_available():
-            pytest.skip("PyTorch's kernels run on GPUs only")
-        tensor = sa.interop.torch.tensor(space, torch.int32, (PAGES, PAGE // 4))
-        space.commit([2, 5])
-        with torch.cuda.stream(torch.cuda.ExternalStream(space.stream.handle)):
-            tensor[2] = 7
-            tensor[5] = 8
-            assert tensor.sum(1).tolist() == [0, 0, 7 * PAGE // 4, 0, 0, 2 * PAGE] + [0] * (PAGES - 6)
-        del tensor
 
 
 class TestIndices:
@@ -107,17 +85,6 @@ class TestIndices:
 
 
 class TestBatches:
-    def test_pages_that_are_as_they_should_be_are_skipped(self, space: vmm.PageSpace, arena: vmm.PageArena) -> None:
-        space.commit([3, 4])
-        fill(space, [3, 4])
-        before = space.numbers
-        space.commit([3, 4, 5])
-        assert space.numbers[3:5].tolist() == before[3:5].tolist() and arena.statistics().pages == 3
-        assert values(space)[3:5] == [4, 5]
-        space.release(range(6))
-        space.release(range(6))
-        assert settled(arena) == (3, 0, 3)
-
     def test_a_run_takes_as_few_calls_as_possible(self, device: sa.Device) -> None:
         traced = sd.traced(device.driver)
         with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(PAGES * PAGE) as space:
@@ -149,27 +116,6 @@ class TestBatches:
             assert not names(traced, "cuMemCreate")
             space.commit(4)
             assert len(names(traced, "cuMemCreate")) == 1
-
-    def test_a_call_without_a_thread_leaves_no_task(
-        self, arena: vmm.PageArena, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def refuse(*_: object) -> int:
-            raise RuntimeError("can't start new thread")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("_thread.start_new_thread", refuse)
-            with pytest.raises(RuntimeError, match="new thread"):
-                arena.prepare(3)
-        assert arena.prepare(1).result() == 1
-        assert settled(arena) == (1, 1, 0)
-
-    def test_pages_return_and_are_used_again(self, arena: vmm.PageArena, space: vmm.PageSpace) -> None:
-        for first in range(0, PAGES, 4):
-            space.commit(range(first, first + 4))
-            space.release(range(first, first + 4))
-        assert settled(arena) == (4, 0, 4)
-        assert arena.trim(1) == 3
-        assert settled(arena) == (1, 0, 1)
 
 
 ZEROED: dict[str, tuple[list[int], list[int]]] = {  # pages that share the memory of the first ones; released pages
@@ -222,24 +168,6 @@ class TestLimits:
             other.commit(2)
             with pytest.raises(sa.OutOfMemoryError):
                 arena.prepare(1).result()
-
-    def test_of_the_device(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
-        with vmm.PageArena(sa.Device(0, driver=driver)) as arena, arena.space(PAGES * PAGE) as space:
-            with pytest.raises(sa.OutOfMemoryError):
-                space.commit(range(5))
-            assert values(space) == EMPTY
-            assert settled(arena) == (2, 2, 0)
-            space.commit(range(5))
-
-    def test_others_get_the_spare_pages(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemCreate", 4, result="CUDA_ERROR_OUT_OF_MEMORY")
-        device = sa.Device(0, driver=driver)
-        with vmm.PageArena(device) as arena, arena.space(PAGES * PAGE) as space:
-            space.commit(range(2))
-            space.release(1)
-            with vmm.PhysicalMemory(device, PAGE), vmm.PhysicalMemory(device, PAGE):
-                assert settled(arena) == (1, 0, 0)
 
     @pytest.mark.parametrize("size", [0, -2 * MiB, MiB, 3 * MiB])
     def test_of_page_sizes(self, device: sa.Device, size: int) -> None:

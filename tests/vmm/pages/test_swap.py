@@ -17,7 +17,6 @@ from streamalloc import vmm
 from streamalloc.core.internal import Deferred, Fence, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
-from streamalloc.vmm.pages.places import Places
 from tests.processes import eventually
 from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
@@ -38,23 +37,6 @@ def tier(request: pytest.FixtureRequest, device: sa.Device, tmp_path: Path) -> I
     folder = [tmp_path] if request.param is vmm.DiskTier else []
     with request.param(device, *folder) as tier:
         yield tier
-
-
-def test_contents_return(space: vmm.PageSpace, arena: vmm.PageArena, tier: AnyTier) -> None:
-    space.commit(range(6))
-    fill(space, range(6))
-    assert space.swap_out([1, 2, 4, 9], tier) == 3
-    assert space.committed.tolist() == [0, 3, 5]
-    space.stream.synchronize()
-    assert settled(arena) == (6, 0, 3) and tier.used == 3 * PAGE
-    assert values(space)[:6] == [1, 0, 0, 4, 0, 6]
-    space.commit(range(9, 12))
-    fill(space, range(9, 12), 100)
-    assert space.swap_in([1, 4, 7]) == 2
-    assert values(space)[:6] == [1, 2, 0, 4, 5, 6]
-    assert space.swap_in(range(PAGES)) == 1
-    assert values(space)[:12] == [1, 2, 3, 4, 5, 6, 0, 0, 0, 109, 110, 111]
-    assert tier.used == 0
 
 
 def test_neither_way_makes_the_host_wait(space: vmm.PageSpace, host: vmm.HostTier, gate: Gate) -> None:
@@ -214,21 +196,6 @@ def test_blocks_outside_of_memory(device: sa.Device, stream: sa.Stream, tier: An
             tier.save(foreign, 0, 4096, stream)
 
 
-def test_contents_of_several_calls(space: vmm.PageSpace, tier: AnyTier, arena: vmm.PageArena) -> None:
-    """Pages return, and are dropped, in other groups than they went."""
-    space.commit(range(8))
-    fill(space, range(8))
-    for pages in (range(0, 8, 2), range(1, 8, 2)):
-        space.swap_out(pages, tier)
-    assert space.swap_in([0, 1, 2, 5]) == 4
-    space.release([3, 4])
-    assert tier.used == 2 * PAGE
-    assert space.swap_in(range(8)) == 2 and tier.used == 0
-    assert values(space)[:8] == [1, 2, 3, 0, 0, 6, 7, 8]
-    space.swap_out(range(8), tier)
-    assert space.swap_in(range(8)) == 6 and values(space)[:8] == [1, 2, 3, 0, 0, 6, 7, 8]
-
-
 @pytest.mark.simulated_only("the driver has batches, or it has not")
 def test_without_batches(machine: Any) -> None:
     faults = Faults(machine)
@@ -298,32 +265,6 @@ def test_captures_of_other_streams_go_on(space: vmm.PageSpace, tier: AnyTier, de
         graph.close()
 
 
-def test_of_shared_pages(space: vmm.PageSpace, arena: vmm.PageArena, tier: AnyTier) -> None:
-    space.commit(0)
-    page(space, 0).fill(4)
-    space.alias(1, space, 0)
-    space.swap_out(1, tier)
-    page(space, 0).fill(5)
-    space.swap_in(1)
-    assert values(space)[:2] == [5, 4] and not space.shared([0, 1]).any()
-
-
-def test_what_is_swapped_out_is_not_committed_over(space: vmm.PageSpace, tier: AnyTier) -> None:
-    space.commit([0, 1])
-    fill(space, [0, 1])
-    space.swap_out(1, tier)
-    for use in each(lambda: space.commit([1, 2]), lambda: space.alias([2, 1], space, [0, 0])):
-        with pytest.raises(sa.EvictedError, match=r"page 1 .*swapped out"):
-            use()
-        assert space.committed.tolist() == [0]
-    space.release([1])
-    assert tier.used == 0
-    space.commit([1, 2])
-    space.swap_out(1, tier)
-    with pytest.raises(ValueError, match="is not committed"):
-        space.alias(4, space, 1)
-
-
 def test_changed_contents_are_found(space: vmm.PageSpace, device: sa.Device) -> None:
     with vmm.HostTier(device, check=True) as tier:
         space.commit([0, 1])
@@ -353,19 +294,6 @@ def test_no_room(device: sa.Device, space: vmm.PageSpace, arena: vmm.PageArena) 
             assert other.swap_in(range(2)) == 2
     with pytest.raises(sa.ClosedError):
         space.swap_out(0, tier)
-
-
-def test_no_memory_to_return_to(device: sa.Device, stream: sa.Stream, tier: AnyTier) -> None:
-    with vmm.PageArena(device, limit=2 * PAGE) as arena, arena.space(4 * PAGE, stream=stream) as space:
-        space.commit([0, 1])
-        fill(space, [0, 1])
-        space.swap_out([0, 1], tier)
-        stream.synchronize()
-        space.commit([2])
-        with pytest.raises(sa.OutOfMemoryError):
-            space.swap_in([0, 1])
-        space.release(2, after=())
-        assert space.swap_in([0, 1]) == 2 and values(space) == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
@@ -546,27 +474,6 @@ def test_the_end_of_a_space_attempts_no_releases_under_its_lock(arena: vmm.PageA
         space.close(after=())
         arena.device.synchronize()
         assert busy == [False] and tier.reserved == 0
-
-
-@pytest.mark.simulated_only("the exception is the same on any driver")
-def test_an_exception_while_pages_are_parked_loses_no_contents(
-    space: vmm.PageSpace, tier: AnyTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    park = Places.park
-    space.commit(range(4))
-    fill(space, range(4))
-
-    def interrupted(self: Places, places: Any, parking: Any) -> None:
-        park(self, places, parking)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Places, "park", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            space.swap_out(range(3), tier)
-    assert space.committed.tolist() == [0, 1, 2, 3] and space.parked == 0 and tier.used == 0
-    assert values(space)[:4] == [1, 2, 3, 4]
-    assert space.swap_out(range(3), tier) == space.swap_in(range(3)) == 3 and values(space)[:4] == [1, 2, 3, 4]
 
 
 def test_room_that_is_used_again_waits_for_no_copies_of_long_ago(machine: Any) -> None:

@@ -173,18 +173,6 @@ def test_pages_that_are_larger_than_a_block(device: sa.Device, stream: sa.Stream
         assert (read(space) == data).all()
 
 
-def test_a_closed_tier(space: vmm.PageSpace, tier: vmm.DiskTier) -> None:
-    before = deleted()
-    space.commit([0, 1])
-    fill(space, [0, 1])
-    space.swap_out(0, tier)
-    tier.close()
-    with pytest.raises(sa.ClosedError):
-        space.swap_out(1, tier)
-    assert values(space)[:2] == [0, 2]
-    assert space.swap_in(0) == 1 and values(space)[:2] == [1, 2] and deleted() == before
-
-
 class Held:
     """A call of the file that waits until :meth:`go`."""
 

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.testing import Faults
 from tests.processes import start_quickly
-from tests.support import Account, every, filled, in_a_thread, pattern, shows
+from tests.support import Account, every, filled, in_a_thread, shows
 
 WAIT = 20.0
 """Seconds after which a thread counts as stuck."""
@@ -307,54 +306,3 @@ def test_a_hook_fails_and_any_call_of_the_undo(machine: Any) -> None:
         if not reached:
             break
     assert nth > 3
-
-
-@pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize("step", ["resume", "write"])
-@in_a_thread
-def test_any_call_fails(machine: Any, tmp_path: Path, step: str) -> None:
-    """A call that replaces bytes leaves the old ones, or all new ones."""
-    for nth in every(2):
-        account = Account(machine)
-        faults: Any = Faults(account.driver)
-        device = sa.Device(0, driver=faults)
-        tier = vmm.DiskTier(device, tmp_path / str(nth), persistent=True, block=4096)
-        group = vmm.SleepGroup(device, backup=tier)
-        several = made(group)
-        group.sleep()
-        group.wake()
-        for seed, buffer in enumerate(several):
-            filled(buffer, seed + 5)
-        asleep = [step == "write", step == "write"]
-        if step == "write":
-            group.sleep(keep=False)
-        device.synchronize()
-        faults.fail(nth, result="CUDA_ERROR_UNKNOWN")
-        failed = False
-        try:
-            if step == "resume":
-                group.resume()
-            else:
-                group.write(several[0], pattern(5000, 7))
-        except sa.CudaError:
-            failed = True
-        reached = list(faults.failed)
-        faults.stop()
-        if "cuCtxPopCurrent" in reached:
-            machine.cuCtxPopCurrent()
-        if failed:
-            assert [buffer.evicted for buffer in several] == asleep
-        group.wake()
-        if step == "resume":
-            assert all(shows(buffer, seed + 5 * failed) for seed, buffer in enumerate(several))
-        else:
-            assert failed or shows(several[0], 7)
-        for buffer in several:
-            buffer.close()
-        group.close()
-        tier.close()
-        device.synchronize()
-        assert account.left == {} and account.checked.hazards == []
-        if not reached:
-            break
-    assert nth > (3 if step == "resume" else 0)

@@ -19,10 +19,10 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.testing import Faults, Gate
+from streamalloc.testing import Gate
 from streamalloc.vmm.stores import disk, disk_file
 from tests.interrupting import Interrupt, Interrupted
-from tests.support import Account, end_what_was_dropped, every, filled, in_a_thread, pattern, read, sampled, shows
+from tests.support import Account, end_what_was_dropped, filled, in_a_thread, pattern, read, sampled, shows
 from tests.vmm.support import PAGE
 
 BLOCK = 4096
@@ -146,18 +146,6 @@ class TestContents:
             group.wake()
             assert closed.is_set() and right(several)
 
-    def test_in_one_call(self, device: sa.Device, tier: vmm.DiskTier) -> None:
-        with vmm.SleepGroup(device) as group, vmm.GrowableBuffer(device, PAGE, PAGE) as alone:
-            several = made(group)
-            filled(alone, 9)
-            group.sleep("a", backup=tier)
-            group.sleep()
-            alone.evict(tier)
-            assert group.backup.statistics().used == SIZES[2]
-            group.wake()
-            alone.restore()
-            assert right(several) and shows(alone, 9)
-
     def test_are_read_and_replaced_asleep(self, device: sa.Device, tier: vmm.DiskTier) -> None:
         with vmm.SleepGroup(device, backup=tier) as group:
             several = made(group)
@@ -271,19 +259,6 @@ class TestFiles:
             group.sleep()  # replaces the files
             group.wake()
             assert not read(several[0]).any() and shows(several[2], 2)
-
-    def test_a_stream_that_cannot_undo_a_resume_is_refused(self, device: sa.Device, kept: vmm.DiskTier) -> None:
-        with vmm.SleepGroup(device, backup=kept) as group, device.create_stream() as stream:
-            several = made(group)
-            group.sleep()
-            group.wake()
-            with stream.capture() as graph, pytest.raises(sa.CaptureError):
-                group.resume(stream=stream, after=())
-            graph.close()
-            assert not group.asleep and right(several)
-            group.resume(stream=stream)
-            group.wake()
-            assert right(several)
 
     def test_bytes_of_one_buffer_alone_have_no_file(self, device: sa.Device, kept: vmm.DiskTier) -> None:
         with vmm.SleepGroup(device, backup=kept) as group:
@@ -489,68 +464,6 @@ class TestDamage:
             group.write(several[1], pattern(SIZES[1], 1))
             group.wake()
             assert right(several)
-
-    def test_truncated_while_it_sleeps(self, device: sa.Device, kept: vmm.DiskTier) -> None:
-        with vmm.SleepGroup(device, backup=kept) as group:
-            several = made(group)
-            group.sleep()
-            os.truncate(kept.folder / "a.backup", 2 * BLOCK)
-            with pytest.raises(vmm.DamagedBackupError, match="truncated"):
-                group.wake()
-            assert all(buffer.evicted for buffer in several)
-
-
-@pytest.mark.simulated_only("calls that fail are the same on any driver")
-@pytest.mark.parametrize("step", ["sleep", "wake"])
-@in_a_thread
-def test_one_and_two_calls_fail(machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """All or nothing, with the bytes, and no memory left."""
-    monkeypatch.setattr(disk, "_SLOTS", 2)
-    kind: Any = Faults
-    met = set()
-    for first in every(3):
-        for gap in (1 << 40, 2 * (first % 2)):
-            account = Account(machine)
-            outer = kind(inner := kind(account.driver))
-            device = sa.Device(0, driver=outer)
-            tier = vmm.DiskTier(device, tmp_path, block=BLOCK, threads=1)
-            group = vmm.SleepGroup(device, backup=tier)
-            several = [group.allocate(nbytes, tag="a") for nbytes in (2 * BLOCK, 100)]
-            for seed, buffer in enumerate(several):
-                filled(buffer, seed)
-            device.synchronize()
-            if step == "wake":
-                group.sleep()
-            inner.fail(first + gap, result="CUDA_ERROR_UNKNOWN")
-            outer.fail(first, result="CUDA_ERROR_UNKNOWN")
-            failed = False
-            try:
-                getattr(group, step)()
-            except sa.CudaError:
-                failed = True
-            reached = [*outer.failed, *inner.failed]
-            outer.stop()
-            inner.stop()
-            for call in reached:
-                if call == "cuCtxPopCurrent":
-                    machine.cuCtxPopCurrent()
-            if failed and len(reached) == 1:
-                assert {buffer.evicted for buffer in several} == {step == "wake"}, reached
-            assert all(buffer.evicted or shows(buffer, seed) for seed, buffer in enumerate(several))
-            group.wake()
-            assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
-            for buffer in several:
-                buffer.close()
-            group.close()
-            tier.close()
-            device.synchronize()
-            if len(reached) > 1:
-                gc.collect()  # an error and its frames may be a cycle
-            assert account.left == {} and account.checked.hazards == []
-            met.add(len(reached))
-        if not reached:
-            break
-    assert first > 5 and met == {0, 1, 2}
 
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
