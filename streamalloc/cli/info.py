@@ -21,9 +21,7 @@ from streamalloc.cli.terminal import Terminal, add_json_argument
 from streamalloc.cli.worker import Worker, WorkerBase, WorkerError, read
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import address_space_limit, imex_channels, missing_for
-from streamalloc.driver import Driver
 from streamalloc.driver.internal import BINDINGS_VERSION
-from streamalloc.pool.internal import ATTRIBUTES
 
 _ULIMIT = (
     "ulimit -v limits this process to {limit} of address space. The stream-ordered allocator reserves much more than "
@@ -61,7 +59,6 @@ def report(chosen: Chosen) -> dict[str, Any]:
         "sharing": _try_sharing(devices[0]),
         "imex_channels": imex,
         "multicast": _query_multicast(devices),
-        "unreadable_pool_attributes": unreadable_attributes(chosen.driver),
         "address_space_limit": address_space_limit(),
     }
 
@@ -100,19 +97,6 @@ def _plain(value: object) -> object:
     return value
 
 
-def unreadable_attributes(driver: Driver) -> dict[str, str]:
-    """Return the pool attributes that these bindings or this driver cannot read, with the requirement of each."""
-    # Reading attributes does not change the default pool.
-    attributes = sa.MemoryPool.default(sa.Device(0, driver=driver)).attributes
-    found = {}
-    for name in ATTRIBUTES:
-        try:
-            getattr(attributes, name)
-        except sa.NotSupportedError as error:
-            found[name] = error.hint
-    return found
-
-
 # --- the report as text ---------------------------------------------------------------------------------------------
 
 
@@ -141,11 +125,6 @@ def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     terminal.heading("Multicast")
     for line in found["multicast"]["needs"]:
         terminal.paragraph(line)
-
-    terminal.heading("Pool attributes that cannot be read")
-    for reason, names in _by_reason(found["unreadable_pool_attributes"]).items():
-        terminal.paragraph(", ".join(names))
-        terminal.paragraph(reason, indent=4)
 
     if (limit := found["address_space_limit"]) is not None:
         terminal.line()
@@ -212,15 +191,6 @@ def _imex(terminal: Terminal, channels: list[dict[str, Any]]) -> None:
     )
     if not channels:
         terminal.paragraph("none: /dev/nvidia-caps-imex-channels is absent or empty")
-
-
-def _by_reason(unreadable: dict[str, str]) -> dict[str, list[str]]:
-    """Group the attributes by reason; ``none`` if there are none."""
-    reasons: dict[str, list[str]] = {}
-    for name, reason in unreadable.items():
-        # Some reasons end with the driver's name of the attribute; without it they are equal.
-        reasons.setdefault(reason.removesuffix(f": {ATTRIBUTES[name].driver_name}"), []).append(name)
-    return reasons or {"": ["none"]}
 
 
 # --- trials ---------------------------------------------------------------------------------------------------------

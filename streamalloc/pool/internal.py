@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.core.internal import Device
-from streamalloc.pool.attributes import ATTRIBUTES
 from streamalloc.pool.cache.allocator import CachingAllocator
 from streamalloc.pool.cache.blocks import CachedBuffer
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes

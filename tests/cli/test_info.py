@@ -15,7 +15,6 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.cli import info
 from streamalloc.driver.bindings import BINDINGS_VERSION
-from streamalloc.pool.attributes import ATTRIBUTES
 from tests.cli.conftest import Altered, Run, without
 
 
@@ -54,18 +53,6 @@ def test_several_devices(machine: Any, run: Run) -> None:
     first = next(line.split() for line in rows if line.strip().startswith("device 0"))
     assert first[2] == "own"
     assert first[3] == ("yes" if sa.Device(0).can_access(sa.Device(1)) else "no")
-
-
-def test_attributes_that_cannot_be_read(machine: Any, run: Run) -> None:
-    readable = dict(sa.MemoryPool.default(sa.Device(0)).attributes)
-    expected = [name for name in ATTRIBUTES if name not in readable]
-    text = run("info")[1]
-    part = text[text.index("\nPool attributes that cannot be read\n") :]
-    assert [name for name in ATTRIBUTES if name in part.replace(",", " ").split()] == expected
-    if expected:
-        assert "needs " in part
-    else:
-        assert "none" in part
 
 
 @pytest.mark.parametrize("permitted", [False, True])
