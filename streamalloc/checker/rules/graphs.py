@@ -296,11 +296,11 @@ def _sets(
         return
     having = [one for one in state.graphs.values() if any(node.handle == handle for node in one.nodes)]
     for graph in having or state.graphs.values():
-        if having or len(_known(graph.nodes)) < len(graph.nodes):
-            nodes = _replaced(state, graph.nodes, handle, made)
+        nodes = _replaced(state, graph.nodes, handle, made)
+        if nodes != graph.nodes:
             graph.nodes = _without_kernels(state, nodes) if kernel else nodes
-            if handle in graph.handles:
-                graph.handles[handle] = made
+        if handle in graph.handles:
+            graph.handles[handle] = made
 
 
 def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode]:
@@ -311,33 +311,21 @@ def _without_kernels(state: State, nodes: list[TrackedNode]) -> list[TrackedNode
 
 
 def _replaced(state: State, nodes: list[TrackedNode], handle: int, made: list[TrackedNode]) -> list[TrackedNode]:
-    """Nodes with those of a handle replaced."""
-    at = _place_of(state, nodes, handle)
-    if at is None:
-        return _known(nodes)
-    rest = [one for one in nodes if one.handle != handle]
-    return [*rest[:at], *made, *rest[at:]]
-
-
-def _known(nodes: list[TrackedNode]) -> list[TrackedNode]:
-    """The nodes whose operation is still known, after an unknown node was changed."""
-    return [one for one in nodes if one.kind != "use" or (one.handle and not one.nested)]
-
-
-def _place_of(state: State, nodes: list[TrackedNode], handle: int) -> int | None:
-    """Index of the first node of a handle."""
+    """Nodes with those of a handle replaced. If none has it, only the nodes whose operation is still known."""
     at = next((place for place, one in enumerate(nodes) if one.handle == handle), None)
-    if at is None and len(_known(nodes)) < len(nodes):
+    if at is not None:
+        rest = [one for one in nodes if one.handle != handle]
+        return [*rest[:at], *made, *rest[at:]]
+    known = [one for one in nodes if one.kind != "use" or (one.handle and not one.nested)]
+    if len(known) < len(nodes):
         state.notes.add("nodes", "those without a known handle, after an unknown one was changed")
-    return at
+    return known
 
 
 def _enables(state: State, name: str, args: Arguments, answer: Answer) -> None:
     executable, handle, enabled = executable_of(state, args[0]), number_of(args[1]), bool(int(args[2]))
-    nodes = executable.nodes
-    if _place_of(state, nodes, handle) is None:
-        nodes = _known(nodes)
-    executable.nodes = [replace(one, enabled=enabled) if one.handle == handle else one for one in nodes]
+    changed = [replace(one, enabled=enabled) for one in executable.nodes if one.handle == handle]
+    executable.nodes = _replaced(state, executable.nodes, handle, changed)
 
 
 # -- launches ------------------------------------------------------------------------------------------------
