@@ -201,8 +201,10 @@ class Model(RuleBasedStateMachine):
 
     def commit(self, which: int, fault: int, held: bool) -> None:
         """With copies queued or without. An epoch without tensors has one page."""
-        writer, epoch = self.writers.pop(which % len(self.writers))
-        if not epoch.mapped and not self.has_room(PAGE):
+        writer, epoch = self.writers[which % len(self.writers)]
+        full = not epoch.mapped and not self.has_room(PAGE)
+        self.writers.remove((writer, epoch))
+        if full:
             with pytest.raises(ipc.StoreFullError), writer:
                 pass
             return
