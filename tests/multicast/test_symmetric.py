@@ -106,24 +106,6 @@ class TestInOneProcess:
         with pytest.raises(ValueError, match="rank=2"):
             memory.tables(2)
 
-    def test_signal_pads_are_zero_and_the_users_own(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
-        assert memory.signal_pad_bytes == 4096
-        assert all(holds(pad, 0) for pad in memory.signal_pads)
-        for buffer in memory.buffers:
-            buffer.fill(255)
-        for pad in memory.signal_pads:
-            pad.fill(7)
-        for device in memory.devices:
-            device.synchronize()
-        for _ in range(3):
-            memory.barrier(*streams)
-        memory.put_signal(1, streams[0])
-        memory.wait_signal(0, streams[1])
-        assert all(executed(stream) for stream in streams)
-        assert all(holds(pad, 7) for pad in memory.signal_pads)
-        assert all(holds(buffer, 255) for buffer in memory.buffers)
-        assert words_at(memory, 0, memory.buffer_table, 2) == memory.addresses.tolist()
-
     @pytest.mark.parametrize(("nbytes", "pad"), [(1, 0), (1, 1), (2 * MiB, 4096), (2 * MiB - 40, 10)])
     def test_of_any_size(self, devices: list[sa.Device], nbytes: int, pad: int) -> None:
         with SymmetricMemory.local(devices, nbytes, multicast=False, signal_pad_bytes=pad) as memory:
@@ -160,13 +142,6 @@ class TestInOneProcess:
             assert pending(others[1])
             gate.open()
             assert all(executed(stream) for stream in others)
-
-    def test_one_stream_stands_for_several_ranks(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
-        for _ in range(3):
-            memory.barrier(streams[0], streams[0])
-        assert executed(streams[0])
-        memory.barrier(*(device.default_stream for device in memory.devices))
-        assert all(executed(device.default_stream) for device in memory.devices)
 
     def test_signals_add_up(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
         first, second = streams
@@ -424,16 +399,6 @@ class TestArguments:
 
 @pytest.mark.gpus(2)
 class TestTheEnd:
-    def test_handles_of_one_process_are_of_no_type(self, devices: list[sa.Device]) -> None:
-        with pytest.raises(TypeError, match="handle_type"):
-            SymmetricMemory(100, devices=devices, handle_type=sa.MemHandleType.FABRIC)
-
-    def test_entered_again_after_it_was_closed(self, devices: list[sa.Device]) -> None:
-        with SymmetricMemory.local(devices, 100, multicast=False) as memory:
-            pass
-        with pytest.raises(sa.ClosedError), memory:
-            pass
-
     @pytest.mark.simulated_only("a device that is slow to answer")
     def test_abandoned_in_time_where_nothing_gets_through(self, machine: Any) -> None:
         slow = Slow(machine)

@@ -15,7 +15,7 @@ import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.plan import CHANNELS
-from streamalloc.testing import multimem_ld_reduce, multimem_st
+from streamalloc.testing import multimem_st
 from tests.multicast.ranks import Crew, Meddled, Rank, reaches_all
 from tests.multicast.support import all_ended
 from tests.processes import eventually
@@ -112,45 +112,6 @@ class TestMulticastView:
             stream.synchronize()
             for pad in memory.signal_pads:
                 assert read(pad[:20]).view(np.uint32).tolist() == [0, 0, 5, 6, 0]
-
-    @pytest.mark.parametrize("dtype", [np.float16, np.int32])
-    def test_all_reduce(self, dtype: Any) -> None:
-        """One-shot: everybody reduces over all replicas, each a part, and writes the result to all of them."""
-        count, size = 4000, 4
-        data = np.random.default_rng(3).integers(-100, 100, (size, count)).astype(dtype)
-        nbytes = count * data.itemsize
-
-        def reduce(rank: Rank) -> Any:
-            with rank.memory(2 * nbytes) as memory:
-                stream = rank.device.create_stream()
-                mine = memory.buffers[rank.number]
-                view = memory.multicast_buffer
-                assert view is not None
-                mine[:nbytes].copy_from(data[rank.number], stream)
-                memory.barrier(stream)
-                part = nbytes // size
-                start = rank.number * part
-                multimem_ld_reduce(stream, mine[nbytes + start :], view[start:], part // data.itemsize, dtype)
-                for peer, buffer in enumerate(memory.buffers):
-                    if peer != rank.number:
-                        ours = slice(nbytes + start, nbytes + start + part)
-                        buffer[ours].copy_from(mine[ours], stream)
-                memory.barrier(stream)
-                stream.synchronize()
-                stream.close()
-                return read(mine[nbytes:]).view(dtype)
-
-        expected = data.astype(np.float32).sum(0).astype(dtype) if dtype is np.float16 else data.sum(0, dtype=dtype)
-        with Crew(size) as crew:
-            for found in crew.run(reduce):
-                assert np.array_equal(found, expected)
-
-    def test_physical_memory_has_the_recommended_granularity(self) -> None:
-        devices = sa.Device.all(sd.simulated(devices=2))
-        with SymmetricMemory.local(devices, 100) as memory:
-            assert memory.physical_bytes == sa.multicast.MulticastObject.granularity(
-                2, recommended=True, driver=memory.driver
-            )
 
 
 class TestBarrier:

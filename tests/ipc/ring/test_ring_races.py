@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -16,45 +16,9 @@ from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupted, interrupts
-from tests.ipc.ring.support import settled
-from tests.ipc.support import shared_pool
+from tests.ipc.ring.support import add_there, join, make_ring, settled
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import executed
-
-SIZE = 512
-SLOTS = 4
-
-
-@pytest.fixture
-def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
-    with shared_pool(device) as pool:
-        yield pool
-
-
-@pytest.fixture
-def stream(device: sa.Device) -> Iterator[sa.Stream]:
-    with device.create_stream() as stream:
-        yield stream
-
-
-@pytest.fixture
-def ring(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[RingProducer]:
-    with Ring.producer(pool, SIZE, SLOTS, stream=stream) as ring:
-        yield ring
-
-
-def join(partner: Partner, ring: RingProducer, name: str = "ring") -> None:
-    mine, theirs = ipc.Channel.pair()
-    with theirs:
-        partner.begin(_join, name, fds=[theirs])  # type: ignore[list-item]
-    ring.add(mine, SECONDS)
-    partner.result()
-
-
-def _join(there: There, name: str) -> None:
-    channel = ipc.Channel.from_fd(there.came[0])
-    stream = there.keep(name + " stream", there.device.create_stream())
-    there.keep(name, Ring.consumer(channel, stream=stream, timeout=SECONDS))
 
 
 def _sizes(there: There, name: str = "ring") -> list[int]:
@@ -95,7 +59,7 @@ def _sizes_interrupted(there: There) -> tuple[list[int], int]:
 class TestInterrupts:
     def test_of_a_consumer(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """An interrupt loses one item at most, whose slot is free again when the consumer has closed."""
-        with Ring.producer(pool, SIZE, 256, stream=stream) as ring:
+        with Ring.producer(pool, 512, 256, stream=stream) as ring:
             join(partner, ring)
             partner.begin(_sizes_interrupted)
             sent = list(range(1, 401))
@@ -110,7 +74,7 @@ class TestInterrupts:
 class TestThreads:
     def test_producers_and_a_close(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
         """Several threads fill one ring, with collections all the time, until another one closes it."""
-        ring = Ring.producer(pool, SIZE, SLOTS, stream=stream)
+        ring = Ring.producer(pool, 4096, 4, stream=stream)
         join(partner, ring)
         partner.begin(_sizes)
         counts = [0] * 4
@@ -157,7 +121,7 @@ class TestThreads:
         waiting = ring.statistics().in_flight
         join(partner, ring)
         partner.begin(_sizes)
-        assert eventually(lambda: ring.statistics().free == SLOTS)
+        assert eventually(lambda: ring.statistics().free == 4)
         ring.close()
         assert partner.result() == [1] * waiting
 
@@ -185,11 +149,11 @@ class TestTheProducerDies:
         dies = another()
         streams = [stream, device.create_stream()][:count]
         rings = []
-        dies.run(_make_ring)
+        dies.run(make_ring)
         for one in streams:
             mine, theirs = ipc.Channel.pair()
             with theirs:
-                dies.begin(_add, fds=[theirs])  # type: ignore[list-item]
+                dies.begin(add_there, fds=[theirs])  # type: ignore[list-item]
             rings.append(Ring.consumer(mine, stream=one, timeout=SECONDS))
             dies.result()
         dies.run(_hand_off_unfilled, count)
@@ -206,16 +170,6 @@ class TestTheProducerDies:
         assert all(item.lost for item in items)
         for ring in rings:
             ring.close()
-
-
-def _make_ring(there: There) -> None:
-    pool = there.keep("pool", shared_pool(there.device))
-    there.keep("stream", there.device.create_stream())
-    there.keep("ring", Ring.producer(pool, SIZE, SLOTS, stream=there.kept["stream"]))
-
-
-def _add(there: There) -> None:
-    there.kept["ring"].add(ipc.Channel.from_fd(there.came[0]), SECONDS)
 
 
 def _hand_off_unfilled(there: There, count: int) -> None:

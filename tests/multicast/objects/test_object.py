@@ -172,17 +172,6 @@ class TestBind:
                 assert holds(part, 9)
             made.close()
 
-    def test_several_pieces_side_by_side(self, devices: list[sa.Device]) -> None:
-        made = added(2 * PAGE, devices)
-        for device in devices:
-            for page in range(2):
-                made.bind(vmm.PhysicalMemory(device, PAGE), page * PAGE)
-        assert len(made.bindings) == 2 * TEAM
-        with made.map(access=devices) as view:
-            view.fill(1)
-            devices[0].synchronize()
-        made.close()
-
     def test_again_where_something_was_unbound(self, team: Team) -> None:
         for number, binding in enumerate(team.bindings):
             binding.close(())
@@ -263,19 +252,6 @@ class TestMapped:
         view.close()
         view.close()
         assert view.closed and view.range.closed
-
-    def test_for_devices_that_can_be_named_once_only(self, team: Team) -> None:
-        with team.object.map(access=iter(team.devices)) as view:
-            assert view.rights == {device.location: READWRITE for device in team.devices}
-
-    def test_in_a_range_of_the_user(self, team: Team) -> None:
-        with vmm.AddressRange(2 * PAGE) as addresses:
-            with addresses.map(team.object, access={team.devices[1]: READWRITE}) as mapping:
-                assert type(mapping) is vmm.Mapping and team.object.mapping_count == 3
-                mapping.fill(8)
-                team.devices[1].synchronize()
-            assert team.object.mapping_count == 2
-        assert all(holds(one, 8) for one in team.unicast)
 
     def test_nothing_can_be_read_there(self, team: Team) -> None:
         target = np.zeros(16, np.uint8)
