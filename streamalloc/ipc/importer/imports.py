@@ -234,7 +234,7 @@ class PoolHandle(Deferred):
 
     def watch(self, block: ControlBlock | None, mark: int) -> None:
         """Record the mark that shows the end of the pool; ``ValueError`` if the control block has no such mark."""
-        if block is not None:
+        if block is not None and (block, mark) not in self.marks:
             block.marked("pool", mark)
             self.marks.add((block, mark))
 

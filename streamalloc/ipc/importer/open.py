@@ -143,7 +143,7 @@ class _Request(NamedTuple):
     described: Descriptor
     handles: ReceivedHandles
     device: Device
-    stream: StreamLike | None
+    stream: Stream | None
     """The caller's stream; None: every using stream waits."""
     block: ControlBlock | None
     """The exporter's control block, or a replica of it; None without one."""
@@ -152,7 +152,7 @@ class _Request(NamedTuple):
 
     def ordered(self) -> Stream:
         """Return the caller's stream, else the device's default stream."""
-        return self.device.default_stream if self.stream is None else _ordered(self.stream, self.imports.session)
+        return self.device.default_stream if self.stream is None else self.stream
 
 
 def _open(
@@ -177,19 +177,18 @@ def _open(
     imports.check_version(described.driver_version)
     if described.slot >= SLOTS:
         raise ValueError(f"the descriptor's slot {described.slot} does not exist: a control block has {SLOTS}")
-    if stream is not None:
-        stream = _ordered(stream, session)
+    ordered = None if stream is None else _ordered(stream, session)
     with imports.deferred.beside_captures():
         announced: Announcement | None = None
         block = imports.block_of(described, handles, device)
         if block is not None:
             announced = Announcement(block, described.slot, described.generation, described.ready)
-            block.mark("hold", described.hold)  # raises if there is no such mark
+            block.marked("hold", described.hold)  # raises if there is no such mark
             if described.handle_type == FABRIC:
                 # Once for the call: the exporter may be on another machine, and has to answer.
                 block.sync(device)
         try:
-            opened = opener(_Request(imports, described, handles, device, stream, block, announced))
+            opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
             if block is not None:
                 block.end_hold(described.hold)

@@ -397,10 +397,8 @@ class ControlBlock:
 
     def end_hold(self, number: int) -> None:
         """End a hold whose descriptor has arrived; errors as for :meth:`marked`."""
-        word = self.mark("hold", number)
-        # 0 means no hold: its index is a mark of another one.
-        if number and word.value == number >> 32:
-            word.value = 0
+        if number and self.marked("hold", number):
+            self.mark("hold", number).value = 0
 
     def all_closed(self, words: SlotWords) -> bool:
         """Whether all importers that opened a slot have closed it and finished their work."""
