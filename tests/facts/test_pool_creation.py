@@ -16,7 +16,7 @@ from tests.facts.enums import (
     WIN32,
     WIN32_KMT,
 )
-from tests.facts.support import MiB, Rig, said, value
+from tests.facts.support import COUNTERS, REUSE_POLICIES, MiB, Rig, said, value
 
 PROPERTIES: dict[str, tuple[str, dict[str, int]]] = {
     "device": ("SUCCESS", {}),
@@ -99,31 +99,13 @@ def test_a_new_pool_takes_no_device_memory(rig: Rig) -> None:
 
 
 @pytest.mark.bindings("13.0")
-class TestManagedPool:
-    """An empty one: reading, setting and granting work as on any pool."""
-
-    @pytest.mark.parametrize(
-        ("name", "reading"),
-        {
-            "REUSE_FOLLOW_EVENT_DEPENDENCIES": 1,
-            "REUSE_ALLOW_OPPORTUNISTIC": 1,
-            "REUSE_ALLOW_INTERNAL_DEPENDENCIES": 1,
-            "RELEASE_THRESHOLD": 0,
-            "RESERVED_MEM_CURRENT": 0,
-            "RESERVED_MEM_HIGH": 0,
-            "USED_MEM_CURRENT": 0,
-            "USED_MEM_HIGH": 0,
-        }.items(),
-    )
-    def test_attribute(self, rig: Rig, name: str, reading: int) -> None:
-        pool = value(rig.create_pool(allocation_type=MANAGED, location=NOWHERE))
-        assert rig.get(pool, name) == reading
-
-    def test_calls(self, rig: Rig) -> None:
-        pool = value(rig.create_pool(allocation_type=MANAGED, location=NOWHERE))
-        assert rig.access_flags(pool, DEVICE) == 0
-        assert rig.access_flags(pool, HOST) == 0
-        rig.set_threshold(pool, 5)
-        assert rig.get(pool, "RELEASE_THRESHOLD") == 5
-        assert rig.grant(pool, (DEVICE, 0, 3)) == "SUCCESS"
-        assert said(rig.raw.cuMemPoolTrimTo(pool, 0)) == "SUCCESS"
+def test_an_empty_managed_pool(rig: Rig) -> None:
+    """Reading, setting and granting work as on any pool."""
+    pool = value(rig.create_pool(allocation_type=MANAGED, location=NOWHERE))
+    assert [rig.get(pool, name) for name in REUSE_POLICIES] == [1] * 3
+    assert [rig.get(pool, name) for name in ("RELEASE_THRESHOLD", *COUNTERS)] == [0] * 5
+    assert rig.access_flags(pool, DEVICE) == rig.access_flags(pool, HOST) == 0
+    rig.set_threshold(pool, 5)
+    assert rig.get(pool, "RELEASE_THRESHOLD") == 5
+    assert rig.grant(pool, (DEVICE, 0, 3)) == "SUCCESS"
+    assert said(rig.raw.cuMemPoolTrimTo(pool, 0)) == "SUCCESS"

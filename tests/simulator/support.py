@@ -13,7 +13,10 @@ from tests.facts.support import PAGE, Rig, value
 
 def new_rig(**machine: Any) -> Rig:
     """A rig on a new machine, with device 0's primary context current. ``machine``: arguments of ``simulated``."""
-    raw: Any = simulated(**machine)
+    return rig_on(simulated(**machine))
+
+
+def rig_on(raw: Any) -> Rig:
     value(raw.cuInit(0))
     value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
     return Rig(raw)
@@ -36,6 +39,12 @@ def mapped(rig: Rig, size: int = PAGE, **properties: int) -> int:
 def grant(rig: Rig, address: int, size: int = PAGE, flags: int = 3, location: int = 1) -> None:
     """Give a location access, device 0 unless another is named."""
     assert rig.set_access(address, size, (location, 0, flags)) == "SUCCESS"
+
+
+def mappings() -> int:
+    """How many mappings of memory of simulated devices this process has."""
+    with open("/proc/self/maps") as lines:
+        return sum("memfd:streamalloc" in line for line in lines)
 
 
 def in_a_call() -> bool:

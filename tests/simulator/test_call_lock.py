@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
@@ -86,20 +87,24 @@ def starts() -> Iterator[list[bool]]:
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    failed: list[BaseException] = []
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(work, range(count)))
 
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            failed.append(error)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed, failed
+class Size:
+    """The value of an attribute of a pool; ``during`` is called in the middle of the call that reads it."""
+
+    name = "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD"
+
+    def __init__(self, during: Callable[[], object]) -> None:
+        self.during = during
+
+    def getPtr(self) -> int:
+        self.during()
+        return 0
+
+    def __int__(self) -> int:
+        return 7
 
 
 def test_a_signal_during_a_collection_is_not_lost(alarm: Alarm, rig: Rig) -> None:
@@ -123,20 +128,13 @@ def test_what_the_program_sets_during_a_call_stays() -> None:
     rig, before = new_rig(), gc.get_threshold()
     pool, attribute = rig.pool(), rig.raw.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
-    class Size:
-        name = attribute.name
-
-        def getPtr(self) -> int:
-            assert in_a_call() and not gc.get_threshold()[0]
-            gc.disable()
-            gc.set_threshold(before[0] + 1)
-            return 0
-
-        def __int__(self) -> int:
-            return 7
+    def change() -> None:
+        assert in_a_call() and not gc.get_threshold()[0]
+        gc.disable()
+        gc.set_threshold(before[0] + 1)
 
     try:
-        ok(rig.raw.cuMemPoolSetAttribute(pool, attribute, Size()))
+        ok(rig.raw.cuMemPoolSetAttribute(pool, attribute, Size(change)))
         assert not gc.isenabled() and gc.get_threshold() == (before[0] + 1, *before[1:])
     finally:
         gc.enable()
@@ -255,27 +253,19 @@ def test_an_exception_of_a_handler_comes_after_the_call(alarm: Alarm) -> None:
 def test_handlers_are_in_place_between_calls(alarm: Alarm, rig: Rig) -> None:
     """During a call another one is there; a signal that comes runs the handler once, at the end of the call."""
     seen: list[bool] = []
-
-    class Size:
-        def __init__(self, attr: object) -> None:
-            self.name = "CU_MEMPOOL_ATTR_RELEASE_THRESHOLD"
-
-        def getPtr(self) -> int:
-            signal.raise_signal(signal.SIGALRM)
-            during.append(signal.getsignal(signal.SIGALRM))
-            return 0
-
-        def __int__(self) -> int:
-            return 7
-
     during: list[Any] = []
+
+    def ring() -> None:
+        signal.raise_signal(signal.SIGALRM)
+        during.append(signal.getsignal(signal.SIGALRM))
+
     pool, attribute = rig.pool(), rig.raw.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 
     def handle(*_: object) -> None:
         seen.append(in_a_call())
 
     signal.signal(signal.SIGALRM, handle)
-    ok(rig.raw.cuMemPoolSetAttribute(pool, attribute, Size(attribute)))
+    ok(rig.raw.cuMemPoolSetAttribute(pool, attribute, Size(ring)))
     assert during != [handle] and seen == [False]
     assert signal.getsignal(signal.SIGALRM) is handle
     assert int(ok(rig.raw.cuMemPoolGetAttribute(pool, attribute))) == 7

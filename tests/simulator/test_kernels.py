@@ -16,8 +16,11 @@ import pytest
 from streamalloc import driver as sd
 from streamalloc import testing
 from streamalloc.driver.bindings import cuda, runtime
+from tests.facts.enums import DEVICE, READ
+from tests.facts.support import PAGE, Rig
 from tests.facts.support import value as ok
 from tests.processes import eventually
+from tests.simulator.support import new_rig
 
 pytestmark = pytest.mark.resets_contexts  # and has kernels of the simulated driver
 
@@ -216,9 +219,7 @@ def test_a_launch_is_in_stream_order(raw: Any, scale: list[Any]) -> None:
 def test_kernels_without_a_function(raw: Any) -> None:
     with pytest.raises(NotImplementedError, match=r"kernel 'nobody'.*testing\.kernel"):
         launch(raw, load(raw, b"nobody"), None)
-    lenient: Any = sd.simulated(kernels="ignore")
-    ok(lenient.cuInit(0))
-    ok(lenient.cuCtxSetCurrent(ok(lenient.cuDevicePrimaryCtxRetain(0))))
+    lenient = new_rig(kernels="ignore").raw
     ok(launch(lenient, load(lenient, b"nobody"), None))
     ok(lenient.cuCtxSynchronize())
 
@@ -403,6 +404,7 @@ def test_kernel_nodes(raw: Any, scale: list[Any]) -> None:
 
 
 def test_unmapping_waits_for_a_kernel_that_runs(raw: Any) -> None:
+    rig = Rig(raw)
     begun, go, seen = threading.Event(), threading.Event(), []
 
     @testing.kernel("slow", types=[np.uint64])
@@ -412,24 +414,15 @@ def test_unmapping_waits_for_a_kernel_that_runs(raw: Any) -> None:
         view = testing.device_view(address, 1)
         seen.append((int(view[0]), view.flags.writeable))
 
-    properties = cuda.CUmemAllocationProp()
-    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access = cuda.CUmemAccessDesc()
-    access.location, access.flags = properties.location, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-    size = 2 << 20
-    memory, address = ok(raw.cuMemCreate(size, properties, 0)), ok(raw.cuMemAddressReserve(size, 0, 0, 0))
-    ok(raw.cuMemMap(address, size, 0, memory, 0))
-    ok(raw.cuMemSetAccess(address, size, [access], 1))
+    address = rig.mapping(PAGE, (DEVICE, 0, READ))
     ok(launch(raw, load(raw, b"slow"), ((int(address),), (ctypes.c_uint64,))))
     assert begun.wait(10)
     threading.Timer(0.02, go.set).start()
-    ok(raw.cuMemUnmap(address, size))
+    ok(raw.cuMemUnmap(address, PAGE))
     testing.unregister_kernel("slow")
     ok(raw.cuCtxSynchronize())
     assert seen == [(0, False)]
-    ok(raw.cuMemRelease(memory))
-    ok(raw.cuMemAddressFree(address, size))
+    rig.close()
 
 
 def test_a_machine_lives_as_long_as_its_kernels() -> None:
@@ -440,9 +433,7 @@ def test_a_machine_lives_as_long_as_its_kernels() -> None:
         go.wait(10)
         seen.append(int(testing.device_view(address, 1)[0]))
 
-    driver: Any = sd.simulated()
-    ok(driver.cuInit(0))
-    ok(driver.cuCtxSetCurrent(ok(driver.cuDevicePrimaryCtxRetain(0))))
+    driver = new_rig().raw
     ok(launch(driver, load(driver, b"late"), ((int(ok(driver.cuMemAlloc(4))),), (ctypes.c_uint64,))))
     testing.unregister_kernel("late")
     gone = weakref.ref(driver)

@@ -15,15 +15,10 @@ from streamalloc.simulator import call_lock
 from tests.facts.support import MiB
 from tests.facts.support import value as ok
 from tests.processes import finished, fork, python
-from tests.simulator.support import new_rig
+from tests.simulator.support import mappings, new_rig
 from tests.support import KEEP, bytecodes, in_a_thread, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
-
-
-def mappings() -> int:
-    with open("/proc/self/maps") as lines:
-        return sum("memfd:streamalloc" in line for line in lines)
 
 
 def use() -> None:

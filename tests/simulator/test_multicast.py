@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from tests.facts.enums import DEVICE, FABRIC, POSIX_FD, READ, READWRITE
 from tests.facts.support import PAGE, Rig, said, value
 from tests.facts.teams import Team, properties, whole
 from tests.processes import FABRIC_HANDLE, FD, Descriptor, Kept, Peer, bytes_of, python, started
+from tests.simulator.support import mappings, on
 from tests.simulator.support import new_rig as any_rig
-from tests.simulator.support import on
 from tests.support import open_descriptors
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
@@ -547,27 +546,24 @@ class TestBetweenProcesses:
 
 
 class TestTheEnd:
-    def mapped(self) -> int:
-        return Path("/proc/self/maps").read_text().count("streamalloc")
-
     def test_nothing_is_left_when_all_was_undone(self, rig: Rig) -> None:
-        free, files, mapped = rig.device_free(), open_descriptors(), self.mapped()
+        free, files, mapped = rig.device_free(), open_descriptors(), mappings()
         other = Rig(rig.raw)
         team, address = whole(other, handle_types=POSIX_FD)
         value(other.raw.cuMemsetD8(address, 1, PAGE))
         other.synchronize()
         other.exported(team.object)
         other.close()
-        assert (rig.device_free(), open_descriptors(), self.mapped()) == (free, files, mapped)
+        assert (rig.device_free(), open_descriptors(), mappings()) == (free, files, mapped)
 
     def test_nothing_is_left_of_a_machine_that_is_dropped(self) -> None:
-        files, mapped = open_descriptors(), self.mapped()
+        files, mapped = open_descriptors(), mappings()
         rig = new_rig()
         _, address = whole(rig, handle_types=POSIX_FD)
         value(rig.raw.cuMemsetD8(address, 1, PAGE))
         rig.raw.cuCtxSetCurrent(rig.raw.CUcontext(0))
         del rig, _
-        assert (open_descriptors(), self.mapped()) == (files, mapped)
+        assert (open_descriptors(), mappings()) == (files, mapped)
 
 
 ADDING = """

@@ -16,7 +16,7 @@ from tests.facts.support import Rig, value
 from tests.simulator.random_steps.devices import DevicesMaker, DevicesProgram, on_two_devices
 from tests.simulator.random_steps.make import Maker
 from tests.simulator.random_steps.run import Program
-from tests.simulator.support import new_rig
+from tests.simulator.support import new_rig, rig_on
 from tests.support import in_a_thread
 
 RECORDED = Path(__file__).parent / "random_steps" / "h200.txt.xz"
@@ -42,12 +42,6 @@ def test_recorded_programs() -> None:
         program.finish()
         count += 1
     assert count > 100
-
-
-def rig_on(raw: Any) -> Rig:
-    value(raw.cuInit(0))
-    value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
-    return Rig(raw)
 
 
 @pytest.fixture(scope="module")

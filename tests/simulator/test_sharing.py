@@ -15,7 +15,7 @@ from streamalloc.simulator.events import TABLE_EVENTS
 from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
 from tests.processes import FABRIC_HANDLE, FD, OPAQUE_BYTES, Descriptor, Kept, Opaque, Peer, bytes_of, opaque
-from tests.simulator.support import new_rig
+from tests.simulator.support import mappings, new_rig
 from tests.support import bytecodes, in_a_thread
 
 pytestmark = pytest.mark.simulated_only("tests of the simulated driver itself")
@@ -459,10 +459,6 @@ class TestWhatIsLeft:
             value(two.raw.cuIpcOpenMemHandle(opaque(two.raw.CUipcMemHandle(), handle), 1))
             os.close(fd)
             os.close(lent)
-
-        def mappings() -> int:
-            with open("/proc/self/maps") as lines:
-                return sum("memfd:streamalloc" in line for line in lines)
 
         gc.collect()
         before = len(descriptors()), mappings()

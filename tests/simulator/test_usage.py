@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import uuid
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from streamalloc.simulator.files import Labels
 from tests.facts.support import MiB, Rig, said, value
-from tests.processes import start_quickly
+from tests.processes import Kept, Peer
 from tests.simulator.support import new_rig
 
 pytestmark = pytest.mark.simulated_only("processes of a simulated machine")
@@ -23,34 +22,26 @@ def name() -> str:
     return f"usage {uuid.uuid4()}"
 
 
-def _use(name: str, device: int, nbytes: int, pipe: Connection) -> None:
-    rig = new_rig(devices=2, name=name, memory=256 * MiB)
-    rig.device_context(device)
-    kept = rig.plain(nbytes)
-    pipe.send(rig.device_free())
-    pipe.recv()
-    rig.raw.cuMemFree(rig.disown(kept))
-    pipe.send(rig.device_free())
-    pipe.recv()
+MACHINE: dict[str, Any] = {"devices": 2, "memory": 256 * MiB}
+Other = Callable[..., Peer]
 
 
-class Other:
-    """A process of the machine that uses memory of a device."""
+@pytest.fixture
+def other(name: str, another: Callable[..., Peer]) -> Other:
+    """Makes processes of the machine that use memory of a device."""
 
-    def __init__(self, name: str, device: int = 0, nbytes: int = 64 * MiB) -> None:
-        self.pipe, there = multiprocessing.Pipe()
-        self.process = start_quickly(_use, name, device, nbytes, there)
-        assert self.pipe.poll(20)
-        self.free = self.pipe.recv()
+    def make(device: int = 0, nbytes: int = 64 * MiB) -> Peer:
+        peer = another(name=name, **MACHINE)
+        peer.rig("device_context", device)
+        peer.rig("plain", nbytes, keep="kept")
+        return peer
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
+    return make
 
 
 @pytest.fixture
 def rig(name: str) -> Iterator[Rig]:
-    rig = new_rig(devices=2, name=name, memory=256 * MiB)
+    rig = new_rig(name=name, **MACHINE)
     yield rig
     rig.close()
 
@@ -65,40 +56,38 @@ def free(rig: Rig) -> list[int]:
     return found
 
 
-def test_memory_info_counts_all_processes(rig: Rig, name: str) -> None:
+def test_memory_info_counts_all_processes(rig: Rig, other: Other) -> None:
     before = free(rig)
-    assert before == free(new_rig(devices=2, memory=256 * MiB))
-    other = Other(name, device=1)
-    assert free(rig) == [before[0], before[1] - 64] and other.free // MiB == before[1] - 64
-    other.pipe.send("free")
-    assert other.pipe.recv() // MiB == before[1]
+    assert before == free(new_rig(**MACHINE))
+    peer = other(device=1)
+    assert free(rig) == [before[0], before[1] - 64] and peer.rig("device_free") // MiB == before[1] - 64
+    peer.value("cuMemFree", Kept("kept"))
+    assert peer.rig("device_free") // MiB == before[1]
     assert free(rig) == before
-    other.kill()
 
 
-def test_memory_of_a_process_that_was_killed_is_free(rig: Rig, name: str) -> None:
+def test_memory_of_a_process_that_was_killed_is_free(rig: Rig, other: Other) -> None:
     before = free(rig)
-    others = [Other(name), Other(name)]
-    assert free(rig) == [before[0] - 128, before[1]] and others[1].free // MiB == before[0] - 128
-    for other in others:
-        other.kill()
+    peers = [other(), other()]
+    assert free(rig) == [before[0] - 128, before[1]] and peers[1].rig("device_free") // MiB == before[0] - 128
+    for peer in peers:
+        peer.kill()
     assert free(rig) == before
-    third = Other(name)  # takes a slot of those that have gone
+    other()  # takes a slot of those that have gone
     assert free(rig)[0] == before[0] - 64
-    third.kill()
 
 
-def test_device_is_full_when_others_have_filled_it(rig: Rig, name: str) -> None:
-    other = Other(name, nbytes=192 * MiB)
+def test_device_is_full_when_others_have_filled_it(rig: Rig, other: Other) -> None:
+    peer = other(nbytes=192 * MiB)
     assert said(rig.raw.cuMemAlloc(128 * MiB)) == "OUT_OF_MEMORY"
     pool = rig.pool()
     assert said(rig.raw.cuMemAllocFromPoolAsync(128 * MiB, pool, 0)) == "OUT_OF_MEMORY"
-    other.kill()
+    peer.kill()
     assert said(rig.keep(rig.raw.cuMemAllocFromPoolAsync(128 * MiB, pool, 0))) == "SUCCESS"
 
 
 def test_objects_of_one_process_count_too(rig: Rig, name: str) -> None:
-    before, second = free(rig), new_rig(devices=2, name=name, memory=256 * MiB)
+    before, second = free(rig), new_rig(name=name, **MACHINE)
     second.plain(32 * MiB)
     assert free(rig)[0] == before[0] - 32
     second.raw._machine.close()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import streamalloc
-from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
 from tests.facts.enums import DEVICE, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, Rig, said, value
+from tests.simulator.support import new_rig
 
 PROFILE = Path(streamalloc.__file__).parent / "simulator" / "h200.json"
 
@@ -23,10 +23,7 @@ def rig_of(monkeypatch: pytest.MonkeyPatch, visible: str, name: str = "shown", *
     """A rig on a machine of three devices, of which it sees these."""
     monkeypatch.setenv("STREAMALLOC_INSTALL", "simulated")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    raw: Any = simulated(devices=3, name=name, **machine)
-    value(raw.cuInit(0))
-    value(raw.cuCtxSetCurrent(value(raw.cuDevicePrimaryCtxRetain(0))))
-    return Rig(raw)
+    return new_rig(devices=3, name=name, **machine)
 
 
 def bus_ids(rig: Rig) -> list[bytes]:
