@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.facts.enums import BLOCKING, DEVICE, HOST_NUMA, LEGACY, NON_BLOCKING, TIMED, UNTIMED
-from tests.facts.support import UINT64_MAX, Gate, MiB, Rig, said, value
+from tests.facts.support import UINT64_MAX, MiB, Rig, said, value
 
 
 def test_flags(rig: Rig) -> None:
@@ -110,16 +112,16 @@ class TestElapsedTime:
 class TestLegacyOrder:
     """Calls in the order of the legacy stream, which waits behind a gate here."""
 
-    @pytest.fixture
-    def gate(self, rig: Rig) -> Gate:
-        held, event, gate = rig.stream(), rig.event(), rig.gate()
-        gate.hold(held)
+    def hold_legacy(self, rig: Rig) -> Any:
+        """Let the legacy stream wait for an event, which is behind a gate."""
+        held, event = rig.stream(), rig.event()
+        rig.gate().hold(held)
         value(rig.raw.cuEventRecord(event, held))
         value(rig.raw.cuStreamWaitEvent(LEGACY, event, 0))
-        return gate
+        return event
 
-    @pytest.mark.usefixtures("gate")
     def test_a_record_without_time_is_no_work(self, rig: Rig) -> None:
+        self.hold_legacy(rig)
         stream, event = rig.stream(BLOCKING), rig.event()
         value(rig.raw.cuEventRecord(event, stream))
         assert rig.query(stream) == "SUCCESS"
@@ -128,15 +130,12 @@ class TestLegacyOrder:
         assert rig.held(stream)
 
     def test_a_record_is_no_work_either_where_the_event_is_pending(self, rig: Rig) -> None:
-        held, event, gate, stream = rig.stream(), rig.event(), rig.gate(), rig.stream(BLOCKING)
-        gate.hold(held)
-        value(rig.raw.cuEventRecord(event, held))
-        value(rig.raw.cuStreamWaitEvent(LEGACY, event, 0))
+        event, stream = self.hold_legacy(rig), rig.stream(BLOCKING)
         value(rig.raw.cuEventRecord(event, stream))
         assert rig.query(stream) == "SUCCESS"
 
-    @pytest.mark.usefixtures("gate")
     def test_a_record_with_time_is_work(self, rig: Rig) -> None:
+        self.hold_legacy(rig)
         stream = rig.stream(BLOCKING)
         value(rig.raw.cuEventRecord(rig.event(TIMED), stream))
         assert rig.held(stream)
@@ -144,10 +143,7 @@ class TestLegacyOrder:
     def test_a_wait_for_what_has_happened_is_no_work(self, rig: Rig) -> None:
         event = rig.event()
         value(rig.raw.cuEventRecord(event, rig.stream()))
-        held, pending, gate = rig.stream(), rig.event(), rig.gate()
-        gate.hold(held)
-        value(rig.raw.cuEventRecord(pending, held))
-        value(rig.raw.cuStreamWaitEvent(LEGACY, pending, 0))
+        self.hold_legacy(rig)
         stream = rig.stream(BLOCKING)
         value(rig.raw.cuStreamWaitEvent(stream, event, 0))
         assert rig.query(stream) == "SUCCESS"
@@ -169,14 +165,11 @@ class TestLegacyOrder:
     ) -> None:
         """The case of a pool without free memory whose policy is to follow events."""
         pool = rig.pool(UINT64_MAX, policies, location=location)
-        stream, pending = rig.stream(BLOCKING), rig.event()
+        stream = rig.stream(BLOCKING)
         first, _ = (rig.allocate(pool, 2 * MiB, stream) for _ in range(2))
         rig.free(first, stream)
         rig.synchronize()
-        waiting, gate = rig.stream(), rig.gate()
-        gate.hold(waiting)
-        value(rig.raw.cuEventRecord(pending, waiting))
-        value(rig.raw.cuStreamWaitEvent(LEGACY, pending, 0))
+        self.hold_legacy(rig)
         rig.allocate(pool, size, stream)
         assert rig.held(stream) == held
 

@@ -103,11 +103,6 @@ class TestGraphThatFrees:
         assert reserved(rig) == (0, 1, 0, 1)
         assert said(raw.cuGraphDestroy(rig.disown(graph))) == "SUCCESS"
 
-    def test_has_one_executable_at_a_time(self, rig: Rig) -> None:
-        graph, _ = capture_allocation(rig, rig.stream(), free=True)
-        rig.instantiate(graph)
-        assert said(rig.raw.cuGraphInstantiate(graph, 0)) == "NOT_SUPPORTED"
-
 
 class TestGraphThatLeavesItsMemory:
     def test_address_before_the_launch(self, rig: Rig) -> None:
@@ -214,9 +209,6 @@ class TestAttributes:
         attribute = getattr(rig.raw.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
         answer = rig.raw.cuDeviceSetGraphMemAttribute(0, attribute, rig.raw.cuuint64_t(number))
         assert said(answer) == expected
-
-    def test_nothing_at_first(self, rig: Rig) -> None:
-        assert rig.graph_memory() == Stats(0, 0, 0, 0)
 
     def test_kind_of_value(self, raw: Any) -> None:
         attribute = raw.CUgraphMem_attribute.CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT
