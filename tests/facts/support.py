@@ -194,13 +194,15 @@ class Rig:
         max_size: int = 0,
         usage: int = 0,
     ) -> Any:
-        if handle_types & FABRIC:
-            self.need("HANDLE_TYPE_FABRIC_SUPPORTED")
         props = self.raw.CUmemPoolProps()
         props.allocType = self.raw.CUmemAllocationType(allocation_type)
+        props.maxSize, props.usage = max_size, usage
+        return self._placed(props, location, id, handle_types)
+
+    def _placed(self, props: Any, location: int, id: int, handle_types: int) -> Any:
+        if handle_types & FABRIC:
+            self.need("HANDLE_TYPE_FABRIC_SUPPORTED")
         props.location = self.location(location, id)
-        props.maxSize = max_size
-        props.usage = usage
         # The enum has no member for a combination of handle types: written where the struct keeps the field.
         ctypes.c_int.from_address(int(props.getPtr()) + 4).value = handle_types
         return props
@@ -268,21 +270,16 @@ class Rig:
         rdma: int = 0,
         usage: int = 0,
     ) -> Any:
-        if handle_types & FABRIC:
-            self.need("HANDLE_TYPE_FABRIC_SUPPORTED")
         if compression:
             self.need("GENERIC_COMPRESSION_SUPPORTED")
         if rdma:
             self.need("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED")
         props = self.raw.CUmemAllocationProp()
         props.type = self.raw.CUmemAllocationType(allocation_type)
-        props.location = self.location(location, id)
         props.allocFlags.compressionType = compression
         props.allocFlags.gpuDirectRDMACapable = rdma
         props.allocFlags.usage = usage
-        # The enum has no member for a combination of handle types: written where the struct keeps the field.
-        ctypes.c_int.from_address(int(props.getPtr()) + 4).value = handle_types
-        return props
+        return self._placed(props, location, id, handle_types)
 
     def create_memory(self, size: int = PAGE, **props: int) -> Answer:
         return self.keep_memory(self.raw.cuMemCreate(size, self.memory_props(**props), 0))
@@ -384,11 +381,14 @@ class Rig:
 
     # --- what a test reads
 
-    def pointer_attributes(self, address: int, names: Iterable[str]) -> dict[str, int | str]:
-        """Attributes of an address, or what the call says where it fails."""
-        members = {name: getattr(self.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}") for name in names}
-        answers = {name: self.raw.cuPointerGetAttribute(one, address) for name, one in members.items()}
-        return {name: int(one[1]) if said(one) == "SUCCESS" else said(one) for name, one in answers.items()}
+    def pointer_attribute(self, address: Any, name: str) -> int | str:
+        """An attribute of an address, or what the call says where it fails."""
+        member = getattr(self.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+        answer = self.raw.cuPointerGetAttribute(member, address)
+        return int(answer[1]) if said(answer) == "SUCCESS" else said(answer)
+
+    def pointer_attributes(self, address: Any, names: Iterable[str]) -> dict[str, int | str]:
+        return {name: self.pointer_attribute(address, name) for name in names}
 
     def pool_attribute(self, name: str) -> Any:
         return getattr(self.raw.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")

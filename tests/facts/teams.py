@@ -1,4 +1,4 @@
-"""Shorthand for multicast objects: a team of devices, what each has bound, and what is there."""
+"""Shorthand for two devices, and for multicast objects: a team, what each device has bound, and what is there."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from typing import Any
 
 from tests.facts.enums import DEVICE, NO_HANDLE, READWRITE
 from tests.facts.support import PAGE, Answer, Rig, said, value
+
+
+class Contexts:
+    """The contexts of both devices and a stream in each, with device 0's context current."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.raw = rig, rig.raw
+        first, on_first = rig.context, rig.stream()
+        self.contexts = first, rig.device_context(1)
+        self.streams = on_first, rig.stream()
+        rig.use(first)
+
+    def use(self, device: int) -> None:
+        self.rig.use(self.contexts[device])
 
 
 def properties(raw: Any, devices: int, size: int = PAGE, handle_types: int = NO_HANDLE, flags: int = 0) -> Any:

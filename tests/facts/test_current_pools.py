@@ -89,8 +89,7 @@ class TestDevice:
         assert said(raw.cuDeviceSetMemPool(0, pool)) == "SUCCESS"
         assert int(value(raw.cuDeviceGetMemPool(0))) == int(pool)
         pointer = value(rig.keep(raw.cuMemAllocAsync(64, stream)))
-        handle = raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
-        assert int(value(raw.cuPointerGetAttribute(handle, pointer))) == int(pool)
+        assert rig.pointer_attribute(pointer, "MEMPOOL_HANDLE") == int(pool)
 
     def test_default_is_current_again_once_the_current_pool_is_destroyed(self, rig: Rig) -> None:
         raw, pool = rig.raw, rig.disown(rig.pool())

@@ -44,11 +44,8 @@ class TestCapture:
         assert rig.reserved(pool) == STEP
         assert said(raw.cuMemsetD8Async(first, 7, 4 * MiB, stream)) == "SUCCESS"
 
-        attributes = raw.CUpointer_attribute
-        pool_handle = attributes.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
-        memory_type = attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-        assert said(raw.cuPointerGetAttribute(pool_handle, second)) == "INVALID_VALUE"
-        assert said(raw.cuPointerGetAttribute(memory_type, second)) == "INVALID_VALUE"
+        for name in ("MEMPOOL_HANDLE", "MEMORY_TYPE"):
+            assert rig.pointer_attribute(second, name) == "INVALID_VALUE"
         assert said(raw.cuMemGetAddressRange(second)) == "NOT_FOUND"
 
         for address in (foreign, int(first) + 512, plain):
@@ -119,8 +116,7 @@ class TestGraphThatLeavesItsMemory:
         assert reserved(rig) == (1, 1, 1, 1)
         assert said(raw.cuGraphLaunch(executable, stream)) == "INVALID_VALUE"
         assert said(raw.cuMemsetD8Async(pointer, 3, 64, stream)) == "SUCCESS"
-        handle = raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
-        assert int(value(raw.cuPointerGetAttribute(handle, pointer))) == 0
+        assert rig.pointer_attribute(pointer, "MEMPOOL_HANDLE") == 0
         assert rig.read(pointer, 128) == [3] * 64 + [9] * 64
         assert said(raw.cuMemFreeAsync(pointer, stream)) == "SUCCESS"
         assert reserved(rig) == (1, 1, 1, 1)

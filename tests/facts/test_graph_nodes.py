@@ -405,8 +405,7 @@ def test_memory_that_outlives_its_launch(nodes: Nodes) -> None:
     instance = nodes.instantiate()
     assert said(raw.cuMemFreeAsync(start, stream)) == "INVALID_VALUE"
     value(raw.cuGraphLaunch(instance, stream))
-    size = raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
-    assert value(raw.cuPointerGetAttribute(size, start)) == 3 * MiB
+    assert nodes.rig.pointer_attribute(start, "RANGE_SIZE") == 3 * MiB
     assert said(raw.cuGraphLaunch(instance, stream)) == "INVALID_VALUE"
     assert said(raw.cuMemFreeAsync(start, stream)) == "SUCCESS"
     assert said(raw.cuMemFreeAsync(start, stream)) == "INVALID_VALUE"

@@ -9,27 +9,25 @@ import pytest
 
 from tests.facts.enums import DEVICE, NO_ACCESS, READ, READWRITE
 from tests.facts.support import PAGE, MiB, Rig, said, value
+from tests.facts.teams import Contexts
 
 pytestmark = pytest.mark.gpus(2)
 
 FIRST, SECOND = (DEVICE, 0, READWRITE), (DEVICE, 1, READWRITE)
 
 
-class Pair:
+class Pair(Contexts):
     """A page of each device's memory, mapped side by side, and what is in each device's context."""
 
     def __init__(self, rig: Rig) -> None:
-        self.rig, self.raw = rig, rig.raw
-        first, on_first, of_first = rig.context, rig.stream(), int(rig.plain(2 * PAGE))
-        self.contexts = first, rig.device_context(1)
-        self.streams, self.plain = (on_first, rig.stream()), (of_first, int(rig.plain(2 * PAGE)))
-        rig.use(first)
+        super().__init__(rig)
+        of_first = int(rig.plain(2 * PAGE))
+        self.use(1)
+        self.plain = of_first, int(rig.plain(2 * PAGE))
+        self.use(0)
         self.start = rig.reserve(8 * PAGE)  # of device 0's page; device 1's is the next
         for device in (0, 1):
             rig.map(self.start + device * PAGE, rig.memory(id=device))
-
-    def use(self, device: int) -> None:
-        self.rig.use(self.contexts[device])
 
     def set_access(self, *wanted: tuple[int, int, int], pages: int = 2) -> str:
         return self.rig.set_access(self.start, pages * PAGE, *wanted)
@@ -165,7 +163,4 @@ class TestCopies:
             "ACCESS_FLAGS": NO_ACCESS if page else READWRITE,
             "DEVICE_POINTER": "INVALID_VALUE" if page else address,
         }
-        for name, reading in expected.items():
-            attribute = getattr(pair.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-            answer = pair.raw.cuPointerGetAttribute(attribute, address)
-            assert (said(answer) if isinstance(reading, str) else int(value(answer))) == reading, name
+        assert pair.rig.pointer_attributes(address, expected) == expected

@@ -9,23 +9,12 @@ import pytest
 
 from tests.facts.enums import BLOCKING, DEVICE, HOST, LEGACY, NO_ACCESS, READ, READWRITE
 from tests.facts.support import UINT64_MAX, MiB, Rig, Stats, said, value
+from tests.facts.teams import Contexts
 
 pytestmark = pytest.mark.gpus(2)
 
 
-class Pair:
-    """The contexts of both devices and a stream in each, with device 0's context current."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig, self.raw = rig, rig.raw
-        first, on_first = rig.context, rig.stream()
-        self.contexts = first, rig.device_context(1)
-        self.streams = on_first, rig.stream()
-        rig.use(first)
-
-    def use(self, device: int) -> None:
-        self.rig.use(self.contexts[device])
-
+class Pair(Contexts):
     def fill(self, pointer: Any, device: int) -> str:
         """The result of a fill on the device's stream."""
         result = said(self.raw.cuMemsetD8Async(pointer, 1, 64, self.streams[device]))
@@ -154,9 +143,9 @@ class TestPool:
     def test_the_stream_chooses_the_default_pool(self, pair: Pair, current: int) -> None:
         pair.use(current)
         pointer = value(pair.rig.keep(pair.raw.cuMemAllocAsync(64, pair.streams[1])))
-        handle = pair.raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
-        pool = int(value(pair.raw.cuPointerGetAttribute(handle, pointer)))
-        assert pool == int(value(pair.raw.cuDeviceGetDefaultMemPool(1)))
+        assert pair.rig.pointer_attribute(pointer, "MEMPOOL_HANDLE") == int(
+            value(pair.raw.cuDeviceGetDefaultMemPool(1))
+        )
 
 
 class TestPlainMemoryOfTheOtherDevice:

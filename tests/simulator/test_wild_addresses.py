@@ -25,6 +25,7 @@ import ctypes, itertools, mmap, threading
 import numpy as np
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
+from tests.facts.support import value as ok
 
 d = sd.simulated(fabric=True)
 libc = ctypes.CDLL(None)
@@ -32,10 +33,6 @@ libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
-def ok(answer):
-    assert answer[0] == 0, answer
-    return answer[1] if len(answer) > 1 else None
 
 ok(d.cuInit(0))
 context = ok(d.cuDevicePrimaryCtxRetain(0))
