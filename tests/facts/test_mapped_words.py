@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.facts.enums import DEVICE, LEGACY, NO_ACCESS, READ, READWRITE
 from tests.facts.support import PAGE, Rig, said, value
+from tests.facts.teams import Contexts
 
 OWN, SECOND = (DEVICE, 0, READWRITE), (DEVICE, 1, READWRITE)
 AT_LEAST, EQUAL, AND, NOR, FLUSH = 0, 1, 2, 3, 1 << 30
@@ -120,13 +120,9 @@ class TestOfTheOwnDevice:
 @pytest.mark.gpus(2)
 class TestOfTwoDevices:
     @pytest.fixture
-    def streams(self, rig: Rig) -> Iterator[tuple[Any, Any]]:
+    def streams(self, rig: Rig) -> tuple[Any, Any]:
         """One of each device."""
-        first, on_first = rig.context, rig.stream()
-        rig.device_context(1)
-        on_second = rig.stream()
-        rig.use(first)
-        yield on_first, on_second
+        return Contexts(rig).streams
 
     @pytest.fixture
     def words(self, rig: Rig) -> list[int]:

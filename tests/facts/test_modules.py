@@ -104,12 +104,11 @@ def test_null_handles(rig: Rig, expected: str) -> None:
     assert found == dict.fromkeys(there, expected)
 
 
-def test_variable(code: Code) -> None:
+def test_variable(rig: Rig, code: Code) -> None:
     address, size = code.raw.cuModuleGetGlobal(code.module, b"counter")[1:]
     assert size == 4
     assert said(code.raw.cuMemFree(address)) == "INVALID_VALUE"
-    length = code.raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
-    assert value(code.raw.cuPointerGetAttribute(length, address)) == 4
+    assert rig.pointer_attribute(address, "RANGE_SIZE") == 4
 
 
 ATTRIBUTES = {

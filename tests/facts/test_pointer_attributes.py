@@ -111,10 +111,10 @@ def test_of_a_mapping_without_access(rig: Rig) -> None:
 
 def test_of_a_mapping_are_the_memory_s(rig: Rig) -> None:
     plain, special = rig.mapping(handle_types=POSIX_FD), rig.mapping(PAGE, OWN, rdma=1)
-    assert rig.pointer_attributes(plain, ["ALLOWED_HANDLE_TYPES"]) == {"ALLOWED_HANDLE_TYPES": POSIX_FD}
-    assert rig.pointer_attributes(special, ["IS_GPU_DIRECT_RDMA_CAPABLE"]) == {"IS_GPU_DIRECT_RDMA_CAPABLE": 1}
+    assert rig.pointer_attribute(plain, "ALLOWED_HANDLE_TYPES") == POSIX_FD
+    assert rig.pointer_attribute(special, "IS_GPU_DIRECT_RDMA_CAPABLE") == 1
     start = mapped(rig)
-    first, inside, second = (rig.pointer_attributes(start + at, ["BUFFER_ID"]) for at in (0, 100, 2 * PAGE))
+    first, inside, second = (rig.pointer_attribute(start + at, "BUFFER_ID") for at in (0, 100, 2 * PAGE))
     assert first == inside != second
 
 
@@ -130,45 +130,35 @@ def test_freed_is_no_allocation_at_once(rig: Rig) -> None:
     stream = rig.stream()
     pointer = rig.allocate(rig.pool(), 1000, stream)
     rig.free(pointer, stream)
-    assert said(rig.raw.cuPointerGetAttribute(attribute(rig.raw, "MEMORY_TYPE"), pointer)) == "INVALID_VALUE"
+    assert rig.pointer_attribute(pointer, "MEMORY_TYPE") == BAD
 
 
 def test_buffer_id_is_the_allocation_s(rig: Rig) -> None:
     addresses = [int(rig.plain(5 * MiB)), int(rig.plain(5 * MiB)), int(rig.pinned(100))]
-    wanted = attribute(rig.raw, "BUFFER_ID")
-    ids = [value(rig.raw.cuPointerGetAttribute(wanted, address)) for address in addresses]
+    ids = [rig.pointer_attribute(address, "BUFFER_ID") for address in addresses]
     assert len(set(ids)) == 3
-    assert value(rig.raw.cuPointerGetAttribute(wanted, addresses[0] + 777)) == ids[0]
+    assert rig.pointer_attribute(addresses[0] + 777, "BUFFER_ID") == ids[0]
 
 
 @pytest.mark.parametrize("handle_types", [NO_HANDLE, POSIX_FD, FABRIC])
 def test_allowed_handle_types_are_the_pool_s(rig: Rig, handle_types: int) -> None:
     pointer = rig.allocate(rig.pool(handle_types=handle_types), 4096, rig.stream())
-    allowed = rig.raw.cuPointerGetAttribute(attribute(rig.raw, "ALLOWED_HANDLE_TYPES"), pointer)
-    assert int(value(allowed)) == handle_types
+    assert rig.pointer_attribute(pointer, "ALLOWED_HANDLE_TYPES") == handle_types
 
 
 def test_host_pool_has_a_device_pointer_once_granted(rig: Rig) -> None:
     pool, stream = rig.pool(location=HOST), rig.stream()
     assert rig.grant(pool, (DEVICE, 0, READWRITE)) == "SUCCESS"
     pointer = int(rig.allocate(pool, 4096, stream))
-    answer = rig.raw.cuPointerGetAttribute(attribute(rig.raw, "DEVICE_POINTER"), pointer)
-    assert int(value(answer)) == pointer
+    assert rig.pointer_attribute(pointer, "DEVICE_POINTER") == pointer
     assert said(rig.raw.cuMemHostGetDevicePointer(pointer, 0)) == "INVALID_VALUE"
 
 
 def test_many_at_once(rig: Rig) -> None:
-    pointer = int(rig.allocate(rig.pool(), 1000, rig.stream()))
+    pooled, memory = int(rig.allocate(rig.pool(), 1000, rig.stream())), np.zeros(64, np.uint8)
     wanted = [attribute(rig.raw, name) for name in ("MEMORY_TYPE", "DEVICE_ORDINAL", "RANGE_SIZE")]
-    values = value(rig.raw.cuPointerGetAttributes(3, wanted, pointer))
-    assert [int(one) for one in values] == [2, 0, 1000]
-
-
-def test_many_at_once_of_pageable_memory_are_zero(rig: Rig) -> None:
-    memory = np.zeros(64, np.uint8)
-    wanted = [attribute(rig.raw, name) for name in ("MEMORY_TYPE", "DEVICE_ORDINAL")]
-    values = value(rig.raw.cuPointerGetAttributes(2, wanted, memory.ctypes.data))
-    assert [int(one) for one in values] == [0, 0]
+    for address, expected in ((pooled, [2, 0, 1000]), (memory.ctypes.data, [0, 0, 0])):
+        assert [int(one) for one in value(rig.raw.cuPointerGetAttributes(3, wanted, address))] == expected
 
 
 @pytest.mark.parametrize("name", NEWER)
@@ -181,6 +171,5 @@ def test_attribute_that_the_bindings_cannot_read(rig: Rig, name: str) -> None:
 def test_where_a_range_of_a_host_s_pool_begins_is_a_place_in_a_chunk(rig: Rig) -> None:
     stream, pool = rig.stream(), rig.pool(location=HOST)
     pointers = [rig.allocate(pool, size, stream) for size in (512, 40 * MiB, 512)]
-    attribute = rig.raw.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
-    places = [int(value(rig.raw.cuPointerGetAttribute(attribute, one))) for one in pointers]
+    places = [rig.pointer_attribute(pointer, "RANGE_START_ADDR") for pointer in pointers]
     assert places == [0, 512, 8 * MiB + 512]
