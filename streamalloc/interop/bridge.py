@@ -201,7 +201,7 @@ class Sources:
         A source does not allocate device memory, or two sources have the same device or different drivers.
     """
 
-    __slots__ = ("by_device", "exchange", "last", "session", "works")
+    __slots__ = ("_last", "by_device", "exchange", "session", "works")
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.by_device: dict[int, Source] = {}
@@ -226,7 +226,7 @@ class Sources:
         """Whether dropped memory is only released at points of work, like virtual memory."""
         self.exchange: Any = self.session.driver.cuThreadExchangeStreamCaptureMode
         """The driver's ``cuThreadExchangeStreamCaptureMode``."""
-        self.last: dict[int, _Used] = {}
+        self._last: dict[int, _Used] = {}
         """Stream that the library used last, by device."""
 
     @property
@@ -255,7 +255,7 @@ class Sources:
         ValueError
             No source of this device was given.
         """
-        used = self.last.get(ordinal)
+        used = self._last.get(ordinal)
         # The driver reuses the handle of a stream that the library has closed.
         if used is None or used[0] != handle or used[1] is not owner:
             used = self._use(ordinal, handle, owner)
@@ -288,7 +288,7 @@ class Sources:
                 stream = as_stream(cast("Any", owner), self.session)
         if stream is None:
             stream = Stream.of_handle(self.device(ordinal), handle_there, owner)
-        used = self.last[ordinal] = handle, owner, stream, source.allocate
+        used = self._last[ordinal] = handle, owner, stream, source.allocate
         return used
 
     def __repr__(self) -> str:

@@ -13,7 +13,6 @@ from streamalloc.core.internal import Memory, StreamLike
 from streamalloc.core.session import GLOBAL, RELAXED, session_of
 from streamalloc.interop.bridge import Bridge, Source, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
-from streamalloc.pool.internal import CachedBuffer
 
 __all__ = ["array", "memory", "use"]
 
@@ -111,29 +110,20 @@ class CuPyCallback(Bridge):
 def _allocator(cupy: Any, sources: Sources) -> Any:
     get_stream, get_device = cupy.cuda.get_current_stream, cupy.cuda.device.get_device_id
     pointer, unowned = cupy.cuda.MemoryPointer, cupy.cuda.UnownedMemory
-    hold, own, last = sources.hold, cupy.cuda.Stream, sources.last
+    take, hold, own = sources.allocate, sources.hold, cupy.cuda.Stream
 
     def allocate(nbytes: int) -> Any:
-        stream = get_stream()
-        ordinal = get_device()
+        stream, ordinal = get_stream(), get_device()
+        # A stream that CuPy did not make may be destroyed while its object lives.
+        owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
         try:
-            _, known, named, take = last.get(ordinal, _NONE)
-            if known is stream:
-                memory = take(nbytes, named)
-            else:
-                # A stream that CuPy did not make may be destroyed while its object lives.
-                owned = type(stream) is own and getattr(stream, "_foreign_stream_ref", None) is None
-                memory = sources.allocate(nbytes, ordinal, stream.ptr, stream if owned else None)
+            memory = take(nbytes, ordinal, stream.ptr, stream if owned else None)
         except OutOfMemoryError as error:
             total = -1 if error.used is None else error.used
             raise cupy.cuda.memory.OutOfMemoryError(nbytes, total, error.limit or 0) from error
-        held = memory if type(memory) is CachedBuffer else hold(memory)
-        return pointer(unowned(memory.address, nbytes, held, ordinal), 0)
+        return pointer(unowned(memory.address, nbytes, hold(memory), ordinal), 0)
 
     return allocate
-
-
-_NONE: tuple[Any, Any, Any, Any] = (None, None, None, None)
 
 
 def array(
