@@ -329,7 +329,82 @@ def serve(driver: Driver | None = None) -> None:
     exports_of(Session.of(driver if driver is not None else default_driver())).serve()
 
 
-# -- allocations of pools ------------------------------------------------------------------------------------
+# -- descriptors in the making -------------------------------------------------------------------------------
+
+
+class _Draft:
+    """The descriptor of a thing that is being shared, with the slot of the control block for its hold and its contents.
+
+    The hold begins before the contents are announced, and both before anybody can have the descriptor. So a refused
+    call leaves nothing for importers to wait for, and a free at the same time sees the hold.
+
+    A buffer gives its ``lease``. Otherwise the draft takes a slot if there is a hold or a stream. Held descriptors of
+    one allocation, at the address ``allocation``, share a lease, because an importer has one import of it.
+    """
+
+    def __init__(
+        self, options: _Options, exports: Exports, device: Device, stream: Stream | None, lease: Lease | None = None,
+        *, allocation: int = 0,
+    ) -> None:  # fmt: skip
+        self.options = options
+        self.exports = exports
+        self.device = device
+        self.stream = stream
+        self.fields: dict[str, Any] = {}
+        self.handles: dict[bytes, Fd] = {}
+        self.kept: object = None
+        """References to keep, with the thing, while hold or lease lasts."""
+        self.of_buffer: bool = lease is not None
+        self.hold = Hold() if options.hold else None
+        if self.hold is not None and allocation:
+            lease = exports.lease_at(allocation, self.hold)
+        if lease is not None:
+            self.fields["flags"] = Flags.LEASED
+        elif self.hold is not None or stream is not None:
+            lease = exports.take()
+        if self.hold is not None and lease is not None and not allocation:
+            lease.add_hold(self.hold, kept=False)
+        self.lease: Lease | None = lease
+
+    def use_pool(self, pool: ExportedPool) -> None:
+        """Add to the descriptor the pool that owns the memory, and the mark that is set when the pool ends."""
+        block = self.exports.block() if self.lease is None else self.lease.block
+        self.handles = {pool.origin: pool.fd, block.id: block.fd}
+        self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(block)}
+        self.fields["control_block"] = block.id
+        self.kept = pool
+
+    def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
+        """Announce the contents, and make the descriptor; ``memory``: address and size if it is mapped here."""
+        exports, lease = self.exports, self.lease
+        fields |= self.fields
+        if lease is not None:
+            ready = lease.words.last_announced if self.stream is None else self._announce(lease, self.stream, memory)
+            fields |= {"slot": lease.slot, "generation": lease.generation, "ready": ready}
+            fields["control_block"] = lease.block.id
+            self.handles[lease.block.id] = lease.block.fd
+        uuid = exports.uuid(self.device)
+        described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
+        shared = Shared(described, self.handles, lease, self.hold, exports)
+        if not self.of_buffer:
+            shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
+            if self.hold is not None and lease is not None:
+                kept = self.options.thing, self.handles, self.kept
+                exports.deferred.submit(KeptReferences(lease, self.device.ordinal, kept))
+        return shared
+
+    def _announce(self, lease: Lease, stream: Stream, memory: tuple[int, int] | None) -> int:
+        """Announce the contents after the queued work of a stream. Returns the value that importers wait for."""
+        ready = lease.announce(stream)
+        listener = lease.block.session.listener
+        if listener is not None and memory is not None:
+            name = lease.block.announcement(lease.slot, lease.generation, ready)
+            with stream.device.current():
+                listener.shared(*memory, raw_handle(stream), name)
+        return ready
+
+
+# -- kinds of memory -----------------------------------------------------------------------------------------
 
 
 def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tuple[int, int] | None = None) -> Shared:
@@ -378,78 +453,6 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> S
     flags = shared.descriptor.flags | Flags.ARRAY
     shared.descriptor = shared.descriptor._replace(flags=flags, dtype=dtype, shape=view.shape)
     return shared
-
-
-# -- other kinds ---------------------------------------------------------------------------------------------
-
-
-class _Draft:
-    """The descriptor of a thing that is being shared, with the slot of the control block for its hold and its contents.
-
-    A buffer gives its ``lease``. Otherwise the draft takes a slot if there is a hold or a stream. Held descriptors of
-    one allocation, at the address ``allocation``, share a lease, because an importer has one import of it.
-    """
-
-    def __init__(
-        self, options: _Options, exports: Exports, device: Device, stream: Stream | None, lease: Lease | None = None,
-        *, allocation: int = 0,
-    ) -> None:  # fmt: skip
-        self.options = options
-        self.exports = exports
-        self.device = device
-        self.stream = stream
-        self.fields: dict[str, Any] = {}
-        self.handles: dict[bytes, Fd] = {}
-        self.kept: object = None
-        """References to keep, with the thing, while hold or lease lasts."""
-        self.of_buffer: bool = lease is not None
-        self.hold = Hold() if options.hold else None
-        if self.hold is not None and allocation:
-            lease = exports.lease_at(allocation, self.hold)
-        elif self.hold is not None or stream is not None:
-            lease = lease or exports.take()
-            if self.hold is not None:
-                lease.add_hold(self.hold, kept=False)
-        self.lease: Lease | None = lease
-        if self.of_buffer or (self.hold is not None and allocation):
-            self.fields["flags"] = Flags.LEASED
-
-    def use_pool(self, pool: ExportedPool) -> None:
-        """Add to the descriptor the pool that owns the memory, and the mark that is set when the pool ends."""
-        block = self.exports.block() if self.lease is None else self.lease.block
-        self.handles = {pool.origin: pool.fd, block.id: block.fd}
-        self.fields |= {"origin": pool.origin, "handle_type": int(POSIX), "pool_mark": pool.mark(block)}
-        self.fields["control_block"] = block.id
-        self.kept = pool
-
-    def shared(self, mechanism: Mechanism, memory: tuple[int, int] | None = None, **fields: Any) -> Shared:
-        """Announce the contents, and make the descriptor; ``memory``: address and size if it is mapped here."""
-        exports, lease = self.exports, self.lease
-        fields |= self.fields
-        if lease is not None:
-            ready = lease.words.last_announced if self.stream is None else self._announce(lease, self.stream, memory)
-            fields |= {"slot": lease.slot, "generation": lease.generation, "ready": ready}
-            fields["control_block"] = lease.block.id
-            self.handles[lease.block.id] = lease.block.fd
-        uuid = exports.uuid(self.device)
-        described = Descriptor(mechanism, uuid, endpoint=exports.endpoint, driver_version=exports.version, **fields)
-        shared = Shared(described, self.handles, lease, self.hold, exports)
-        if not self.of_buffer:
-            shared._again = functools.partial(share, **self.options._replace(hold=True)._asdict())
-            if self.hold is not None and lease is not None:
-                kept = self.options.thing, self.handles, self.kept
-                exports.deferred.submit(KeptReferences(lease, self.device.ordinal, kept))
-        return shared
-
-    def _announce(self, lease: Lease, stream: Stream, memory: tuple[int, int] | None) -> int:
-        """Announce the contents after the queued work of a stream. Returns the value that importers wait for."""
-        ready = lease.announce(stream)
-        listener = lease.block.session.listener
-        if listener is not None and memory is not None:
-            name = lease.block.announcement(lease.slot, lease.generation, ready)
-            with stream.device.current():
-                listener.shared(*memory, raw_handle(stream), name)
-        return ready
 
 
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
