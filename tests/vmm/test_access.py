@@ -326,27 +326,6 @@ class TestTwoDevices:
         device.synchronize()
         assert read(mine)[-9:].tolist() == [3] + 8 * [4] and read(theirs)[:9].tolist() == 8 * [4] + [3]
 
-    def test_each_may_do_something_else(self, device: sa.Device, peer: sa.Device, halves: vmm.AddressRange) -> None:
-        mine, theirs = halves.mappings
-        mine.set_access({device: READWRITE, peer: READ})
-        theirs.set_access(peer)
-        assert [half.access(who) for half in (mine, theirs) for who in (device, peer)] == [
-            READWRITE,
-            READ,
-            NONE,
-            READWRITE,
-        ]
-        mine.fill(5)
-        device.synchronize()
-        with peer.create_stream() as stream:
-            theirs.copy_from(mine, stream)
-            with pytest.raises(sa.InvalidValueError, match="DEVICE:1 may only read"):
-                mine.fill(1, stream)
-            with pytest.raises(sa.InvalidValueError, match="DEVICE:0 has no access"):
-                theirs.fill(1, device.default_stream)
-            stream.synchronize()
-        assert holds(theirs, 5)
-
     def test_taken_from_one(self, machine: Any) -> None:
         """Only the device that loses access is waited for."""
         account = Account(machine)

@@ -51,16 +51,6 @@ class TestMemory:
         assert f"{memory.handle:#x}" in repr(memory) and repr(memory) in repr(mapping)
         assert buffer.range.draw(8) == "000....." and same(buffer, pattern(3 * PAGE))
 
-    def test_found_by_its_address(self, account: Account, buffer: vmm.GrowableBuffer) -> None:
-        found = vmm.PhysicalMemory.at(buffer.address + PAGE, driver=account.driver)
-        assert found.handle == buffer.mappings[1].memory.handle and found.mapping_count == 1
-        with pytest.raises(sa.InUseError, match="held by another"):
-            buffer.evict()
-        found.close()
-        buffer.evict()
-        assert handles(account) == 0
-        buffer.restore()
-
     def test_mapped_elsewhere(self, account: Account, buffer: vmm.GrowableBuffer) -> None:
         memory = buffer.mappings[2].memory
         with vmm.AddressRange(PAGE, driver=account.driver) as other:

@@ -133,22 +133,6 @@ class TestUnmap:
         assert_unique(pages.map(memory))
 
 
-class TestAliases:
-    def test_unmapped_in_any_order(self, machine: Any) -> None:
-        account = Account(machine)
-        device, pages = account.device, vmm.AddressRange(6 * PAGE, driver=account.driver)
-        for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-            memory = vmm.PhysicalMemory(device, PAGE)
-            mappings = [pages.map(memory, offset * PAGE, access=device) for offset in range(3)]
-            mappings[order[0]].fill(7)
-            memory.close()
-            for number in order:
-                assert holds(mappings[number], 7)
-                mappings[number].close()
-            assert account.physical_bytes == 0
-        pages.close()
-
-
 class TestHostMemory:
     @pytest.fixture(params=[HOST, sa.MemLocation.host_numa(0)], ids=["host", "node"])
     def host(self, machine: Any, request: pytest.FixtureRequest) -> Iterator[vmm.PhysicalMemory]:

@@ -727,117 +727,137 @@ class TestBudgets:
             assert budget.closed
 
 
-class TestReaders:
-    """What is read is the state before or after the change of another thread."""
+def _parked(stream: sa.Stream, pages: list[int], spaces: int = 1) -> World:
+    """Committed pages, parked behind nothing; of two spaces two other pages are kept."""
+    world = World(stream, spaces=spaces)
+    if spaces > 1:
+        world.kept(0, 1)
+    world.space.commit(pages)
+    world.places.locked(lambda: world.places.park(pages, Parking(world.places, Fence(session_of(stream), ()))))
+    return world
 
-    def test_a_commit_is_of_all_pages(self, stream: sa.Stream) -> None:
-        for world in interleaved(
-            Places._commit,
-            lambda: World(stream),
-            lambda it: it.space.commit([0, 1]),
-            lambda it: it.found.append(it.space.committed.tolist()),
-            at="line",
-        ):
-            assert world.found in ([[]], [[0, 1]])
-            world.check()
 
-    def test_pages_that_could_not_be_swapped_out(self, stream: sa.Stream) -> None:
-        def make() -> World:
-            world = World(stream)
-            world.space.commit([0, 1])
-            world.places.locked(lambda: world.places.park([0, 1], Parking(world.places, Fence(session_of(stream), ()))))
-            return world
+def _set_aside(world: World) -> None:
+    parking = Parking(world.places, Fence(session_of(world.stream), ()))
+    world.places.locked(lambda: world.places.set_aside([0, 1], parking))
 
-        def commit_again(world: World) -> None:
-            world.places.locked(lambda: world.places.unpark([0, 1]))
 
-        for world in interleaved(
-            Places._commit, make, commit_again, lambda it: it.found.append(it.space.committed.tolist()), at="line"
-        ):
-            assert world.found in ([[]], [[0, 1]])
-            world.check()
+class Reading(NamedTuple):
+    """A reader, and a call that changes what it reads. What is read is the state before or after the change."""
 
-    @pytest.mark.parametrize("change", ["commit", "keep", "set aside", "close"])
-    def test_kept_pages(self, stream: sa.Stream, change: str) -> None:
-        def make() -> World:
-            world = World(stream, spaces=2).kept(0, 1)
-            if change == "keep":
-                world.space.commit(2)
-                world.places.locked(
-                    lambda: world.places.park([2], Parking(world.places, Fence(session_of(stream), ())))
-                )
-            return world
+    function: Any
+    """Function that the first thread is stopped in."""
+    make: Callable[[sa.Stream], World]
+    read: Callable[[World], Any]
+    change: Callable[[World], object]
+    allowed: list[Any]
+    reads_first: bool = True
+    end: Callable[[World], object] = lambda _: None
 
-        def act(world: World) -> None:
-            if change == "commit":
-                world.space.commit(1)
-            elif change == "keep":
-                world.places.locked(lambda: world.places.keep([2]))
-            elif change == "set aside":
-                parking = Parking(world.places, Fence(session_of(stream), ()))
-                world.places.locked(lambda: world.places.set_aside([0, 1], parking))
-            else:
-                world.space.close(())
 
-        for world in interleaved(
-            vmm.PageSpace.kept.fget,  # type: ignore[attr-defined]
-            make,
-            lambda it: it.found.append(it.spaces[1].kept.tolist()),
-            act,
-            at="line",
-        ):
-            assert world.found == [[]]
-            if change == "set aside":
-                world.places.locked(functools.partial(world.places.unpark, [0, 1]))
-            elif change == "close":
-                del world.spaces[0]
-            world.check()
+def _committed(world: World) -> Any:
+    return world.space.committed.tolist()
 
-    def test_shared_pages(self, stream: sa.Stream) -> None:
-        def make() -> World:
-            world = World(stream)
-            world.space.commit(0)
-            return world
 
-        for world in interleaved(
-            vmm.PageSpace.shared,
-            make,
-            lambda it: it.found.append(it.space.shared([0, 1]).tolist()),
-            lambda it: it.space.alias(1, it.space, 0),
-            at="line",
-        ):
-            assert world.found in ([[False, False]], [[True, True]])
-            world.check()
+def _kept(world: World) -> Any:
+    return world.spaces[1].kept.tolist()
 
-    def test_statistics(self, stream: sa.Stream) -> None:
-        def make() -> World:
-            world = World(stream)
-            world.physical.fill(1)
-            return world
 
-        for world in interleaved(
-            vmm.PageArena.statistics,
-            make,
-            lambda it: it.found.append(it.arena.statistics()),
-            lambda it: it.arena.trim(0),
-        ):
-            assert world.found[0][:2] in ((0, 0), (1, 1))
-            world.check()
+def _shared(stream: sa.Stream) -> World:
+    world = World(stream)
+    world.space.commit(0)
+    return world
 
-    def test_a_table_of_pages(self, stream: sa.Stream) -> None:
-        tables: list[vmm.PageTable] = []
 
-        def make() -> World:
-            world = World(stream)
-            tables[:] = [vmm.PageTable(world.space)]
-            world.space.commit(0)
-            return world
+def _filled(stream: sa.Stream) -> World:
+    world = World(stream)
+    world.physical.fill(1)
+    return world
 
-        def change(world: World) -> None:
-            world.space.commit(1)
-            tables[0].update()
 
-        for world in interleaved(vmm.PageTable.update, make, lambda _: tables[0].update(), change, at="line"):
-            assert read(tables[0].entries).view(np.int64).tolist() == world.space.numbers.tolist()
-            tables[0].close()
-            world.check()
+def _two_kept(stream: sa.Stream) -> World:
+    return World(stream, spaces=2).kept(0, 1)
+
+
+KEPT: Any = vmm.PageSpace.kept
+READINGS = {
+    "a commit is of all pages": Reading(
+        Places._commit, World, _committed, lambda it: it.space.commit([0, 1]), [[], [0, 1]], reads_first=False
+    ),
+    "pages that could not be swapped out": Reading(
+        Places._commit,
+        lambda stream: _parked(stream, [0, 1]),
+        _committed,
+        lambda it: it.places.locked(lambda: it.places.unpark([0, 1])),
+        [[], [0, 1]],
+        reads_first=False,
+    ),
+    "kept, commit": Reading(KEPT.fget, _two_kept, _kept, lambda it: it.space.commit(1), [[]]),
+    "kept, keep": Reading(
+        KEPT.fget,
+        lambda stream: _parked(stream, [2], 2),
+        _kept,
+        lambda it: it.places.locked(lambda: it.places.keep([2])),
+        [[]],
+    ),
+    "kept, set aside": Reading(
+        KEPT.fget,
+        _two_kept,
+        _kept,
+        _set_aside,
+        [[]],
+        end=lambda it: it.places.locked(functools.partial(it.places.unpark, [0, 1])),
+    ),
+    "kept, close": Reading(
+        KEPT.fget, _two_kept, _kept, lambda it: it.space.close(()), [[]], end=lambda it: it.spaces.pop(0)
+    ),
+    "shared": Reading(
+        vmm.PageSpace.shared,
+        _shared,
+        lambda it: it.space.shared([0, 1]).tolist(),
+        lambda it: it.space.alias(1, it.space, 0),
+        [[False, False], [True, True]],
+    ),
+    "statistics": Reading(
+        vmm.PageArena.statistics,
+        _filled,
+        lambda it: it.arena.statistics()[:2],
+        lambda it: it.arena.trim(0),
+        [(0, 0), (1, 1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_what_is_read_is_the_state_before_or_after(stream: sa.Stream, name: str) -> None:
+    reading = READINGS[name]
+
+    def read_it(world: World) -> None:
+        world.found.append(reading.read(world))
+
+    acts = (read_it, reading.change) if reading.reads_first else (reading.change, read_it)
+    for world in interleaved(
+        reading.function, lambda: reading.make(stream), *acts, at="opcode" if name == "statistics" else "line"
+    ):
+        assert len(world.found) == 1 and world.found[0] in reading.allowed
+        reading.end(world)
+        world.check()
+
+
+def test_a_table_of_pages(stream: sa.Stream) -> None:
+    tables: list[vmm.PageTable] = []
+
+    def make() -> World:
+        world = World(stream)
+        tables[:] = [vmm.PageTable(world.space)]
+        world.space.commit(0)
+        return world
+
+    def change(world: World) -> None:
+        world.space.commit(1)
+        tables[0].update()
+
+    for world in interleaved(vmm.PageTable.update, make, lambda _: tables[0].update(), change, at="line"):
+        assert read(tables[0].entries).view(np.int64).tolist() == world.space.numbers.tolist()
+        tables[0].close()
+        world.check()

@@ -118,39 +118,6 @@ class TestBatches:
             assert len(names(traced, "cuMemCreate")) == 1
 
 
-ZEROED: dict[str, tuple[list[int], list[int]]] = {  # pages that share the memory of the first ones; released pages
-    "new pages": ([], []),
-    "memory that another page keeps": ([], [0, 1, 2, 3]),
-    "memory that was shared": ([8, 9], [0, 1, 8, 9]),
-    "pages that were shared": ([4, 5], [4, 5]),
-    "kept pages": ([], [0, 1]),
-}
-
-
-@pytest.mark.parametrize("name", ZEROED)
-def test_a_commit_with_zeros(device: sa.Device, stream: sa.Stream, name: str) -> None:
-    traced = sd.traced(device.driver)
-    own = sa.Device(0, driver=traced)
-    with vmm.PageArena(own, limit=6 * PAGE) as arena, arena.space(PAGES * PAGE, stream=own.create_stream()) as space:
-        space.commit(range(4))
-        fill(space, range(4))
-        space.stream.synchronize()
-        shared, released = ZEROED[name]
-        space.alias(shared, space, range(len(shared)))
-        space.release(released, ())
-        settled(arena)
-        before = values(space)
-        wanted = [0, 1] if name == "kept pages" else [4, 5]
-        traced.calls.clear()
-        space.commit(wanted, zero=True)
-        if name == "kept pages":
-            assert names(traced) == []
-        assert {*wanted} <= {*space.committed.tolist()} and values(space) == before
-        fill(space, wanted)
-        space.commit(wanted, zero=True)  # committed pages are skipped
-        assert [values(space)[page] for page in wanted] == [page + 1 for page in wanted]
-
-
 class TestLimits:
     def test_of_an_arena(self, device: sa.Device, stream: sa.Stream) -> None:
         with (

@@ -20,7 +20,7 @@ from streamalloc.testing import Faults, Gate
 from tests.processes import eventually
 from tests.support import names, pending, read
 from tests.vmm.pages.conftest import PAGES
-from tests.vmm.pages.support import fill, opening, page, settled, values
+from tests.vmm.pages.support import fill, opening, settled, values
 from tests.vmm.support import PAGE, each
 
 AnyTier: TypeAlias = vmm.HostTier | vmm.DiskTier
@@ -240,18 +240,6 @@ def test_memory_of_the_tier_is_used_again_after_its_copies(space: vmm.PageSpace,
         assert values(space)[:2] == [1, 2]
 
 
-def test_back_on_another_stream(space: vmm.PageSpace, device: sa.Device, host: vmm.HostTier, gate: Gate) -> None:
-    space.commit(1)
-    gate.hold(space.stream)
-    page(space, 1).fill(7)
-    space.swap_out(1, host)
-    with device.create_stream() as other:
-        with opening(gate):
-            space.swap_in(1, other)
-        other.synchronize()
-        assert values(space)[1] == 7
-
-
 def test_captures_of_other_streams_go_on(space: vmm.PageSpace, tier: AnyTier, device: sa.Device) -> None:
     space.commit([0, 1, 2])
     fill(space, [0, 1, 2])
@@ -372,16 +360,6 @@ def test_memory_is_allocated_under_no_lock(
         small.reserve(2, PAGE)
 
 
-def test_trim(machine: object, device: sa.Device, space: vmm.PageSpace, tier: AnyTier) -> None:
-    space.commit(0)
-    space.swap_out(0, tier)
-    space.swap_in(0)
-    space.stream.synchronize()
-    assert tier.reserved == 32 << 20
-    tier.trim()
-    assert tier.reserved == 0
-
-
 def test_a_block_that_is_named_twice_is_dropped_once(device: sa.Device, stream: sa.Stream, tier: AnyTier) -> None:
     with sa.allocate(4 * 4096, stream) as buffer:
         stored = tier.save(buffer, range(3), 4096, stream)
@@ -405,25 +383,6 @@ def test_memory_without_contents_is_released_before_other_contents(
         tier.trim()
         assert tier.reserved == size and len(stored._chunks) == 1
         stored.drop()
-
-
-def test_contents_that_another_thread_drops_are_not_checked(
-    device: sa.Device, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with vmm.HostTier(device, check=True) as tier, sa.allocate(2 * 4096, stream) as buffer:
-        buffer.fill(1)
-        stored: Any = tier.save(buffer, range(2), 4096, stream)
-        stored.drop([1])
-        buffer.fill(2)
-        other: Any = tier.save(buffer, 0, 4096, stream)  # where the second block was
-        assert other.array(0)[0] == 2 and other._addresses[0] == stored._addresses[1]
-        stored.check(range(2))
-        stored.array(0)[0] += 1
-        with pytest.raises(ValueError, match="checksum"):
-            stored.check(range(2))
-        stored.drop()
-        stored.check(range(2))
-        other.drop()
 
 
 @pytest.mark.simulated_only("threads of this process")

@@ -16,8 +16,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from streamalloc.vmm.stores import blocks, disk_file
-from tests.interleaving import interleaved
+from streamalloc.vmm.stores import disk_file
 from tests.interrupting import Interrupt, Interrupted
 from tests.support import Account, in_a_thread, read
 from tests.vmm.pages.conftest import PAGES
@@ -340,27 +339,3 @@ def test_interrupted_at_any_point(machine: Any, tmp_path: Path, step: str) -> No
             break
         nth += 149
     assert nth > 40 and wrong == [] and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.simulated_only("threads of this process")
-@pytest.mark.parametrize("function", ["in_use", "drop"])
-def test_room_that_two_threads_use_and_drop(
-    device: sa.Device, stream: sa.Stream, tier: vmm.DiskTier, function: str
-) -> None:
-    """Whatever their order, the tier gets the room once, and nothing counts as in use."""
-
-    def use(stored: Any) -> None:
-        with stored.in_use():
-            stored.drop([0])
-
-    called: Any = getattr(blocks.Stored, function)
-    with sa.allocate(2 * 4096, stream) as buffer:
-        for stored in interleaved(
-            getattr(called, "__wrapped__", called),
-            lambda: tier.save(buffer, range(2), 4096, stream),
-            use,
-            use,
-        ):
-            assert stored._busy == 0 and tier.used == 4096
-            stored.drop()
-            assert tier.used == 0

@@ -70,17 +70,6 @@ def test_a_tag_too_long_for_a_file(device: sa.Device, kept: vmm.DiskTier) -> Non
 
 
 class TestContents:
-    def test_come_back(self, device: sa.Device, tier: vmm.DiskTier) -> None:
-        with vmm.SleepGroup(device, backup=tier) as group:
-            several = made(group)
-            for _ in range(2):
-                assert group.sleep() == 3 * PAGE
-                assert all(buffer.eviction and buffer.eviction.backup is None for buffer in several)
-                assert list(tier.folder.iterdir()) == []
-                group.wake("b/c")
-                assert group.wake() == 2 * PAGE
-                assert right(several)
-
     @pytest.mark.parametrize("persistent", [False, True])
     def test_blocks_are_freed_on_another_thread(
         self, device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persistent: bool
@@ -259,16 +248,6 @@ class TestFiles:
             group.sleep()  # replaces the files
             group.wake()
             assert not read(several[0]).any() and shows(several[2], 2)
-
-    def test_bytes_of_one_buffer_alone_have_no_file(self, device: sa.Device, kept: vmm.DiskTier) -> None:
-        with vmm.SleepGroup(device, backup=kept) as group:
-            several = made(group)
-            several[0].evict(kept)
-            group.sleep(keep=False)
-            group.write(several[1], pattern(SIZES[1], 1))
-            assert list(kept.folder.iterdir()) == []
-            group.wake()
-            assert shows(several[0], 0) and shows(several[1], 1)
 
     def test_what_a_dead_process_left_is_replaced(self, device: sa.Device, kept: vmm.DiskTier) -> None:
         (kept.folder / ".a.backup.part").write_bytes(b"half")
