@@ -55,78 +55,93 @@ def misorders(calls: Iterable[Any], begun: int = 0) -> list[str]:
     The order is: unbind, unmap a multicast object, release it, release the memory that was bound to it, free the
     addresses that either was mapped at. What was undone by hand before call ``begun`` does not count.
     """
-    objects: set[int] = set()
-    released: set[int] = set()
-    holders: Counter[int] = Counter()
-    bound: list[tuple[int, int, int, int]] = []  # object, device, offset, memory
-    team: dict[int, set[int]] = {}  # the memory that was ever bound to an object
-    mapped: dict[int, tuple[int, int]] = {}  # address: size and handle
-    ranges: dict[int, int] = {}
-    inside: dict[int, set[int]] = {}  # the handles that were ever mapped in a range
-    wrong: list[str] = []
+    order = Order()
     for number, call in enumerate(calls):
-        if call.answer[0]:
-            continue
+        order.by_hand = number < begun
         if number == begun:
-            wrong.clear()
-        numbers = [int(arg) if hasattr(arg, "__int__") else 0 for arg in call.args]
-        value = int(call.answer[1]) if len(call.answer) == 2 and hasattr(call.answer[1], "__int__") else 0
-        if call.name in ("cuMulticastCreate", "cuMemCreate", "cuMemRetainAllocationHandle"):
-            holders[value] += 1
-        if call.name == "cuMulticastCreate":
-            objects.add(value)
-            team[value] = set()
-        elif call.name == "cuMemAddressReserve":
-            ranges[value] = numbers[0]
-        elif call.name == "cuMulticastBindMem":
-            bound.append((numbers[0], -1, numbers[1], numbers[2]))
-            team[numbers[0]].add(numbers[2])
-        elif call.name == "cuMulticastBindAddr":
-            memory = _at(mapped, numbers[2])
-            bound.append((numbers[0], -1, numbers[1], memory))
-            team[numbers[0]].add(memory)
-        elif call.name == "cuMulticastUnbind":
-            # Of one offset the bindings of all devices go, one by one, in the order in which they were made.
-            found = next(one for one in bound if (one[0], one[2]) == (numbers[0], numbers[2]))
-            bound.remove(found)
-            if number < begun and all(one[3] != found[3] for one in bound):
-                team[found[0]].discard(found[3])
-        elif call.name == "cuMemMap":
-            mapped[numbers[0]] = numbers[1], numbers[3]
-            base = next(at for at, size in ranges.items() if at <= numbers[0] < at + size)
-            inside.setdefault(base, set()).add(numbers[3])
-        elif call.name == "cuMemUnmap":
-            for at in [at for at in mapped if numbers[0] <= at < numbers[0] + numbers[1]]:
-                handle = mapped.pop(at)[1]
-                if number < begun:
-                    for handles in inside.values():
-                        handles.discard(handle)
-                if any(one[0] == handle for one in bound):
-                    wrong.append(f"object {handle:#x} unmapped before it was unbound")
-        elif call.name == "cuMemRelease":
-            # Memory that was closed by hand stays mapped, and usable.
-            handle = numbers[0]
-            holders[handle] -= 1
-            if holders[handle]:
-                continue
-            released.add(handle)
-            if any(handle in (one[0], one[3]) for one in bound):
-                wrong.append(f"{handle:#x} released while it was bound")
-            if handle in objects and any(one == handle for _, one in mapped.values()):
-                wrong.append(f"{handle:#x} released while it was mapped")
-            for one in objects - released:
-                if handle in team[one]:
-                    wrong.append(f"memory {handle:#x} released before object {one:#x}")
-        elif call.name == "cuMemAddressFree":
-            involved = inside.get(numbers[0], set())
-            for one in objects:
-                if one in involved or team[one] & involved:
-                    left = ({one} | team[one]) - released
-                    if left:
-                        wrong.append(f"addresses {numbers[0]:#x} freed before {[hex(handle) for handle in left]}")
-            del ranges[numbers[0]]
-    return wrong
+            order.wrong.clear()
+        if not call.answer[0] and hasattr(order, call.name):
+            numbers = [int(arg) if hasattr(arg, "__int__") else 0 for arg in call.args]
+            value = int(call.answer[1]) if len(call.answer) == 2 and hasattr(call.answer[1], "__int__") else 0
+            getattr(order, call.name)(value, *numbers)
+    return order.wrong
 
 
-def _at(mapped: dict[int, tuple[int, int]], address: int) -> int:
-    return next((handle for at, (size, handle) in mapped.items() if at <= address < at + size), 0)
+class Order:
+    """Follows a trace; its methods take the answer and the arguments of the driver call of their name."""
+
+    def __init__(self) -> None:
+        self.by_hand = False
+        self.objects: set[int] = set()
+        self.released: set[int] = set()
+        self.holders: Counter[int] = Counter()
+        self.bound: list[tuple[int, int, int]] = []  # object, offset, memory
+        self.team: dict[int, set[int]] = {}  # the memory that was ever bound to an object
+        self.mapped: dict[int, tuple[int, int]] = {}  # address: size and handle
+        self.ranges: dict[int, int] = {}
+        self.inside: dict[int, set[int]] = {}  # the handles that were ever mapped in a range
+        self.wrong: list[str] = []
+
+    def cuMulticastCreate(self, handle: int, *_: int) -> None:
+        self.holders[handle] += 1
+        self.objects.add(handle)
+        self.team[handle] = set()
+
+    def cuMemCreate(self, handle: int, *_: int) -> None:
+        self.holders[handle] += 1
+
+    cuMemRetainAllocationHandle = cuMemCreate
+
+    def cuMemAddressReserve(self, address: int, size: int, *_: int) -> None:
+        self.ranges[address] = size
+
+    def cuMulticastBindMem(self, _: int, handle: int, offset: int, memory: int, *__: int) -> None:
+        self.bound.append((handle, offset, memory))
+        self.team[handle].add(memory)
+
+    def cuMulticastBindAddr(self, _: int, handle: int, offset: int, address: int, *__: int) -> None:
+        found = [memory for at, (size, memory) in self.mapped.items() if at <= address < at + size]
+        self.cuMulticastBindMem(0, handle, offset, found[0] if found else 0)
+
+    def cuMulticastUnbind(self, _: int, handle: int, device: int, offset: int, *__: int) -> None:
+        # Of one offset the bindings of all devices go, one by one, in the order in which they were made.
+        found = next(one for one in self.bound if one[:2] == (handle, offset))
+        self.bound.remove(found)
+        if self.by_hand and all(one[2] != found[2] for one in self.bound):
+            self.team[handle].discard(found[2])
+
+    def cuMemMap(self, _: int, address: int, size: int, offset: int, handle: int, *__: int) -> None:
+        self.mapped[address] = size, handle
+        base = next(at for at, whole in self.ranges.items() if at <= address < at + whole)
+        self.inside.setdefault(base, set()).add(handle)
+
+    def cuMemUnmap(self, _: int, address: int, size: int) -> None:
+        for at in [at for at in self.mapped if address <= at < address + size]:
+            _, handle = self.mapped.pop(at)
+            if self.by_hand:
+                for handles in self.inside.values():
+                    handles.discard(handle)
+            if any(one[0] == handle for one in self.bound):
+                self.wrong.append(f"object {handle:#x} unmapped before it was unbound")
+
+    def cuMemRelease(self, _: int, handle: int) -> None:
+        # Memory that was closed by hand stays mapped, and usable.
+        self.holders[handle] -= 1
+        if self.holders[handle]:
+            return
+        self.released.add(handle)
+        if any(handle in (one[0], one[2]) for one in self.bound):
+            self.wrong.append(f"{handle:#x} released while it was bound")
+        if handle in self.objects and any(one == handle for _, one in self.mapped.values()):
+            self.wrong.append(f"{handle:#x} released while it was mapped")
+        for one in self.objects - self.released:
+            if handle in self.team[one]:
+                self.wrong.append(f"memory {handle:#x} released before object {one:#x}")
+
+    def cuMemAddressFree(self, _: int, address: int, *__: int) -> None:
+        involved = self.inside.get(address, set())
+        for one in self.objects:
+            left = ({one} | self.team[one]) - self.released
+            if left and (one in involved or self.team[one] & involved):
+                self.wrong.append(f"addresses {address:#x} freed before {[hex(handle) for handle in left]}")
+        del self.ranges[address]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -94,8 +93,7 @@ class TestThreads:
         try:
             for thread in threads:
                 thread.start()
-            time.sleep(0.5)
-            assert min(counts) > 0
+            assert eventually(lambda: min(counts) > 10)
             ring.close()
             for thread in threads:
                 thread.join(SECONDS)

@@ -109,8 +109,8 @@ def _idle(entry: ipc.StoreEntry) -> bool:
 
 @pytest.mark.parametrize(
     ("count", "seed"),
-    [(30, 1), pytest.param(1000, 2, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
-    ids=["30", "1000"],
+    [(15, 1), pytest.param(1000, 2, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])],
+    ids=["15", "1000"],
 )
 def test_clients(
     store: ipc.Store, server: ipc.StoreServer, device: sa.Device, another: Another, count: int, seed: int
