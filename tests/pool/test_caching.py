@@ -366,12 +366,14 @@ class TestComesBack:
     def test_when_the_cache_is_closed_during_a_capture_of_other_code(
         self, raw: Any, pool: sa.MemoryPool, stream: sa.Stream
     ) -> None:
-        """The free block stays until the capture ends. It is not allocated again."""
+        """The free block stays until the capture ends, also at a trim. It is not allocated again."""
         cache = sa.CachingAllocator(pool)
         cache.allocate(SIZE, stream).free()
         handle = cuda.CUstream(stream.handle)
         raw.cuStreamBeginCapture(handle, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
         try:
+            cache.trim()
+            assert cache.statistics().cached == SIZE
             cache.close()
             with pytest.raises(sa.ClosedError):
                 cache.allocate(SIZE, stream)

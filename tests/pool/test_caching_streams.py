@@ -295,3 +295,19 @@ def test_a_stream_that_ends_while_another_thread_allocates_on_it(
         assert stream.closed
         cache.trim()
         assert cache.statistics().used == 0
+
+
+def test_a_stream_that_ends_while_a_block_returns_to_it(
+    device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream
+) -> None:
+    def make() -> tuple[sa.Buffer, sa.Stream]:
+        home = device.create_stream()
+        return cache.allocate(SIZE, home), home
+
+    both = interleaved(
+        sa.CachingAllocator._return_home, make, lambda made: made[0].free(stream), lambda made: made[1].close()
+    )
+    for buffer, _ in both:
+        assert buffer.freed
+        device.synchronize()
+        assert cache.statistics().used == 0
