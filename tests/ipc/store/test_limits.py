@@ -12,6 +12,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
+from streamalloc.ipc.store import writing
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, holds
@@ -112,6 +113,18 @@ def test_little_memory_is_left_over(serve: Serve, tensors: int) -> None:
         used = sum(tensor.nbytes for tensor in found.layout.values())
         assert used <= found.nbytes <= used * 1.15 + 2 * MiB
         assert len(found._epoch.chunks) < 80
+
+
+def test_an_epoch_of_more_chunks_than_a_packet_has_descriptors(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_LARGEST_CHUNK", 0)
+    store = serve()
+    with store.write("key") as weights:
+        for number in range(150):
+            weights.allocate(f"{number}", 2 * MiB, np.uint8).fill(number)
+    for _ in range(2):
+        with store.open("key") as found:
+            assert len(found._epoch.chunks) == 150
+            assert all(holds(found[f"{number}"], number) for number in (0, 63, 64, 149))
 
 
 class Ranks:
