@@ -54,8 +54,6 @@ class GrowableBuffer(VirtualBuffer):
         smaller chunks release more, larger ones cost fewer driver calls.
     handle_types, compressible, gpu_direct_rdma
         As for :class:`PhysicalMemory`.
-    alignment, address
-        As for :class:`AddressRange`.
     stream
         Stream of operations that name none; default: the device's default stream.
 
@@ -83,8 +81,6 @@ class GrowableBuffer(VirtualBuffer):
         handle_types: MemHandleType = MemHandleType.NONE,
         compressible: bool = False,
         gpu_direct_rdma: bool = False,
-        alignment: int = 0,
-        address: int = 0,
         stream: StreamLike | None = None,
     ) -> None:
         check_device("device", device)
@@ -104,8 +100,7 @@ class GrowableBuffer(VirtualBuffer):
         rights = device_rights(access, session, location=place, devices=(device,))
         if place.on_host:
             rights = {MemLocation.host(): MemAccess.READWRITE} | rights
-        self._open(device, self._spec.round_up(most), alignment, address, rights, stream, place)
-        self.range._node.maker = self._spec
+        self._open(device, self._spec.round_up(most), rights, stream, place)
         with undoing(self.close):
             self.resize(size)
 
@@ -194,8 +189,6 @@ def stripe(
     access: Access = None,
     handle_types: MemHandleType = MemHandleType.NONE,
     compressible: bool = False,
-    alignment: int = 0,
-    address: int = 0,
     stream: StreamLike | None = None,
 ) -> StripedBuffer:
     """Make one contiguous buffer with equal shares on several devices. Every device has access to the whole buffer.
@@ -211,8 +204,6 @@ def stripe(
         Permissions of further devices.
     handle_types, compressible
         As for :class:`PhysicalMemory`.
-    alignment, address
-        As for :class:`AddressRange`.
     stream
         Stream of operations that name none; default: the first device's default stream.
 
@@ -247,7 +238,7 @@ def stripe(
     buffer = StripedBuffer.__new__(StripedBuffer)
     buffer.devices = devices
     buffer.stripe_bytes = step
-    buffer._open(first, step * len(devices), alignment, address, rights, stream)
+    buffer._open(first, step * len(devices), rights, stream)
     with undoing(buffer.close):
         buffer._create_chunks([ChunkSpec(index * step, step, spec) for index, spec in enumerate(specs)])
     buffer._mapped = step * len(devices)
@@ -267,7 +258,7 @@ class RemappableBuffer(VirtualBuffer):
         self._offset = offset
         self._names: tuple[Hashable, ...] = ()
         """Names of the mapped chunks, in the order of addresses."""
-        self._open(device, capacity, 0, 0, rights, stream)
+        self._open(device, capacity, rights, stream)
 
     @property
     def address(self) -> int:

@@ -147,13 +147,13 @@ def map_side_by_side(
     ``prop``: the properties of imported chunks. After an error the caller must unmap the range.
     """
     node, offset = range._node, 0
-    node.maker = spec_of(range._session, prop)
+    spec = spec_of(range._session, prop)
     entries: list[MappedBytes] = []
     for chunk in chunks:
         if isinstance(chunk, PhysicalMemory):
             entry = range._map(chunk, offset)
         else:
-            entry = MappedBytes(node, offset, offset + chunk.nbytes, {})
+            entry = MappedBytes(node, offset, offset + chunk.nbytes, {}, spec)
             with node.adding(entry):
                 entry.map(chunk._raw)
         entries.append(entry)

@@ -118,12 +118,6 @@ class MemorySpec:
             raise ValueError(f"{name}={nbytes}: allowed are {allowed}")
         return size
 
-    def make(self, nbytes: int) -> PhysicalMemory:
-        """Create physical memory; ``nbytes`` is a multiple of the granularity."""
-        memory = PhysicalMemory.__new__(PhysicalMemory)
-        memory._make(self, nbytes)
-        return memory
-
     def obtain(self, owner: OwnsHandle, nbytes: int) -> None:
         """Create memory (``cuMemCreate``) and store its handle in ``owner._raw``.
 

@@ -26,14 +26,14 @@ _START, _STOP = attrgetter("offset"), attrgetter("stop")
 class MappedBytes(Node):
     """One mapping in a reservation. Its release is ``cuMemUnmap``, and ``cuMemRelease`` if it holds the handle."""
 
-    __slots__ = ("_memory", "_raw", "offset", "reservation", "rights", "state", "stop")
+    __slots__ = ("_memory", "_raw", "offset", "reservation", "rights", "spec", "state", "stop")
 
     kind = Kind.MAPPING
 
     state: AllocationState
     """State of the memory; set when an object takes the handle."""
 
-    def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights) -> None:
+    def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights, spec: Any = None) -> None:
         # Inlined Node.__init__(), because a growing buffer makes one entry per step.
         self.given_up: bool = False
         self.gone: bool = False
@@ -45,6 +45,8 @@ class MappedBytes(Node):
         self.stop: int = stop
         self.rights: Rights = rights
         """Permissions; never modified in place, as several mappings share them."""
+        self.spec: Any = spec
+        """:class:`MemorySpec` of the memory; None if an object holds the handle."""
         self._memory: GenericAllocation | None = None
         self._raw: Any = None
         """Driver handle; None if an object holds it."""
@@ -57,12 +59,12 @@ class MappedBytes(Node):
     @property
     def memory(self) -> GenericAllocation:
         """The memory as an object, which owns the handle from now on. It may be closed."""
-        return self.reservation.maker.adopt(self) if self._memory is None else self._memory
+        return self.spec.adopt(self) if self._memory is None else self._memory
 
     @property
     def mark(self) -> str:
         """One character for the memory in drawings of an address range."""
-        return self.reservation.maker.mark if self._memory is None else self._memory._mark
+        return self.spec.mark if self._memory is None else self._memory._mark
 
     @property
     def alone(self) -> bool:
@@ -194,27 +196,20 @@ class Reservation(HandleNode):
     address.
     """
 
-    __slots__ = ("copies", "entries", "maker", "nbytes", "stale")
+    __slots__ = ("copies", "entries", "nbytes", "stale")
 
     def __init__(self, session: Session, nbytes: int) -> None:
         super().__init__(allocations_of(session), Kind.RANGE)
         self.nbytes: int = nbytes
         self.entries: list[MappedBytes] = []
         """Mappings in the order of addresses; if :attr:`stale`, unmapped ones too. The list object stays the same."""
-        self.maker: Any = None
-        """:class:`MemorySpec` of memory whose handles the mappings hold."""
         self.stale: bool = False
         """True if :attr:`entries` lists unmapped entries."""
         self.copies: Fence | None = None
         """The last copies to the range that may run when it is dropped, perhaps on a stream that nobody else knows."""
 
     def table(self) -> list[MappedBytes]:
-        """Return the mappings, in the order of addresses."""
-        self.forget_unmapped()
-        return self.entries
-
-    def forget_unmapped(self) -> None:
-        """Remove unmapped entries, with their memory objects."""
+        """Return the mappings, in the order of addresses. First forget unmapped entries, with their memory objects."""
         if self.stale:
             self.stale = False  # before the scan: another thread may unmap an entry meanwhile
             try:
@@ -222,6 +217,7 @@ class Reservation(HandleNode):
             except BaseException:
                 self.stale = True
                 raise
+        return self.entries
 
     def add(self, entry: MappedBytes) -> None:
         """List an entry before it is mapped, so that a signal handler that raises cannot lose the mapping."""

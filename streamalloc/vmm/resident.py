@@ -105,7 +105,7 @@ def _mapped(device: Device, reservation: Reservation) -> dict[object, int]:
         if isinstance(memory, PhysicalMemory):
             location = None if entry.state.imported else memory.location
         elif entry._raw is not None:
-            location = reservation.maker.prop.location
+            location = entry.spec.prop.location
         if not entry.gone and location == device.location:
             found[entry if memory is None else entry.state] = entry.nbytes
     return found

@@ -97,8 +97,6 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self,
         device: Device,
         capacity: int,
-        alignment: int,
-        address: int,
         rights: Rights,
         stream: StreamLike | None,
         location: MemLocation | None = None,
@@ -116,7 +114,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._nbytes = 0
         self._evicted: Eviction | None = None
         self._remedy = RESTORE
-        self.range: AddressRange = AddressRange(capacity, alignment=alignment, address=address, driver=device.driver)
+        self.range: AddressRange = AddressRange(capacity, driver=device.driver)
         """The reserved addresses. Only this buffer maps and unmaps memory there."""
         self.range._owned = True
 
@@ -387,12 +385,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _create_chunk(self, chunk: ChunkSpec) -> MappedBytes:
         """Create and map a chunk, without permissions."""
         node, spec = self.range._node, chunk.spec
-        if spec is not node.maker:
-            memory = spec.make(chunk.nbytes)
-            # Close it here: the traceback keeps the object alive, so its finaliser would run too late.
-            with undoing(memory.close):
-                return self.range._map(memory, chunk.offset)
-        entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {})
+        entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {}, spec)
         try:
             node.add(entry)
             spec.obtain(entry, chunk.nbytes)
@@ -482,7 +475,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
 def _spec_of(entry: MappedBytes) -> MemorySpec:
     memory = entry._memory
-    spec: MemorySpec = memory._spec if isinstance(memory, PhysicalMemory) else entry.reservation.maker
+    spec: MemorySpec = memory._spec if isinstance(memory, PhysicalMemory) else entry.spec
     return spec
 
 
@@ -611,7 +604,7 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
         for entry in several:
             entry.close()
         # Drop the memory objects, because handles exported from them would keep the memory.
-        buffer.range._node.forget_unmapped()
+        buffer.range._node.table()
 
 
 def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> Iterator[Step]:

@@ -83,8 +83,6 @@ class TestMake:
             ({"capacity": 1.5}, TypeError, "capacity"),
             ({"capacity": PAGE, "nbytes": PAGE + 1}, ValueError, f"nbytes={PAGE + 1}.*capacity"),
             ({"capacity": PAGE, "chunk": -1}, ValueError, "chunk"),
-            ({"capacity": PAGE, "alignment": 3}, ValueError, "alignment"),
-            ({"capacity": PAGE, "address": 1}, ValueError, "address"),
             ({"capacity": PAGE, "access": HOST}, ValueError, "access"),
             ({"capacity": PAGE, "access": sa.MemLocation.device(99)}, ValueError, "id=99"),
             ({"capacity": PAGE, "handle_types": 1}, TypeError, "handle_types"),

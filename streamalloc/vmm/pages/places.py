@@ -76,7 +76,8 @@ class Places(MappedBytes):
     __slots__ = ("__weakref__", "backing", "broken", "mapped", "numbers", "parked", "physical", "stored")
 
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
-        super().__init__(reservation, 0, reservation.nbytes, {physical.device.location: MemAccess.READWRITE})
+        rights = {physical.device.location: MemAccess.READWRITE}
+        super().__init__(reservation, 0, reservation.nbytes, rights, physical.spec)
         count = reservation.nbytes // physical.size
         self.physical: PhysicalPages = physical
         self.mapped: list[Page | None] = [None] * count
@@ -94,11 +95,6 @@ class Places(MappedBytes):
         next call of :meth:`locked` repairs them.
         """
         physical.spaces.add(self)
-
-    @property
-    def mark(self) -> str:
-        """One character for the memory in drawings of an address range."""
-        return self.physical.spec.mark
 
     def _address(self, place: int) -> int:
         return int(self.reservation.raw) + place * self.physical.size

@@ -463,26 +463,20 @@ class BlockTier(Tier, Closes):
             As for :meth:`save`.
         """
         with self._lock:
-            self._grow_to(count, nbytes)
-
-    def _grow_to(self, count: int, nbytes: int) -> None:
-        self._check_open()
-        free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)
-        while free < count:
-            free += self._grow(nbytes, count - free).count
+            self._check_open()
+            free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)
+            while free < count:
+                free += self._grow(nbytes, count - free).count
 
     def _take(self, count: int, stored: Stored) -> None:
         """Add room for so many blocks to contents."""
         with self._lock:
-            self._add_to(count, stored)
-
-    def _add_to(self, count: int, stored: Stored) -> None:
-        self._check_open()
-        while len(stored) < count:
-            left = count - len(stored)
-            fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
-            chunk = next(fitting, None) or self._grow(stored.nbytes, left)
-            stored.add(chunk, *chunk.take(left))
+            self._check_open()
+            while len(stored) < count:
+                left = count - len(stored)
+                fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
+                chunk = next(fitting, None) or self._grow(stored.nbytes, left)
+                stored.add(chunk, *chunk.take(left))
 
     def _grow(self, nbytes: int, count: int) -> Chunk:
         size = self._room(nbytes)

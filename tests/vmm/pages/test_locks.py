@@ -644,17 +644,17 @@ class TestTiers:
         def reserve(tier: vmm.HostTier) -> None:
             tier.reserve(1, self.SIZE)
 
-        for tier in interleaved(vmm.HostTier._grow_to, make, reserve, reserve):
+        for tier in interleaved(vmm.HostTier.reserve, make, reserve, reserve):
             assert len(tier._chunks) == 1
 
-    @pytest.mark.parametrize("act", ["_add_to", "_forget_unused"])
+    @pytest.mark.parametrize("act", ["_take", "_forget_unused"])
     def test_memory_is_taken_once(self, make: Callable[[], vmm.HostTier], act: str) -> None:
         taken: list[Stored] = []
 
         def take(tier: vmm.HostTier) -> None:
             taken.append(self.stored(tier))
 
-        first = take if act == "_add_to" else vmm.HostTier._forget_unused
+        first = take if act == "_take" else vmm.HostTier._forget_unused
         for tier in interleaved(getattr(vmm.HostTier, act), make, first, take):
             addresses = np.concatenate([one._addresses for one in taken]).tolist()
             assert len(addresses) == len({*addresses}) and tier.used == len(addresses) * self.SIZE
