@@ -27,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 SIZE = 4096
 WORKOUT = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, derandomize=True, database=None,
+    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
@@ -74,6 +74,8 @@ class Shared:
         """Descriptors that keep it until they are opened, cancelled or dropped."""
         self.plain: list[ipc.Shared] = []
         """Descriptors that do not."""
+        self.arrived: list[ipc.Shared] = []
+        """Descriptors that kept it, and were opened."""
         self.opened: list[Any] = []
 
     @property
@@ -141,8 +143,8 @@ class Model(RuleBasedStateMachine):
                 fd.close()
         assert not stale and holds(opened, thing.value) and not opened.lost
         thing.opened.append(opened)
-        if not held:
-            thing.plain.append(shared)
+        (thing.arrived if held else thing.plain).append(shared)
+        assert not shared.held
 
     @rule(which=WHICH, one=some.integers(0, 3), stream=WHO, fault=FAULT, drop=some.booleans())
     def close(self, which: int, one: int, stream: int, fault: int, drop: bool) -> None:
@@ -177,6 +179,11 @@ class Model(RuleBasedStateMachine):
         thing.buffer, thing.lease = None, lease
         thing.freed = True
         gc.collect()
+
+    @rule(which=WHICH, policy=some.sampled_from(["raise", "defer", "drop"]), stream=WHO)
+    def free_in_transit(self, which: int, policy: str, stream: int) -> None:
+        self.share(which, True, stream, 0)
+        self.free(which, policy, stream, 0)
 
     @rule(which=WHICH, one=some.integers(0, 3), drop=some.booleans())
     def give_up(self, which: int, one: int, drop: bool) -> None:
