@@ -34,13 +34,7 @@ from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, Stor
 from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
 from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
 from streamalloc.ipc.store.protocol import REQUESTS, encode, request_in, socket_path
-from streamalloc.ipc.transport.channel import (
-    Channel,
-    Listener,
-    ProtocolError,
-    identity,
-    no_descriptors,
-)
+from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors
 from streamalloc.ipc.wire.control_block import ReadyWord
 
 # Seconds between two checks of announced contents, and between two attempts to send an answer.

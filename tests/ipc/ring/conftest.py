@@ -8,11 +8,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
-from tests.ipc.ring.support import (
-    SIZE,
-    consumer_of,
-    make_ring,
-)
+from tests.ipc.ring.support import SIZE, consumer_of, make_ring
 from tests.processes import Partner
 
 

@@ -15,11 +15,7 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.pool.ending import PoolEnd
-from tests.ipc.support import (
-    make_pool,
-    shared_pool,
-    state,
-)
+from tests.ipc.support import make_pool, shared_pool, state
 from tests.processes import SECONDS, Partner, There, eventually
 from tests.support import filled, shows
 

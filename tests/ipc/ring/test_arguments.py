@@ -12,19 +12,8 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Ring, RingProducer
 from streamalloc.ipc.ring.protocol import ANSWER, END, HELLO, MAGIC, PACKET, VERSION
-from tests.ipc.ring.support import (
-    SIZE,
-    bytes_there,
-    join,
-    refused,
-    send,
-    shows_there,
-    take,
-    value_there,
-)
-from tests.ipc.support import (
-    synchronize,
-)
+from tests.ipc.ring.support import SIZE, bytes_there, join, refused, send, shows_there, take, value_there
+from tests.ipc.support import synchronize
 from tests.processes import SECONDS, Partner
 
 

@@ -29,12 +29,7 @@ from tests.ipc.ring.support import (
     take,
     words,
 )
-from tests.ipc.support import (
-    hold,
-    no_more,
-    release,
-    state,
-)
+from tests.ipc.support import hold, no_more, release, state
 from tests.processes import Partner, eventually, holds_there
 from tests.support import executed, pending
 

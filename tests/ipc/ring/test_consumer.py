@@ -22,10 +22,7 @@ from tests.ipc.ring.support import (
     never_joins,
     send_there,
 )
-from tests.ipc.support import (
-    hold,
-    synchronize,
-)
+from tests.ipc.support import hold, synchronize
 from tests.processes import SECONDS, Partner, eventually
 from tests.support import executed, pending
 

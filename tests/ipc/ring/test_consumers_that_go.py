@@ -25,9 +25,7 @@ from tests.ipc.ring.support import (
     take,
     work_there,
 )
-from tests.ipc.support import (
-    hold,
-)
+from tests.ipc.support import hold
 from tests.processes import SECONDS, Partner, eventually
 from tests.support import executed, pending
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -10,13 +11,14 @@ from collections.abc import Callable
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupted, interrupts
-from tests.ipc.ring.support import add_there, join, make_ring, settled
-from tests.processes import SECONDS, Partner, There, eventually
+from tests.ipc.ring.support import add_there, all_of, join, make_ring, send_there, settled, take
+from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import executed
 
 
@@ -175,3 +177,32 @@ def _hand_off_unfilled(there: There, count: int) -> None:
     there.keep("gate", Gate(there.device)).hold(there.kept["stream"])
     for _ in range(count):
         there.kept["ring"].put(b"x")
+
+
+class TestProcesses:
+    @pytest.mark.simulated_only("a forked child of a process that uses CUDA")
+    def test_fork(self, ring: RingProducer, partner: Partner, fills: Partner, consumer: RingConsumer) -> None:
+        """A child can use neither end, and takes nothing from its parent."""
+        join(partner, ring)
+        slot = ring.next()
+        fills.run(send_there, 1)
+
+        def refuses(use: Callable[[], object]) -> bool:
+            try:
+                use()
+            except sd.ForkedProcessError:
+                return True
+            return False
+
+        child = os.fork()
+        if not child:
+            uses: list[Callable[[], object]]
+            uses = [ring.next, slot.hand_off, lambda: ring.put(b""), ring.close, consumer.next, consumer.close]
+            os._exit(0 if all(refuses(use) for use in uses) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        slot.fill(1)
+        slot.hand_off()
+        partner.run(take)
+        assert partner.run(holds_there, "item", 1)
+        with consumer.next() as item:
+            assert all_of(item, 1)

@@ -25,13 +25,7 @@ from tests.ipc.ring.support import (
     take,
     take_captured,
 )
-from tests.ipc.support import (
-    busy,
-    hold,
-    idle,
-    make_stream,
-    release,
-)
+from tests.ipc.support import busy, hold, idle, make_stream, release
 from tests.processes import SECONDS, Partner, holds_there
 from tests.support import executed, pending
 

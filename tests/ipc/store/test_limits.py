@@ -61,11 +61,12 @@ def test_eviction_by_least_recent_use(serve: Serve) -> None:
     store = serve(limit=12 * MiB, evict=True)
     for value, key in enumerate("abc"):
         write(store, key, value, nbytes=4 * MiB)
-    with store.open("a"), store.open("b"):
-        pass
-    assert eventually(lambda: store.statistics().readers == 0)
-    write(store, "d", 3, nbytes=4 * MiB)
-    assert [entry.key for entry in store.list()] == ["a", "b", "d"]
+    with store.open("a") as held:  # the oldest use
+        for key in "cb":
+            store.open(key).close()
+        assert eventually(lambda: store.statistics().readers == 1)
+        write(store, "d", 3, nbytes=4 * MiB)
+        assert [entry.key for entry in store.list()] == ["a", "b", "d"] and holds(held["all"], 0)
     with pytest.raises(ipc.StoreKeyError, match="it was evicted"):
         store.open("c")
 

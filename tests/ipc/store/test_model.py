@@ -143,7 +143,7 @@ class Model(RuleBasedStateMachine):
         self.begin(key, True)
         if len(self.writers) > count:
             for nbytes in sizes or [PAGE]:
-                self.allocate(count, nbytes, value, 0)
+                self.allocate(count, nbytes, value, fault)
             self.commit(count, fault, held)
 
     @rule(key=KEY, replace=some.booleans(), which=WHICH, nbytes=SIZE, fault=FAULT, how=some.sampled_from(STEPS))
