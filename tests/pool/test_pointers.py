@@ -107,6 +107,17 @@ class TestPools:
             found = pointer_attributes(buffer.address)
             assert (found.device, found.pool) == (peer, pool)
 
+    def test_a_pool_that_was_closed(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
+        """Memory that other code allocated by the handle keeps it from being destroyed; its object is a closed one."""
+        pool, raw = sa.MemoryPool(device), cuda.CUstream(stream.handle)
+        address = machine.cuMemAllocFromPoolAsync(64, cuda.CUmemoryPool(pool.handle), raw)[1]
+        pool.close()
+        del pool
+        gc.collect()
+        found = pointer_attributes(int(address)).pool
+        assert found is not None and found.closed
+        assert not machine.cuMemFreeAsync(address, raw)[0]
+
 
 class TestOtherMemory:
     def test_plain(self, raw: Any, device: sa.Device) -> None:
