@@ -186,6 +186,9 @@ class Relay:
         self._thread = threading.Thread(target=_carry, args=arguments, name="streamalloc relay", daemon=True)
         self._thread.start()
         _running.add(self)
+        # Before the function of a simulated driver, which keeps that driver's lock: the thread would keep the relay's.
+        atexit.unregister(stop_all)
+        atexit.register(stop_all)
 
     def exchange(self) -> bool:
         """Transfer all words once. Returns whether the other side waits for the next exchange. :attr:`lock` is held."""
@@ -258,7 +261,6 @@ def _close_idle() -> None:
 SETTLERS.append(_close_idle)
 
 
-@atexit.register
 def stop_all() -> None:
     """Stop the threads before the interpreter ends, so that none is in the driver at that time."""
     for relay in members(_running):

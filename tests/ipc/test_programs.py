@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.package.test_recipes import PAGES as ALONE
-from tests.processes import finished
+from tests.processes import finished, python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted({*(ROOT / "notebooks" / "docs").rglob("*.md")} - {*ALONE})]
@@ -94,3 +94,12 @@ def test_least_cost_has_a_line_for_each_kind_of_stream(on_cuda: bool) -> None:
     assert [line[0] for line in lines][:3] == ["own", "default", "per-thread"]
     assert {len(line) for line in lines if line[0] != "cupy.empty"} == {5}
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.simulated_only("its machines are simulated")
+def test_a_program_of_two_machines_ends() -> None:
+    """Threads that carry words between machines are stopped before the simulated driver keeps its lock."""
+    page = (ROOT / "notebooks" / "docs" / "guides" / "ipc.md").read_text()
+    (text,) = re.findall(r"^```python\n((?:(?!```).)*?fabric=True.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for _ in range(2):
+        assert finished(python(text)).returncode == 0
