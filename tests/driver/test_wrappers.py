@@ -142,20 +142,6 @@ class TestFaulty:
         assert [len(answer) for answer in answers] == [2] * 4
         assert driver.failed == ["cuDeviceGetCount"] * 2
 
-    def test_by_number(self, machine: Any) -> None:
-        driver = sd.faulty(machine, 2)
-        assert [
-            driver.cuInit(0)[0].name,
-            driver.cuDeviceGetCount()[0].name,
-            driver.cuInit(0)[0].name,
-        ] == ["CUDA_SUCCESS", "CUDA_ERROR_OUT_OF_MEMORY", "CUDA_SUCCESS"]
-        assert driver.seen == ["cuInit", "cuDeviceGetCount", "cuInit"] and driver.failed == ["cuDeviceGetCount"]
-
-    def test_what_fails_does_not_reach_the_driver(self, machine: Any) -> None:
-        traced = sd.traced(machine)
-        sd.faulty(traced, "cuInit").cuInit(0)
-        assert traced.calls == []
-
     @pytest.mark.parametrize(
         ("function", "values"),
         [

@@ -369,20 +369,6 @@ class TestLeaks:
         )
         result.assert_outcomes(xfailed=1)
 
-    def test_of_a_run_inside_of_a_test(self, run: Run) -> None:
-        result = run(
-            """
-            pytest_plugins = ["pytester"]
-
-            def test_it(streamalloc_machine, pytester):
-                pytester.makepyfile("def test_it(streamalloc_machine): pass")
-                arguments = "-p", "streamalloc.testing.plugin", "--streamalloc-leaks"
-                pytester.runpytest_inprocess(*arguments).assert_outcomes(passed=1)
-            """,
-            "--streamalloc-leaks",
-        )
-        result.assert_outcomes(passed=1)
-
     def test_of_faulty_machines(self, run: Run) -> None:
         result = run(
             """
