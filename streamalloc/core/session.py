@@ -402,7 +402,8 @@ _sessions_lock = RLock()
 def sessions() -> tuple[Session, ...]:
     """The sessions of all drivers that are in use."""
     with _sessions_lock:
-        return tuple(_sessions.values())
+        # Without a state the collector is clearing the session, which its own finaliser has registered again.
+        return tuple([one for one in _sessions.values() if hasattr(one, "_state")])
 
 
 # Rules for a forked child. CUDA does not work in a forked child: a driver call may hang on a lock that a thread of
@@ -435,7 +436,7 @@ def _is_unusable(pid: int, process: Callable[[], int], exiting: Callable[[], boo
 def _shut_sessions_after_fork() -> None:
     global _sessions_lock
     _sessions_lock = RLock()
-    for session in tuple(_sessions.values()):
+    for session in sessions():
         session._shut_after_fork()
 
 
