@@ -28,7 +28,7 @@ from streamalloc.testing import Faults, Gate
 from tests.interop.conftest import Get
 from tests.interop.libraries import LIBRARIES, Library
 from tests.interop.standins import STANDINS
-from tests.support import GROWTH, KEEP, MiB, holds
+from tests.support import GROWTH, KEEP, MiB, holds, later_memory_is_whole
 
 N = 2 * MiB
 
@@ -551,6 +551,20 @@ def test_a_stream_with_the_handle_of_a_closed_one(
         assert memory.stream.handle == stream.handle
         del memory
         theirs.handle = closed
+
+
+def test_memory_is_freed_on_the_stream_that_the_library_names(
+    pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, gate: Gate
+) -> None:
+    """RMM and cuda.core name the stream of the last use, which may be another one than that of the allocation."""
+    ledger = Ledger(Sources([pool]))
+    with device.create_stream() as last:
+        address = ledger.allocate(N, 0, stream.handle)
+        last.wait(stream)
+        gate.hold(last)
+        ledger._held[address][0].fill(1, last)
+        assert ledger.free(address, 0, last.handle) == N
+        assert later_memory_is_whole(pool, N, stream, gate)
 
 
 class TestCaptures:
