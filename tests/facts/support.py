@@ -70,7 +70,7 @@ def unreadable(enum: Any, name: str) -> Any:
 class Gate:
     """A word of pinned host memory that holds streams until the host opens it."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Things) -> None:
         self._rig = rig
         self._word = rig.word()
         self.address = ctypes.addressof(self._word)
@@ -101,8 +101,8 @@ class Gate:
             self.open()
 
 
-class Rig:
-    """The driver under test with one context current, and the undo of all that a test makes through it."""
+class Things:
+    """What a test makes through a driver with one context current, and the undo of all of it."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw
@@ -116,6 +116,16 @@ class Rig:
         """Bytes reserved and used, by device."""
         self._owned: list[tuple[Any, Callable[[], object]]] = []
         self._settled = False
+
+    def device_attribute(self, name: str) -> int:
+        """An attribute of device 0."""
+        attribute = getattr(self.raw.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(value(self.raw.cuDeviceGetAttribute(attribute, 0)))
+
+    def need(self, name: str) -> None:
+        """Skip the test unless device 0 has an attribute, of which there are no readings without it."""
+        if not self.device_attribute(name):
+            pytest.skip(f"device 0 lacks {name}")
 
     # --- what a test makes
 
@@ -173,6 +183,13 @@ class Rig:
         if threshold is not None:
             self.set_threshold(pool, threshold)
         return pool
+
+    def pool_attribute(self, name: str) -> Any:
+        return getattr(self.raw.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
+
+    def set_threshold(self, pool: Any, size: int) -> None:
+        attribute = self.pool_attribute("RELEASE_THRESHOLD")
+        value(self.raw.cuMemPoolSetAttribute(pool, attribute, self.raw.cuuint64_t(size)))
 
     def create_pool(self, **props: int) -> Answer:
         answer: Answer = self.raw.cuMemPoolCreate(self.pool_props(**props))
@@ -379,77 +396,6 @@ class Rig:
         answer: Answer = self.raw.cuMemPoolImportFromShareableHandle(given, self.handle_type(handle_type), 0)
         return answer
 
-    # --- what a test reads
-
-    def pointer_attribute(self, address: Any, name: str) -> int | str:
-        """An attribute of an address, or what the call says where it fails."""
-        member = getattr(self.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
-        answer = self.raw.cuPointerGetAttribute(member, address)
-        return int(answer[1]) if said(answer) == "SUCCESS" else said(answer)
-
-    def pointer_attributes(self, address: Any, names: Iterable[str]) -> dict[str, int | str]:
-        return {name: self.pointer_attribute(address, name) for name in names}
-
-    def pool_attribute(self, name: str) -> Any:
-        return getattr(self.raw.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
-
-    def get(self, pool: Any, name: str) -> int:
-        return int(value(self.raw.cuMemPoolGetAttribute(pool, self.pool_attribute(name))))
-
-    def set_threshold(self, pool: Any, size: int) -> None:
-        attribute = self.pool_attribute("RELEASE_THRESHOLD")
-        value(self.raw.cuMemPoolSetAttribute(pool, attribute, self.raw.cuuint64_t(size)))
-
-    def stats(self, pool: Any) -> Stats:
-        return Stats(*(self.get(pool, name) for name in COUNTERS))
-
-    def reserved(self, pool: Any) -> int:
-        return self.get(pool, "RESERVED_MEM_CURRENT")
-
-    def used(self, pool: Any) -> int:
-        return self.get(pool, "USED_MEM_CURRENT")
-
-    def device_attribute(self, name: str) -> int:
-        """An attribute of device 0."""
-        attribute = getattr(self.raw.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(value(self.raw.cuDeviceGetAttribute(attribute, 0)))
-
-    def need(self, name: str) -> None:
-        """Skip the test unless device 0 has an attribute, of which there are no readings without it."""
-        if not self.device_attribute(name):
-            pytest.skip(f"device 0 lacks {name}")
-
-    def device_free(self) -> int:
-        """Free memory of the current device."""
-        return int(value(self.raw.cuMemGetInfo())[0])
-
-    def query(self, stream: Any) -> str:
-        return said(self.raw.cuStreamQuery(stream))
-
-    def held(self, stream: Any) -> bool:
-        """Whether the stream has work that does not execute, looked at after a moment in which it could."""
-        time.sleep(0.005)
-        return self.query(stream) == "NOT_READY"
-
-    def executed(self, stream: Any, within: float = 5.0) -> bool:
-        """Whether all work of the stream executes within a time; looking is no synchronisation."""
-        end = time.monotonic() + within
-        while self.query(stream) == "NOT_READY":
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.0005)
-        return self.query(stream) == "SUCCESS"
-
-    def synchronize(self) -> None:
-        value(self.raw.cuCtxSynchronize())
-
-    def read(self, pointer: Any, size: int) -> list[int]:
-        """The bytes at a device address, copied once the current context has done its work."""
-        self.synchronize()
-        bytes_: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
-        value(self.raw.cuMemcpyDtoH(bytes_, pointer, size))
-        return [int(byte) for byte in bytes_]
-
     # --- graphs
 
     def begin_capture(self, stream: Any, mode: int = 0) -> None:
@@ -468,28 +414,6 @@ class Rig:
 
     def instantiate(self, graph: Any, flags: int = 0) -> Any:
         return self.own(value(self.raw.cuGraphInstantiate(graph, flags)), self.raw.cuGraphExecDestroy)
-
-    def graph_memory(self, device: int = 0) -> Stats:
-        attributes = (getattr(self.raw.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}") for name in COUNTERS)
-        absolute = [int(value(self.raw.cuDeviceGetGraphMemAttribute(device, one))) for one in attributes]
-        before = self._graph_memory_of_others.get(device, (0, 0))
-        return Stats(*(number - before[at // 2] for at, number in enumerate(absolute)))
-
-    def forget_graph_memory(self, device: int = 0) -> None:
-        """Give back what graphs have reserved before, and start the peaks anew.
-
-        The first time, what is still in use is that of others, a failed test for example; it is not counted.
-        """
-        first = device not in self._graph_memory_of_others
-        if first:
-            gc.collect()
-        value(self.raw.cuDeviceGraphMemTrim(device))
-        if first:
-            stats = self.graph_memory(device)
-            self._graph_memory_of_others[device] = (stats.reserved, stats.used)
-        for name in ("USED_MEM_HIGH", "RESERVED_MEM_HIGH"):
-            attribute = getattr(self.raw.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
-            value(self.raw.cuDeviceSetGraphMemAttribute(device, attribute, self.raw.cuuint64_t(0)))
 
     # --- the end
 
@@ -524,6 +448,84 @@ class Rig:
         for context in reversed(self._contexts):
             results += [said(self.raw.cuCtxSetCurrent(context)), said(self.raw.cuCtxSynchronize())]
         return set(results) == {"SUCCESS"}
+
+
+class Rig(Things):
+    """The driver under test with one context current, and the undo of all that a test makes through it."""
+
+    def pointer_attribute(self, address: Any, name: str) -> int | str:
+        """An attribute of an address, or what the call says where it fails."""
+        member = getattr(self.raw.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+        answer = self.raw.cuPointerGetAttribute(member, address)
+        return int(answer[1]) if said(answer) == "SUCCESS" else said(answer)
+
+    def pointer_attributes(self, address: Any, names: Iterable[str]) -> dict[str, int | str]:
+        return {name: self.pointer_attribute(address, name) for name in names}
+
+    def get(self, pool: Any, name: str) -> int:
+        return int(value(self.raw.cuMemPoolGetAttribute(pool, self.pool_attribute(name))))
+
+    def stats(self, pool: Any) -> Stats:
+        return Stats(*(self.get(pool, name) for name in COUNTERS))
+
+    def reserved(self, pool: Any) -> int:
+        return self.get(pool, "RESERVED_MEM_CURRENT")
+
+    def used(self, pool: Any) -> int:
+        return self.get(pool, "USED_MEM_CURRENT")
+
+    def device_free(self) -> int:
+        """Free memory of the current device."""
+        return int(value(self.raw.cuMemGetInfo())[0])
+
+    def query(self, stream: Any) -> str:
+        return said(self.raw.cuStreamQuery(stream))
+
+    def held(self, stream: Any) -> bool:
+        """Whether the stream has work that does not execute, looked at after a moment in which it could."""
+        time.sleep(0.005)
+        return self.query(stream) == "NOT_READY"
+
+    def executed(self, stream: Any, within: float = 5.0) -> bool:
+        """Whether all work of the stream executes within a time; looking is no synchronisation."""
+        end = time.monotonic() + within
+        while self.query(stream) == "NOT_READY":
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.0005)
+        return self.query(stream) == "SUCCESS"
+
+    def synchronize(self) -> None:
+        value(self.raw.cuCtxSynchronize())
+
+    def read(self, pointer: Any, size: int) -> list[int]:
+        """The bytes at a device address, copied once the current context has done its work."""
+        self.synchronize()
+        bytes_: npt.NDArray[np.uint8] = np.zeros(size, np.uint8)
+        value(self.raw.cuMemcpyDtoH(bytes_, pointer, size))
+        return [int(byte) for byte in bytes_]
+
+    def graph_memory(self, device: int = 0) -> Stats:
+        attributes = (getattr(self.raw.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}") for name in COUNTERS)
+        absolute = [int(value(self.raw.cuDeviceGetGraphMemAttribute(device, one))) for one in attributes]
+        before = self._graph_memory_of_others.get(device, (0, 0))
+        return Stats(*(number - before[at // 2] for at, number in enumerate(absolute)))
+
+    def forget_graph_memory(self, device: int = 0) -> None:
+        """Give back what graphs have reserved before, and start the peaks anew.
+
+        The first time, what is still in use is that of others, a failed test for example; it is not counted.
+        """
+        first = device not in self._graph_memory_of_others
+        if first:
+            gc.collect()
+        value(self.raw.cuDeviceGraphMemTrim(device))
+        if first:
+            stats = self.graph_memory(device)
+            self._graph_memory_of_others[device] = (stats.reserved, stats.used)
+        for name in ("USED_MEM_HIGH", "RESERVED_MEM_HIGH"):
+            attribute = getattr(self.raw.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{name}")
+            value(self.raw.cuDeviceSetGraphMemAttribute(device, attribute, self.raw.cuuint64_t(0)))
 
 
 PROGRAM = """
