@@ -23,6 +23,7 @@ from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, claiming
 from streamalloc.vmm.ownership import allocations_of
+from streamalloc.vmm.pages import places as places_module
 from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages.physical import Page
 from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
@@ -284,6 +285,26 @@ class TestPhysicalPages:
     def test_two_threads_close_one(self, make: Callable[[], PhysicalPages]) -> None:
         for physical in interleaved(PhysicalPages.close, make, PhysicalPages.close, PhysicalPages.close):
             assert physical.zero.users == 0
+
+    def test_one_thread_works_in_the_background(
+        self, make: Callable[[], PhysicalPages], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Any] = []
+
+        class Threads:
+            submit = print
+
+            def __init__(self, *_: object) -> None:
+                made.append(self)
+
+        monkeypatch.setattr(places_module, "ThreadPoolExecutor", Threads)
+
+        def submit(physical: PhysicalPages) -> None:
+            physical.in_background(int)
+
+        for _ in interleaved(PhysicalPages.in_background, make, submit, submit):
+            assert len(made) == 1
+            made.clear()
 
     def test_a_forked_child_waits_for_no_thread_of_its_parent(self, make: Callable[[], PhysicalPages]) -> None:
         physical, locked, end = make(), threading.Event(), threading.Event()
@@ -714,6 +735,14 @@ class TestBudgets:
             assert budget.used == 512
             users[0].claimed = 0
             budget.close()
+
+    def test_requests_are_read_from_an_open_file(self, make: Callable[[], vmm.PageBudget]) -> None:
+        def read_requests(budget: vmm.PageBudget) -> None:
+            with contextlib.suppress(sa.ClosedError):
+                assert budget._requests() == (0, 0)
+
+        for _ in interleaved(vmm.PageBudget._requests, make, read_requests, vmm.PageBudget.close):
+            pass
 
     def test_one_thread_listens(self, make: Callable[[], vmm.PageBudget]) -> None:
         def join(budget: vmm.PageBudget) -> None:

@@ -273,7 +273,7 @@ def test_a_rank_is_killed(device: sa.Device, on_cuda: bool) -> None:
 @in_a_thread
 def test_a_hook_fails_and_any_call_of_the_undo(machine: Any) -> None:
     """The bytes are in the backup still, and the next wake has them."""
-    for nth in every(2):
+    for nth in every(5):
         account = Account(machine)
         faults: Any = Faults(account.driver)
         device = sa.Device(0, driver=faults)
