@@ -38,7 +38,7 @@ from hypothesis.stateful import (
 
 PAGE, LIMIT = 2 * MiB, 14 * MiB
 WORKOUT = settings(
-    max_examples=12, stateful_step_count=30, deadline=None, derandomize=True, database=None,
+    max_examples=10, stateful_step_count=30, deadline=None, derandomize=True, database=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
