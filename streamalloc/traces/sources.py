@@ -20,6 +20,7 @@ from streamalloc.traces.trace import (
     Event,
     Trace,
     TraceFormatError,
+    content,
     opened,
     read_trace,
     text_lines,
@@ -181,8 +182,9 @@ def _nanoseconds(text: str) -> int:
 
 
 def _read_pickle(file: IO[bytes], device: int | None, name: str) -> Trace:
+    data = content(file, name)
     try:
-        snapshot = plain(file.read())
+        snapshot = plain(data)
     except MemoryError:
         raise TraceFormatError("the pickle is damaged", name) from None
     except Exception as error:  # a damaged pickle raises almost anything
@@ -234,25 +236,45 @@ def _of_type(entry: dict[str, Any], key: str, kind: type[T], default: T | None =
     return value
 
 
-# A pickle is untrusted: the standard library's reader calls functions that it names. This reader has only the opcodes
-# of plain data. It is the Python variant: the C variant allocates as much memory as a pickle says that it needs.
+# A pickle is untrusted. The standard library's reader calls functions that a pickle names, and its C variant allocates
+# as much memory as a pickle requests. This reader is the Python variant without the opcodes for classes and functions.
+# Its memory is proportional to the length of the data: values are slices of the data, and memorised values are in a
+# dictionary.
+_KEY_TYPES = (str, bytes, int, float, bool, type(None))
 _PLAIN_OPCODES = frozenset(
     "PROTO FRAME STOP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "  # noqa: SIM905
-    "UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 DICT SETITEM SETITEMS "
+    "UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 "
     "EMPTY_LIST EMPTY_TUPLE EMPTY_DICT LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS "
     "MARK POP POP_MARK DUP PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE".split()
 )
+_WITH_KEY_TYPES = {"DICT": slice(None, None, 2), "SETITEM": slice(-2, -1), "SETITEMS": slice(None, None, 2)}
+"""By opcode: the positions of keys among the values on the stack."""
+
+
+def _opcode(name: str, load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return an opcode's function, which refuses keys and values other than plain data."""
+    keys = _WITH_KEY_TYPES.get(name)
+
+    def load_with_keys(reader: Any) -> None:
+        for key in reader.stack[keys]:
+            # The hash of nested tuples can take exponential time.
+            if type(key) not in _KEY_TYPES:
+                raise pickle.UnpicklingError(f"a key is of type {type(key).__name__}")
+        load(reader)
+
+    def refuse(_: Any) -> None:
+        why = f"it names more than plain data ({name})"
+        raise pickle.UnpicklingError(f"{why}; a snapshot is dictionaries, lists, text and numbers")
+
+    return load if name in _PLAIN_OPCODES else load_with_keys if keys else refuse
+
+
 _reader: Any = pickle._Unpickler  # type: ignore[attr-defined, unused-ignore]
-
-
-def _refuse(_: Any) -> None:
-    raise pickle.UnpicklingError("it names more than plain data; a snapshot is dictionaries, lists, text and numbers")
 
 
 class _Reader(_reader):  # type: ignore[misc]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        ord(one.code): _reader.dispatch[ord(one.code)] if one.name in _PLAIN_OPCODES else _refuse
-        for one in pickletools.opcodes
+        ord(one.code): _opcode(one.name, _reader.dispatch[ord(one.code)]) for one in pickletools.opcodes
     }
 
 

@@ -16,6 +16,7 @@ import contextlib
 import gzip
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,10 @@ VERSION = 1
 _LINE = '["%s", %d, %d, %d, %d, %d]\n'
 _LEVEL = 6
 _GZIP = b"\x1f\x8b"
+_LONGEST = 1 << 20  # bytes of a line of text
+# A compressed file may contain 200 times its own bytes, and 4 MiB more.
+_RATIO = 200
+_BEYOND = 1 << 22
 _MOST = (1 << 63) - 1  # largest size, number or time of an event
 
 Action: TypeAlias = Literal["allocate", "free"]
@@ -237,10 +242,27 @@ def opened(path: str | Path) -> Iterator[IO[bytes]]:
         raise TraceFormatError(f"the compressed file is damaged: {error}", str(path)) from None
 
 
+def content(file: IO[bytes], name: str) -> bytes:
+    """The bytes of a file from :func:`opened`. Refuses a file with a higher compression than traces have."""
+    compressed = isinstance(getattr(file, "raw", None), gzip.GzipFile)
+    most = os.fstat(file.fileno()).st_size * _RATIO + _BEYOND if compressed else None
+    pieces, length = [], 0
+    while piece := file.read(_LONGEST):
+        pieces.append(piece)
+        length += len(piece)
+        if most is not None and length > most:
+            raise TraceFormatError(f"the compressed file has more than {_RATIO} times its size in it", name)
+    return b"".join(pieces)
+
+
 def text_lines(file: IO[bytes], name: str) -> Iterator[str]:
-    """The lines of a text file. Refuses a line that is no UTF-8."""
-    for number, line in enumerate(file, 1):
-        try:
+    """The lines of a text file. Refuses a line that is no UTF-8, or longer than 1 MiB."""
+    number = 0
+    try:
+        while line := file.readline(_LONGEST + 1):
+            number += 1
+            if len(line) > _LONGEST:
+                raise TraceFormatError(f"the line is longer than {size_text(_LONGEST)}", name, number)
             yield line.decode("utf-8")
-        except UnicodeDecodeError:
-            raise TraceFormatError("this is no text", name, number) from None
+    except UnicodeDecodeError:
+        raise TraceFormatError("this is no text", name, number) from None

@@ -303,7 +303,7 @@ class TestWords:
         [
             (
                 "record a e; write x a; wait b e; write x b",
-                _WAITS_AT + r" recorded at \S+, before the kernel of \S+: ",
+                _WAITS_AT + r" recorded at \S+, before the kernel of \S+: rec",
             ),
             (
                 "begin a; record a e; write x a; wait b e; write x b; record b e; wait a e; g = end",
@@ -315,7 +315,7 @@ class TestWords:
             ),
             (
                 "write x a; wait b e; write x b",
-                _WAITS_AT + r" made at \S+, which nothing had recorded by then: ",
+                _WAITS_AT + r" made at \S+, which nothing had recorded by then: record it",
             ),
             (
                 "write x a; record a e; record c e; wait b e; write x b",

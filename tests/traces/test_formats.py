@@ -435,15 +435,34 @@ SAYS_MUCH = {
     "a length of a number": _said(b"\x8b", 1 << 28, 4),
     "a length of a frame": _said(b"\x95", 1 << 28, 8),
 }
+LONG = 1 << 26
+COMPRESSED = {
+    "a pickle": (b"\x80\x04B" + LONG.to_bytes(4, "little"), b"\0", b"."),
+    "a line of RMM's log": (b"Thread,Time,Action,Pointer,Size,Stream\n", b"1", b""),
+    "a line of a trace": (b"{", b" ", b""),
+    "a header of RMM's log": (b"", b"T", b""),
+    "lists in lists": (b'{"format": "streamalloc trace", "version": 1}\n', b"[", b""),
+}
+"""The begin of a file, the byte that follows 64 Mi times, and the end."""
 
 
-@pytest.mark.parametrize("said", [*SAYS_MUCH.values()], ids=[*SAYS_MUCH])
-def test_no_more_memory_than_the_file_is_long(tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize("said", [*SAYS_MUCH.values(), *COMPRESSED.values()], ids=[*SAYS_MUCH, *COMPRESSED])
+def test_no_more_memory_than_the_file_is_long(tmp_path: Path, said: bytes | tuple[bytes, bytes, bytes]) -> None:
     path = tmp_path / "file"
+    if isinstance(said, tuple):
+        begin, byte, end = said
+        said = gzip.compress(begin + byte * LONG + end)
     path.write_bytes(said)
     assert _peak(path) < (24 << 20)
     with pytest.raises(TraceFormatError):
         traces.load(path)
+
+
+def test_keys_that_take_for_ever_to_hash(tmp_path: Path) -> None:
+    nested = b"\x80\x04)\x94" + b"".join(b"h%ch%c\x86\x94" % (number, number) for number in range(64))
+    (tmp_path / "file").write_bytes(nested + b"}h\x40K\x01s.")
+    with pytest.raises(TraceFormatError, match="a key is of type tuple"):
+        traces.load(tmp_path / "file")
 
 
 def test_the_opcodes_that_plain_data_has() -> None:
