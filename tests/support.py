@@ -161,7 +161,7 @@ _not_loaded: dict[str, str] = {}
 
 def bytecodes(work: Callable[[], object], counts: Callable[[FrameType], bool] = lambda frame: True) -> int:
     """The number of bytecodes that a call runs in this thread, in the frames that count: a cost that no other process
-    changes.
+    changes. No collection comes in between: its finalisers would count.
     """
     count = 0
 
@@ -175,11 +175,15 @@ def bytecodes(work: Callable[[], object], counts: Callable[[FrameType], bool] = 
 
     before = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # sys.settrace of Python 3.12 asks whether any frame has set it
+    collects = gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
 
 
