@@ -8,9 +8,7 @@ without notes was checked completely.
 
 from __future__ import annotations
 
-import re
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -148,7 +146,7 @@ class Reports:
     def _show(self, hazard: Hazard) -> None:
         self.shown.add(hazard)
         if self._test is None:
-            print(_folded(str(hazard)), file=sys.stderr)
+            print(hazard, file=sys.stderr)
         else:
             self._test.report("leaks" if hazard.kind == "leak" else "check", str(hazard))
 
@@ -171,15 +169,6 @@ class Reports:
         texts += [f"not checked: {one}" for one in self._notes.texts()]
         # In one piece: processes of one program end at the same time.
         sys.stderr.write("".join(f"streamalloc check: {text}\n" for text in texts))
-
-
-def _folded(report: str) -> str:
-    """The report with its sentences in lines of 100 columns; lines of the program stay whole."""
-    sentences, *places = re.split(r"\n(?=[^ ])", report, maxsplit=1)
-    folded = (
-        textwrap.wrap(line, 100, subsequent_indent="    ", break_long_words=False) for line in sentences.split("\n")
-    )
-    return "\n".join([*(part for parts in folded for part in parts), *places])
 
 
 def _counted(number: int, what: str) -> str:

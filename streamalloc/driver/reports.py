@@ -4,8 +4,10 @@ display.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
+import textwrap
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -226,7 +228,9 @@ class Hazard:
 
     def __str__(self) -> str:
         (_, what), *others = self._texts()
-        shown = [f"{self.kind}: {what}", *(f"  {name}: {text}" for name, text in others)]
+        sentences = [f"{self.kind}: {what}", *(f"  {name}: {text}" for name, text in others)]
+        fold = functools.partial(textwrap.wrap, width=84, subsequent_indent="    ", break_long_words=False)
+        shown = [line for text in sentences for line in fold(text, break_on_hyphens=False)]
         for name, stack in self.places:
             shown += [f"{name}:", *lines(stack)]
         return "\n".join(shown)

@@ -686,7 +686,7 @@ memory.used(Theirs(), write=False)
     done = python(program)
     lines = done.stderr.splitlines()
     assert lines[0].startswith("use before allocation: a kernel") and "  found: 3 times; this is the first." in lines
-    assert max(map(len, lines[: lines.index("this call:")])) <= 100
+    assert max(map(len, lines[: lines.index("this call:")])) <= 84
     assert "threading.py" not in done.stderr
     at = lines.index("streamalloc check: 1 hazard, 1 leak")
     rest = [line.removeprefix("streamalloc check: not checked: ") for line in lines[at + 1 :]]

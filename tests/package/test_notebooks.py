@@ -90,7 +90,7 @@ def test_set_up(runner: Runner, empty: Path, on_cuda: bool) -> None:
     assert "<code>cell [3], line 2 in &lt;module&gt;</code>" in leaks.shown[0]["text/html"]
     text = told.streams["stdout"]
     assert "stream &#x27;compute&#x27; (created at cell [2], line 2)" in told.shown[0]["text/html"]
-    assert "on stream 'compute' (created at cell [2], line 2)" in text
+    assert "on stream 'compute' (created at cell [2], line 2)" in " ".join(text.split())
     assert text.endswith("allocated:\n  cell [2], line 3, in <module>\n    buffer = sa.allocate(1024, load)\n")
     assert same.streams["stdout"] == "True\n"
 
