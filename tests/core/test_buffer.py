@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import gc
 import weakref
@@ -13,25 +14,20 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc.testing import Gate
 from tests.support import KEEP, MiB, executed, holds, in_threads, names, pending, read
 
+COUNTED = bytes(range(64))
 
-class TestBuffer:
-    def test_what_it_tells(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pool.allocate(1000, stream) as buffer:
-            assert buffer.nbytes == len(buffer) == 1000
-            assert buffer.address > 0 and buffer.address % 512 == 0
-            assert buffer.stream is stream and buffer.owner is pool
-            assert buffer.location == sa.MemLocation.device(0)
-            assert buffer.device_accessible and not buffer.host_accessible and not buffer.freed
-            assert hex(buffer.address) in repr(buffer) and "1000" in repr(buffer)
 
-    def test_is_a_value_of_its_own(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pool.allocate(1, stream) as one, pool.allocate(1, stream) as two:
-            assert one != two and two.address - one.address == 512
-            assert weakref.ref(one)() is one
+def test_what_it_tells(pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    with pool.allocate(1000, stream) as buffer, pool.allocate(1000, stream) as other:
+        assert buffer.nbytes == len(buffer) == 1000
+        assert buffer.stream is stream and buffer.owner is pool
+        assert buffer.location == sa.MemLocation.device(0)
+        assert buffer.device_accessible and not buffer.host_accessible and not buffer.freed
+        assert hex(buffer.address) in repr(buffer) and "1000" in repr(buffer)
+        assert buffer != other and weakref.ref(buffer)() is buffer
 
 
 class TestFreeing:
@@ -54,37 +50,26 @@ class TestFreeing:
             uses: list[Callable[[], object]] = [
                 lambda: buffer.address,
                 lambda: buffer.fill(1),
-                lambda: buffer.copy_to(bytearray(64)),
-                lambda: buffer.copy_from(bytes(64)),
                 lambda: other.copy_to(buffer),
                 lambda: other.copy_from(buffer),
-                lambda: buffer.__cuda_array_interface__,
-                lambda: buffer.__dlpack__(),
-                lambda: buffer.__enter__(),
                 lambda: view.address,
-                lambda: view.fill(1),
                 lambda: view[2:].copy_to(bytearray(6)),
             ]
-            for number, use in enumerate(uses):
+            for use in uses:
                 with pytest.raises(sa.ClosedError):
                     use()
-                assert names(traced) == [], number
+            assert names(traced) == []
             assert buffer.nbytes == 64 and buffer.stream is stream  # what needs no memory is still told
 
-    def test_block(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pool.allocate(64, stream) as buffer:
+    @pytest.mark.parametrize("end", ["returns", "raises", "frees"])
+    def test_block(self, pool: sa.MemoryPool, stream: sa.Stream, end: str) -> None:
+        with contextlib.suppress(KeyError), pool.allocate(64, stream) as buffer:
             assert pool.statistics().used == 64
+            if end == "frees":
+                buffer.free()
+            if end == "raises":
+                raise KeyError
         assert buffer.freed and pool.statistics().used == 0
-
-    def test_block_that_fails(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pytest.raises(KeyError), pool.allocate(64, stream):
-            raise KeyError
-        assert pool.statistics().used == 0
-
-    def test_block_after_a_free(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with pool.allocate(64, stream) as buffer:
-            buffer.free()
-        assert pool.statistics().used == 0
 
     def test_on_another_stream(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
         """The memory is free after the other stream's work: only there is it used again while that is pending."""
@@ -109,151 +94,84 @@ class TestFreeing:
             gate.open()
             assert holds(target, 7)
 
-    def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        buffer = pool.allocate(64, stream)
-        assert buffer and pool.statistics().used == 64
-        del buffer
-        assert pool.statistics().used == 0
-
-
-PATTERNS: dict[str, tuple[Any, int | None, bytes]] = {
-    "zero": (0, None, b"\0"),
-    "byte": (0xAB, None, b"\xab"),
-    "largest byte": (255, None, b"\xff"),
-    "negative byte": (-1, None, b"\xff"),
-    "smallest byte": (-128, None, b"\x80"),
-    "byte by width": (7, 1, b"\7"),
-    "16 bits": (0x1234, 2, b"\x34\x12"),
-    "largest 16 bits": (65535, 2, b"\xff\xff"),
-    "negative 16 bits": (-2, 2, b"\xfe\xff"),
-    "smallest 16 bits": (-32768, 2, b"\x00\x80"),
-    "32 bits": (0xDEADBEEF, 4, b"\xef\xbe\xad\xde"),
-    "negative 32 bits": (-3, 4, b"\xfd\xff\xff\xff"),
-    "smallest 32 bits": (-(1 << 31), 4, b"\x00\x00\x00\x80"),
-    "one of bytes": (b"\x01", None, b"\x01"),
-    "two of bytes": (b"\x01\x02", None, b"\x01\x02"),
-    "four of bytes": (b"\x01\x02\x03\x04", 4, b"\x01\x02\x03\x04"),
-    "bytearray": (bytearray(b"\x05\x06"), None, b"\x05\x06"),
-    "numpy uint8": (np.uint8(200), None, b"\xc8"),
-    "numpy int8": (np.int8(-1), None, b"\xff"),
-    "numpy uint16": (np.uint16(258), None, b"\x02\x01"),
-    "numpy int16": (np.int16(-2), None, b"\xfe\xff"),
-    "numpy float16": (np.float16(1.0), None, b"\x00\x3c"),
-    "numpy int32": (np.int32(-3), None, b"\xfd\xff\xff\xff"),
-    "numpy uint32": (np.uint32(1), 4, b"\x01\x00\x00\x00"),
-    "numpy float32": (np.float32(1.0), None, b"\x00\x00\x80\x3f"),
-}
-
 
 class TestFill:
-    @pytest.mark.parametrize("name", PATTERNS)
-    def test_pattern(self, buffer: sa.Buffer, name: str) -> None:
-        value, width, pattern = PATTERNS[name]
+    @pytest.mark.parametrize(
+        ("value", "width", "pattern"),
+        [
+            (0, None, b"\0"),
+            (255, None, b"\xff"),
+            (-128, None, b"\x80"),
+            (7, 1, b"\7"),
+            (0x1234, 2, b"\x34\x12"),
+            (65535, 2, b"\xff\xff"),
+            (-32768, 2, b"\x00\x80"),
+            (0xDEADBEEF, 4, b"\xef\xbe\xad\xde"),
+            (-(1 << 31), 4, b"\x00\x00\x00\x80"),
+            (b"\x01\x02", None, b"\x01\x02"),
+            (b"\x01\x02\x03\x04", 4, b"\x01\x02\x03\x04"),
+            (bytearray(b"\x05"), None, b"\x05"),
+            (np.int8(-1), None, b"\xff"),
+            (np.float16(1.0), None, b"\x00\x3c"),
+            (np.uint32(1), 4, b"\x01\x00\x00\x00"),
+        ],
+        ids=repr,
+    )
+    def test_pattern(self, buffer: sa.Buffer, value: Any, width: int | None, pattern: bytes) -> None:
         buffer.fill(value, width=width)
         assert read(buffer).tobytes() == pattern * (64 // len(pattern))
 
     @pytest.mark.parametrize(
-        ("value", "width", "error", "says"),
+        ("value", "width", "error"),
         [
-            (256, None, ValueError, "256"),
-            (-129, None, ValueError, "-129"),
-            (65536, 2, ValueError, "65536"),
-            (-32769, 2, ValueError, "-32769"),
-            (1 << 32, 4, ValueError, "4 bytes"),
-            (-(1 << 31) - 1, 4, ValueError, "4 bytes"),
-            (1, 3, ValueError, "1, 2 and 4"),
-            (1, 8, ValueError, "1, 2 and 4"),
-            (1, 0, ValueError, "1, 2 and 4"),
-            (b"", None, ValueError, "1, 2 or 4"),
-            (b"abc", None, ValueError, "1, 2 or 4"),
-            (b"12345678", None, ValueError, "1, 2 or 4"),
-            (b"ab", 4, ValueError, "width=4"),
-            (np.float64(1), None, ValueError, "1, 2 or 4"),
-            (np.int64(1), None, ValueError, "1, 2 or 4"),
-            (np.uint8(1), 2, ValueError, "width=2"),
-            (1.5, None, TypeError, "float"),
-            (True, None, TypeError, "bool"),
-            (None, None, TypeError, "NoneType"),
-            ("a", None, TypeError, "str"),
-            ([1], None, TypeError, "list"),
+            (256, None, ValueError),
+            (-129, None, ValueError),
+            (65536, 2, ValueError),
+            (-32769, 2, ValueError),
+            (1 << 32, 4, ValueError),
+            (-(1 << 31) - 1, 4, ValueError),
+            (1, 3, ValueError),
+            (1, 8, ValueError),
+            (1, 0, ValueError),
+            (b"", None, ValueError),
+            (b"abc", None, ValueError),
+            (b"ab", 4, ValueError),
+            (np.int64(1), None, ValueError),
+            (np.uint8(1), 2, ValueError),
+            (1.5, None, TypeError),
+            (True, None, TypeError),
+            (None, None, TypeError),
         ],
     )
     def test_pattern_that_is_none(
-        self, buffer: sa.Buffer, value: Any, width: int | None, error: type[Exception], says: str
+        self, buffer: sa.Buffer, value: Any, width: int | None, error: type[Exception]
     ) -> None:
-        with pytest.raises(error, match=says):
+        with pytest.raises(error):
             buffer.fill(value, width=width)
-        assert read(buffer).tobytes() == bytes(range(64))
+        assert read(buffer).tobytes() == COUNTED
 
-    @pytest.mark.parametrize(("size", "width"), [(63, 2), (62, 4), (61, 4), (1, 2), (3, 4)])
-    def test_no_whole_number_of_patterns(self, buffer: sa.Buffer, size: int, width: int) -> None:
-        with pytest.raises(ValueError, match=f"width={width}.*{size} bytes"):
-            buffer[:size].fill(0, width=width)
-
-    @pytest.mark.parametrize(("start", "width"), [(1, 2), (1, 4), (2, 4), (3, 2)])
-    def test_address_that_is_no_multiple(self, buffer: sa.Buffer, start: int, width: int) -> None:
+    @pytest.mark.parametrize(("start", "stop", "width"), [(0, 63, 2), (0, 62, 4), (1, 9, 2), (2, 10, 4)])
+    def test_size_or_address_that_is_no_multiple(self, buffer: sa.Buffer, start: int, stop: int, width: int) -> None:
         with pytest.raises(ValueError, match=f"width={width}"):
-            buffer[start : start + 8].fill(0, width=width)
+            buffer[start:stop].fill(0, width=width)
 
     def test_bounds(self, buffer: sa.Buffer) -> None:
         buffer[2:10].fill(0xFFFF, width=2)
         buffer[12:16].fill(-1, width=4)
         buffer[63:].fill(0)
-        expected = bytearray(range(64))
+        expected = bytearray(COUNTED)
         expected[2:10] = b"\xff" * 8
         expected[12:16] = b"\xff" * 4
         expected[63] = 0
         assert read(buffer).tobytes() == bytes(expected)
 
-    def test_on_another_stream(self, device: sa.Device, buffer: sa.Buffer, stream: sa.Stream, gate: Gate) -> None:
-        with device.create_stream() as other:
-            stream.synchronize()
-            gate.hold(stream)
-            buffer.fill(9, other)
-            assert executed(other) and pending(stream)
-            gate.open()
-            assert holds(buffer, 9)
 
-    @pytest.mark.parametrize("default", ["default_stream", "per_thread_stream"])
-    def test_on_a_default_stream(self, device: sa.Device, buffer: sa.Buffer, default: str) -> None:
-        stream = getattr(device, default)
-        buffer.stream.synchronize()
-        buffer.fill(9, stream)
-        stream.synchronize()
-        assert holds(buffer, 9)
-
-    def test_of_nothing(self, traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
-        with pool.allocate(0, stream) as empty:
-            for value in (1, b"ab", np.float32(1)):
-                empty.fill(value)
-            assert names(traced, "cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async") == []
-
-    def test_synchronises_nothing(self, traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
-        with pool.allocate(64, stream) as buffer:
-            del traced.calls[:]
-            buffer.fill(1)
-            buffer.fill(1, width=4)
-            assert names(traced) == ["cuMemsetD8Async", "cuMemsetD32Async"]
-
-
-SOURCES: dict[str, Callable[[bytes], Any]] = {
-    "bytes": bytes,
+HOST: dict[str, Callable[[bytes], Any]] = {
     "bytearray": bytearray,
-    "memoryview": memoryview,
-    "array": lambda data: array.array("B", data),
-    "numpy": lambda data: np.frombuffer(data, np.uint8),
-    "numpy of floats": lambda data: np.frombuffer(data, np.float32),
-    "numpy of two dimensions": lambda data: np.frombuffer(data, np.uint16).reshape(4, 8),
-    "ctypes": lambda data: (ctypes.c_uint8 * len(data)).from_buffer_copy(data),
-}
-TARGETS: dict[str, Callable[[], Any]] = {
-    "bytearray": lambda: bytearray(64),
-    "memoryview": lambda: memoryview(bytearray(64)),
-    "array": lambda: array.array("I", bytes(64)),
-    "numpy": lambda: np.zeros(64, np.uint8),
-    "numpy of floats": lambda: np.zeros(8, np.float64),
-    "numpy of two dimensions": lambda: np.zeros((4, 8), np.int16),
-    "ctypes": lambda: (ctypes.c_uint32 * 16)(),
+    "memoryview": lambda data: memoryview(bytearray(data)),
+    "array": lambda data: array.array("I", data),
+    "numpy": lambda data: np.frombuffer(bytearray(data), np.int16).reshape(4, 8),
+    "ctypes": (ctypes.c_uint32 * 16).from_buffer_copy,
 }
 
 
@@ -262,65 +180,30 @@ class Interface:
 
     def __init__(self, memory: sa.Memory, **fields: Any) -> None:
         self._memory = memory
-        self.__cuda_array_interface__ = {
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "version": 3,
-            **fields,
-        }
+        plain = {"shape": (memory.nbytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
+        self.__cuda_array_interface__ = plain | fields
 
 
 class TestCopy:
-    @pytest.mark.parametrize("name", SOURCES)
-    def test_from_host(self, buffer: sa.Buffer, name: str) -> None:
+    @pytest.mark.parametrize("name", HOST)
+    def test_with_host_memory(self, buffer: sa.Buffer, name: str) -> None:
         data = bytes(range(100, 164))
-        buffer.copy_from(SOURCES[name](data))
-        assert read(buffer).tobytes() == data
-
-    @pytest.mark.parametrize("name", TARGETS)
-    def test_to_host(self, buffer: sa.Buffer, name: str) -> None:
-        target = TARGETS[name]()
+        source, target = HOST[name](data), HOST[name](bytes(64))
+        buffer.copy_from(source)
         buffer.copy_to(target)
         buffer.stream.synchronize()
-        assert bytes(memoryview(target)) == bytes(range(64))
-
-    def test_between_buffers(self, buffer: sa.Buffer, pool: sa.MemoryPool) -> None:
-        with pool.allocate(64, buffer.stream) as to, pool.allocate(64, buffer.stream) as back:
-            buffer.copy_to(to)
-            back.copy_from(to)
-            assert read(back).tobytes() == bytes(range(64))
-
-    def test_between_pools(self, device: sa.Device, buffer: sa.Buffer) -> None:
-        with sa.MemoryPool(device) as pool, pool.allocate(64, buffer.stream) as other:
-            other.copy_from(buffer)
-            assert read(other).tobytes() == bytes(range(64))
-
-    def test_between_views(self, buffer: sa.Buffer) -> None:
-        buffer[0:8].copy_to(buffer[56:64])
-        buffer[8:16].copy_from(buffer[16:24])
-        expected = bytearray(range(64))
-        expected[56:64] = range(8)
-        expected[8:16] = range(16, 24)
-        assert read(buffer).tobytes() == bytes(expected)
+        assert bytes(memoryview(target)) == data
 
     @pytest.mark.parametrize(
         "fields",
-        [
-            {},
-            {"strides": None},
-            {"strides": (1,)},
-            {"shape": (4, 4), "typestr": "<f4"},
-            {"shape": (4, 4), "typestr": "<f4", "strides": (16, 4)},
-            {"stream": None},
-        ],
+        [{}, {"strides": (1,)}, {"shape": (4, 4), "typestr": "<f4", "strides": (16, 4)}, {"stream": None}],
         ids=str,
     )
     def test_with_another_library_s_array(self, buffer: sa.Buffer, pool: sa.MemoryPool, fields: dict[str, Any]) -> None:
         with pool.allocate(64, buffer.stream) as memory:
             theirs = Interface(memory, **fields)
             buffer.copy_to(theirs)
-            assert read(memory).tobytes() == bytes(range(64))
+            assert read(memory).tobytes() == COUNTED
             memory.fill(5)
             buffer.copy_from(theirs)
             assert holds(buffer, 5)
@@ -343,7 +226,6 @@ class TestCopy:
         [
             ({"strides": (2,)}, "contiguous"),
             ({"shape": (4, 4), "typestr": "<f4", "strides": (4, 16)}, "contiguous"),
-            ({"shape": (63,)}, "63"),
             ({"shape": (16, 2), "typestr": "<f4"}, "128"),
         ],
         ids=str,
@@ -362,67 +244,31 @@ class TestCopy:
             buffer.copy_from(constant)
             assert holds(buffer, 3)
 
-    @pytest.mark.parametrize(
-        "target", [bytes(64), memoryview(bytes(64)), np.frombuffer(bytes(64), np.uint8)], ids=lambda one: str(type(one))
-    )
-    def test_to_read_only_memory(self, buffer: sa.Buffer, target: Any) -> None:
+    @pytest.mark.parametrize("make", [bytes, lambda size: memoryview(bytes(size))])
+    def test_to_read_only_memory(self, buffer: sa.Buffer, make: Callable[[int], Any]) -> None:
         with pytest.raises(ValueError, match="read-only"):
-            buffer.copy_to(target)
-        assert bytes(target) == bytes(64)
+            buffer.copy_to(make(64))
 
     @pytest.mark.parametrize(
-        "other", [np.zeros(128, np.uint8)[::2], np.zeros((8, 16), np.uint8)[:, :8], memoryview(bytearray(128))[::2]]
+        ("other", "error", "says"),
+        [
+            (np.zeros(128, np.uint8)[::2], ValueError, "contiguous"),
+            (memoryview(bytearray(128))[::2], ValueError, "contiguous"),
+            (bytearray(0), ValueError, "0"),
+            (bytearray(63), ValueError, "63"),
+            (bytearray(65), ValueError, "65"),
+            (None, TypeError, "target|source"),
+            (0, TypeError, "target|source"),
+            ("text", TypeError, "target|source"),
+            ([0] * 64, TypeError, "target|source"),
+        ],
     )
-    def test_with_scattered_memory(self, buffer: sa.Buffer, other: Any) -> None:
+    def test_with_what_is_no_memory_of_its_size(
+        self, buffer: sa.Buffer, other: Any, error: type[Exception], says: str
+    ) -> None:
         for copy in (buffer.copy_to, buffer.copy_from):
-            with pytest.raises(ValueError, match="contiguous"):
+            with pytest.raises(error, match=says):
                 copy(other)
-
-    @pytest.mark.parametrize("size", [0, 1, 63, 65, 128])
-    def test_of_another_size(self, buffer: sa.Buffer, pool: sa.MemoryPool, size: int) -> None:
-        with pool.allocate(size, buffer.stream) as memory:
-            for other in (bytearray(size), memory):
-                for copy in (buffer.copy_to, buffer.copy_from):
-                    with pytest.raises(ValueError, match=rf"\b{size}\b"):
-                        copy(other)
-
-    @pytest.mark.parametrize("other", [None, 0, "text", [0] * 64, object()], ids=lambda value: type(value).__name__)
-    def test_with_what_is_no_memory(self, buffer: sa.Buffer, other: Any) -> None:
-        for name, copy in (("target", buffer.copy_to), ("source", buffer.copy_from)):
-            with pytest.raises(TypeError, match=name):
-                copy(other)
-
-    def test_of_nothing(self, traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
-        with pool.allocate(0, stream) as empty:
-            empty.copy_to(bytearray())
-            empty.copy_from(b"")
-            empty.copy_from(np.zeros((0, 3)))
-            empty.copy_to(empty)
-            assert not [name for name in names(traced) if name.startswith("cuMemcpy")]
-
-    def test_a_pageable_source_may_change_at_once(self, buffer: sa.Buffer, stream: sa.Stream, gate: Gate) -> None:
-        source = np.full(64, 1, np.uint8)
-        gate.hold(stream)
-        buffer.copy_from(source)
-        source[:] = 2
-        gate.open()
-        assert holds(buffer, 1)
-
-    def test_a_pageable_target_is_there_at_once(self, buffer: sa.Buffer) -> None:
-        target = bytearray(64)
-        buffer.copy_to(target)
-        assert bytes(target) == bytes(range(64))
-
-    def test_is_ordered_by_the_stream(self, buffer: sa.Buffer, pool: sa.MemoryPool, gate: Gate) -> None:
-        with pool.allocate(64, buffer.stream) as other:
-            other.fill(0)
-            buffer.stream.synchronize()
-            gate.hold(buffer.stream)
-            buffer.fill(8)
-            other.copy_from(buffer)
-            buffer.fill(9)
-            gate.open()
-            assert holds(other, 8) and holds(buffer, 9)
 
     def test_on_another_stream(self, device: sa.Device, buffer: sa.Buffer, gate: Gate) -> None:
         buffer.stream.synchronize()
@@ -430,11 +276,12 @@ class TestCopy:
             gate.hold(buffer.stream)
             target = bytearray(64)
             buffer.copy_to(target, stream=other)
-            assert bytes(target) == bytes(range(64))
+            assert bytes(target) == COUNTED
             buffer.copy_from(bytes(64), stream=other)
-            other.synchronize()
+            buffer[:32].fill(9, other)
+            assert executed(other) and pending(buffer.stream)
             gate.open()
-            assert holds(buffer, 0)
+            assert holds(buffer[:32], 9) and holds(buffer[32:], 0)
 
     def test_runs_under_its_stream_s_context(self, buffer: sa.Buffer, pool: sa.MemoryPool) -> None:
         """Programming guide 4.3.5.1: from a thread without a current context, too."""
@@ -446,14 +293,17 @@ class TestCopy:
                 other.copy_to(target)
                 return bytes(target)
 
-        assert in_threads(work) == [bytes(range(64))]
+        assert in_threads(work) == [COUNTED]
 
-    def test_much(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        data = np.random.default_rng(1).integers(0, 256, 3 * MiB + 7, np.uint8)
-        with pool.allocate(data.nbytes, stream) as one, pool.allocate(data.nbytes, stream) as two:
-            one.copy_from(data)
-            two.copy_from(one)
-            assert np.array_equal(read(two), data)
+
+def test_work_of_nothing(traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+    with pool.allocate(0, stream) as empty:
+        for value in (1, b"ab", np.float32(1)):
+            empty.fill(value)
+        empty.copy_to(bytearray())
+        empty.copy_from(np.zeros((0, 3)))
+        empty.copy_to(empty)
+        assert not [name for name in names(traced) if name.startswith(("cuMemcpy", "cuMemset"))]
 
 
 @pytest.mark.gpus(2)
@@ -469,64 +319,40 @@ class TestTwoDevices:
             stream.synchronize()
 
     @pytest.mark.parametrize("on", ["own", "other"])
-    def test_to_the_other(self, buffer: sa.Buffer, theirs: sa.Buffer, on: str) -> None:
+    def test_copies(self, buffer: sa.Buffer, theirs: sa.Buffer, pool: sa.MemoryPool, on: str) -> None:
         """Copies between devices need no access to each other's memory, on either device's stream."""
-        buffer.stream.synchronize()
         stream = {"own": buffer.stream, "other": theirs.stream}[on]
-        buffer.copy_to(theirs, stream)
-        stream.synchronize()
-        assert read(theirs).tobytes() == bytes(range(64))
-
-    @pytest.mark.parametrize("on", ["own", "other"])
-    def test_from_the_other(self, buffer: sa.Buffer, theirs: sa.Buffer, on: str) -> None:
-        buffer.stream.synchronize()
-        stream = {"own": buffer.stream, "other": theirs.stream}[on]
-        buffer.copy_from(theirs, stream)
-        stream.synchronize()
-        assert holds(buffer, 1)
-
-    def test_both_on_the_other(self, buffer: sa.Buffer, pool: sa.MemoryPool, peer: sa.Device) -> None:
-        """Between two buffers of device 0, on a stream of device 1 that may not use them."""
-        with pool.allocate(64, buffer.stream) as second, peer.create_stream() as stream:
+        with pool.allocate(64, buffer.stream) as second:
             buffer.stream.synchronize()
-            second.copy_from(buffer, stream)
+            second.copy_from(theirs, stream)
+            theirs[8:16].copy_from(buffer[16:24], stream)
+            second[:8].copy_from(buffer[:8], stream)
+            buffer[24:].copy_to(theirs[24:], stream)
             stream.synchronize()
-            assert read(second).tobytes() == bytes(range(64))
+            assert read(second).tobytes() == bytes([*range(8), *[1] * 56])
+            assert read(theirs).tobytes() == bytes([*[1] * 8, *range(16, 24), *[1] * 8, *range(24, 64)])
 
-    def test_views(self, buffer: sa.Buffer, theirs: sa.Buffer) -> None:
-        theirs[8:16].copy_from(buffer[16:24], buffer.stream)
+    def test_work_that_needs_access(self, buffer: sa.Buffer, pool: sa.MemoryPool, peer: sa.Device) -> None:
         buffer.stream.synchronize()
-        assert read(theirs).tobytes() == bytes([1] * 8 + [*range(16, 24)] + [1] * 48)
-
-    def test_a_fill_needs_access(self, buffer: sa.Buffer, pool: sa.MemoryPool, peer: sa.Device) -> None:
-        buffer.stream.synchronize()
+        target = bytearray(64)
         with peer.create_stream() as stream:
             with pytest.raises(sa.InvalidValueError, match="set_access"):
                 buffer.fill(3, stream)
+            with pytest.raises(sa.InvalidValueError, match="set_access"):
+                buffer.copy_to(target, stream)
             pool.set_access(peer, sa.MemAccess.READWRITE)
             buffer.fill(3, stream)
+            buffer.copy_to(target, stream)
             stream.synchronize()
-            assert holds(buffer, 3)
-
-    def test_to_host(self, buffer: sa.Buffer, theirs: sa.Buffer, pool: sa.MemoryPool, peer: sa.Device) -> None:
-        buffer.stream.synchronize()
-        target = bytearray(64)
-        with pytest.raises(sa.InvalidValueError, match="set_access"):
-            buffer.copy_to(target, theirs.stream)
-        pool.set_access(peer, sa.MemAccess.READWRITE)
-        buffer.copy_to(target, theirs.stream)
-        theirs.stream.synchronize()
-        assert bytes(target) == bytes(range(64))
+            assert bytes(target) == bytes([3] * 64)
 
     def test_allocation_on_the_other_s_stream(self, pool: sa.MemoryPool, peer: sa.Device) -> None:
-        with peer.create_stream() as stream:
-            buffer = pool.allocate(64, stream)
+        with peer.create_stream() as stream, pool.allocate(64, stream) as buffer:
             before = buffer.device_accessible
             pool.set_access(peer, sa.MemAccess.READWRITE)
             assert [before, buffer.device_accessible] == [False, True]
             buffer.fill(2)
             assert holds(buffer, 2)
-            buffer.free()
 
 
 class TestViews:
@@ -535,10 +361,7 @@ class TestViews:
         [
             (slice(2, 5), 2, 5),
             (slice(None), 0, 64),
-            (slice(-3, None), 61, 64),
-            (slice(None, -60), 0, 4),
             (slice(-10, -5), 54, 59),
-            (slice(5, 5), 5, 5),
             (slice(9, 3), 9, 9),
             (slice(64, 64), 64, 64),
             (slice(0, 64, 1), 0, 64),
@@ -550,7 +373,7 @@ class TestViews:
         assert isinstance(view, sa.BufferView) and isinstance(view, sa.Memory)
         assert (view.address, view.nbytes, len(view)) == (buffer.address + start, stop - start, stop - start)
         assert view.owner is buffer and view.stream is buffer.stream and view.location == buffer.location
-        assert read(view).tobytes() == bytes(range(start, stop))
+        assert read(view).tobytes() == bytes(range(start, stop)) and f"{start}:{stop}" in repr(view)
 
     def test_by_name(self, buffer: sa.Buffer) -> None:
         assert (buffer.view(3, 9).address, buffer.view(3, 9).nbytes) == (buffer.address + 3, 6)
@@ -559,29 +382,28 @@ class TestViews:
     def test_of_a_view(self, buffer: sa.Buffer) -> None:
         view = buffer[8:32][4:12][-2:]
         assert (view.address, view.nbytes) == (buffer.address + 18, 2)
-        assert read(view).tobytes() == bytes([18, 19])
         view.fill(0)
         assert read(buffer).tobytes() == bytes([*range(18), 0, 0, *range(20, 64)])
 
-    @pytest.mark.parametrize("item", [slice(0, 65), slice(65, 66), slice(-65, 3), slice(0, -65), slice(1 << 70, None)])
-    def test_outside(self, buffer: sa.Buffer, item: slice) -> None:
-        with pytest.raises(ValueError, match="64 bytes"):
+    @pytest.mark.parametrize(
+        ("item", "error"),
+        [
+            (slice(0, 65), ValueError),
+            (slice(65, 66), ValueError),
+            (slice(-65, 3), ValueError),
+            (slice(0, -65), ValueError),
+            (slice(None, None, 2), ValueError),
+            (slice(None, None, -1), ValueError),
+            (slice("a", None), TypeError),
+            (slice(1.5, None), TypeError),
+            (0, TypeError),
+            ((slice(0, 1),), TypeError),
+            (None, TypeError),
+        ],
+    )
+    def test_what_is_no_range(self, buffer: sa.Buffer, item: Any, error: type[Exception]) -> None:
+        with pytest.raises(error):
             buffer[item]
-
-    @pytest.mark.parametrize("step", [2, -1])
-    def test_steps(self, buffer: sa.Buffer, step: int) -> None:
-        with pytest.raises(ValueError, match="step"):
-            buffer[::step]
-
-    @pytest.mark.parametrize("item", [0, -1, "a", (slice(0, 1),), None, 1.5])
-    def test_what_is_no_range(self, buffer: sa.Buffer, item: Any) -> None:
-        with pytest.raises(TypeError):
-            buffer[item]
-
-    @pytest.mark.parametrize("bound", ["a", 1.5])
-    def test_bounds_that_are_no_numbers(self, buffer: sa.Buffer, bound: Any) -> None:
-        with pytest.raises(TypeError):
-            buffer[bound:]
 
     def test_keep_the_memory(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         view = pool.allocate(64, stream)[8:16]
@@ -592,36 +414,27 @@ class TestViews:
         del view
         assert pool.statistics().used == 0
 
-    def test_read_well(self, buffer: sa.Buffer) -> None:
-        assert "8:16" in repr(buffer[8:16])
-
 
 @pytest.mark.parametrize("first", ["owner", "buffer"])
-def test_a_finaliser_of_the_same_cycle_frees_nothing_twice(machine: Any, first: str) -> None:
+def test_a_finaliser_of_the_same_cycle_frees_nothing_twice(
+    traced: Any, stream: sa.Stream, pool: sa.MemoryPool, first: str
+) -> None:
     """The collector calls the finalisers of a cycle in an order of its own, each with all objects still there."""
 
     class Owner:
-        buffer: sa.Buffer
-
         def __init__(self) -> None:
-            self.itself = self
+            self.kept: list[Any] = [self]
 
         def __del__(self) -> None:
-            self.buffer.close()
+            self.kept[1].close()
 
-    driver = sd.traced(machine)
-    device = sa.Device(0, driver=driver)
-    with device.create_stream() as stream, sa.MemoryPool(device) as pool:
-        for _ in range(20):
-            if first == "owner":
-                owner = Owner()
-                owner.buffer = pool.allocate(64, stream)
-            else:
-                buffer = pool.allocate(64, stream)
-                owner = Owner()
-                owner.buffer = buffer
-                del buffer
-            del owner
-            gc.collect()
-        stream.synchronize()
-    assert len(names(driver, "cuMemFreeAsync")) == 20
+    for _ in range(20):
+        if first == "owner":
+            owner = Owner()
+        buffer = pool.allocate(64, stream)
+        if first == "buffer":
+            owner = Owner()
+        owner.kept.append(buffer)
+        del owner, buffer
+        gc.collect()
+    assert len(names(traced, "cuMemFreeAsync")) == 20

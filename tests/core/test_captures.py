@@ -34,24 +34,11 @@ RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class BeforeCall:
-    """A driver that does something before its n-th call from now on, once."""
+    """A driver that tells the name of each call before it makes it."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
-        self._left = -1
-        self._do: Callable[[], object] = lambda: None
-        self.thread = 0
-        self.name = ""
-
-    def arm(self, number: int, do: Callable[[], object]) -> None:
-        """Count the calls of this thread."""
-        self._do, self.thread, self._left = do, threading.get_ident(), number
-
-    def disarm(self) -> bool:
-        """Whether the call has come."""
-        came = self._left < 0
-        self._left = -1
-        return came
+        self.tell: Callable[[str], object] = len
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._driver, name)
@@ -59,71 +46,57 @@ class BeforeCall:
             return function
 
         def call(*args: Any) -> Any:
-            if self._left >= 0 and threading.get_ident() == self.thread:
-                self._left -= 1
-                if self._left < 0:
-                    self.name = name
-                    self._do()
+            self.tell(name)
             return function(*args)
 
         return call
 
 
 class Other:
-    """A thread that captures streams."""
+    """A thread that captures a stream of which this library does not know."""
 
-    def __init__(self, machine: Any) -> None:
-        self._machine = machine
-        self._thread = ThreadPoolExecutor(1)
-        self._captured: list[Any] = []
-
-    def _made(self, flags: int) -> Any:
-        context = self._machine.cuDevicePrimaryCtxRetain(0)[1]
-        self._machine.cuCtxSetCurrent(context)
-        return self._machine.cuStreamCreate(flags)[1]
-
-    def make(self, flags: int) -> None:
-        """A stream as another library makes one."""
-        self.stream = self._thread.submit(self._made, flags).result()
+    def __init__(self, machine: Any, stream: sa.Stream) -> None:
+        self._machine, self._raw = machine, cuda.CUstream(stream.handle)
+        self._thread = ThreadPoolExecutor(1, initializer=stream.device.current().__enter__)
 
     def begin(self) -> None:
-        """Begin a capture, of which this library does not know. What breaks one in another mode breaks this one."""
-        mode = self._machine.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-        answer = self._thread.submit(self._machine.cuStreamBeginCapture, self.stream, mode).result()
-        assert answer[0] == 0
+        """Begin a capture. What breaks one in another mode breaks this one."""
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        assert not self._thread.submit(self._machine.cuStreamBeginCapture, self._raw, mode).result()[0]
 
     def end(self) -> str:
         """End it: the driver's answer."""
-        answer = self._thread.submit(self._machine.cuStreamEndCapture, self.stream).result()
+        answer = self._thread.submit(self._machine.cuStreamEndCapture, self._raw).result()
         if not answer[0]:
             self._machine.cuGraphDestroy(answer[1])
         return str(answer[0].name)
 
-    def close(self) -> None:
-        self._thread.submit(self._machine.cuStreamDestroy, self.stream).result()
-        self._thread.submit(self._machine.cuCtxSetCurrent, self._machine.CUcontext(0)).result()
-        self._thread.submit(self._machine.cuDevicePrimaryCtxRelease, 0).result()
-        self._thread.shutdown()
-
-
-@pytest.fixture(params=[0, 1], ids=["blocking", "non-blocking"])
-def other(machine: Any, request: pytest.FixtureRequest) -> Iterator[Other]:
-    sa.Device(0)
-    other = Other(machine)
-    other.make(request.param)
-    yield other
-    other.close()
-
 
 Steps = Iterator[Callable[[], object]]
+Scene = Callable[[sa.Device], Steps]
 
 
-def _pool_with_a_free(device: sa.Device) -> Steps:
-    with device.create_stream() as stream:
-        pool = sa.MemoryPool(device, release_threshold=KEEP)
-        pool.allocate(4096, stream).free()
-        yield pool.close
-        stream.synchronize()
+def _dropping(device: sa.Device, held: list[Any]) -> Callable[[], None]:
+    """Drop objects, and come by a point of work that makes no other call."""
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+        work(session_of(device))
+
+    return drop
+
+
+def _closed_pool(stream_of: Callable[[sa.Device], sa.Stream]) -> Scene:
+    def steps(device: sa.Device) -> Steps:
+        with stream_of(device) as stream:
+            pool = sa.MemoryPool(device, release_threshold=KEEP)
+            pool.allocate(4096, stream).free()
+            yield pool.close
+            yield _dropping(device, [])
+            stream.synchronize()
+
+    return steps
 
 
 def _dropped_pool(device: sa.Device) -> Steps:
@@ -132,160 +105,91 @@ def _dropped_pool(device: sa.Device) -> Steps:
         stream.synchronize()
         del buffer
         gc.collect()
-        yield _work(device)
+        yield _dropping(device, [])
         stream.synchronize()
 
 
-def _work(device: sa.Device) -> Callable[[], object]:
-    """A point of work that makes no other call."""
-    return lambda: work(session_of(device))
-
-
 def _dropped_stream_with_cached_memory(device: sa.Device) -> Steps:
-    cache = sa.CachingAllocator(sa.MemoryPool(device))
-    stream = device.create_stream()
-    cache.allocate(4096, stream).free()
-
-    def drop() -> None:
-        nonlocal stream
-        del stream
-        gc.collect()
-        _work(device)()
-
-    yield drop
-    cache.close()
+    with sa.CachingAllocator(sa.MemoryPool(device)) as cache:
+        held = [device.create_stream()]
+        cache.allocate(4096, held[0]).free()
+        yield _dropping(device, held)
 
 
 def _cached_memory_of_a_closed_stream(device: sa.Device) -> Steps:
-    cache = sa.CachingAllocator(sa.MemoryPool(device))
-    with device.create_stream() as stream:
-        held = cache.allocate(4096, stream)
-    del stream
+    with sa.CachingAllocator(sa.MemoryPool(device)) as cache:
+        with device.create_stream() as stream:
+            held = [cache.allocate(4096, stream)]
+        del stream
 
-    def drop() -> None:
-        nonlocal held
-        del held
-        collect_dropped(cache)
-        _work(device)()
+        def drop() -> None:
+            held.clear()
+            collect_dropped(cache)
+            work(session_of(device))
 
-    yield drop
-    cache.close()
+        yield drop
 
 
 def _dropped_buffer_of_a_closed_stream(device: sa.Device) -> Steps:
-    pool = sa.MemoryPool(device)
-    with device.create_stream() as stream:
-        buffer = pool.allocate(4096, stream)
-
-    def drop() -> None:
-        nonlocal buffer
-        del buffer
-        _work(device)()
-
-    yield drop
-    pool.close()
+    with sa.MemoryPool(device) as pool:
+        with device.create_stream() as stream:
+            held = [pool.allocate(4096, stream)]
+        yield _dropping(device, held)
 
 
-def _closed_cache(device: sa.Device) -> Steps:
-    with device.create_stream() as stream:
-        cache = sa.CachingAllocator(sa.MemoryPool(device))
-        cache.allocate(4096, stream).free()
-        yield cache.close
+def _closed_with_cached_memory(name: str) -> Scene:
+    def steps(device: sa.Device) -> Steps:
+        with device.create_stream() as stream, sa.CachingAllocator(sa.MemoryPool(device)) as cache:
+            cache.allocate(4096, stream).free()
+            yield stream.close if name == "stream" else cache.close
 
-
-def _closed_stream(device: sa.Device) -> Steps:
-    with device.create_stream() as stream:
-        cache = sa.CachingAllocator(sa.MemoryPool(device))
-        cache.allocate(4096, stream).free()
-        yield stream.close
+    return steps
 
 
 def _dropped_virtual_memory(device: sa.Device) -> Steps:
     with device.create_stream() as stream:
-        buffer: Any = vmm.GrowableBuffer(device, 4 << 20, 2 << 20)
-        buffer.fill(1, stream)
-        memory: Any = vmm.PhysicalMemory(device, 2 << 20)
-
-        def drop() -> None:
-            nonlocal buffer, memory
-            del buffer, memory
-            gc.collect()
-            _work(device)()
-
-        yield drop
+        held: list[Any] = [vmm.GrowableBuffer(device, 2 * PAGE, PAGE), vmm.PhysicalMemory(device, PAGE)]
+        held[0].fill(1, stream)
+        yield _dropping(device, held)
         stream.synchronize()
 
 
-def _pool_with_a_free_on_a_default_stream(device: sa.Device) -> Steps:
-    pool = sa.MemoryPool(device, release_threshold=KEEP)
-    pool.allocate(4096, device.default_stream).free()
-    yield pool.close
-    yield _work(device)
-
-
-def _pool_with_a_free_on_a_per_thread_stream(device: sa.Device) -> Steps:
-    pool = sa.MemoryPool(device, release_threshold=KEEP)
-    pool.allocate(4096, device.per_thread_stream).free()
-    yield pool.close
-    yield _work(device)
-
-
 def _loan_to_an_unknown_stream(device: sa.Device) -> Steps:
-    pool = sa.MemoryPool(device)
-    with device.create_stream() as stream:
-        lent: Any = Lent(pool.allocate(4096, stream).view_as(np.uint8), None)
-
-        def drop() -> None:
-            nonlocal lent
-            del lent
-            _work(device)()
-
-        yield drop
-    pool.close()
+    with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+        yield _dropping(device, [Lent(pool.allocate(4096, stream).view_as(np.uint8), None)])
 
 
 def _free_after_all_work(device: sa.Device) -> Steps:
-    pool = sa.MemoryPool(device)
-    with device.create_stream() as stream:
+    with sa.MemoryPool(device) as pool, device.create_stream() as stream:
         buffer = pool.allocate(4096, stream)
         yield lambda: free_after_all(FreeAfterAll(buffer))
-    pool.close()
 
 
 def _call_that_waits_for_idle_devices(device: sa.Device) -> Steps:
-    with device.create_stream() as stream:
-        pool = sa.MemoryPool(device)
+    with device.create_stream() as stream, sa.MemoryPool(device) as pool:
         pool.allocate(4096, stream).free()
         yield OnceIdle(session_of(device), lambda: None)._run
-        pool.close()
 
 
 def _dropped_stream(device: sa.Device) -> Steps:
     with Gate(device) as gate:
-        stream: Any = device.create_stream()
-        gate.hold(stream)
-
-        def drop() -> None:
-            nonlocal stream
-            del stream
-            gc.collect()
-            _work(device)()
-
-        yield drop
+        held = [device.create_stream()]
+        gate.hold(held[0])
+        yield _dropping(device, held)
         gate.open()
 
 
-SCENES: dict[str, Callable[[sa.Device], Steps]] = {
-    "a pool is closed": _pool_with_a_free,
+SCENES: dict[str, Scene] = {
+    "a pool is closed": _closed_pool(sa.Device.create_stream),
+    "a pool is closed after a free on a default stream": _closed_pool(lambda device: device.default_stream),
+    "a pool is closed after a free on a per-thread stream": _closed_pool(lambda device: device.per_thread_stream),
     "a pool was dropped": _dropped_pool,
     "a stream is dropped that has cached memory": _dropped_stream_with_cached_memory,
     "cached memory comes back on a closed stream": _cached_memory_of_a_closed_stream,
     "a buffer is dropped whose stream was closed": _dropped_buffer_of_a_closed_stream,
-    "a cache is closed": _closed_cache,
-    "a stream is closed that has cached memory": _closed_stream,
+    "a cache is closed": _closed_with_cached_memory("cache"),
+    "a stream is closed that has cached memory": _closed_with_cached_memory("stream"),
     "virtual memory is dropped": _dropped_virtual_memory,
-    "a pool is closed after a free on a default stream": _pool_with_a_free_on_a_default_stream,
-    "a pool is closed after a free on a per-thread stream": _pool_with_a_free_on_a_per_thread_stream,
     "a loan ends whose stream is not known": _loan_to_an_unknown_stream,
     "memory is freed after the work of all streams": _free_after_all_work,
     "a call waits until the devices are idle": _call_that_waits_for_idle_devices,
@@ -293,23 +197,34 @@ SCENES: dict[str, Callable[[sa.Device], Steps]] = {
 }
 
 
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "non-blocking"])
 @pytest.mark.parametrize("name", SCENES)
-def test_of_another_library_at_each_call(machine: Any, other: Other, name: str) -> None:
-    number, reached = 0, True
-    while reached:
-        driver = BeforeCall(machine)
-        device = sa.Device(0, driver=driver)
-        reached = False
-        steps = SCENES[name](device)
-        for step in steps:
-            driver.arm(number, other.begin)
-            step()
-            if driver.disarm():
-                reached = True
-                assert other.end() == "CUDA_SUCCESS", (number, driver.name)
-        device.synchronize()
-        device.synchronize()
-        number += 1
+def test_of_another_library_at_each_call(machine: Any, name: str, blocking: bool) -> None:
+    """A capture begins before the n-th call of each step, once for each n that some step reaches."""
+    this, number, reached, made = threading.get_ident(), 0, True, list[str]()
+
+    def tell(call: str) -> None:
+        if threading.get_ident() == this:
+            made.append(call)
+            if len(made) == number + 1:
+                other.begin()
+
+    with sa.Device(0, driver=machine).create_stream(blocking=blocking) as theirs:
+        other = Other(machine, theirs)
+        while reached:
+            driver, reached = BeforeCall(machine), False
+            device = sa.Device(0, driver=driver)
+            for step in SCENES[name](device):
+                made.clear()
+                driver.tell = tell
+                step()
+                driver.tell = len
+                if len(made) > number:
+                    reached = True
+                    assert other.end() == "CUDA_SUCCESS", (number, made[number])
+            device.synchronize()
+            device.synchronize()
+            number += 1
     assert number > 2
 
 
@@ -365,63 +280,51 @@ def _capturing(machine: Any, device: sa.Device, whose: str) -> Iterator[None]:
             with stream.capture("thread_local") as graph:
                 yield
             assert graph.nodes == []
-            return
-        raw = machine.CUstream(stream.handle)
-        assert not machine.cuStreamBeginCapture(raw, machine.CUstreamCaptureMode(1))[0]
-        yield
-        result, graph = machine.cuStreamEndCapture(raw)
-        assert not result
-        machine.cuGraphDestroy(graph)
+        else:
+            other = Other(machine, stream)
+            other.begin()
+            yield
+            assert other.end() == "CUDA_SUCCESS"
 
 
 # -- ends and commits on one thread, while another thread captures -----------------------------------------------------
 
 
-def _mapping(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
-    with vmm.PhysicalMemory(device, PAGE) as memory, vmm.AddressRange(PAGE, driver=device.driver) as addresses:
-        yield addresses.map(memory, access=device).close
+def _left(owner: Any) -> Callable[[], None]:
+    """The end of a block of the owner."""
+
+    def leave() -> None:
+        with owner:
+            pass
+        assert owner.closed
+
+    return leave
 
 
-def _permission(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
+def _mapping(device: sa.Device, stream: sa.Stream) -> Steps:
     with vmm.PhysicalMemory(device, PAGE) as memory, vmm.AddressRange(PAGE, driver=device.driver) as addresses:
         mapping = addresses.map(memory, access=device)
         yield lambda: mapping.revoke(device)
+        yield mapping.close
 
 
-def _growable(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
+def _growable(device: sa.Device, stream: sa.Stream) -> Steps:
     buffer = vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE, stream=stream)
     buffer.fill(1)
-
-    def end() -> None:
-        buffer.resize(PAGE)
-        with buffer:
-            pass
-        assert buffer.closed
-
-    yield end
+    yield lambda: (buffer.evict(), buffer.restore())
+    yield lambda: buffer.resize(PAGE)
+    yield _left(buffer)
 
 
-def _pages(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
+def _pages(device: sa.Device, stream: sa.Stream) -> Steps:
     with vmm.PageArena(device) as arena:
         space = arena.space(8 * PAGE, stream=stream)
         space.commit([0, 1])
-
-        def end() -> None:
-            space.release([0])
-            with space:
-                pass
-            assert space.closed
-
-        yield end
+        yield lambda: space.release([0])
+        yield _left(space)
 
 
-def _evicted(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
-    with vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream) as buffer:
-        buffer.fill(1)
-        yield lambda: (buffer.evict(), buffer.restore())
-
-
-def _store(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
+def _store(device: sa.Device, stream: sa.Stream) -> Steps:
     name = f"beside-captures-{os.getpid()}"
     with ipc.Store.serve(name, driver=device.driver), ipc.Store(name) as store:
 
@@ -444,7 +347,7 @@ def _store(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object
         assert [entry.epoch for entry in store.list()] == [2]
 
 
-def _shared(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
+def _shared(device: sa.Device, stream: sa.Stream) -> Steps:
     kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
     with (
         sa.MemoryPool(device, handle_types=kind) as pool,
@@ -462,7 +365,7 @@ def _shared(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], objec
         yield use
 
 
-def _exhausted(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
+def _exhausted(device: sa.Device, stream: sa.Stream) -> Steps:
     with (
         device.create_stream() as other,
         sa.MemoryPool(device, GROWTH, release_threshold=KEEP, on_oom="sync-trim-retry") as pool,
@@ -471,7 +374,7 @@ def _exhausted(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], ob
         yield lambda: pool.allocate(GROWTH, stream).free()
 
 
-def _other_work(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], object]]:
+def _other_work(device: sa.Device, stream: sa.Stream) -> Steps:
     with stream.capture() as graph:
         pass
     graph.instantiate()
@@ -493,13 +396,11 @@ def _other_work(device: sa.Device, stream: sa.Stream) -> Iterator[Callable[[], o
     yield use
 
 
-ENDS: dict[str, Callable[[sa.Device, sa.Stream], Iterator[Callable[[], object]]]] = {
+ENDS: dict[str, Callable[[sa.Device, sa.Stream], Steps]] = {
     "work of another stream": _other_work,
     "a mapping": _mapping,
-    "a permission": _permission,
     "a growable buffer": _growable,
     "pages": _pages,
-    "an eviction": _evicted,
     "a store": _store,
     "shared memory": _shared,
     "exhausted memory": _exhausted,
@@ -522,12 +423,6 @@ def test_an_end_beside_a_capture_on_another_thread(device: sa.Device, name: str,
                     thread.submit(capture.__exit__, None, None, None).result()
             assert capture.graph.nodes == []
             capture.graph.close()
-
-
-def _foreign_stream(driver: Any) -> Any:
-    result, raw = driver.cuStreamCreate(1)
-    assert not result
-    return raw
 
 
 def _exported(own: sa.Stream) -> int:
@@ -567,70 +462,71 @@ JOINED: dict[str, Callable[[Any, sa.Stream, Any], None]] = {
 """Ways by which a stream of ours becomes part of a capture of other code's stream."""
 
 
+@contextlib.contextmanager
+def _capture_by_other_code(driver: Any, own: sa.Stream, way: str) -> Iterator[Callable[[], None]]:
+    """A block in which a stream of ours is part of a capture. Its graph can be launched once, after the block."""
+
+    def launch() -> None:
+        instance = driver.cuGraphInstantiate(graph, 0)[1]
+        assert not driver.cuGraphLaunch(instance, known)[0]
+        own.device.synchronize()
+        assert not driver.cuGraphExecDestroy(instance)[0] and not driver.cuGraphDestroy(graph)[0]
+        assert not driver.cuStreamDestroy(foreign)[0]
+
+    result, foreign = driver.cuStreamCreate(1)
+    known = cuda.CUstream(LENT[way](own)) if way in LENT else foreign
+    assert not result and not driver.cuStreamBeginCapture(known, RELAXED)[0]
+    if way in JOINED:
+        JOINED[way](driver, own, foreign)
+    yield launch
+    if way in JOINED:
+        with own.record() as event:
+            assert not driver.cuStreamWaitEvent(foreign, cuda.CUevent(event.handle), 0)[0]
+    result, graph = driver.cuStreamEndCapture(known)
+    assert not result
+
+
 class TestStreamsOfOursThatOtherCodeCaptures:
     """Known by their handle, or part of a capture since a wait: only the driver can tell."""
-
-    @pytest.fixture
-    def own(self, device: sa.Device) -> Iterator[sa.Stream]:
-        with device.create_stream() as own:
-            yield own
-            own.synchronize()
 
     @pytest.mark.parametrize("checked", [False, pytest.param(True, id="checked")])
     @pytest.mark.parametrize("allocator", ["pool", "cache"])
     @pytest.mark.parametrize("way", [*LENT, *JOINED])
     def test_memory(self, machine: Any, way: str, allocator: str, checked: bool) -> None:
-        driver = sd.checked(machine) if checked else machine
+        driver: Any = sd.checked(machine) if checked else machine
         device = sa.Device(0, driver=driver)
         with device.current(), device.create_stream() as own, sa.MemoryPool(device, release_threshold=KEEP) as pool:
             with sa.CachingAllocator(pool) as cache:
                 source: Any = cache if allocator == "cache" else pool
-                outside, dropped, free = (source.allocate(4096, own) for _ in range(3))
-                free.free()
-                foreign = _foreign_stream(driver)
-                known: Any = cuda.CUstream(LENT[way](own)) if way in LENT else foreign
-                assert not driver.cuStreamBeginCapture(known, RELAXED)[0]
-                if way in JOINED:
-                    JOINED[way](driver, own, foreign)
-                inside = source.allocate(4096, own)
-                address = inside.address
-                inside.fill(9)
-                inside.free()
-                assert (type(inside), inside.owner, inside.freed) == (sa.GraphBuffer, None, True)
-                assert inside.address == address  # which stays true for each launch
-                with pytest.raises(sa.ClosedError):
-                    inside.fill(1)
-                kept = [outside]
-                if allocator == "cache" and not checked:
-                    outside.free()  # a cache takes it back, and nobody gets it in the capture
-                    kept.clear()
-                else:
-                    with pytest.raises(sa.CaptureError, match="being captured"):
-                        outside.free()
-                for refused in (own.close, lambda: own.blocking):
-                    with pytest.raises(sa.CaptureError):
-                        refused()
-                del dropped
-                gc.collect()
-                work(session_of(device))
-                if way in JOINED:
-                    with own.record() as event:
-                        assert not driver.cuStreamWaitEvent(foreign, cuda.CUevent(event.handle), 0)[0]
-                result, graph = driver.cuStreamEndCapture(known)
-                assert not result and not own.capturing and outside.freed == (not kept)
-                instance = driver.cuGraphInstantiate(graph, 0)[1]
-                mine = [*kept, *(source.allocate(4096, own) for _ in range(3))]
-                for buffer in mine:
+                kept, dropped, free = ([source.allocate(4096, own)] for _ in range(3))
+                free.pop().free()
+                with _capture_by_other_code(driver, own, way) as launch:
+                    inside = source.allocate(4096, own)
+                    address = inside.address
+                    inside.fill(9)
+                    inside.free()
+                    assert (type(inside), inside.owner, inside.freed) == (sa.GraphBuffer, None, True)
+                    assert inside.address == address  # which stays true for each launch
+                    with pytest.raises(sa.ClosedError):
+                        inside.fill(1)
+                    if allocator == "cache" and not checked:
+                        kept.pop().free()  # a cache takes it back, and nobody gets it in the capture
+                    for refused in (own.close, lambda: own.blocking, *[buffer.free for buffer in kept]):
+                        with pytest.raises(sa.CaptureError):
+                            refused()
+                    dropped.clear()
+                    gc.collect()
+                    work(session_of(device))
+                assert not own.capturing and not any(buffer.freed for buffer in kept)
+                kept += [source.allocate(4096, own) for _ in range(3)]
+                for buffer in kept:
                     buffer.fill(1)
-                assert not driver.cuGraphLaunch(instance, known)[0]
-                device.synchronize()
-                assert all(holds(buffer, 1) for buffer in mine)
-                for buffer in mine:
+                launch()
+                assert all(holds(buffer, 1) for buffer in kept)
+                for buffer in kept:
                     buffer.free()
                 device.synchronize()
             assert pool.statistics().used == 0
-            assert not driver.cuGraphExecDestroy(instance)[0] and not driver.cuGraphDestroy(graph)[0]
-            assert not driver.cuStreamDestroy(foreign)[0]
 
     @pytest.mark.parametrize("end", ["close", "drop"])
     def test_a_stream_that_ends(self, traced: Any, device: sa.Device, pool: sa.MemoryPool, end: str) -> None:
@@ -656,31 +552,30 @@ class TestStreamsOfOursThatOtherCodeCaptures:
         assert names(traced).count("cuStreamDestroy") == 1
 
     def test_a_capture_of_ours_that_other_code_forks(
-        self, machine: Any, device: sa.Device, pool: sa.MemoryPool, own: sa.Stream
+        self, machine: Any, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream
     ) -> None:
         """Memory of the other stream belongs to the graph too, and each stream may free it."""
         with device.current(), device.create_stream() as side:
-            with own.capture() as graph:
-                with own.record() as event:
+            with stream.capture() as graph:
+                with stream.record() as event:
                     assert not machine.cuStreamWaitEvent(side.handle, cuda.CUevent(event.handle), 0)[0]
                 buffer = pool.allocate(4096, side)
-                own.wait(side)
-                buffer.free(own)
+                stream.wait(side)
+                buffer.free(stream)
             assert graph.nodes == ["MEM_ALLOC", "MEM_FREE"] and type(buffer) is sa.GraphBuffer
             graph.close()
 
 
-def test_streams_whose_handle_stays_ask_nothing(traced: Any, device: sa.Device) -> None:
+def test_streams_whose_handle_stays_ask_nothing(
+    traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool
+) -> None:
     """Work between streams of ours, their exports without a stream, and the package's own use of handles."""
-    with contextlib.ExitStack() as stack:
-        own, other = (stack.enter_context(device.create_stream()) for _ in range(2))
-        pool = stack.enter_context(sa.MemoryPool(device))
-        buffer = stack.enter_context(pool.allocate(64, own))
-        own.wait(other)
-        own.wait(other.record())
+    with device.create_stream() as other, pool.allocate(64, stream) as buffer:
+        stream.wait(other)
+        stream.wait(other.record())
         buffer.__dlpack__(stream=-1)
         buffer.fill(1, other)
-        assert repr(own) and not own.capturing
+        assert repr(stream) and not stream.capturing
         traced.calls.clear()
-        pool.allocate(64, own).free()
+        pool.allocate(64, stream).free()
         assert names(traced) == ["cuMemAllocFromPoolAsync", "cuMemFreeAsync"]
