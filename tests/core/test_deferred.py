@@ -89,25 +89,73 @@ def nothing_left() -> Iterator[None]:
     deferred._unfinished.intersection_update(before)
 
 
-def _work(later: DeferredQueue) -> None:
+def _work(later: DeferredQueue, most: int | None = None) -> None:
     with contextlib.suppress(Interrupt):
-        later.work()
+        later.work(most)
 
 
-scripts = st.lists(st.lists(st.sampled_from(OUTCOMES), max_size=4), max_size=8)
+@pytest.fixture
+def later() -> DeferredQueue:
+    return DeferredQueue()
 
 
-@given(scripts, st.lists(st.integers(0, 7), max_size=12))
-def test_each_item_ends_once(given_scripts: list[list[Callable[[Item], bool]]], cuts: list[int]) -> None:
-    later, ended = DeferredQueue(), list[Item]()
-    made = [Item(later, ended, list(script)) for script in given_scripts]
-    for number, item in enumerate(made):
-        later.submit(item)
-        if number in cuts:
-            _work(later)
+@pytest.fixture
+def ended() -> list[Item]:
+    return []
+
+
+class Owner:
+    """Something that can be dropped, of a cycle or not."""
+
+    def __init__(self, in_a_cycle: bool) -> None:
+        self.me = self if in_a_cycle else None
+
+
+def submit_twice(later: DeferredQueue, item: Item) -> None:
+    later.submit(item)
+    later.submit(item)
+
+
+def end(later: DeferredQueue, item: Item) -> None:
+    item.script = [one for one in item.script if one is not _work_again]  # which may end others
+    errors: dict[Any, type[Exception]] = {_refuse: CudaError, _interrupt: Interrupt}
+    expected = errors.get(item.script[-1]) if item.script else None  # an error is the caller's, and the item stays
+    with pytest.raises(expected) if expected else contextlib.nullcontext():
+        assert later.end(item) == (item in item.ended)
+
+
+def drop_the_owner(later: DeferredQueue, item: Item, in_a_cycle: bool = False) -> None:
+    owner = Owner(in_a_cycle)
+    later.end_with(owner, item)
+    _work(later)
+    assert item not in item.ended
+    del owner
+    if in_a_cycle:
+        gc.collect()
+
+
+def end_before_the_owner(later: DeferredQueue, item: Item) -> None:
+    owner = Owner(False)
+    later.end_with(owner, item)
+    end(later, item)
+    del owner
+
+
+WAYS = (DeferredQueue.submit, submit_twice, end, drop_the_owner, end_before_the_owner)
+scripts = st.lists(st.sampled_from(OUTCOMES), max_size=4)
+
+
+@given(st.lists(st.tuples(st.sampled_from(WAYS), scripts, st.sampled_from([None, 0, 2])), max_size=8))
+def test_each_item_ends_once(steps: list[tuple[Callable[[DeferredQueue, Item], None], Any, int | None]]) -> None:
+    later, ended, made = DeferredQueue(), list[Item](), list[Item]()
+    for way, script, most in steps:
+        made.append(Item(later, ended, list(script)))
+        way(later, made[-1])
+        if most is not None:
+            _work(later, most)
     for _ in range(60):
         _work(later)
-    assert len(later) == 0
+    assert len(later) == 0 and not later._owned
     assert len(ended) == len(set(ended)) and set(made) <= set(ended)
 
 
@@ -133,8 +181,7 @@ def test_two_threads_that_work(function: Callable[..., object]) -> None:
         assert len(later) == 0 and len(ended) == len(set(ended)) and set(made) <= set(ended)
 
 
-def test_threads_for_real() -> None:
-    later, ended = DeferredQueue(), list[Item]()
+def test_threads_for_real(later: DeferredQueue, ended: list[Item]) -> None:
     made: list[Item] = []
 
     def run(number: int) -> None:
@@ -150,9 +197,12 @@ def test_threads_for_real() -> None:
     assert len(later) == 0 and len(ended) == len(made) == len(set(ended))
 
 
-@pytest.fixture
-def storm() -> Iterator[Callable[[], int]]:
-    """Signals at random points, whose handler raises; says how many did."""
+@since_3_11
+# A handler may raise in the middle of pytest's own hooks.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signals_lose_no_item_and_end_none_twice(later: DeferredQueue, ended: list[Item]) -> None:
+    """However the owner is dropped, and whatever comes out of a handler then, at random points."""
+    made: list[Item] = []
     hits = 0
 
     def handle(_: int, __: FrameType | None) -> None:
@@ -160,92 +210,28 @@ def storm() -> Iterator[Callable[[], int]]:
         hits += 1
         raise Interrupt
 
+    def drop_one(script: list[Callable[[Item], bool]]) -> None:
+        owner, item = Owner(False), Guarded(later, ended, script)
+        later.end_with(owner, item)
+        made.append(item)
+
     before = signal.signal(signal.SIGALRM, handle)
-    yield lambda: hits
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@since_3_11
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_signals_lose_no_item_and_end_none_twice(storm: Callable[[], int]) -> None:
-    later, ended = DeferredQueue(), list[Item]()
-    made = [Guarded(later, ended, [_wait] * (number % 4)) for number in range(200)]
-    for number, item in enumerate(made):
-        later.submit(item)
-        try:
+    for number in range(400):
+        with contextlib.suppress(Interrupt):
             signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-6 * (number % 60))
+            drop_one([_wait] * (number % 4))
             later.work()
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except Interrupt:
-            pass
     signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
     for _ in range(4):
         later.work()
-    assert storm() > 5
-    assert len(later) == 0 and len(made) == len(ended) and set(made) == set(ended)
+    assert hits > 5 and set(made) <= set(ended) and len(later) == 0 and len(ended) == len(set(ended))
 
 
-class Owner:
-    """Something that can be dropped."""
-
-
-class TestEndWith:
-    def test_ends_once_its_owner_is_dropped(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        owner, item = Owner(), Item(later, ended, [_wait])
-        later.end_with(owner, item)
-        assert later.work() == 0 and len(later) == 0
-        del owner
-        assert len(later) == 1 and later.work() == 0 and later.work() == 1 and ended == [item]
-
-    def test_in_a_cycle(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        owner: Any = Owner()
-        owner.me = owner
-        later.end_with(owner, Item(later, ended, []))
-        del owner
-        gc.collect()
-        assert later.work() == 1 and len(ended) == 1
-
-    def test_what_has_ended_before(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        owner, item = Owner(), Item(later, ended, [])
-        later.end_with(owner, item)
-        later.end(item)
-        del owner
-        assert later.work() == 0 and ended == [item] and len(later) == 0
-
-    @since_3_11
-    # A handler may raise in the middle of pytest's own hooks.
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_signals_lose_none(self, storm: Callable[[], int]) -> None:
-        """However the owner is dropped, and whatever comes out of a handler then."""
-        later, ended = DeferredQueue(), list[Item]()
-        made: list[Item] = []
-
-        def drop_one() -> None:
-            owner, item = Owner(), Guarded(later, ended, [])
-            later.end_with(owner, item)
-            made.append(item)
-
-        for number in range(300):
-            with contextlib.suppress(Interrupt):
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-6 * (number % 40))
-                drop_one()
-                later.work()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        later.work()
-        assert storm() > 5 and set(made) <= set(ended) and len(later) == 0 and len(ended) == len(set(ended))
-
-
-def test_an_item_that_is_handed_in_twice_ends_once() -> None:
-    later, ended = DeferredQueue(), list[Item]()
-    item = Item(later, ended, [_wait])
-    later.submit(item)
-    later.submit(item)
-    assert later.work() == 0 and later.work() == 1 and ended == [item] and len(later) == 0
+def test_in_a_cycle(later: DeferredQueue, ended: list[Item]) -> None:
+    drop_the_owner(later, Item(later, ended, []), in_a_cycle=True)
+    assert later.work() == 1 and len(ended) == 1
 
 
 def _after_another(item: Item) -> bool:
@@ -255,9 +241,11 @@ def _after_another(item: Item) -> bool:
     return item in item.ended
 
 
-def test_an_item_that_is_submitted_during_its_attempt_is_attempted_again() -> None:
+def test_an_item_that_is_submitted_during_its_attempt_is_attempted_again(
+    later: DeferredQueue, ended: list[Item]
+) -> None:
     """What it got may have come after the attempt, which another point of work must not end then."""
-    queue, ended, found = DeferredQueue(), list[Item](), list[list[int]]()
+    found = list[list[int]]()
     got = [1]
 
     def take(item: Item) -> bool:
@@ -265,13 +253,13 @@ def test_an_item_that_is_submitted_during_its_attempt_is_attempted_again() -> No
         got.clear()
         if len(found) == 1:
             got.append(2)
-            queue.submit(item)
-            in_threads(queue.work)
+            later.submit(item)
+            in_threads(later.work)
         return True
 
-    queue.submit(Item(queue, ended, [take, take]))
-    queue.work()
-    assert found == [[1], [2]] and not got and not len(queue)
+    later.submit(Item(later, ended, [take, take]))
+    later.work()
+    assert found == [[1], [2]] and not got and not len(later)
 
 
 def test_two_threads_end_the_item_of_one_owner() -> None:
@@ -286,41 +274,27 @@ def test_two_threads_end_the_item_of_one_owner() -> None:
     def disown(made: tuple[DeferredQueue, Item]) -> None:
         made[0]._disown(made[1])
 
-    owner = Owner()
+    owner = Owner(False)
     for queue, item in interleaved(disown, make, disown, disown):
         assert not queue._owned and not hasattr(item, "_dropped_with")
 
 
-def test_what_another_item_waits_for_ends_first() -> None:
-    later, ended = DeferredQueue(), list[Item]()
+def test_what_another_item_waits_for_ends_first(later: DeferredQueue, ended: list[Item]) -> None:
     last = Item(later, ended, [_after_another])
     later.submit(last)
     later.submit(Item(later, ended, []))
     assert later.work() == 2 and ended[-1] is last
 
 
-class TestEnd:
-    def test_at_once(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        assert later.end(Item(later, ended, [])) and len(later) == 0
-
-    @pytest.mark.parametrize("outcome", [_refuse, _interrupt])
-    def test_an_error_is_the_caller_s_and_the_item_stays(self, outcome: Callable[[Item], bool]) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        with pytest.raises((CudaError, Interrupt)):
-            later.end(Item(later, ended, [outcome]))
-        assert len(later) == 1 and later.work() == 1 and len(ended) == 1
-
-    def test_not_while_a_capture_is_under_way(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        later.begin_capture(later)
-        assert not later.end(Item(later, ended, [])) and later.work() == 0
-        del later.captures[later]
-        assert later.work() == 1
+def test_nothing_ends_while_a_capture_is_under_way(later: DeferredQueue, ended: list[Item]) -> None:
+    later.begin_capture(later)
+    assert not later.end(Item(later, ended, [])) and later.work() == 0
+    del later.captures[later]
+    assert later.work() == 1
 
 
-def test_what_is_gone_has_ended() -> None:
-    later, forgotten = DeferredQueue(), list[Deferred]()
+def test_what_is_gone_has_ended(later: DeferredQueue) -> None:
+    forgotten = list[Deferred]()
 
     class Lost(Deferred):
         def attempt(self) -> bool:
@@ -334,9 +308,8 @@ def test_what_is_gone_has_ended() -> None:
     assert later.work() == 1 and forgotten == [item]
 
 
-def test_what_is_not_the_driver_s_goes_on_to_the_caller() -> None:
+def test_what_is_not_the_driver_s_goes_on_to_the_caller(later: DeferredQueue, ended: list[Item]) -> None:
     """It may be what a signal handler raises, and nothing tells."""
-    later, ended = DeferredQueue(), list[Item]()
 
     def fail(_: Item) -> bool:
         raise KeyError("of a handler")
@@ -348,9 +321,9 @@ def test_what_is_not_the_driver_s_goes_on_to_the_caller() -> None:
     assert later.work() == 2 and len(ended) == 2 and len(later) == 0
 
 
-def test_finalisers_hand_in_while_items_move() -> None:
+@pytest.mark.usefixtures("collecting")
+def test_finalisers_hand_in_while_items_move(later: DeferredQueue, ended: list[Item]) -> None:
     """The collector runs them wherever a container is made, also with the lock of the queue held."""
-    later, ended = DeferredQueue(), list[Item]()
 
     class Dropped:
         def __init__(self) -> None:
@@ -359,14 +332,10 @@ def test_finalisers_hand_in_while_items_move() -> None:
         def __del__(self) -> None:
             later.submit(Item(later, ended, []))
 
-    before = gc.get_threshold()
     gc.set_threshold(1)
-    try:
-        for _ in range(300):
-            Dropped()
-            later.work()
-    finally:
-        gc.set_threshold(*before)
+    for _ in range(300):
+        Dropped()
+        later.work()
     gc.collect()
     later.work()
     assert len(ended) == 300 and len(later) == 0
@@ -375,47 +344,29 @@ def test_finalisers_hand_in_while_items_move() -> None:
 class TestMany:
     """Points that come often cost the same however much waits."""
 
-    def test_attempts_in_vain_are_few(self) -> None:
-        later, ended, attempts = DeferredQueue(), list[Item](), list[Item]()
+    def test_attempts_in_vain_are_few(self, later: DeferredQueue, ended: list[Item]) -> None:
+        attempts: list[Item] = []
 
         def count(item: Item) -> bool:
             attempts.append(item)
             return False
 
-        for _ in range(1000):
-            later.submit(Item(later, ended, [count] * 1000))
+        for number in range(1000):
+            later.submit(Item(later, ended, [count] * (2 if number == 70 else 1000)))
         later.work(8)
         assert len(attempts) == 1000  # each is new
-        for _ in range(20):
+        for _ in range(3):
             attempts.clear()
             assert later.work(8) == 0 and len(attempts) == 8
+        later.submit(Item(later, ended, []))
+        assert later.work(8) == 1  # a new one does not wait for the others
+        assert later.work() == 0 and later.work() == 1  # all are tried
 
-    def test_each_gets_its_turn(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
+    def test_each_gets_its_turn(self, later: DeferredQueue, ended: list[Item]) -> None:
         made = [Item(later, ended, [_wait] * 2) for _ in range(100)]
         for item in made:
             later.submit(item)
-        for _ in range(1 + 2 * -(-100 // 8)):
-            later.work(8)
+        for _ in range(-(-100 // 8)):
+            assert later.work(8) == 0
+        assert later.work(8) == 100  # the first that ends costs the others nothing
         assert set(ended) == set(made)
-
-    def test_what_ends_costs_the_others_nothing(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        for _ in range(100):
-            later.submit(Item(later, ended, [_wait]))
-        assert later.work(8) == 0 and later.work(8) == 100
-
-    def test_a_new_one_does_not_wait_for_the_others(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        for _ in range(100):
-            later.submit(Item(later, ended, [_wait] * 1000))
-        later.work(8)
-        later.submit(Item(later, ended, []))
-        assert later.work(8) == 1
-
-    def test_where_all_are_to_be_tried(self) -> None:
-        later, ended = DeferredQueue(), list[Item]()
-        for number in range(100):
-            later.submit(Item(later, ended, [_wait] * (1 if number == 70 else 1000)))
-        later.work(8)
-        assert later.work() == 1

@@ -16,34 +16,29 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
+from streamalloc.core.stream import _host_functions
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.support import executed, holds, in_threads, names, pending
 
 
 class TestOrder:
-    def test_work_of_one_stream_runs_in_order(self, stream: sa.Stream, pool: sa.MemoryPool) -> None:
-        order: list[int] = []
-        for number in range(5):
-            stream.launch_host_func(functools.partial(order.append, number))
-        stream.synchronize()
-        assert order == [0, 1, 2, 3, 4]
-
-    def test_query(self, stream: sa.Stream, gate: Gate) -> None:
+    def test_query(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+        before = stream.record()
         assert stream.query() is True
         gate.hold(stream)
-        assert pending(stream)
-        gate.open()
-        assert executed(stream)
-
-    def test_a_held_stream_holds_no_other(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
-        gate.hold(stream)
-        with device.create_stream() as other:
+        event = stream.record()
+        assert pending(stream) and event.query() is False
+        before.synchronize()
+        assert before.query() and not stream.query()
+        with device.create_stream() as other:  # which is not held
             other.launch_host_func(lambda: None)
             other.synchronize()
-            assert pending(stream)
+        gate.open()
+        event.synchronize()
+        assert event.query() is True and executed(stream)
 
-    def test_wait_for_an_event(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+    def test_work_runs_after_what_it_waits_for(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
         order: list[str] = []
         with device.create_stream() as other:
             gate.hold(stream)
@@ -54,20 +49,6 @@ class TestOrder:
             gate.open()
             other.synchronize()
             assert order == ["first", "second"]
-
-    def test_wait_for_a_stream(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
-        with device.create_stream() as other:
-            gate.hold(stream)
-            other.wait(stream)
-            gate.open()
-            other.synchronize()
-            assert stream.query()
-
-    def test_an_event_holds_what_was_queued_before_it(self, stream: sa.Stream, gate: Gate) -> None:
-        event = stream.record()
-        gate.hold(stream)
-        event.synchronize()
-        assert event.query() and pending(stream)
 
     @pytest.mark.gpus(2)
     def test_across_devices(self, stream: sa.Stream, gate: Gate, peer: sa.Device) -> None:
@@ -90,23 +71,12 @@ class TestOrder:
 
 
 class TestEvents:
-    def test_query_and_synchronize(self, stream: sa.Stream, gate: Gate) -> None:
-        gate.hold(stream)
-        event = stream.record()
-        assert event.query() is False
-        gate.open()
-        event.synchronize()
-        assert event.query() is True
-
-    def test_never_recorded(self, device: sa.Device, stream: sa.Stream) -> None:
+    def test_recorded_again(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
         with device.create_event() as event:
             assert event.query() is True
             event.synchronize()
             stream.wait(event)
             assert executed(stream)
-
-    def test_recorded_again(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
-        with device.create_event() as event:
             assert stream.record(event) is event
             event.synchronize()
             gate.hold(stream)
@@ -125,33 +95,14 @@ class TestEvents:
         end.synchronize()
         took = end.elapsed_since(start)
         assert took >= 0 and start.elapsed_since(end) == pytest.approx(-took)
-
-    def test_time_needs_events_that_measure_it(self, stream: sa.Stream) -> None:
-        start, end = stream.record(), stream.record()
-        end.synchronize()
         with pytest.raises(sa.InvalidHandleError, match="timing=True"):
-            end.elapsed_since(start)
+            end.elapsed_since(stream.record())
         with pytest.raises(TypeError, match="start must be an Event, not Stream"):
             end.elapsed_since(stream)  # type: ignore[arg-type]
 
     def test_options_that_do_not_go_together(self, device: sa.Device) -> None:
         with pytest.raises(ValueError, match="interprocess"):
             device.create_event(timing=True, interprocess=True)
-
-    def test_options(self, device: sa.Device, stream: sa.Stream) -> None:
-        for event in (device.create_event(interprocess=True), device.create_event(blocking_sync=True, timing=True)):
-            stream.record(event).synchronize()
-            event.close()
-
-    def test_closing_does_not_release_who_waits(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
-        with device.create_stream() as other:
-            gate.hold(stream)
-            event = stream.record()
-            other.wait(event)
-            event.close()
-            assert pending(other)
-            gate.open()
-            other.synchronize()
 
 
 DISABLE_TIMING, BLOCKING_SYNC, INTERPROCESS = 2, 1, 4
@@ -167,50 +118,42 @@ DISABLE_TIMING, BLOCKING_SYNC, INTERPROCESS = 2, 1, 4
         ({"timing": True, "blocking_sync": True}, BLOCKING_SYNC),
     ],
 )
-def test_flags_of_an_event(traced: Any, device: sa.Device, options: dict[str, bool], flags: int) -> None:
-    with device.create_event(**options):
+def test_flags_of_an_event(
+    traced: Any, device: sa.Device, stream: sa.Stream, options: dict[str, bool], flags: int
+) -> None:
+    with device.create_event(**options) as event:
         (call,) = [call for call in traced.calls if call.name == "cuEventCreate"]
         assert call.args == (flags,)
+        stream.record(event).synchronize()
 
 
-def test_flags_of_an_event_that_a_stream_makes(traced: Any, device: sa.Device) -> None:
-    with device.create_stream() as stream:
-        for timing, flags in ((False, DISABLE_TIMING), (True, 0)):
-            del traced.calls[:]
-            stream.record(timing=timing)
-            assert [call.args for call in traced.calls if call.name == "cuEventCreate"] == [(flags,)]
+def test_flags_of_an_event_that_a_stream_makes(traced: Any, stream: sa.Stream) -> None:
+    for timing, flags in ((False, DISABLE_TIMING), (True, 0)):
+        del traced.calls[:]
+        stream.record(timing=timing)
+        assert [call.args for call in traced.calls if call.name == "cuEventCreate"] == [(flags,)]
 
 
 class TestHostFunctions:
-    def test_run_on_another_thread(self, stream: sa.Stream) -> None:
-        seen: list[int] = []
-        stream.launch_host_func(lambda: seen.append(threading.get_ident()))
-        stream.synchronize()
-        assert seen and seen[0] != threading.get_ident()
-
-    def test_an_exception_is_reported_and_the_stream_goes_on(
-        self, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_run_in_order_on_another_thread(self, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An exception is reported, and the stream goes on. Nothing is kept of them."""
         raised: list[Any] = []
         monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: raised.append(unraisable.exc_type))
-        done: list[bool] = []
+        order: list[int] = []
+        threads: set[int] = set()
+        kept = len(_host_functions)
 
-        def fail() -> None:
-            raise LookupError
+        def run(number: int) -> None:
+            threads.add(threading.get_ident())
+            order.append(number)
+            if number == 1:
+                raise LookupError
 
-        stream.launch_host_func(fail)
-        stream.launch_host_func(lambda: done.append(True))
+        for number in range(5):
+            stream.launch_host_func(functools.partial(run, number))
         stream.synchronize()
-        assert raised == [LookupError] and done == [True]
-
-    def test_nothing_is_kept_of_them(self, stream: sa.Stream) -> None:
-        from streamalloc.core.stream import _host_functions
-
-        before = len(_host_functions)
-        for _ in range(3):
-            stream.launch_host_func(lambda: None)
-        stream.synchronize()
-        assert len(_host_functions) == before
+        assert raised == [LookupError] and order == [0, 1, 2, 3, 4]
+        assert threads and threading.get_ident() not in threads and len(_host_functions) == kept
 
     def test_one_that_was_refused_is_let_go(self, machine: Any) -> None:
         driver = sd.faulty(machine, "cuLaunchHostFunc", result="CUDA_ERROR_UNKNOWN")
@@ -226,13 +169,11 @@ class TestHostFunctions:
 
 class TestClosing:
     def test_is_idempotent(self, device: sa.Device) -> None:
-        stream, event = device.create_stream(), device.create_event()
-        assert [stream.closed, event.closed] == [False, False]
-        for one in (stream, event):
+        for one in (device.create_stream(), device.create_event()):
+            before = one.closed
             one.close()
             one.close()
-            assert "closed" in repr(one)
-        assert [stream.closed, event.closed] == [True, True]
+            assert (before, one.closed) == (False, True) and "closed" in repr(one)
 
     def test_use_afterwards_does_not_reach_the_driver(self, traced: Any, device: sa.Device) -> None:
         stream, other = device.create_stream(), device.create_stream()
@@ -281,12 +222,10 @@ class TestClosing:
         assert done == [True]
 
     def test_leaves_other_people_s_streams(self, traced: Any, device: sa.Device) -> None:
+        """Default streams are made anew."""
         device.default_stream.close()
         device.per_thread_stream.close()
         assert names(traced, "cuStreamDestroy") == []
-
-    def test_default_streams_are_made_anew(self, device: sa.Device) -> None:
-        device.default_stream.close()
         device.default_stream.synchronize()
 
 
@@ -326,14 +265,14 @@ class TestForeignStreams:
             buffer.free(foreign)
         with sa.allocate(64, foreign) as buffer:
             assert buffer.nbytes == 64
-        with device.create_stream() as other:
-            other.wait(foreign)
 
-    @pytest.mark.parametrize("library", FOREIGN)
+    @pytest.mark.parametrize("library", ["a stream", "an event", "CUevent", *FOREIGN])
     def test_their_work_is_waited_for(self, library: str, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
         gate.hold(stream)
+        event = stream.record()
+        ours = {"a stream": stream, "an event": event, "CUevent": cuda.CUevent(event.handle)}
         with device.create_stream() as other:
-            other.wait(FOREIGN[library](stream.handle))
+            other.wait(ours[library] if library in ours else FOREIGN[library](stream.handle))
             assert pending(other)
             gate.open()
             other.synchronize()
@@ -368,21 +307,17 @@ class TestForeignStreams:
 
     @pytest.mark.parametrize("other", [None, 0, 1, "stream", object(), SimpleNamespace(ptr="x"), 1.5])
     def test_what_is_no_stream(self, pool: sa.MemoryPool, other: Any) -> None:
-        with pytest.raises(TypeError, match="stream"):
-            pool.allocate(64, other)
+        for allocate in (pool.allocate, sa.allocate):
+            with pytest.raises(TypeError, match="stream"):
+                allocate(64, other)
         assert pool.statistics().used == 0
 
-    def test_what_is_no_stream_for_the_current_pool(self, machine: Any) -> None:
-        with pytest.raises(TypeError, match="stream"):
-            sa.allocate(64, None)  # type: ignore[arg-type]
 
-
-class TestReadability:
-    def test_reprs(self, device: sa.Device, stream: sa.Stream) -> None:
-        assert hex(stream.handle) in repr(stream) and "device 0" in repr(stream)
-        assert "legacy default" in repr(device.default_stream) and "per-thread" in repr(device.per_thread_stream)
-        with device.create_event() as event:
-            assert hex(event.handle) in repr(event)
+def test_reprs(device: sa.Device, stream: sa.Stream) -> None:
+    assert hex(stream.handle) in repr(stream) and "device 0" in repr(stream)
+    assert "legacy default" in repr(device.default_stream) and "per-thread" in repr(device.per_thread_stream)
+    with device.create_event() as event:
+        assert hex(event.handle) in repr(event)
 
 
 def test_what_ends_later_does_not_meet_a_stream_that_is_being_closed(device: sa.Device, pool: sa.MemoryPool) -> None:
