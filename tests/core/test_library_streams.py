@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,54 +26,47 @@ from tests.interleaving import interleaved
 from tests.support import end_what_was_dropped, holds, in_threads, names
 
 
-class CuPy:
-    def __init__(self, handle: int) -> None:
-        self.ptr = handle
+class Named:
+    """A stream of a library with these attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
 
 
-class Protocol:
-    def __init__(self, handle: int) -> None:
-        self.number = handle
+class Protocol(Named):
+    number: int
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self.number)
 
 
-class Numba:
-    def __init__(self, handle: int) -> None:
-        self.handle = ctypes.c_void_p(handle)
+class Torch(Named):
+    """PyTorch's own type, by its name."""
 
 
-class Torch:
-    """PyTorch's own type, by its name; streams of other code have their handle as number."""
-
-    def __init__(self, handle: int, device: int = 0, number: int = 3) -> None:
-        self.cuda_stream, self.device_index, self.stream_id = handle, device, number
-
-
-class ExternalStream(Torch):
-    """PyTorch's type for streams of other code."""
-
-
-class AnyTorch:
+class AnyTorch(Protocol):
     """PyTorch's type for streams of all kinds of devices, by its name."""
 
-    def __init__(self, handle: int, device: int = 0, number: int = 3) -> None:
-        self.handle, self.device_index, self.stream_id = handle, device, number
 
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.handle)
+class ExternalStream(Named):
+    """CuPy's and PyTorch's type for streams of other code, by its name."""
 
 
-class NamingStream(CuPy):
-    """CuPy's own type, by its name, for the stream of other code."""
-
-
-NamingStream.__qualname__ = NamingStream.__name__ = "ExternalStream"
 Torch.__module__, Torch.__qualname__ = "torch.cuda.streams", "Stream"
 AnyTorch.__module__, AnyTorch.__qualname__ = "torch", "Stream"
 
-LIBRARIES: dict[str, Callable[[int], Any]] = {"CuPy": CuPy, "protocol": Protocol, "Numba": Numba, "PyTorch": Torch}
+
+def of_pytorch(handle: int, kind: type[Named] = Torch, own: bool = True) -> Any:
+    """A stream of PyTorch's own, or of other code: that has its handle as number."""
+    return kind(cuda_stream=handle, number=handle, device_index=0, stream_id=3 if own else handle)
+
+
+LIBRARIES: dict[str, Callable[[int], Any]] = {
+    "CuPy": lambda handle: Named(ptr=handle),
+    "protocol": lambda handle: Protocol(number=handle),
+    "Numba": lambda handle: Named(handle=ctypes.c_void_p(handle)),
+    "PyTorch": of_pytorch,
+}
 OF_OBJECTS = [name for name in LIBRARIES if name != "PyTorch"]
 NULL = {f"{name}, null": (lambda handle, make=make: make(0)) for name, make in LIBRARIES.items() if name != "Numba"}
 CURRENT, CAPTURING, MODE = "cuCtxGetCurrent", "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode"
@@ -196,56 +190,53 @@ def test_an_object_lives_in_the_table_and_for_its_memory(
 
 
 def test_a_stream_that_its_library_has_closed(scene: Scene) -> None:
-    theirs = Protocol(scene.theirs.handle)
+    theirs = Protocol(number=scene.theirs.handle)
     scene.pool.allocate(64, theirs).free()
     with scene.device.create_stream() as other:
         theirs.number = other.handle
         assert scene.pool.allocate(64, theirs).stream.handle == other.handle
-    theirs.number = None  # type: ignore[assignment]
-    with pytest.raises(TypeError):
-        scene.pool.allocate(64, theirs)
 
 
 def test_each_object_of_pytorch_is_the_same_stream(scene: Scene) -> None:
     session, handle = session_of(scene.device), scene.theirs.handle
-    known = as_stream(Torch(handle), session)
-    assert known.device == scene.device and as_stream(Torch(handle), session) is known
+    known = as_stream(of_pytorch(handle), session)
+    assert known.device == scene.device and as_stream(of_pytorch(handle), session) is known
     assert list(session.library_streams) == [(handle, 0)]
     # What users have they may close.
-    scene.pool.allocate(64, Torch(handle)).stream.close()
-    assert known.closed and not as_stream(Torch(handle), session).closed
+    scene.pool.allocate(64, of_pytorch(handle)).stream.close()
+    assert known.closed and not as_stream(of_pytorch(handle), session).closed
 
 
-def naming(handle: int) -> list[Any]:
-    """Objects that name a stream without owning it."""
-    external = Numba(handle)
-    external.external = True  # type: ignore[attr-defined]
-    torch = (Torch(handle, number=handle), ExternalStream(handle, number=handle))
-    return [*torch, NamingStream(handle), external, cuda.CUstream(handle)]
+# Objects that name a stream without owning it.
+NAMING: dict[str, Callable[[int], Any]] = {
+    "PyTorch": lambda handle: of_pytorch(handle, own=False),
+    "PyTorch, external": lambda handle: of_pytorch(handle, ExternalStream),
+    "CuPy, external": lambda handle: ExternalStream(ptr=handle),
+    "Numba, external": lambda handle: Named(handle=ctypes.c_void_p(handle), external=True),
+    "the bindings": cuda.CUstream,
+}
 
 
-def test_objects_that_only_name_a_stream_are_resolved_each_time(scene: Scene) -> None:
+@pytest.mark.parametrize("name", NAMING)
+def test_an_object_that_only_names_a_stream_is_resolved_each_time(scene: Scene, name: str) -> None:
     """That stream may be destroyed. A call with its handle would crash the process, so nothing is recorded on it."""
-    session = session_of(scene.device)
-    for theirs in naming(scene.theirs.handle):
-        with scene.pool.allocate(64, theirs) as buffer:
-            assert buffer.stream.handle == scene.theirs.handle
-            before = len(scene.driver.calls)
-            Fence(session)
-            recorded = {int(call.args[1]) for call in scene.driver.calls[before:] if call.name == "cuEventRecord"}
-            assert recorded >= {scene.own.handle} and buffer.stream not in Fence(session)._ends
-            assert buffer.stream.handle not in recorded or scene.theirs.handle == buffer.stream.handle
+    session, theirs = session_of(scene.device), NAMING[name](scene.theirs.handle)
+    with scene.pool.allocate(64, theirs) as buffer:
+        assert buffer.stream.handle == scene.theirs.handle
+        before = len(scene.driver.calls)
+        Fence(session)
+        recorded = {int(call.args[1]) for call in scene.driver.calls[before:] if call.name == "cuEventRecord"}
+        assert scene.own.handle in recorded and buffer.stream not in Fence(session)._ends
     assert not session.library_streams
 
 
 @pytest.mark.parametrize("kind", [Torch, AnyTorch, ExternalStream])
-@pytest.mark.parametrize("of_pytorch", [True, False])
-def test_pytorch_s_objects_are_not_referenced_weakly(scene: Scene, kind: type[Any], of_pytorch: bool) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_pytorch_s_objects_are_not_referenced_weakly(scene: Scene, kind: type[Named], own: bool) -> None:
     """PyTorch frees them without clearing weak references, which crashes the collection at the end of a process."""
-    handle = scene.theirs.handle
     cache = sa.CachingAllocator(scene.pool)
-    for number in (handle, 0):
-        theirs = kind(number, number=3 if of_pytorch else number)
+    for handle in (scene.theirs.handle, 0):
+        theirs = of_pytorch(handle, kind, own)
         for source in (scene.pool, cache, cache):
             with source.allocate(64, theirs) as buffer:
                 buffer.fill(1)
@@ -273,13 +264,11 @@ def test_a_null_stream_in_a_thread_without_a_context(scene: Scene, name: str, ca
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("handle", [0, 1, 2])
-@pytest.mark.parametrize("make", [CuPy, Protocol])
+@pytest.mark.parametrize("name", ["CuPy", "protocol"])
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_null_stream_is_that_of_the_current_device(
-    scene: Scene, make: Callable[[int], Any], handle: int, cached: bool
-) -> None:
+def test_a_null_stream_is_that_of_the_current_device(scene: Scene, name: str, handle: int, cached: bool) -> None:
     """Memory that was freed in the order of one device's stream is not for that of the other."""
-    peer, theirs = sa.Device(1, driver=scene.driver), make(handle)
+    peer, theirs = sa.Device(1, driver=scene.driver), LIBRARIES[name](handle)
     source = sa.CachingAllocator(scene.pool) if cached else scene.pool
     addresses: dict[sa.Device, set[int]] = {scene.device: set(), peer: set()}
     for _ in range(3):
@@ -297,7 +286,7 @@ def test_a_null_stream_is_that_of_the_current_device(
 
 @pytest.mark.gpus(2)
 def test_a_null_stream_of_another_device_closes_none(scene: Scene) -> None:
-    theirs = CuPy(0)
+    theirs = LIBRARIES["CuPy"](0)
     with sa.CachingAllocator(scene.pool) as cache, scene.pool.allocate(64, scene.own) as other:
         cache.allocate(64, theirs).free()
         with scene.own.capture("relaxed"):
@@ -333,40 +322,23 @@ def test_default_streams_are_one_object_for_all(scene: Scene) -> None:
 # -- captures by the library -------------------------------------------------------------------------------------------
 
 
-def captured(scene: Scene, machine: Any, act: Callable[[], object]) -> None:
-    """``act`` while the library captures its stream: the capture stays valid."""
-    raw = cuda.CUstream(scene.theirs.handle)
-    assert not machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)[0]
-    act()
-    result, graph = machine.cuStreamEndCapture(raw)
-    assert not result
-    machine.cuGraphDestroy(graph)
-
-
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_captures_its_stream(machine: Any, scene: Scene, name: str) -> None:
     theirs = LIBRARIES[name](scene.theirs.handle)
     buffer, dropped = scene.pool.allocate(64, theirs), [scene.pool.allocate(64, theirs)]
 
-    def act() -> None:
-        assert type(scene.pool.allocate(64, theirs)) is not type(buffer)
-        buffer.fill(1)
-        for stream in (None, theirs):
-            with pytest.raises(sa.CaptureError):
-                buffer.free(stream)
-        dropped.clear()
-
-    captured(scene, machine, act)
+    raw = cuda.CUstream(scene.theirs.handle)
+    assert not machine.cuStreamBeginCapture(raw, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)[0]
+    for inside in (scene.pool.allocate(64, theirs), sa.allocate(64, theirs)):
+        assert isinstance(inside, sa.GraphBuffer) and inside.owner is None
+    buffer.fill(1)
+    for stream in (None, theirs):
+        with pytest.raises(sa.CaptureError):
+            buffer.free(stream)
+    dropped.clear()
+    result, graph = machine.cuStreamEndCapture(raw)
+    assert not result and not machine.cuGraphDestroy(graph)[0]
     buffer.free()
-    end_what_was_dropped()
-    scene.device.synchronize()
-    assert scene.pool.statistics().used == 0
-
-
-def test_a_drop_on_the_legacy_stream_while_a_blocking_stream_is_captured(machine: Any, scene: Scene) -> None:
-    with scene.device.create_stream(blocking=True) as blocking:
-        dropped = [scene.pool.allocate(64, scene.device.default_stream)]
-        captured(scene._replace(theirs=blocking), machine, dropped.clear)
     end_what_was_dropped()
     scene.device.synchronize()
     assert scene.pool.statistics().used == 0
@@ -385,12 +357,14 @@ def test_a_drop_while_another_thread_closes_the_stream(machine: Any) -> None:
             stream = device.create_stream()
             return [pool.allocate(64, stream)], stream
 
-        for _ in interleaved(PoolBuffer.__del__, make, lambda both: both[0].clear(), lambda both: both[1].close()):
-            gc.collect()
-            end_what_was_dropped()
-            assert pool.statistics().used == 0
-            assert "stream" not in checked.outstanding()
-        for _ in interleaved(OwnStream._close, make, lambda both: both[1].close(), lambda both: both[0].clear()):
+        def drop(both: tuple[list[sa.Buffer], sa.Stream]) -> None:
+            both[0].clear()
+
+        def close(both: tuple[list[sa.Buffer], sa.Stream]) -> None:
+            both[1].close()
+
+        drops_first = interleaved(PoolBuffer.__del__, make, drop, close)
+        for _ in itertools.chain(drops_first, interleaved(OwnStream._close, make, close, drop)):
             gc.collect()
             end_what_was_dropped()
             assert pool.statistics().used == 0
@@ -417,8 +391,12 @@ def test_an_allocation_while_another_thread_allows_fast_paths(scene: Scene) -> N
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_many_threads_on_one_library_stream(device: sa.Device, pool: sa.MemoryPool, name: str) -> None:
-    def work(number: int, theirs: Any) -> None:
+def test_many_threads_on_one_library_stream(
+    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, name: str
+) -> None:
+    theirs = LIBRARIES[name](stream.handle)
+
+    def work(number: int) -> None:
         found = np.zeros(64, np.uint8)
         for _ in range(40):
             buffer = pool.allocate(64, theirs)
@@ -429,10 +407,7 @@ def test_many_threads_on_one_library_stream(device: sa.Device, pool: sa.MemoryPo
                 buffer.free(theirs)
             del buffer
 
-    with device.create_stream() as stream:
-        theirs = LIBRARIES[name](stream.handle)
-        in_threads(*[functools.partial(work, number, theirs) for number in range(8)])
-        del theirs
+    in_threads(*[functools.partial(work, number) for number in range(8)])
     device.synchronize()
     assert pool.statistics().used == 0
 

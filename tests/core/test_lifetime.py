@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import functools
 import gc
 import random
 import sys
@@ -23,8 +22,10 @@ import streamalloc.driver as sd
 from streamalloc.core.internal import this_thread
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
+from tests.package import test_garbage_cycles as garbage_cycles
 from tests.processes import forking
 from tests.support import (
+    Account,
     MiB,
     end_what_was_dropped,
     executed,
@@ -83,8 +84,8 @@ class TestGarbage:
 
     @pytest.mark.parametrize("seed", range(30))
     def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
-        driver = sd.checked(machine)
-        things: list[object] = self._everything(sa.Device(0, driver=driver))
+        account = Account(machine)
+        things = self._everything(account.device)
         random.Random(seed).shuffle(things)
         while things:
             things.pop()
@@ -92,40 +93,18 @@ class TestGarbage:
                 gc.collect()
                 if seed % 3 == 0:
                     in_threads(things.clear)
-        gc.collect()
-        sa.Device(0, driver=driver).synchronize()
-        driver.assert_nothing_left()
+        assert account.left == {}
 
     @staticmethod
-    def _everything(device: sa.Device) -> list[object]:
-        stream, other = device.create_stream(), device.create_stream(blocking=True)
-        pool, host = sa.MemoryPool(device), sa.MemoryPool(sa.MemLocation.host(), driver=device.driver)
-        default = sa.MemoryPool.default(device)
-        buffers: list[sa.Buffer] = [
-            pool.allocate(64, stream),
-            pool.allocate(64, other),
-            host.allocate(64, stream),
-            default.allocate(64, stream),
-            sa.allocate(64, other),
-            sa.allocate(64, device.default_stream),
-            pool.allocate(0, stream),
-        ]
-        view = buffers[0][8:24]
-        event = stream.record()
-        other.wait(event)
-        with stream.capture() as graph, sa.allocate(64, stream) as inside:
-            inside.fill(1)
-        graph.launch(stream)
-        device.synchronize()
-        array = buffers[2].as_array()
-        capsule = buffers[1].__dlpack__(stream=-1)
-        closed = device.create_stream()
-        orphan = pool.allocate(64, closed)
+    def _everything(device: sa.Device) -> list[Any]:
+        pool, host, graph = garbage_cycles.pool(device), garbage_cycles.host_pool(device), garbage_cycles.graph(device)
+        closed, blocking = device.create_stream(), device.create_stream(blocking=True)
+        orphan = pool[0].allocate(64, closed)
         closed.close()
-        return [
-            device, stream, other, pool, host, default, *buffers, view, view[2:4], event, device.create_event(),
-            graph, inside, array, capsule, closed, orphan, pool.attributes, pool.make_current(),
-        ]  # fmt: skip
+        current = sa.allocate(64, blocking), sa.allocate(0, blocking), sa.allocate(64, device.default_stream)
+        made = device.create_event(), pool[0].attributes, pool[0].make_current(), sa.MemoryPool.default(device)
+        capsule = pool[-1].__dlpack__(stream=-1)
+        return [device, *pool, *host, *graph, closed, blocking, orphan, *current, *made, capsule]
 
     @pytest.mark.parametrize("result", ["CONTEXT_IS_DESTROYED", "DEINITIALIZED", "UNKNOWN"])
     def test_a_free_that_fails_in_a_finaliser(self, machine: Any, result: str) -> None:
@@ -166,25 +145,10 @@ class TestGarbage:
         assert names(traced) != [] and names(traced, *waits) == []
 
 
-class TestThreads:
-    def test_freeing_at_once(self, device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        buffers = [pool.allocate(64 + number, stream) for number in range(400)]
-        on_another = functools.partial(sa.Buffer.free, stream=device.default_stream)
-        ways: list[Callable[[sa.Buffer], object]] = [sa.Buffer.free, sa.Buffer.close, on_another, id]
-
-        def work(mine: list[sa.Buffer], end: Callable[[sa.Buffer], object]) -> None:
-            while mine:
-                end(mine.pop())
-
-        work_of = [functools.partial(work, buffers[number::4], end) for number, end in enumerate(ways)]
-        buffers.clear()
-        in_threads(*work_of)
-        assert pool.statistics().used == 0
-
-    def test_one_buffer_is_freed_once(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        for _ in range(20):
-            results = free_in_threads(pool.allocate(64, stream), 4)
-            assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
+def test_threads_free_a_buffer_once(pool: sa.MemoryPool, stream: sa.Stream) -> None:
+    for _ in range(20):
+        results = free_in_threads(pool.allocate(64, stream), 4)
+        assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
 
 
 @pytest.mark.parametrize("checks", [False, True])
