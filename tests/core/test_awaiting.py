@@ -15,7 +15,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core import event as module
 from streamalloc.core.session import session_of
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
 from tests.support import GROWTH, MiB, executed, names
 
 
@@ -90,45 +90,30 @@ def test_cancelled(stream: sa.Stream, gate: Gate, kind: str) -> None:
     assert not waits()
 
 
-def test_closed_meanwhile(stream: sa.Stream, gate: Gate) -> None:
+@pytest.mark.parametrize("error", [sa.ClosedError, sa.DeviceLostError, sd.ForkedProcessError])
+def test_errors_end_the_wait(
+    stream: sa.Stream,
+    gate: Gate,
+    streamalloc_faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+) -> None:
+    def refuse(_: object) -> Any:
+        raise sd.ForkedProcessError("forked")
+
     async def main() -> None:
         gate.hold(stream)
         event = stream.record()
         task = await started(event)
-        event.close()
-        with pytest.raises(sa.ClosedError):
-            await task
-        with pytest.raises(sa.ClosedError):
-            await event
-
-    asyncio.run(main())
-
-
-@pytest.mark.simulated_only("calls that fail are the same on any driver")
-def test_a_lost_context(machine: Any) -> None:
-    driver = sd.faulty(machine, "cuEventQuery", result="CUDA_ERROR_ILLEGAL_ADDRESS", nth=3)
-    device = sa.Device(0, driver=driver)
-
-    async def main(stream: sa.Stream, gate: Gate) -> None:
-        gate.hold(stream)
-        with pytest.raises(sa.DeviceLostError):
-            await stream.record()
-
-    with device.create_stream() as stream, Gate(device) as gate:
-        asyncio.run(main(stream, gate))
-
-
-def test_a_forked_child(stream: sa.Stream, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        gate.hold(stream)
-        task = await started(stream.record())
         with monkeypatch.context() as patch:
-            patch.setattr(type(stream._session), "relaxed", refuse)
-            with pytest.raises(sd.ForkedProcessError):
+            if error is sa.ClosedError:
+                event.close()
+            elif error is sa.DeviceLostError:
+                streamalloc_faults.fail("cuEventQuery", result="CUDA_ERROR_ILLEGAL_ADDRESS")
+            else:
+                patch.setattr(type(stream._session), "relaxed", refuse)
+            with pytest.raises(error):
                 await task
-
-    def refuse(_: object) -> Any:
-        raise sd.ForkedProcessError("forked")
 
     asyncio.run(main())
 
@@ -184,7 +169,7 @@ class Virtual(asyncio.SelectorEventLoop):
 
 
 @pytest.fixture
-def virtual() -> Iterator[asyncio.AbstractEventLoop]:
+def virtual() -> Iterator[Virtual]:
     loop = Virtual()
     yield loop
     loop._selector = loop._real
@@ -192,16 +177,14 @@ def virtual() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 @pytest.mark.simulated_only("the time of the loop is no real time")
-def test_the_loop_rests(machine: Any, virtual: asyncio.AbstractEventLoop) -> None:
+def test_the_loop_rests(traced: Any, stream: sa.Stream, gate: Gate, virtual: Virtual) -> None:
     """Ten seconds: a tenth of a millisecond of turns, and then 1 to 10 ms between queries."""
-    driver = sd.traced(machine)
-    device = sa.Device(0, driver=driver)
 
-    async def main(stream: sa.Stream, gate: Gate) -> None:
+    async def main() -> None:
         gate.hold(stream)
         tasks = [asyncio.ensure_future(wait(stream)) for _ in range(10)]
         await asyncio.sleep(10)
-        assert 1000 <= names(driver).count("cuEventQuery") / 10 <= 1100
+        assert 1000 <= names(traced).count("cuEventQuery") / 10 <= 1100
         gate.open()
         stream.synchronize()
         await asyncio.gather(*tasks)
@@ -209,27 +192,31 @@ def test_the_loop_rests(machine: Any, virtual: asyncio.AbstractEventLoop) -> Non
     async def wait(stream: sa.Stream) -> None:
         await stream
 
-    with device.create_stream() as stream, Gate(device) as gate:
-        virtual.run_until_complete(main(stream, gate))
+    virtual.run_until_complete(main())
 
 
 @pytest.mark.simulated_only("the time of the loop is no real time")
 @pytest.mark.parametrize(("count", "once", "each"), [(1, 1.0, 0.0), (20, 1.0, 0.0), (1000, 0.5, 1e-5)])
 def test_the_end_comes_soon(
-    machine: Any, virtual: Virtual, count: int, once: float, each: float, monkeypatch: pytest.MonkeyPatch
+    stream: sa.Stream,
+    gate: Gate,
+    virtual: Virtual,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    once: float,
+    each: float,
 ) -> None:
     """At most 30 ms and two queries of each wait after the work, however long one query has taken."""
-    device = sa.Device(0)
-    session, queries = session_of(device), iter([0.0] * 3 * count + [once])
+    session, queries = session_of(stream), iter([0.0] * 3 * count + [once])
     query = session.cuEventQuery
 
     def slow(event: Any) -> Any:
         virtual.now += each + next(queries, 0.0)
         return query(event)
 
-    async def main(stream: sa.Stream, gate: Gate) -> None:
+    async def main() -> None:
         gate.hold(stream)
-        ends = [asyncio.ensure_future(end(stream)) for _ in range(count)]
+        ends = [asyncio.ensure_future(end()) for _ in range(count)]
         await asyncio.sleep(0.5)
         assert next(queries, None) is None
         gate.open()
@@ -237,10 +224,9 @@ def test_the_end_comes_soon(
         done = virtual.now
         assert 0 <= max(await asyncio.gather(*ends)) - done <= 0.031 + 2 * count * each
 
-    async def end(stream: sa.Stream) -> float:
+    async def end() -> float:
         await stream
         return virtual.now
 
     monkeypatch.setattr(session, "cuEventQuery", slow)
-    with device.create_stream() as stream, Gate(device) as gate:
-        virtual.run_until_complete(main(stream, gate))
+    virtual.run_until_complete(main())

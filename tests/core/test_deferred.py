@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import signal
 from collections.abc import Callable, Iterator
@@ -105,10 +104,7 @@ def ended() -> list[Item]:
 
 
 class Owner:
-    """Something that can be dropped, of a cycle or not."""
-
-    def __init__(self, in_a_cycle: bool) -> None:
-        self.me = self if in_a_cycle else None
+    """Something that can be dropped."""
 
 
 def submit_twice(later: DeferredQueue, item: Item) -> None:
@@ -124,20 +120,19 @@ def end(later: DeferredQueue, item: Item) -> None:
         assert later.end(item) == (item in item.ended)
 
 
-def drop_the_owner(later: DeferredQueue, item: Item, in_a_cycle: bool = False) -> None:
-    owner = Owner(in_a_cycle)
+def drop_the_owner(later: DeferredQueue, item: Item) -> None:
+    owner = Owner()
     later.end_with(owner, item)
     _work(later)
     assert item not in item.ended
     del owner
-    if in_a_cycle:
-        gc.collect()
 
 
 def end_before_the_owner(later: DeferredQueue, item: Item) -> None:
-    owner = Owner(False)
+    owner = Owner()
     later.end_with(owner, item)
     end(later, item)
+    _work(later)
     del owner
 
 
@@ -181,22 +176,6 @@ def test_two_threads_that_work(function: Callable[..., object]) -> None:
         assert len(later) == 0 and len(ended) == len(set(ended)) and set(made) <= set(ended)
 
 
-def test_threads_for_real(later: DeferredQueue, ended: list[Item]) -> None:
-    made: list[Item] = []
-
-    def run(number: int) -> None:
-        for turn in range(300):
-            item = Item(later, ended, [_wait] * (turn % 3))
-            made.append(item)
-            later.submit(item)
-            later.work()
-
-    in_threads(*[functools.partial(run, number) for number in range(4)])
-    for _ in range(3):
-        later.work()
-    assert len(later) == 0 and len(ended) == len(made) == len(set(ended))
-
-
 @since_3_11
 # A handler may raise in the middle of pytest's own hooks.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -211,7 +190,7 @@ def test_signals_lose_no_item_and_end_none_twice(later: DeferredQueue, ended: li
         raise Interrupt
 
     def drop_one(script: list[Callable[[Item], bool]]) -> None:
-        owner, item = Owner(False), Guarded(later, ended, script)
+        owner, item = Owner(), Guarded(later, ended, script)
         later.end_with(owner, item)
         made.append(item)
 
@@ -227,11 +206,6 @@ def test_signals_lose_no_item_and_end_none_twice(later: DeferredQueue, ended: li
     for _ in range(4):
         later.work()
     assert hits > 5 and set(made) <= set(ended) and len(later) == 0 and len(ended) == len(set(ended))
-
-
-def test_in_a_cycle(later: DeferredQueue, ended: list[Item]) -> None:
-    drop_the_owner(later, Item(later, ended, []), in_a_cycle=True)
-    assert later.work() == 1 and len(ended) == 1
 
 
 def _after_another(item: Item) -> bool:
@@ -274,7 +248,7 @@ def test_two_threads_end_the_item_of_one_owner() -> None:
     def disown(made: tuple[DeferredQueue, Item]) -> None:
         made[0]._disown(made[1])
 
-    owner = Owner(False)
+    owner = Owner()
     for queue, item in interleaved(disown, make, disown, disown):
         assert not queue._owned and not hasattr(item, "_dropped_with")
 

@@ -26,24 +26,14 @@ class TestNumpy:
         assert host.as_array()[3] == np.asarray(host)[3] == np.from_dlpack(host)[3] == 200
         assert host[3:4].as_array()[0] == 200
 
-    def test_of_a_numa_node(self, device: sa.Device, stream: sa.Stream) -> None:
-        location = sa.MemLocation.host_numa(0)
-        with sa.MemoryPool(location) as pool, pool.allocate(8, stream) as buffer:
-            stream.synchronize()
-            assert buffer.host_accessible and buffer.location == location
-            buffer.as_array(np.int64)[0] = -5
-            assert buffer.as_array(np.int64)[0] == -5
-
     def test_types_and_shapes(self, host: sa.Buffer) -> None:
         assert host.as_array(np.float32, (4, 4)).shape == (4, 4)
         assert host.as_array("<u2").tolist()[:2] == [0x0100, 0x0302]
         assert host[8:].as_array(np.uint64, (7,)).shape == (7,)
         assert host[:0].as_array().size == 0
-
-    @pytest.mark.parametrize(("dtype", "shape"), [(np.uint8, (63,)), (np.float32, (4, 5)), (np.dtype("V7"), None)])
-    def test_that_do_not_fit(self, host: sa.Buffer, dtype: Any, shape: Any) -> None:
-        with pytest.raises(ValueError):
-            host.as_array(dtype, shape)
+        for dtype, shape in ((np.uint8, (63,)), (np.float32, (4, 5)), (np.dtype("V7"), None)):
+            with pytest.raises(ValueError):
+                host.as_array(dtype, shape)
 
     def test_device_memory_is_refused(self, buffer: sa.Buffer) -> None:
         for refused in (buffer.as_array, lambda: np.asarray(buffer.view_as(np.float32))):
@@ -103,14 +93,15 @@ class TestCudaArrayInterface:
         ],
     )
     def test_fields(self, buffer: sa.Buffer, view: Any, typestr: str, shape: Any, offset: int) -> None:
-        assert view(buffer).__cuda_array_interface__ == {
-            "shape": shape,
-            "typestr": typestr,
-            "data": (buffer.address + offset, False),
-            "strides": None,
-            "version": 3,
-            "stream": buffer.stream.handle,
-        }
+        for _ in range(2):  # the first goes the slow way
+            assert view(buffer).__cuda_array_interface__ == {
+                "shape": shape,
+                "typestr": typestr,
+                "data": (buffer.address + offset, False),
+                "strides": None,
+                "version": 3,
+                "stream": buffer.stream.handle,
+            }
 
     def test_default_streams_have_numbers(self, device: sa.Device, pool: sa.MemoryPool) -> None:
         """Stream 0 is not allowed in it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import streamalloc as sa
+from streamalloc.testing import Faults
+from tests.support import read
 
 pytestmark = [pytest.mark.managed, pytest.mark.bindings("13.0"), pytest.mark.supports("managed_memory_pools")]
 
@@ -31,9 +32,7 @@ def test_host_and_device_use_one_address(buffer: sa.Buffer) -> None:
     array = buffer.as_array()
     assert buffer.managed and buffer[:8].managed and (array == 7).all()
     array[0] = 9
-    found = np.zeros(2, np.uint8)
-    buffer[:2].copy_to(found)
-    assert list(found) == [9, 7]
+    assert read(buffer[:2]).tolist() == [9, 7]
 
 
 def test_prefetch(buffer: sa.Buffer, device: sa.Device) -> None:
@@ -91,60 +90,53 @@ def test_another_stream(buffer: sa.Buffer, device: sa.Device, gate: Any) -> None
     other.synchronize()
 
 
-@pytest.mark.parametrize(
-    ("call", "act"),
-    {
-        "cuMemPrefetchAsync": lambda buffer: buffer.prefetch(HOST),
-        "cuMemDiscardBatchAsync": lambda buffer: buffer.discard(),
-        "cuMemDiscardAndPrefetchBatchAsync": lambda buffer: buffer.discard_prefetch(HOST),
-        "cuMemAdvise": lambda buffer: buffer.advise(ADVISE.SET_READ_MOSTLY),
-        "cuMemRangeGetAttributes": lambda buffer: buffer.range_attributes(),
-    }.items(),
-)
-def test_call_that_fails(streamalloc_faults: Any, buffer: sa.Buffer, call: str, act: Any) -> None:
+CALLS: dict[str, Callable[[sa.Memory], object]] = {
+    "cuMemPrefetchAsync": lambda memory: memory.prefetch(HOST),
+    "cuMemDiscardBatchAsync": lambda memory: memory.discard(),
+    "cuMemDiscardAndPrefetchBatchAsync": lambda memory: memory.discard_prefetch(HOST),
+    "cuMemAdvise": lambda memory: memory.advise(ADVISE.SET_READ_MOSTLY),
+    "cuMemRangeGetAttributes": lambda memory: memory.range_attributes(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_refused(
+    streamalloc_faults: Faults, buffer: sa.Buffer, pool: sa.MemoryPool, stream: sa.Stream, call: str
+) -> None:
+    """By the driver, of memory that is not managed, and of freed memory."""
+    act = CALLS[call]
     streamalloc_faults.fail(call)
     with pytest.raises(sa.CudaError) as raised:
         act(buffer)
     assert raised.value.call == call
     act(buffer)
+    with pool.allocate(64, stream) as plain:
+        for memory in (plain, plain[:8]):
+            with pytest.raises(ValueError, match="is not managed"):
+                act(memory)
+        assert not plain.managed
+    buffer.free()
+    with pytest.raises(sa.ClosedError):
+        act(buffer)
 
 
-class TestRefused:
-    def test_memory_that_is_not_managed(self, pool: sa.MemoryPool, stream: sa.Stream, device: sa.Device) -> None:
-        with pool.allocate(64, stream) as plain:
-            assert not plain.managed
-            for call in (
-                lambda: plain.prefetch(device),
-                plain.discard,
-                lambda: plain.discard_prefetch(device),
-                lambda: plain[:8].advise(ADVISE.SET_READ_MOSTLY),
-                plain.range_attributes,
-            ):
-                with pytest.raises(ValueError, match="is not managed"):
-                    call()
-
-    def test_arguments(self, buffer: sa.Buffer, device: sa.Device) -> None:
-        for where in (sa.MemLocation.device(99), sa.MemLocation.none()):
-            with pytest.raises(ValueError, match="location"):
-                buffer.prefetch(where)
-        with pytest.raises(TypeError, match="location must be a Device or a MemLocation"):
-            buffer.prefetch(0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="advice must be a MemAdvise"):
-            buffer.advise(1)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="it needs a location"):
-            buffer.advise(ADVISE.SET_ACCESSED_BY)
-        with pytest.raises(ValueError, match="it takes no location"):
-            buffer.advise(ADVISE.SET_READ_MOSTLY, device)
-        with pytest.raises(ValueError, match="takes a device or the host"):
-            buffer.advise(ADVISE.SET_ACCESSED_BY, sa.MemLocation.host_numa(0))
-
-    def test_legacy_default_stream(self, buffer: sa.Buffer, device: sa.Device) -> None:
-        with pytest.raises(ValueError, match="refuses the legacy default stream"):
-            buffer.discard(device.default_stream)
-        buffer.prefetch(device, device.default_stream)
-
-    def test_freed(self, buffer: sa.Buffer, device: sa.Device) -> None:
-        buffer.free()
-        for call in (buffer.discard, buffer.range_attributes, lambda: buffer.prefetch(device)):
-            with pytest.raises(sa.ClosedError):
-                call()
+def test_arguments_that_do_not_fit(buffer: sa.Buffer, device: sa.Device) -> None:
+    uses: list[tuple[Callable[..., None], tuple[Any, ...], type[Exception], str]] = [
+        (buffer.prefetch, (sa.MemLocation.device(99),), ValueError, "location"),
+        (buffer.prefetch, (sa.MemLocation.none(),), ValueError, "location"),
+        (buffer.prefetch, (0,), TypeError, "location must be a Device or a MemLocation"),
+        (buffer.advise, (1,), TypeError, "advice must be a MemAdvise"),
+        (buffer.advise, (ADVISE.SET_ACCESSED_BY,), ValueError, "it needs a location"),
+        (buffer.advise, (ADVISE.SET_READ_MOSTLY, device), ValueError, "it takes no location"),
+        (
+            buffer.advise,
+            (ADVISE.SET_ACCESSED_BY, sa.MemLocation.host_numa(0)),
+            ValueError,
+            "takes a device or the host",
+        ),
+        (buffer.discard, (device.default_stream,), ValueError, "refuses the legacy default stream"),
+    ]
+    for use, arguments, error, words in uses:
+        with pytest.raises(error, match=words):
+            use(*arguments)
+    buffer.prefetch(device, device.default_stream)
