@@ -99,6 +99,25 @@ def _closed_pool(stream_of: Callable[[sa.Device], sa.Stream]) -> Scene:
     return steps
 
 
+def _dropped(make: Callable[[sa.Device, sa.MemoryPool, sa.Stream], list[Any]]) -> Scene:
+    def steps(device: sa.Device) -> Steps:
+        with sa.MemoryPool(device) as pool, device.create_stream() as stream:
+            yield _dropping(device, make(device, pool, stream))
+
+    return steps
+
+
+def _virtual_memory(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> list[Any]:
+    buffer = vmm.GrowableBuffer(device, 2 * PAGE, PAGE)
+    buffer.fill(1, stream)
+    return [buffer, vmm.PhysicalMemory(device, PAGE)]
+
+
+def _memory_of_a_closed_stream(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> list[Any]:
+    with device.create_stream() as closed:
+        return [pool.allocate(4096, closed)]
+
+
 def _dropped_pool(device: sa.Device) -> Steps:
     with device.create_stream() as stream:
         buffer = sa.MemoryPool(device, release_threshold=KEEP).allocate(4096, stream)
@@ -106,7 +125,6 @@ def _dropped_pool(device: sa.Device) -> Steps:
         del buffer
         gc.collect()
         yield _dropping(device, [])
-        stream.synchronize()
 
 
 def _dropped_stream_with_cached_memory(device: sa.Device) -> Steps:
@@ -130,13 +148,6 @@ def _cached_memory_of_a_closed_stream(device: sa.Device) -> Steps:
         yield drop
 
 
-def _dropped_buffer_of_a_closed_stream(device: sa.Device) -> Steps:
-    with sa.MemoryPool(device) as pool:
-        with device.create_stream() as stream:
-            held = [pool.allocate(4096, stream)]
-        yield _dropping(device, held)
-
-
 def _closed_with_cached_memory(name: str) -> Scene:
     def steps(device: sa.Device) -> Steps:
         with device.create_stream() as stream, sa.CachingAllocator(sa.MemoryPool(device)) as cache:
@@ -144,19 +155,6 @@ def _closed_with_cached_memory(name: str) -> Scene:
             yield stream.close if name == "stream" else cache.close
 
     return steps
-
-
-def _dropped_virtual_memory(device: sa.Device) -> Steps:
-    with device.create_stream() as stream:
-        held: list[Any] = [vmm.GrowableBuffer(device, 2 * PAGE, PAGE), vmm.PhysicalMemory(device, PAGE)]
-        held[0].fill(1, stream)
-        yield _dropping(device, held)
-        stream.synchronize()
-
-
-def _loan_to_an_unknown_stream(device: sa.Device) -> Steps:
-    with sa.MemoryPool(device) as pool, device.create_stream() as stream:
-        yield _dropping(device, [Lent(pool.allocate(4096, stream).view_as(np.uint8), None)])
 
 
 def _free_after_all_work(device: sa.Device) -> Steps:
@@ -186,11 +184,13 @@ SCENES: dict[str, Scene] = {
     "a pool was dropped": _dropped_pool,
     "a stream is dropped that has cached memory": _dropped_stream_with_cached_memory,
     "cached memory comes back on a closed stream": _cached_memory_of_a_closed_stream,
-    "a buffer is dropped whose stream was closed": _dropped_buffer_of_a_closed_stream,
+    "a buffer is dropped whose stream was closed": _dropped(_memory_of_a_closed_stream),
     "a cache is closed": _closed_with_cached_memory("cache"),
     "a stream is closed that has cached memory": _closed_with_cached_memory("stream"),
-    "virtual memory is dropped": _dropped_virtual_memory,
-    "a loan ends whose stream is not known": _loan_to_an_unknown_stream,
+    "virtual memory is dropped": _dropped(_virtual_memory),
+    "a loan ends whose stream is not known": _dropped(
+        lambda device, pool, stream: [Lent(pool.allocate(4096, stream).view_as(np.uint8), None)]
+    ),
     "memory is freed after the work of all streams": _free_after_all_work,
     "a call waits until the devices are idle": _call_that_waits_for_idle_devices,
     "a stream is dropped with work": _dropped_stream,
