@@ -17,7 +17,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.core.session import session_of
-from streamalloc.multicast import SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
+from streamalloc.multicast import MulticastObject, SymmetricBuffer, SymmetricMemory, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.ownership import Allocations
@@ -115,6 +115,13 @@ class TestInOneProcess:
             assert [holds(buffer, 1 + rank) for rank, buffer in enumerate(memory.buffers)] == [True, True]
             assert [one.nbytes for one in memory.signal_pads] == [pad] * 2
             assert words_at(memory, 1, memory.tables(1).buffers, 2) == memory.addresses.tolist()
+
+    @pytest.mark.multicast
+    def test_takes_whole_granules_of_its_multicast_object(self, devices: list[sa.Device]) -> None:
+        free = devices[0].memory_info().free
+        granule = MulticastObject.granularity(len(devices), MiB, recommended=True, driver=devices[0].driver)
+        with SymmetricMemory.local(devices, MiB):
+            assert (free - devices[0].memory_info().free) % granule == 0
 
     def test_the_barrier_waits_for_the_slowest(self, memory: SymmetricMemory, streams: list[sa.Stream]) -> None:
         for rank in (0, 1):
