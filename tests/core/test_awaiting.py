@@ -38,19 +38,16 @@ async def started(wait: Awaitable[None]) -> asyncio.Task[None]:
     return task
 
 
-@pytest.fixture(params=["event", "stream"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=[lambda stream: stream.record(), lambda stream: stream], ids=["event", "stream"])
+def awaited(request: pytest.FixtureRequest) -> Any:
+    """A function of a stream that returns what is awaited."""
+    return request.param
 
 
-def awaited(stream: sa.Stream, kind: str) -> Awaitable[None]:
-    return stream.record() if kind == "event" else stream
-
-
-def test_other_tasks_run_meanwhile(stream: sa.Stream, gate: Gate, kind: str) -> None:
+def test_other_tasks_run_meanwhile(stream: sa.Stream, gate: Gate, awaited: Any) -> None:
     async def main() -> None:
         gate.hold(stream)
-        tasks = [await started(awaited(stream, kind)) for _ in range(3)]
+        tasks = [await started(awaited(stream)) for _ in range(3)]
         gate.hold(stream)  # work that comes later is not waited for
         gate._value.value = 1
         await asyncio.gather(*tasks)
@@ -58,28 +55,28 @@ def test_other_tasks_run_meanwhile(stream: sa.Stream, gate: Gate, kind: str) -> 
         gate.open()
         await stream
         assert stream.query()
-        await awaited(stream, kind)
+        await awaited(stream)
 
     asyncio.run(main())
     assert not waits()
 
 
-def test_frees_are_seen(device: sa.Device, stream: sa.Stream, kind: str) -> None:
+def test_frees_are_seen(device: sa.Device, stream: sa.Stream, awaited: Any) -> None:
     async def main(pool: sa.MemoryPool) -> None:
         pool.allocate(MiB, stream).free()
         assert executed(stream) and pool.statistics().reserved == GROWTH
-        await awaited(stream, kind)
+        await awaited(stream)
         assert pool.statistics().reserved == 0
 
     with sa.MemoryPool(device) as pool:
         asyncio.run(main(pool))
 
 
-def test_cancelled(stream: sa.Stream, gate: Gate, kind: str) -> None:
+def test_cancelled(stream: sa.Stream, gate: Gate, awaited: Any) -> None:
     async def main() -> None:
         gate.hold(stream)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(await started(awaited(stream, kind))), 0)
+            await asyncio.wait_for(asyncio.shield(await started(awaited(stream))), 0)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -92,11 +89,7 @@ def test_cancelled(stream: sa.Stream, gate: Gate, kind: str) -> None:
 
 @pytest.mark.parametrize("error", [sa.ClosedError, sa.DeviceLostError, sd.ForkedProcessError])
 def test_errors_end_the_wait(
-    stream: sa.Stream,
-    gate: Gate,
-    streamalloc_faults: Faults,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[Exception],
+    stream: sa.Stream, gate: Gate, streamalloc_faults: Faults, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse(_: object) -> Any:
         raise sd.ForkedProcessError("forked")

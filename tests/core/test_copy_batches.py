@@ -9,6 +9,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import CopyOptions, copy_batch
+from tests.core.test_buffer import Interface
 from tests.support import holds, names, read
 
 pytestmark = pytest.mark.bindings("13.0")
@@ -48,14 +49,6 @@ def test_one_call_in_stream_order(traced: Any, device: sa.Device, stream: sa.Str
     assert names(traced, "cuMemcpyAsync") == []
 
 
-class Foreign:
-    """Memory of another library, to be used after the work of a stream."""
-
-    def __init__(self, buffer: sa.Buffer, stream: sa.Stream) -> None:
-        interface = buffer.__cuda_array_interface__
-        self.__cuda_array_interface__ = {**interface, "stream": stream.handle}
-
-
 def test_memory_of_others_is_waited_for(
     device: sa.Device, stream: sa.Stream, buffers: list[sa.Buffer], gate: Any
 ) -> None:
@@ -64,7 +57,7 @@ def test_memory_of_others_is_waited_for(
         stream.synchronize()
         gate.hold(other)
         source.fill(3, other)
-        copy_batch(stream, [Foreign(source, other)], [target])
+        copy_batch(stream, [Interface(source, stream=other.handle)], [target])
         assert not stream.query()
         gate.open()
         assert holds(target, 3)

@@ -54,17 +54,15 @@ ON_MEMORY: dict[str, tuple[Operation, list[str]]] = {
     "DLPack": (lambda s, memory: memory.__dlpack__(stream=-1), []),
     "array interface": (lambda s, memory: memory.__cuda_array_interface__, []),
 }
-ON_STREAMS: dict[str, tuple[Operation, list[str]]] = {
+ON_OTHERS: dict[str, tuple[Operation, list[str]]] = {
     "record": (lambda s, _: s.stream.record(), ["cuEventRecord"]),
     "query": (lambda s, _: s.stream.query(), ["cuStreamQuery"]),
     "synchronize": (lambda s, _: s.stream.synchronize(), ["cuStreamSynchronize"]),
     "record and wait": (lambda s, _: s.stream.wait(s.stream), ["cuEventRecord", "cuStreamWaitEvent"]),
     "query an event": (lambda s, _: s.stream.record().query(), ["cuEventRecord", "cuEventQuery"]),
+    "statistics": (lambda s, _: s.pool.statistics(), ["cuMemPoolGetAttribute"] * 4),
 }
-ON_POOLS: dict[str, tuple[Operation, list[str]]] = {
-    "statistics": (lambda s, _: s.pool.statistics(), ["cuMemPoolGetAttribute"] * 4)
-}
-OPERATIONS = ON_MEMORY | ON_STREAMS | ON_POOLS
+OPERATIONS = ON_MEMORY | ON_OTHERS
 IN_CALLS = [name for name, (_, calls) in OPERATIONS.items() if calls]
 
 
@@ -159,15 +157,6 @@ class TestNotPlain:
                 operation(scene, scene.memory)
             scene.memory.copy_from(np.full(4096, 4, np.uint8))
         assert holds(scene.memory, 4)
-
-    @pytest.mark.gpus(2)
-    def test_memory_of_two_devices(self, scene: Scene) -> None:
-        second = sa.Device(1, driver=scene.driver)
-        with second.create_stream() as stream, sa.MemoryPool(second) as pool, pool.allocate(4096, stream) as far:
-            far.fill(8)
-            scene.stream.wait(stream)
-            assert "cuMemcpyPeerAsync" in calls(scene, lambda: scene.memory.copy_from(far))
-            assert holds(scene.memory, 8)
 
     def test_a_forked_child(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         session: Any = scene.stream._session

@@ -72,14 +72,6 @@ def test_kinds_fit_python_s_own() -> None:
     assert issubclass(sa.PendingFreesWarning, RuntimeWarning)
 
 
-def test_out_of_memory_figures_pickle() -> None:
-    figures = {"requested": 1, "used": 2, "reserved": 3, "limit": 4, "free": 5, "total": None}
-    error = error_from(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, "cuMemAllocAsync", "", **figures)
-    twin = _through_a_pipe(error)
-    assert {name: getattr(twin, name) for name in figures} == figures
-    assert str(twin) == str(error)
-
-
 def test_out_of_memory_of_a_pool(device: sa.Device, stream: sa.Stream) -> None:
     with sa.MemoryPool(device, max_size=GROWTH) as pool, pool.allocate(20 * MiB, stream):
         with pytest.raises(sa.OutOfMemoryError) as caught:
@@ -88,6 +80,8 @@ def test_out_of_memory_of_a_pool(device: sa.Device, stream: sa.Stream) -> None:
         assert (error.requested, error.used, error.reserved, error.limit) == (20 * MiB, 20 * MiB, GROWTH, GROWTH)
         assert (error.free, error.total) == tuple(device.memory_info())
         assert error.code == 2 and error.call == "cuMemAllocFromPoolAsync"
+        twin = _through_a_pipe(error)
+        assert str(twin) == str(error) and twin.__dict__ == error.__dict__
         for figure in (f"{20 * MiB:,}", f"{GROWTH:,}", f"{error.free:,}"):
             assert figure in str(error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -251,29 +251,25 @@ class TestDLPackOrder:
 
     WAITS = ("cuEventRecord", "cuStreamWaitEvent", "cuStreamSynchronize", "cuCtxSynchronize")
 
-    @pytest.fixture
-    def memory(self, traced: Any, pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
-        with pool.allocate(64, stream) as buffer:
-            del traced.calls[:]
-            yield buffer
-
     @pytest.mark.parametrize("typed", [False, True])
     @pytest.mark.parametrize(("asked", "waits"), [(None, 1), (1, 1), (2, 2), ("their own", None)])
     def test_the_consumer_s_stream_waits(
-        self, traced: Any, device: sa.Device, memory: sa.Buffer, asked: Any, waits: int | None, typed: bool
+        self, traced: Any, device: sa.Device, buffer: sa.Buffer, asked: Any, waits: int | None, typed: bool
     ) -> None:
         with device.create_stream() as theirs:
+            traced.calls.clear()
             asked, waits = (theirs.handle, theirs.handle) if waits is None else (asked, waits)
-            (memory.view_as(np.float32) if typed else memory).__dlpack__(stream=asked)
+            (buffer.view_as(np.float32) if typed else buffer).__dlpack__(stream=asked)
             made = [call for call in traced.calls if call.name in self.WAITS]
             assert [call.name for call in made] == ["cuEventRecord", "cuStreamWaitEvent"]
-            assert int(made[0].args[1]) == memory.stream.handle and int(made[1].args[0]) == waits
+            assert int(made[0].args[1]) == buffer.stream.handle and int(made[1].args[0]) == waits
 
     @pytest.mark.parametrize("which", ["none", "the same"])
-    def test_nothing_to_order(self, traced: Any, memory: sa.Buffer, which: str) -> None:
-        memory.__dlpack__(stream=-1 if which == "none" else memory.stream.handle)
+    def test_nothing_to_order(self, traced: Any, buffer: sa.Buffer, which: str) -> None:
+        traced.calls.clear()
+        buffer.__dlpack__(stream=-1 if which == "none" else buffer.stream.handle)
         assert names(traced, *self.WAITS) == []
 
-    def test_zero_is_ambiguous(self, memory: sa.Buffer) -> None:
+    def test_zero_is_ambiguous(self, buffer: sa.Buffer) -> None:
         with pytest.raises(ValueError, match="ambiguous"):
-            memory.__dlpack__(stream=0)
+            buffer.__dlpack__(stream=0)

@@ -13,7 +13,7 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.support import GROWTH, KEEP, read
+from tests.support import read
 
 
 @pytest.fixture
@@ -51,26 +51,6 @@ def test_arrays_that_a_graph_copies_live_with_it(stream: sa.Stream, pool: sa.Mem
         with graph:
             graph.launch(stream)
             assert read(buffer).tobytes() == bytes(range(64))
-
-
-class TestCurrent:
-    def test_closed_pool_with_live_memory_is_not_current(self, device: sa.Device, stream: sa.Stream) -> None:
-        pool = sa.MemoryPool(device)
-        pool.make_current()
-        buffer = pool.allocate(64, stream)
-        pool.close()
-        assert sa.MemoryPool.current(device) is sa.MemoryPool.default(device)
-        assert sa.pointer_attributes(buffer.address).pool is pool and pool.closed
-        buffer.free()
-
-    def test_tries_again_as_its_pool_does(self, device: sa.Device, stream: sa.Stream) -> None:
-        with sa.MemoryPool(device, GROWTH, release_threshold=KEEP, on_oom="sync-trim-retry") as pool:
-            pool.attributes.reuse_allow_opportunistic = False
-            pool.attributes.reuse_allow_internal_dependencies = False
-            with device.create_stream() as other, pool.make_current():
-                pool.allocate(GROWTH, other).free()
-                with sa.allocate(GROWTH, stream) as buffer:
-                    assert buffer.owner is pool
 
 
 def test_finalisers_leave_other_code_s_capture_alone(raw: Any, device: sa.Device, pool: sa.MemoryPool) -> None:

@@ -71,18 +71,13 @@ class TestMirror:
         assert ours == _struct_fields(cuda.CUmemAllocationProp().allocFlags)
 
     @pytest.mark.parametrize("sample", SAMPLES, ids=repr)
-    def test_value_semantics(self, sample: Any) -> None:
+    def test_values(self, sample: Any) -> None:
+        """Equal ones are, and come out of copies, out of pickles and out of the driver."""
         twin = dataclasses.replace(sample)
         assert twin == sample and hash(twin) == hash(sample)
-        assert copy.deepcopy(sample) == sample
+        assert copy.deepcopy(sample) == type(sample).from_driver(sample.to_driver()) == sample
         for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
             assert pickle.loads(pickle.dumps(sample, protocol)) == sample
-
-
-class TestRoundTrip:
-    @pytest.mark.parametrize("sample", SAMPLES, ids=repr)
-    def test_to_the_driver_and_back(self, sample: Any) -> None:
-        assert type(sample).from_driver(sample.to_driver()) == sample
 
     @pytest.mark.bindings("13.0")
     @pytest.mark.parametrize("location", [NONE, DEVICE, HOST, NODE])
@@ -107,12 +102,6 @@ class TestRoundTrip:
         struct = sample.to_driver()
         assert {name: int(operator.attrgetter(name)(struct)) for name in fields} == fields
 
-    def test_structs_do_not_share_memory(self) -> None:
-        location = Location.device(0)
-        first, second = location.to_driver(), location.to_driver()
-        first.id = 7
-        assert int(second.id) == 0
-
 
 class TestRules:
     """Each documented rule, broken: the message names the field, and no driver is asked."""
@@ -124,7 +113,6 @@ class TestRules:
             (sa.MemPoolProps, "HOST_NUMA_CURRENT", {"location": Location(Kind.HOST_NUMA_CURRENT)}),
             (sa.MemPoolProps, "location", {"location": NONE}),
             (sa.MemPoolProps, "handle_types", {"location": HOST, "handle_types": Handles.FABRIC}),
-            (sa.MemPoolProps, "handle_types", {"location": DEVICE, "handle_types": Handles.WIN32 | BOTH}),
             (sa.MemPoolProps, "handle_types", {"location": DEVICE, "handle_types": Handles.WIN32_KMT}),
             (sa.MemPoolProps, "handle_types", {"alloc_type": Allocation.MANAGED, "handle_types": Handles.FABRIC}),
             (sa.MemPoolProps, "max_size", {"alloc_type": Allocation.MANAGED, "max_size": 1}),
