@@ -98,8 +98,8 @@ class TestMessages:
     def test_are_any_bytes(self, ends: tuple[Channel, Channel]) -> None:
         words = np.arange(4, dtype=np.uint32)
         for data in (bytearray(b"ab"), memoryview(b"abcd")[::2], words, array.array("H", [1, 2])):
-            ends[0].send(data)  # type: ignore[arg-type]
-            assert ends[1].receive().data == memoryview(data).tobytes()  # type: ignore[arg-type]
+            ends[0].send(data)  # type: ignore[arg-type, unused-ignore]
+            assert ends[1].receive().data == memoryview(data).tobytes()  # type: ignore[arg-type, unused-ignore]
         with pytest.raises(TypeError, match="str"):
             ends[0].send("text")  # type: ignore[arg-type]
 
