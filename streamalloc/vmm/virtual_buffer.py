@@ -531,19 +531,20 @@ class _Moves:
         return self._move
 
     def end(self) -> None:
-        """End the copies; idempotent. Not by an ``ExitStack``, which would keep an error in a cycle with its frames."""
-        block, self._stored, self._block = self._block, None, None
-        if block is not None:
-            block.__exit__(None, None, None)
+        """End the copies; idempotent."""
+        self._leave(None)
 
     def abandon(self) -> None:
         """Stop the copies after an error. Reads and writes of files are not waited for: an exception of a signal
         handler may have stopped the threads that make them.
         """
+        self._leave(RuntimeError("abandoned"))
+
+    def _leave(self, error: RuntimeError | None) -> None:
+        """Leave the block of the copies. An ``ExitStack`` would keep an error in a cycle with its frames."""
         block, self._stored, self._block = self._block, None, None
         if block is not None:
-            error = RuntimeError("abandoned")
-            block.__exit__(RuntimeError, error, None)
+            block.__exit__(None if error is None else type(error), error, None)
 
 
 def unmapping(
