@@ -159,6 +159,22 @@ _not_loaded: dict[str, str] = {}
 """Reasons by the names of modules: to import some libraries again after a failure ends the process."""
 
 
+def workout(examples: int, steps: int, **more: Any) -> Any:
+    """Settings of Hypothesis for a state machine: the same sequences in each run, however long they take."""
+    # Not a requirement of the other tests.
+    from hypothesis import HealthCheck, settings
+
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        **more,
+    )
+
+
 def bytecodes(work: Callable[[], object], counts: Callable[[FrameType], bool] = lambda frame: True) -> int:
     """The number of bytecodes that a call runs in this thread, in the frames that count: a cost that no other process
     changes. No collection comes in between: its finalisers would count.

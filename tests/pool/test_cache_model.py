@@ -18,11 +18,10 @@ import pytest
 import streamalloc as sa
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import holds, in_threads
+from tests.support import holds, in_threads, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -293,12 +292,5 @@ def test_a_cache_beside_a_model(machine: Any) -> None:
     make: Any = functools.partial(Cache, machine)
     run_state_machine_as_test(
         make,
-        settings=settings(
-            max_examples=50,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=workout(50, 40),
     )

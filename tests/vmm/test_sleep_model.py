@@ -15,23 +15,15 @@ from streamalloc import vmm
 from streamalloc.testing import Faults
 from streamalloc.vmm import virtual_buffer
 from streamalloc.vmm.stores import disk
-from tests.support import Account, end_what_was_dropped, filled, in_a_thread, shows
+from tests.support import Account, end_what_was_dropped, filled, in_a_thread, shows, workout
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-WORKOUT = settings(
-    max_examples=25,
-    stateful_step_count=20,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+WORKOUT = workout(25, 20)
 SIZES = (PAGE, PAGE + 5000, 3 * PAGE)
 NUMBERS = some.integers(0, 2)
 FAULTS = some.one_of(

@@ -17,20 +17,16 @@ from streamalloc import ipc
 from streamalloc.core.buffer import shared_state
 from tests.ipc.support import again, shared_pool
 from tests.processes import eventually
-from tests.support import end_what_was_dropped, holds
+from tests.support import end_what_was_dropped, holds, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 SIZE = 4096
-WORKOUT = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+WORKOUT = workout(40, 40, phases=[Phase.generate])
 WHICH = some.integers(0, 1)
 WHO = some.integers(0, 1)
 FAULT = some.sampled_from([0, 0, 0, 1, 2, 3, 4])

@@ -19,20 +19,16 @@ from streamalloc.ipc import Ring
 from tests.ipc.ring.support import settled
 from tests.ipc.support import refusing, shared_pool
 from tests.processes import SECONDS, eventually
-from tests.support import end_what_was_dropped
+from tests.support import end_what_was_dropped, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 SIZE, SLOTS = 1000, 4
-WORKOUT = settings(
-    max_examples=20, stateful_step_count=30, deadline=None, derandomize=True, database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+WORKOUT = workout(20, 30, phases=[Phase.generate])
 WHO = some.integers(0, 2)
 FAULT = some.sampled_from([0, 0, 0, 1, 2, 3])
 """Which of the next calls is refused; 0: none."""

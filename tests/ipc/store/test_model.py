@@ -21,11 +21,11 @@ from streamalloc.core.deferred import deferred_queue
 from streamalloc.testing import Gate
 from tests.ipc.support import refusing
 from tests.processes import eventually
-from tests.support import MiB, end_what_was_dropped, holds
+from tests.support import MiB, end_what_was_dropped, holds, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase
 from hypothesis import strategies as some
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -37,11 +37,7 @@ from hypothesis.stateful import (
 )
 
 PAGE, LIMIT = 2 * MiB, 14 * MiB
-WORKOUT = settings(
-    max_examples=10, stateful_step_count=30, deadline=None, derandomize=True, database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+WORKOUT = workout(10, 30, phases=[Phase.generate])
 KEY = some.sampled_from("abc")
 WHICH = some.integers(0, 5)
 FAULT = some.sampled_from([0, 0, 0, *range(1, 16)])

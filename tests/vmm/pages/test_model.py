@@ -21,25 +21,17 @@ from streamalloc.driver.bindings import cuda, value_count
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupt, Interrupted, lost_one
-from tests.support import Account, end_what_was_dropped, in_a_thread, read
+from tests.support import Account, end_what_was_dropped, in_a_thread, read, workout
 from tests.vmm.pages.support import page, settled
 from tests.vmm.support import PAGE
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 PAGES, LIMIT = 8, 10
-WORKOUT = settings(
-    max_examples=15,
-    stateful_step_count=25,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+WORKOUT = workout(15, 25)
 
 MAPPING = ["cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemsetD8Async"]
 OTHER = [
