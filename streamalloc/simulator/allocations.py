@@ -168,7 +168,7 @@ class OpenedMemory(Allocation):
 
     block: OpenedBlock
     words: tuple[int, ...]
-    """What its handle says."""
+    """The words of its handle."""
     times: int = 1
     """Opens without a close."""
 

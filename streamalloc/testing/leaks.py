@@ -266,7 +266,7 @@ class Watch(Leaves):
         objects = [one for one in live if not isinstance(one, _DIRECT) and id(one) not in inside
                    and not self._was_there(one) and _is_open(one)]  # fmt: skip
         places = [_places.of(one) or _place_of_handle(one, leaks) for one in objects]
-        # Of the objects that a line has made, the last one may contain the others.
+        # The last object that a line has made may contain the others of that line.
         last = {place: type(one) for one, place in zip(objects, places, strict=True) if place}
         kept: list[Leak | OpenObject] = [
             OpenObject(_name(one), place)

@@ -304,7 +304,7 @@ def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
 
     on_cuda = driver_under_test(request.config) == "cuda"
     needs = _needs(request.node)
-    # What never runs on a GPU may well lose the context, or leave what no other test expects.
+    # A test that never runs on a GPU may well lose the context, or leave things that no other test expects.
     lasting = on_cuda or (_option(request.config, "streamalloc_one_machine") and not needs.simulated_only)
     checks = [name for name in ("check", "leaks") if _wanted(request.config, needs, name)]
     with contextlib.ExitStack() as stack:

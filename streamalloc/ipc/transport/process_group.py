@@ -141,7 +141,7 @@ _HELLO_SECONDS = 5.0
 
 
 class _Turn:
-    """What is left to do with one other rank in a call."""
+    """The rest of a call that concerns one other rank."""
 
     __slots__ = ("channel", "data", "handles", "rank", "received", "unsent")
 

@@ -88,7 +88,7 @@ class _Contents(Stored):
 
     def _move(self, transfer: Any, stream: Stream, out: bool, blocks: Indices, at: Addresses, *_: object) -> None:
         bases, places = self._bases[blocks], self._addresses[blocks]
-        # Of a buffer, each block is copied alone: the buffer may be in memory of several devices.
+        # Each block of a buffer is copied alone: the buffer may be in memory of several devices.
         most = self.tier.block if self.nbytes else 0
         for chunk in self._chunks.values():
             mine = np.flatnonzero(bases == chunk.address)
