@@ -624,20 +624,24 @@ class Imports:
     def _release_ended(self) -> None:
         """Release the control blocks and pools of exporters that have ended, and closed pools."""
         with self.lock:
-            used: set[object] = {one.block for one in self.allocations.values()}
-            used |= {one.handle for one in self.allocations.values()}
-            for number, pool in list(self.handles.items()):
-                if pool not in used and not pool.users and pool.ended():
-                    # No descriptor finds the pool from here on.
-                    for name in [name for name, known in self.pools.items() if known is pool]:
-                        del self.pools[name]
-                    self.deferred.submit(pool)
-                    del self.handles[number]
-            for name, block in list(self.blocks.items()):
-                if block not in used and not block.exporter_alive() and block.idle():
-                    del self.blocks[name]
-                    close = block.close if block.relay is None else block.relay.close
-                    self.deferred.submit(OnceIdle(self.session, close))
+            # In a function of its own: since Python 3.12 an interrupt in a loop can leave the block without its end.
+            self._submit_ended()
+
+    def _submit_ended(self) -> None:
+        used: set[object] = {one.block for one in self.allocations.values()}
+        used |= {one.handle for one in self.allocations.values()}
+        for number, pool in list(self.handles.items()):
+            if pool not in used and not pool.users and pool.ended():
+                # No descriptor finds the pool from here on.
+                for name in [name for name, known in self.pools.items() if known is pool]:
+                    del self.pools[name]
+                self.deferred.submit(pool)
+                del self.handles[number]
+        for name, block in list(self.blocks.items()):
+            if block not in used and not block.exporter_alive() and block.idle():
+                del self.blocks[name]
+                close = block.close if block.relay is None else block.relay.close
+                self.deferred.submit(OnceIdle(self.session, close))
 
     def memory(self, chunk: ChunkHandle, handles: ReceivedHandles) -> PhysicalMemory:
         """Import physical memory. Each import has a separate handle."""
