@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"^```(?:python|py)\b[^\n]*\n(.*?)^```\n(?:\n```text\n(.*?)^
 _LIBRARY = re.compile(
     r"^(?:import|from) (cupy|cuda\.core|numba\.cuda|rmm|torch_memory_saver|torch|vllm)\b", re.MULTILINE
 )
-_OF_THE_MACHINE = ("resident.py",)
+_OF_THE_MACHINE = ("resident.py", "sleep.py")
 """Programs whose pages show figures of the simulated machine."""
 _WIDTH = 84
 """Columns of a block that a page shows without a bar to scroll it."""
@@ -81,8 +81,10 @@ def test_runs_alone_and_prints_what_the_page_shows(
     elif libraries:
         arguments = ["-m", "tests.interop.standins", *arguments]
     done = runs.run(tmp_path, *arguments)
+    # On hardware other code may have the handles of streams, so that the checker leaves something out.
+    errors = re.sub(r"(?m)^streamalloc check: not checked: .*\n", "", done.errors) if on_cuda else done.errors
     # Tensors live to the end, which the checker reports.
-    assert done.code == 0 and (libraries or not done.errors), done.errors
+    assert done.code == 0 and (libraries or not errors), done.errors
     if not (on_cuda and program.name in _OF_THE_MACHINE):
         assert plain(done.output, tmp_path) == program.output != ""
 
