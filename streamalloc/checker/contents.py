@@ -5,14 +5,15 @@ A copy to the host that reads elements as another type is reported. Types are re
 a type, such as a fill or a kernel, removes the type.
 
 A host write is reported if it changes memory that a queued copy has still to read. The checker cannot see writes
-through arrays. So it compares a checksum of the source at the call with one right before the next wait of the host. It
-does so only for streams that no other library has, and for memory that no kernel may write unseen: another library may
-wait for its streams in ways that the checker does not see.
+through arrays. So it compares a checksum of the source at the call with one right before the next wait of the host, or
+at the next copy of the same bytes. It does so only for streams that no other library has, and for memory that no kernel
+may write unseen: another library may wait for its streams in ways that the checker does not see.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -128,6 +129,8 @@ def _fit(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
 PAGEABLE = "pageable memory"
 HOST_KINDS = ("pinned memory", "registered memory", PAGEABLE)
 _MOST_FLAGS = 64
+_MOST_COMPARED = 64
+"""Latest copies among which the last one of the same bytes is looked for."""
 _ROW, _FACTOR = 1 << 20, np.uint64(0x9E3779B97F4A7C15)
 """Bytes of a row. A larger source is compared by a weighted sum of its rows, which is faster than its checksum."""
 
@@ -239,9 +242,18 @@ class QueuedSources:
         if not others and all(
             self._timeline.may_be_known(one.actor.number, one.time) for one in range_.written(low, high)
         ):
-            self._sources.append(_QueuedSource(piece, stream, what, stack, mark, _checksum(piece)))
+            checksum = _checksum(piece)
+            self._compare_with_last(piece, checksum)
+            self._sources.append(_QueuedSource(piece, stream, what, stack, mark, checksum))
         else:
             self._timeline.notes.add("sources", f"{what} on {stream.short}")
+
+    def _compare_with_last(self, piece: Piece, checksum: int | None) -> None:
+        """Check the last copy of the same bytes: this place is nearer to a write of the host than the next wait."""
+        latest = itertools.islice(reversed(self._sources), _MOST_COMPARED)
+        before = next((one for one in latest if one.piece == piece), None)
+        if before is not None and not self._is_unchanged(before, checksum):
+            self._sources.remove(before)
 
     def _keep(self, which: Callable[[_QueuedSource], bool]) -> None:
         kept = []
@@ -267,20 +279,23 @@ class QueuedSources:
     def check(self) -> None:
         """Report the sources that the host has written since their copies were queued."""
         sources, self._sources = self._sources, []
-        for one in sources:
-            range_ = one.piece[0]
-            if self._timeline.may_be_seen(one.mark) or range_.ended is not None:
-                continue
-            if not self._foreign.is_ours(one.stream):
-                self._timeline.notes.add("sources", f"{one.what} on {one.stream.short}")
-                continue
-            if _checksum(one.piece) == one.checksum:
-                self._sources.append(one)
-                continue
-            copy = f"{one.what} on {one.stream.name}, which reads the same bytes"
-            what = f"the host wrote {range_}, but nothing orders the write after {copy}."
-            remedy = f"the host must synchronise with {one.stream.name} after its {one.what}."
-            self._judge.report("race", what, remedy, range_, self._place(), used=one.stack)
+        self._sources += [one for one in sources if self._is_unchanged(one)]
+
+    def _is_unchanged(self, one: _QueuedSource, checksum: int | None = None) -> bool:
+        """Whether a copy has still to read its source, and the source is as it was. Reports it if the host wrote it."""
+        range_ = one.piece[0]
+        if self._timeline.may_be_seen(one.mark) or range_.ended is not None:
+            return False
+        if not self._foreign.is_ours(one.stream):
+            self._timeline.notes.add("sources", f"{one.what} on {one.stream.short}")
+            return False
+        if one.checksum == (_checksum(one.piece) if checksum is None else checksum):
+            return True
+        copy = f"{one.what} on {one.stream.name}, which reads the same bytes"
+        what = f"the host wrote {range_}, but nothing orders the write after {copy}."
+        remedy = f"the host must synchronise with {one.stream.name} after its {one.what}."
+        self._judge.report("race", what, remedy, range_, self._place(), used=one.stack)
+        return False
 
 
 def _checksum(piece: Piece) -> int | None:

@@ -53,7 +53,8 @@ LAUNCHED = ", launched"
 """End of the name of a place that launched the graph of the place before."""
 _DEPTH = 8
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
-_DRIVERS = tuple(f"{_PACKAGE}{folder}/" for folder in ("checker", "driver", "simulator"))
+# The stand-ins of an installed driver pass the program's calls on: they are no users of memory.
+_DRIVERS = tuple(f"{_PACKAGE}{part}" for part in ("checker/", "driver/", "simulator/", "testing/installing.py"))
 _BETWEEN = 3
 """Most frames of a user's driver between package and checker."""
 _LIBRARY = f"{Path(linecache.__file__).parent}/"

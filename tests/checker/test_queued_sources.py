@@ -77,6 +77,20 @@ def test_the_report_names_the_copy_of_a_graph(source: Source) -> None:
     assert "graph.launch" in "".join(hazard.stacks["used, launched"])
 
 
+def test_the_next_copy_of_the_same_bytes_shows_the_write(source: Source) -> None:
+    for value in (0, 0, 9):
+        source.array[:] = value
+        source.copy()
+    driver = source.bench.driver
+    (hazard,) = driver.hazards
+    assert hazard.kind == "race" and "source.copy()" in "".join(hazard.stacks["this call"])
+    driver.hazards.clear()
+    source.stream.synchronize()
+    (hazard,) = driver.hazards  # of the first copy: the second one was found
+    assert "source.stream.synchronize()" in "".join(hazard.stacks["this call"])
+    driver.hazards.clear()
+
+
 def test_writes_by_the_device_on_a_stream_that_waits(source: Source) -> None:
     address, stream = source.bench.word(), source.stream
     source.bench.raw("cuStreamWaitValue32", cuda.CUstream(stream._raw), address, 1, 0)

@@ -14,6 +14,7 @@ import pytest
 
 import streamalloc.driver as sd
 from tests.checker.corpus import CASES, KINDS
+from tests.checker.test_museum import EXHIBITS
 from tests.interop.standins import STANDINS
 from tests.package.test_recipes import PAGES as ALONE
 from tests.simulator.test_random_steps import recorded
@@ -88,6 +89,8 @@ def test_figures_of_the_page_on_tests() -> None:
     text = (DOCS / "tested.md").read_text()
     assert f"{len(programs)} recorded random programs of {sum(map(len, programs)):,} calls" in text
     assert f"{len(CASES)} planted hazards of {len(KINDS)} kinds" in text
+    assert f"{len(EXHIBITS)} public bugs as programs" in text
+    assert f"{len(EXHIBITS)} public ones" in (ROOT / "README.md").read_text()
 
 
 def test_figures_of_the_readme_are_those_of_the_page_on_measurements() -> None:

@@ -49,6 +49,17 @@ class TestInstall:
             cuda.cuInit(0)
             assert kept()[1] == 2  # a function that was imported while another machine was installed
 
+    def test_a_checker_takes_its_calls_for_the_program_s(self) -> None:
+        driver = sd.checked(sd.simulated())
+        with testing.install(driver):
+            cuda.cuInit(0)
+            cuda.cuCtxSetCurrent(cuda.cuDevicePrimaryCtxRetain(0)[1])
+            memory, stream = cuda.cuMemAlloc(4096)[1], cuda.cuStreamCreate(1)[1]
+            cuda.cuMemsetD8Async(memory, 1, 4096, stream)
+            cuda.cuIpcGetMemHandle(memory)
+        (hazard,) = driver.hazards
+        assert hazard.kind == "export before completion" and " in " not in hazard.what
+
     def test_functions_that_modules_have_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         program = types.ModuleType("program")
         exec("from cuda.bindings.driver import cuInit as begin, cuDeviceGetCount", vars(program))
@@ -122,9 +133,7 @@ with testing.install(sd.simulated(devices=3)):
         assert (ran.stderr, ran.stdout.split()) == ("", ["3", "3", "2", "1"])
 
     def test_the_default_machine(self) -> None:
-        code = (
-            "import os, streamalloc as sa; os.environ['CUDA_VISIBLE_DEVICES'] = '2,0'; print(sa.Device.count())"
-        )
+        code = "import os, streamalloc as sa; os.environ['CUDA_VISIBLE_DEVICES'] = '2,0'; print(sa.Device.count())"
         ran = finished(python(code), CUDA_VISIBLE_DEVICES="7", STREAMALLOC_DRIVER="simulated:3")
         assert (ran.stderr, ran.stdout) == ("", "2\n")
 

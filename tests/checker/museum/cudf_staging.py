@@ -1,0 +1,25 @@
+"""cuDF: a pinned staging vector dies at the end of a function, before its copy.
+
+https://github.com/NVIDIA/cudf/pull/22321
+Its deallocation takes a stream and ignores it: memory of cudaMallocHost has no free in
+stream order.
+"""
+
+from start import FIXED, NON_BLOCKING, SIZE, as_array, cuda, ok
+
+stream = ok(cuda.cuStreamCreate(NON_BLOCKING))
+children = ok(cuda.cuMemAlloc(SIZE))
+
+
+def create_device_view():
+    staging = ok(cuda.cuMemHostAlloc(SIZE, 0))
+    as_array(staging)[:] = 1
+    ok(cuda.cuMemcpyHtoDAsync(children, staging, SIZE, stream))  # used
+    if FIXED:
+        ok(cuda.cuStreamSynchronize(stream))
+    ok(cuda.cuMemFreeHost(staging))  # this call: release while in use
+
+
+create_device_view()
+ok(cuda.cuCtxSynchronize())
+ok(cuda.cuMemFree(children))

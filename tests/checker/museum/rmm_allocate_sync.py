@@ -1,0 +1,17 @@
+"""RMM: memory of allocate_sync is promised to every stream, and no stream but one may use it yet.
+
+https://github.com/rapidsai/rmm/issues/2156
+It promises memory for every stream, allocates in the order of its own stream, and does
+not synchronise. compute-sanitizer calls the free on another stream a free before the
+allocation.
+"""
+
+from start import FIXED, NON_BLOCKING, SIZE, cuda, ok
+
+resource = ok(cuda.cuStreamCreate(NON_BLOCKING))
+stream = ok(cuda.cuStreamCreate(NON_BLOCKING))
+pointer = ok(cuda.cuMemAllocAsync(SIZE, resource))  # allocated
+if FIXED:
+    ok(cuda.cuStreamSynchronize(resource))
+ok(cuda.cuMemFreeAsync(pointer, stream))  # this call: free before allocation
+ok(cuda.cuCtxSynchronize())
