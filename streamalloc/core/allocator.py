@@ -153,11 +153,13 @@ class Allocator(Unique):
 
     def _try(self, buffer: Buffer) -> Any:
         """Allocate a buffer's memory from the driver; returns the ``CUresult``."""
-        stream = buffer._stream
-        raw = stream._checked_raw()
         alloc = self._alloc if type(buffer) is PoolBuffer else bare(self._alloc)
-        with stream._context():
-            result, buffer._ptr = alloc(buffer._nbytes, self._raw, raw)
+        stream = buffer._stream
+        return stream._in_context(self._allocate_for, buffer, alloc, stream._checked_raw())
+
+    def _allocate_for(self, buffer: Buffer, alloc: Any, handle: Any) -> Any:
+        # The buffer owns the memory before the context is restored, which the driver may refuse.
+        result, buffer._ptr = alloc(buffer._nbytes, self._raw, handle)
         return result
 
     def _recover(self, result: Any, buffer: Buffer) -> None:

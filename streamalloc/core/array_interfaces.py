@@ -362,11 +362,16 @@ def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
     interface = getattr(other, "__cuda_array_interface__", None)
     if interface is not None:
         return _interface_form(interface)
+    array = host_array(other)
+    return None if array is None else (array.dtype, array.shape)
+
+
+def host_array(other: Any) -> npt.NDArray[Any] | None:
+    """An object with the buffer protocol as an array, without a copy; None for other objects."""
     try:
-        array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
+        return other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
     except TypeError:
         return None
-    return array.dtype, array.shape
 
 
 def array_form(memory: MemoryBase, dtype: npt.DTypeLike, shape: tuple[int, ...] | None) -> tuple[Any, tuple[int, ...]]:

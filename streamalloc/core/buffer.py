@@ -30,7 +30,7 @@ from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import NOT_CALLED, Session
-from streamalloc.core.stream import Stream, StreamLike, direct_handle, library_stream, of_this_thread
+from streamalloc.core.stream import Stream, StreamLike, direct_handle, of_this_thread, queue_handle
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -188,22 +188,13 @@ class Buffer(Memory, Closes):
             Another process has it open: ``"raise"`` raises at once, ``"wait"`` after ``timeout``. The buffer stays
             valid.
         """
-        ordered = own = self._stream
-        if stream is not None:
-            ordered = stream if isinstance(stream, Stream) else library_stream(stream, own._session)
-        handle = ordered.direct or ordered.ready()
-        if handle is None or self._ptr is None or still_imported is not _DEFER or ordered._session is not own._session:
-            self._free_checked(stream, still_imported, timeout)
-        else:
-            self._free_on(ordered, handle)
-
-    def _free_on(self, ordered: Stream, handle: Any) -> None:
-        """Free memory that was not shared on a stream with this ``CUstream``."""
-        ptr = self._ptr
-        # Cleared first, and no call before: of two threads, only one frees.
-        self._ptr = None
-        if ptr is None:
-            raise _freed_already(self)
+        own = self._stream
+        handle = (own.direct or own.ready()) if stream is None else queue_handle(stream, own._session)
+        if handle is None or still_imported is not _DEFER:
+            return self._free_checked(stream, still_imported, timeout)
+        ptr, self._ptr = self._ptr, None  # threads are not switched within this line: of two, only one frees
+        if ptr is None:  # shared, or freed already
+            return self._free_checked(stream, still_imported, timeout)
         free = self._allocator._free
         try:
             result = free(ptr, handle)[0]
@@ -212,7 +203,26 @@ class Buffer(Memory, Closes):
             raise
         if result:
             self._ptr = ptr
-            raise free_refused(result, ordered)
+            raise free_refused(result, self._ordered_on(stream))
+        return None
+
+    def _free_on(self, ordered: Stream, handle: Any) -> None:
+        """Free the memory, shared or not, on a stream with this ``CUstream``. If the driver refuses, the buffer keeps
+        it.
+        """
+        kept, self._ptr, self._shared = (self._ptr, self._shared), None, None
+        ptr = kept[0] if kept[1] is None else kept[1][1]
+        if ptr is None:
+            raise _freed_already(self)
+        free = self._allocator._free
+        try:
+            refused = free(ptr, handle)[0]
+        except NOT_CALLED:
+            self._ptr, self._shared = kept
+            raise
+        if refused:
+            self._ptr, self._shared = kept
+            raise free_refused(refused, ordered)
 
     def close(self) -> None:
         """Free the memory on its own stream unless it was freed already. The end of a ``with`` block calls this.
@@ -247,11 +257,10 @@ class Buffer(Memory, Closes):
 
         def free(last: Stream) -> None:
             state = shared_state(self)
-            with last._context():
-                if state is not None:
-                    state.free(self, last, still_imported, timeout)
-                else:
-                    self._free_on(last, last._raw)
+            if state is not None:
+                last._in_context(state.free, self, last, still_imported, timeout)
+            else:
+                last._in_context(self._free_on, last, last._raw)
 
         if stream is None and ordered is not of_this_thread(ordered):
             ordered_after(ordered, free)
@@ -429,8 +438,8 @@ class _FreeDropped(Deferred):
         return True
 
     def _free(self, ordered: Stream) -> None:
-        with ordered._context(), notify_freed(self._session, int(self._raw), ordered._raw):
-            self._session.release(self, "cuMemFreeAsync", ordered._raw)
+        with notify_freed(self._session, int(self._raw), ordered._raw):
+            ordered._in_context(self._session.release, self, "cuMemFreeAsync", ordered._raw)
 
 
 # -- what sharing needs of buffers ---------------------------------------------------------------------------
@@ -467,19 +476,7 @@ def _freed_already(buffer: Buffer) -> ClosedError:
 
 def free_shared(buffer: Buffer, stream: Stream, handle: Any) -> None:
     """Free a shared buffer on a stream with this ``CUstream``. If the driver refuses, the buffer stays shared."""
-    shared = buffer._shared
-    if shared is None:
-        raise _freed_already(buffer)
-    # Clear the state first, so that two threads cannot both free it.
-    buffer._shared = None
-    try:
-        result = buffer._allocator._free(shared[1], handle)[0]
-    except NOT_CALLED:
-        buffer._shared = shared
-        raise
-    if result:
-        buffer._shared = shared
-        raise free_refused(result, stream)
+    buffer._free_on(stream, handle)
 
 
 def free_refused(result: Any, stream: Stream) -> CudaError:

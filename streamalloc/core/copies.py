@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from streamalloc.core.array_interfaces import cuda_array
+from streamalloc.core.array_interfaces import cuda_array, host_array
 from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.elements import fill_pattern
 from streamalloc.core.errors import CaptureError, error_from, refused, unsupported
@@ -75,15 +75,9 @@ class Copyable(MemoryBase):
         ordered = self._ordered_on(stream)
         if count:
             self._await_on(ordered)
-            with ordered._context():
-                self._session.call(
-                    _FILLS[width],
-                    self._at,
-                    number,
-                    count,
-                    ordered._checked_raw(),
-                    hint=lambda: self._access_hint(ordered),
-                )
+            wanted = self._at, number, count, ordered._checked_raw()
+            hint = functools.partial(self._access_hint, ordered)
+            ordered._in_context(self._session.call, _FILLS[width], *wanted, hint=hint)
 
     def copy_to(self, target: Any, stream: StreamLike | None = None) -> None:
         """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``).
@@ -189,13 +183,10 @@ class CopySide:
             place = place_of(session, found.address) if several else None
             ordinal = None if place is None or place.managed else place.ordinal
             return cls(found.address, found.nbytes, ordinal, other, found.stream)
-        try:
-            array = other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))  # type: ignore[arg-type]
-        except TypeError as error:
-            raise TypeError(
-                f"{name} must be a Memory, have __cuda_array_interface__ or the buffer protocol, "
-                f"not {type(other).__name__}"
-            ) from error
+        array = host_array(other)
+        if array is None:
+            kinds = "be a Memory, have __cuda_array_interface__ or the buffer protocol"
+            raise TypeError(f"{name} must {kinds}, not {type(other).__name__}")
         if not array.flags.c_contiguous:
             raise ValueError(f"{name} is not contiguous: copy it to a contiguous array first")
         if writable and not array.flags.writeable:
@@ -263,14 +254,13 @@ def copy_bytes(target: CopySide, source: CopySide, stream: Stream) -> None:
     if stream._capture is not None:
         stream._capture.graph.kept += (target.keep, source.keep)
     # The driver refuses copies of pool memory unless the stream's own context is current (programming guide 4.3.5.1).
-    with stream.device.current():
-        owners = (target.ordinal, source.ordinal)
-        if None not in owners and owners != (stream.device.ordinal, stream.device.ordinal):
-            to, of = (session.context(ordinal) for ordinal in owners if ordinal is not None)
-            session.call("cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
-        else:
-            hint = functools.partial(access_hint, (target, source), stream)
-            session.call("cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
+    here, owners = stream.device.ordinal, (target.ordinal, source.ordinal)
+    if None not in owners and owners != (here, here):
+        to, of = (session.context(ordinal) for ordinal in owners if ordinal is not None)
+        session.call_in(here, "cuMemcpyPeerAsync", target.address, to, source.address, of, target.nbytes, raw)
+    else:
+        hint = functools.partial(access_hint, (target, source), stream)
+        session.call_in(here, "cuMemcpyAsync", target.address, source.address, target.nbytes, raw, hint=hint)
 
 
 def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:
@@ -280,8 +270,7 @@ def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:
 
 
 def queue_batch(
-    session: Session,
-    raw: Any,
+    stream: Stream,
     targets: Sequence[int],
     sources: Sequence[int],
     sizes: Sequence[int],
@@ -289,7 +278,7 @@ def queue_batch(
     runs: Sequence[int] = (0,),
     hint: str | Callable[[], str] = "",
 ) -> None:
-    """Queue copies in one driver call (``cuMemcpyBatchAsync``). ``raw``: the ``CUstream``. Sizes are in bytes.
+    """Queue copies in one driver call (``cuMemcpyBatchAsync``). Sizes are in bytes.
 
     ``attributes[i]`` applies to the copies from index ``runs[i]`` on. Default: all sources are read in stream order.
     """
@@ -298,8 +287,8 @@ def queue_batch(
         in_order.srcAccessOrder = cuda.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         attributes = (in_order,)
     pointers = [list(map(cuda.CUdeviceptr, addresses)) for addresses in (targets, sources)]
-    settings = list(attributes), list(runs), len(runs)
-    session.call("cuMemcpyBatchAsync", *pointers, list(sizes), len(sizes), *settings, raw, hint=hint)
+    wanted = *pointers, list(sizes), len(sizes), list(attributes), list(runs), len(runs), stream._checked_raw()
+    stream._session.call_in(stream.device.ordinal, "cuMemcpyBatchAsync", *wanted, hint=hint)
 
 
 _CALL = "cuMemcpyBatchAsync"
@@ -407,8 +396,7 @@ def copy_batch(
     targets, sources = ([pair[side].address for pair, _ in filled] for side in (0, 1))
     sizes = [target.nbytes for (target, _), _ in filled]
     hint = functools.partial(access_hint, [side for pair, _ in filled for side in pair], ordered)
-    with ordered.device.current():
-        queue_batch(session, ordered._checked_raw(), targets, sources, sizes, attributes, runs, hint)
+    queue_batch(ordered, targets, sources, sizes, attributes, runs, hint)
 
 
 def _session_of(stream: StreamLike, ends: Sequence[Any]) -> Session:

@@ -172,8 +172,7 @@ class Device:
     def memory_info(self) -> MemoryInfo:
         """Free and total memory in bytes (``cuMemGetInfo``)."""
         work(self._session)
-        with self.current():
-            free, total = self._session.call("cuMemGetInfo")
+        free, total = self._session.call_in(self.ordinal, "cuMemGetInfo")
         return MemoryInfo(int(free), int(total))
 
     def can_access(self, peer: Device) -> bool:
@@ -206,8 +205,8 @@ class Device:
 
     def synchronize(self) -> None:
         """Block the host until all work of the device's primary context is done (``cuCtxSynchronize``)."""
-        with draining(self._session, self.ordinal), self.current():
-            self._session.call("cuCtxSynchronize")
+        with draining(self._session, self.ordinal):
+            self._session.call_in(self.ordinal, "cuCtxSynchronize")
         work(self._session, MOST_PER_SYNC)
 
     def current(self) -> contextlib.AbstractContextManager[None]:

@@ -106,8 +106,7 @@ class Event(Closes, Shown):
         self._adopt(device, bool(interprocess))
         if interprocess:
             made_for_sharing()
-        with device.current():
-            self._raw = self._session.call("cuEventCreate", flags)
+        self._session.create_in(device.ordinal, self, "cuEventCreate", flags)
 
     def _adopt(self, device: Device, interprocess: bool) -> None:
         self._spare: Spares | None = None
@@ -245,9 +244,8 @@ def opened_event(device: Device, handle: Any) -> Event:
     event = Event.__new__(Event)
     event._raw = None
     event._adopt(device, interprocess=False)
-    with device.current():
-        hint = "the process that made the event has ended"
-        event._raw = event._session.call("cuIpcOpenEventHandle", handle, hint=hint)
+    hint = "the process that made the event has ended"
+    device._session.create_in(device.ordinal, event, "cuIpcOpenEventHandle", handle, hint=hint)
     return event
 
 

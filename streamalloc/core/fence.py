@@ -377,12 +377,20 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     if isinstance(stream, LibraryStream):
         if not stream.drained:
             raise _unknown_end(stream, "cuMemFreeAsync")
-        with stream.device.create_stream() as substitute:
-            result = act(substitute)
-            # Then the pool may give memory that was freed to any stream.
-            substitute._call("cuStreamSynchronize")
-            return result
+        return _on_new_stream(stream.device, act, idle=True)
     return ordered_after_end(stream.device, stream._last, act)
+
+
+def _on_new_stream(device: Device, act: Callable[[Stream], T], *, idle: bool = False) -> T:
+    """Call ``act`` with a new stream; ``idle``: and wait, so that the pool may give what it frees to any stream.
+
+    A non-blocking stream: a wait on the default stream would delay all blocking streams.
+    """
+    with device.create_stream() as substitute:
+        result = act(substitute)
+        if idle:
+            substitute._call("cuStreamSynchronize")
+        return result
 
 
 def await_closed(stream: Stream) -> None:
@@ -399,14 +407,16 @@ def await_closed_streams(session: Session) -> None:
 
 def ordered_after_end(device: Device, last: Sequence[Event], act: Callable[[Stream], T]) -> T:
     """Call ``act`` with a new stream that is ordered after the work of an ended stream: see :func:`end_of`."""
-    # A non-blocking stream: a wait on the default stream would delay all blocking streams.
-    with device.create_stream() as substitute:
+
+    def after_its_work(substitute: Stream) -> T:
         if last and not last[0].closed:
             substitute.wait(last[0])
         else:
             known = known_ends(device._session)
             Fence(device._session, without=[end for end in known if _may_work(end)]).precede(substitute)
         return act(substitute)
+
+    return _on_new_stream(device, after_its_work)
 
 
 def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = False) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from streamalloc.core.device import Device
+    from streamalloc.core.event import Event
     from streamalloc.core.stream import Stream
 
 CaptureMode: TypeAlias = Literal["global", "thread_local", "relaxed"]
@@ -97,11 +98,10 @@ class Graph(Closes):
         """
         if self._executable._raw is None:
             flag = cuda.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH
-            raw = self._checked_raw()
-            with self.device.current():
-                flags = int(flag) if auto_free_on_launch else 0
-                hint = "a fill or copy may use memory that was freed after its capture"
-                self._executable._raw = self._session.call("cuGraphInstantiate", raw, flags, hint=hint)
+            wanted = self._checked_raw(), int(flag) if auto_free_on_launch else 0
+            hint = "a fill or copy may use memory that was freed after its capture"
+            owner = self._executable
+            self._session.create_in(self.device.ordinal, owner, "cuGraphInstantiate", *wanted, hint=hint)
         return self
 
     def launch(self, stream: StreamLike) -> None:
@@ -114,9 +114,9 @@ class Graph(Closes):
         """
         self.instantiate()
         target = as_stream(stream, self._session)
-        with target.device.current():
-            hint = "free what an earlier launch allocated, or instantiate the graph with auto_free_on_launch=True"
-            self._session.call("cuGraphLaunch", self._executable._raw, target._checked_raw(), hint=hint)
+        hint = "free what an earlier launch allocated, or instantiate the graph with auto_free_on_launch=True"
+        launched = self._executable._raw, target._checked_raw()
+        self._session.call_in(target.device.ordinal, "cuGraphLaunch", *launched, hint=hint)
 
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run. Idempotent."""
@@ -186,12 +186,12 @@ class Capture(contextlib.AbstractContextManager[Graph]):
         self._queue.begin_capture(self, forbids=self._mode == GLOBAL)
         captures_changed(self._session)
         # A deferred item may be using the stream on another thread.
-        with self._origin._in_use, self._origin._context():
+        with self._origin._in_use:
             # First: if a signal handler raises when the call returns, the capture must be ended.
             self._begun = True
             try:
                 hint = "is the stream being captured already, or a legacy one?"
-                self._session.call("cuStreamBeginCapture", raw, self._mode, hint=hint)
+                self._origin._in_context(self._session.call, "cuStreamBeginCapture", raw, self._mode, hint=hint)
             except (CudaError, *NOT_CALLED):
                 self._begun = False
                 raise
@@ -218,14 +218,22 @@ class Capture(contextlib.AbstractContextManager[Graph]):
 
     def _end(self) -> None:
         try:
-            with self._origin._context():
-                self.graph._handle._raw = self._session.call("cuStreamEndCapture", self._origin._raw)
+            self._origin._in_context(self._take_graph)
         finally:
             # The streams execute their work again.
             for stream in self._streams:
                 stream._capture = None
                 stream._allow_direct()
             self._streams.clear()
+
+    def _take_graph(self) -> None:
+        self.graph._handle._raw = self._session.call("cuStreamEndCapture", self._origin._raw)
+
+    def join(self, stream: Stream, event: Event) -> None:
+        """Have a stream wait for an event of this capture, which adds the stream."""
+        with stream._in_use:
+            stream._call("cuStreamWaitEvent", event._checked_raw(), 0)
+            self.adopt(stream)
 
     def adopt(self, stream: Stream) -> None:
         """Add a stream: its allocations belong to the graph until the capture ends."""

@@ -74,6 +74,7 @@ from streamalloc.core.stream import (
     direct_view,
     end_of,
     end_with_stream,
+    in_context,
     is_captured,
     leave_stream,
     library_stream,

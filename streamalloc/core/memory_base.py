@@ -110,8 +110,7 @@ class MemoryBase(Unique, Shown, abc.ABC):
             listener.used(address, self.nbytes, None, write)
             return
         ordered = self.stream if stream is None else as_stream(stream, self._session)
-        with ordered._context():
-            listener.used(address, self.nbytes, ordered._checked_raw(), write, atomic)
+        ordered._in_context(listener.used, address, self.nbytes, ordered._checked_raw(), write, atomic)
 
     @property
     def _session(self) -> Session:
@@ -301,8 +300,7 @@ class Migrating(MemoryBase):
             return
         if name.endswith("BatchAsync"):
             refuse_legacy(ordered, name)
-        with ordered._context():
-            self._session.call(name, *args, ordered._checked_raw())
+        ordered._in_context(self._session.call, name, *args, ordered._checked_raw())
 
 
 _ATTRIBUTES = (

@@ -184,6 +184,19 @@ class Session(_Direct):
             raise error_from(answer[0], name, hint if isinstance(hint, str) else hint())
         return None if len(answer) == 1 else answer[1] if len(answer) == 2 else answer[1:]
 
+    def call_in(self, ordinal: int, name: str, *args: Any, hint: str | Callable[[], str] = "") -> Any:
+        """:meth:`call` with the primary context of a device as the current one. For calls that create nothing."""
+        with self.current(ordinal):
+            return self.call(name, *args, hint=hint)
+
+    def create_in(self, ordinal: int, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
+        """:meth:`call_in` for a call that creates a handle, which ``owner._raw`` gets.
+
+        It gets it within the block: if the driver refuses to restore the context, the owner still ends the handle.
+        """
+        with self.current(ordinal):
+            owner._raw = self.call(name, *args, hint=hint)
+
     def release(self, owner: OwnsHandle, name: str, *args: Any, hint: str = "") -> None:
         """Call driver function ``name``, which ends the handle in ``owner._raw``, at most once.
 

@@ -15,7 +15,7 @@ another library's        nothing if the stream lives as long as its object; othe
 
 No direct call is made on a stream that was closed, is captured by this package, or has an item to attempt before more
 work. ``direct`` is set if nothing must be asked. So callers write ``stream.direct or stream.ready()``, and take the
-checked way (:meth:`Stream._checked_raw`, :meth:`Stream._context`) if the result is None.
+checked way (:meth:`Stream._checked_raw`, :meth:`Stream._in_context`) if the result is None.
 
 Memory allocated in a capture belongs to the graph, and each launch writes it again. If cached memory were handed out in
 a capture, the next owner's bytes would be overwritten at every launch. Other code may capture the per-thread stream,
@@ -36,7 +36,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
 from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, HandleEnd, deferred_queue, refused_to_end, work
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, error_from, refused, undoing
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, error_from, refused
 from streamalloc.core.event import (
     Event,
     EventLike,
@@ -264,10 +264,8 @@ class Stream(Closes, Shown):
         """Record that other code gets the handle, or (``used``) queues work on the stream."""
         if not self.is_default:
             self._lend()
-        listener = self._session.listener
-        if listener is not None:
-            with self._context():
-                listener.lent(raw, used)
+        if self._session.listener is not None:
+            self._in_context(self._session.listener.lent, raw, used)
 
     @property
     def closed(self) -> bool:
@@ -328,24 +326,23 @@ class Stream(Closes, Shown):
         if self._before_work:
             self._forbid_direct()
 
-    def _context(self) -> contextlib.AbstractContextManager[object]:
-        """The block of a call on the checked way: it breaks no capture of another thread."""
-        return deferred_queue(self._session).beside_captures()
+    def _in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
+        """Make a call on the checked way: with the context that the handle needs, and so that it breaks no capture of
+        another thread.
+        """
+        with deferred_queue(self._session).beside_captures():
+            return act(*args, **named)
 
     def _call(self, name: str, *args: Any) -> Any:
         """A driver call whose first argument is this stream."""
-        raw = self._checked_raw()
-        with self._context():
-            return self._session.call(name, raw, *args)
+        return self._in_context(self._session.call, name, self._checked_raw(), *args)
 
     def _result(self, call: Any, *args: Any) -> Any:
         """The ``CUresult`` of a bound driver function whose first argument is this stream."""
         handle = self.direct or self.ready()
         if handle is not None:
             return call(handle, *args)[0]
-        raw = self._checked_raw()
-        with self._context():
-            return call(raw, *args)[0]
+        return self._in_context(call, self._checked_raw(), *args)[0]
 
     def record(self, event: Event | None = None, *, timing: bool = False) -> Event:
         """Record an event after the work queued so far, and return it (``cuEventRecord``).
@@ -367,11 +364,10 @@ class Stream(Closes, Shown):
         elif event._session is not session:
             raise ValueError(f"{event!r} belongs to another driver than {self!r}")
         recorded = event._checked_raw()
-        if handle is not None:
-            result = session.cuEventRecord(recorded, raw)[0]
+        if handle is None:
+            result = self._in_context(session.cuEventRecord, recorded, raw)[0]
         else:
-            with self._context():
-                result = session.cuEventRecord(recorded, raw)[0]
+            result = session.cuEventRecord(recorded, raw)[0]
         if result:
             if reused:
                 event._spare = None  # it is destroyed
@@ -402,10 +398,7 @@ class Stream(Closes, Shown):
             event = as_stream(cast("StreamLike", other), session).record()
         capture = event._capture
         if capture is not None and capture is not self._capture:
-            # The wait adds this stream to the capture.
-            with self._in_use:
-                self._call("cuStreamWaitEvent", event._checked_raw(), 0)
-                capture.adopt(self)
+            capture.join(self, event)
             return
         result = self._result(session.cuStreamWaitEvent, event._checked_raw(), 0)
         if result:
@@ -456,8 +449,10 @@ class Stream(Closes, Shown):
             raise refused(CaptureError, "cuLaunchHostFunc", why)
 
         pointer = _host_function(function)
-        with undoing(lambda: _host_functions.pop(pointer, None)):
-            self._call("cuLaunchHostFunc", cuda.CUhostFn(pointer), pointer)
+        result = self._result(self._session.driver.cuLaunchHostFunc, cuda.CUhostFn(pointer), pointer)
+        if result:
+            _host_functions.pop(pointer, None)
+            raise error_from(result, "cuLaunchHostFunc")
 
     def capture(self, mode: CaptureMode = "global") -> contextlib.AbstractContextManager[Graph]:
         """Record the work of a ``with`` block into a graph instead of running it (``cuStreamBeginCapture``).
@@ -553,8 +548,7 @@ class OwnStream(Stream):
         stream._sees_all = not blocking
         # No other code knows the stream until its handle leaves us.
         stream._prepare(device, None, capturable=False)
-        with device.current():
-            stream._raw = stream._session.call("cuStreamCreateWithPriority", int(flags), priority)
+        stream._session.create_in(device.ordinal, stream, "cuStreamCreateWithPriority", int(flags), priority)
         stream._open()
         if name:
             _named(stream._session)[stream._number] = stream
@@ -594,8 +588,7 @@ class OwnStream(Stream):
     def _record_end(self, raw: Any) -> None:
         """Record an event after all work of the stream, which is ending."""
         last = Event(self.device)
-        with self._context():
-            self._session.call("cuEventRecord", last._raw, raw)
+        self._in_context(self._session.call, "cuEventRecord", last._raw, raw)
         self._last.append(last)
         defer_end(self._session, last)
 
@@ -693,7 +686,8 @@ class DefaultStream(Stream):
         return self._may_ask and (self._ident is None or self._ident == get_ident())
 
     def ready(self) -> Any | None:
-        if not self._may_ask or (self._ident is not None and self._ident != get_ident()):  # :meth:`here`, in one frame
+        ident = self._ident
+        if not self._may_ask or (ident is not None and ident != get_ident()):  # :meth:`here`, in one frame
             return None
         current = self._session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
         return self._raw if current() == self._current else None
@@ -714,15 +708,9 @@ class DefaultStream(Stream):
         # The driver refuses to answer for the legacy stream while a blocking stream is captured.
         return self._capture is not None or self.capturing
 
-    def _context(self) -> contextlib.AbstractContextManager[object]:
-        if deferred_queue(self._session).forbids_here:
-            return self._current_beside_captures()
-        return self.device.current()
-
-    @contextlib.contextmanager
-    def _current_beside_captures(self) -> Iterator[None]:
-        with self._session.relaxed(), self.device.current():
-            yield
+    def _in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
+        with deferred_queue(self._session).beside_captures(), self.device.current():
+            return act(*args, **named)
 
 
 class _ThreadStreams(threading.local):
@@ -978,7 +966,7 @@ known_streams: PerDriver[weakref.WeakSet[Stream]] = PerDriver(lambda _: weakref.
 
 def captures_changed(session: Session) -> None:
     """Allow direct calls, or forbid them while this package captures a stream: on default streams, and in the mode
-    ``"global"`` on all streams (:meth:`Stream._context`).
+    ``"global"`` on all streams (:meth:`Stream._in_context`).
     """
     forbidding = deferred_queue(session).forbidding
     for stream in members(known_streams(session)):
@@ -1001,6 +989,11 @@ SETTLERS.append(_destroy_spare_events)
 def raw_handle(stream: Stream) -> Any:
     """The stream's ``CUstream``; raises :class:`ClosedError` if it was closed."""
     return stream._checked_raw()
+
+
+def in_context(stream: Stream, act: Callable[..., T], *args: Any) -> T:
+    """Make a call that queues work on a stream on the checked way (:meth:`Stream._in_context`)."""
+    return stream._in_context(act, *args)
 
 
 def stream_call(stream: Stream, name: str, *args: Any) -> Any:

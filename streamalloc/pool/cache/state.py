@@ -33,6 +33,7 @@ from streamalloc.core.internal import (
     end_with_stream,
     free_function,
     free_refused,
+    in_context,
     leave_stream,
     ordered_after,
     ordered_after_end,
@@ -184,15 +185,15 @@ class StreamCache(Deferred):
                 self.returning.appendleft(entry)
                 raise
             block.size_class.free.append(block)
-        raw = raw_handle(ordered)
-        context = ordered.device.current() if ordered.is_default else contextlib.nullcontext()
-        with context:
-            for size_class in list(self.classes.values()):
-                for block in drained(size_class.free.pop):
-                    refused = self.cache.free_block(block, raw)
-                    if refused:
-                        size_class.free.append(block)
-                        raise free_refused(refused, ordered)
+        in_context(ordered, self._free_blocks, ordered, raw_handle(ordered))
+
+    def _free_blocks(self, ordered: Stream, raw: Any) -> None:
+        for size_class in list(self.classes.values()):
+            for block in drained(size_class.free.pop):
+                refused = self.cache.free_block(block, raw)
+                if refused:
+                    size_class.free.append(block)
+                    raise free_refused(refused, ordered)
 
     @property
     def free_bytes(self) -> int:
@@ -320,18 +321,29 @@ class CacheState(Deferred):
 
     def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
         """Allocate a new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
-        raw = raw_handle(stream)
         self._pool_free = free_function(upstream)
+        alloc = without_notifying(upstream._alloc, self.watchers)
+        bought: list[Block] = []
+
+        def buy_here(handle: Any) -> Any:
+            # The cache knows the block before the context is restored, which the driver may refuse.
+            result, pointer = alloc(wanted.nbytes, upstream._raw, handle)
+            if not result:
+                bought.append(self._new_block(int(pointer), wanted))
+            return result
+
         try:
-            with stream.device.current() if stream.is_default else contextlib.nullcontext():
-                result, pointer = without_notifying(upstream._alloc, self.watchers)(wanted.nbytes, upstream._raw, raw)
+            result = in_context(stream, buy_here, raw_handle(stream))
         except OutOfMemoryError:  # the limit of a watcher of the pool
             return None
-        if result:
-            if result == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-                return None
+        except CudaError:  # the context was not restored
+            wanted.free += bought
+            raise
+        if result and result != cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise error_from(result, "cuMemAllocFromPoolAsync")
-        address = int(pointer)
+        return bought[0] if bought else None
+
+    def _new_block(self, address: int, wanted: SizeClass) -> Block:
         block = Block(address)
         block.address = address
         block.size_class = wanted

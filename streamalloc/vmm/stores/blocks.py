@@ -552,11 +552,10 @@ def copy_batch(targets: Addresses, sources: Addresses, sizes: Addresses, memory:
     first = ends[:-1]
     sides = targets[first], sources[first], np.add.reduceat(sizes, first)
     done, count = 0, _FIRST_BATCH
-    with stream.device.current():
-        if len(first) > 1 and int(raw_handle(stream)) not in _LEGACY:
-            with contextlib.suppress(NotSupportedError):
-                while done < len(first):
-                    queue_batch(session, raw, *(side[done : done + count].tolist() for side in sides))
-                    done, count = done + count, min(count * 3 // 2, _MOST_IN_BATCH)
-        for copy in zip(*(side[done:].tolist() for side in sides), strict=True):
-            session.call("cuMemcpyAsync", *copy, raw)
+    if len(first) > 1 and int(raw) not in _LEGACY:
+        with contextlib.suppress(NotSupportedError):
+            while done < len(first):
+                queue_batch(stream, *(side[done : done + count].tolist() for side in sides))
+                done, count = done + count, min(count * 3 // 2, _MOST_IN_BATCH)
+    for copy in zip(*(side[done:].tolist() for side in sides), strict=True):
+        session.call_in(stream.device.ordinal, "cuMemcpyAsync", *copy, raw)
