@@ -5,7 +5,7 @@ Each module imports its library at its first use. ``use(...)`` of each module re
 
 from __future__ import annotations
 
-from streamalloc.interop import cuda_core, cupy, jax, numba, rmm, torch
+from streamalloc.interop import cuda_core, cupy, jax, memory_saver, numba, rmm, torch, vllm
 from streamalloc.interop.bridge import Bridge
 from streamalloc.interop.loans import Borrowed, borrow
 from streamalloc.interop.registration import Registration, registration
@@ -18,10 +18,12 @@ __all__ = [
     "cuda_core",
     "cupy",
     "jax",
+    "memory_saver",
     "numba",
     "registration",
     "rmm",
     "torch",
+    "vllm",
 ]
 
 

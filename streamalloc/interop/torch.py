@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,23 +121,27 @@ class TorchBridge(Bridge):
                 self.pools[ordinal] = _immortal(torch.cuda.MemPool(self._allocator))
 
     def _install(self, undo: contextlib.ExitStack) -> None:
+        undo.enter_context(self.routed())
+
+    @contextlib.contextmanager
+    def routed(self) -> Iterator[None]:
+        """A ``with`` block in which this thread allocates from the bridge. Blocks can be nested, also in themselves."""
         routes: list[_Route] = vars(_routes).setdefault("all", [])
         route = _Route(self._prepare(), self.pools)
-
-        def end() -> None:
-            inner = routes[-1] is route
-            routes.remove(route)
-            route.leave()
-            _end_pools()
-            if inner and routes:
-                routes[-1].enter()
-
         # PyTorch uses the first of several active pools, so leave the outer one while this one is active.
         if routes:
             routes[-1].leave()
         routes.append(route)
-        undo.callback(end)
-        route.enter()
+        try:
+            route.enter()
+            yield
+        finally:
+            inner = routes[-1] is route
+            routes.remove(route)
+            route.leave()
+            collect()
+            if inner and routes:
+                routes[-1].enter()
 
     def trim(self) -> int:
         """Return the segments without tensors to the sources, even if other segments have tensors. Returns the number
@@ -154,21 +158,23 @@ class TorchBridge(Bridge):
             Another thread is allocating from a bridge: PyTorch would abort the process.
         """
         torch = self._prepare()
-        routes: list[_Route] = vars(_routes).get("all", [])
-        with contextlib.ExitStack() as routed:
-            if routes:
-                routes[-1].leave()
-                routed.callback(routes[-1].enter)
+        with unrouted():
             if _active:
                 raise InUseError("another thread allocates from a bridge to PyTorch: stop that bridge first")
             before = _return_segments()
-            unused = {ordinal: pool for ordinal, pool in self.pools.items() if pool.use_count() == 1}
-            self._make_pools(torch, unused)
-            _ended.extend(unused.values())
-            unused.clear()
-            before += _end_pools()
+            self.renew()
+            before += collect()
             torch.cuda.empty_cache()
             return before + _return_segments()
+
+    def renew(self) -> None:
+        """Give later tensors new segments. Those of present tensors return to the sources when the tensors are dropped
+        and PyTorch's cache is emptied. A pool that a captured graph uses stays.
+        """
+        torch = self._prepare()
+        unused = {ordinal: pool for ordinal, pool in self.pools.items() if pool.use_count() == 1}
+        self._make_pools(torch, unused)
+        _ended.extend(unused.values())
 
     def close(self) -> None:
         """Stop, and make PyTorch free its segments.
@@ -184,7 +190,7 @@ class TorchBridge(Bridge):
         pools, self.pools = self.pools, {}
         _ended.extend(pools.values())
         pools.clear()
-        _end_pools()
+        collect()
         if self._functions is not None and self._functions.ledger:
             library("torch").cuda.empty_cache()
             _return_segments()
@@ -222,15 +228,29 @@ _snapshots = RLock()
 _latest = [0]
 
 
-def _end_pools() -> int:
-    """Release the pools of closed bridges; return the bytes of the segments that PyTorch has freed.
+@contextlib.contextmanager
+def unrouted() -> Iterator[None]:
+    """A ``with`` block in which this thread allocates from no bridge."""
+    routes: list[_Route] = vars(_routes).get("all", [])
+    if routes:
+        routes[-1].leave()
+    try:
+        yield
+    finally:
+        if routes:
+            routes[-1].enter()
 
-    While a route is active nothing is released, because PyTorch would abort. A pool that a captured graph uses is not
+
+def collect() -> int:
+    """Return the segments that PyTorch has freed to the sources, and release the pools of closed bridges; returns the
+    number of bytes.
+
+    While a route is active no pool is released, because PyTorch would abort. A pool that a captured graph uses is not
     released either.
     """
+    freed, kept = _return_segments(), list[Any]()
     if not _ended or _active:
-        return 0
-    freed, kept = _return_segments(), []
+        return freed
     while _ended:
         pool = _ended.pop()
         if pool.use_count() > 1:
@@ -424,15 +444,44 @@ def _strides(tensor: Any) -> tuple[int, ...] | None:
     return None if tensor.is_contiguous() else tuple(tensor.stride())
 
 
-def _release_lock(torch: Any) -> None:
-    """Set PyTorch's option to call the allocator without its lock, and keep its other settings."""
+_EXPANDABLE = "expandable_segments:True"
+
+
+def _settings(torch: Any) -> tuple[str, Callable[[str], object]]:
+    """PyTorch's settings of its allocator, and the function that sets them, all at once."""
     # Before PyTorch 2.10 the settings cannot be read, so use those of the environment.
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    settings = environment if read is None else read()
+    return environment if read is None else read(), write
+
+
+def _release_lock(torch: Any) -> None:
+    """Set PyTorch's option to call the allocator without its lock, and keep its other settings."""
+    settings, write = _settings(torch)
     if _RELEASE_LOCK not in settings:
         write(",".join(filter(None, (settings, f"{_RELEASE_LOCK}:True"))))
+
+
+def expandable() -> bool:
+    """Whether PyTorch's option ``expandable_segments`` is on."""
+    return _EXPANDABLE in _settings(library("torch"))[0]
+
+
+@contextlib.contextmanager
+def without_expandable() -> Iterator[None]:
+    """A ``with`` block in which that option is off."""
+    settings, write = _settings(library("torch"))
+    # Without the option that releases the lock, which a bridge has set, callbacks would deadlock.
+    settings = settings if _RELEASE_LOCK in settings else f"{settings},{_RELEASE_LOCK}:True"
+    if _EXPANDABLE not in settings:
+        yield
+        return
+    write(settings.replace(_EXPANDABLE, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        write(settings)
 
 
 def _immortal(thing: Any) -> Any:

@@ -26,6 +26,7 @@ from streamalloc.vmm.stores.disk import AnyTier, DiskTier, tier_of
 from streamalloc.vmm.stores.pool import NearTier
 from streamalloc.vmm.virtual_buffer import (
     RESTORE,
+    Backup,
     Step,
     VirtualBuffer,
     drop_all,
@@ -39,6 +40,7 @@ from streamalloc.vmm.virtual_buffer import (
 T = TypeVar("T")
 Hook: TypeAlias = Callable[[list[Any]], object]
 """Function that is called with a list of buffers."""
+Hold: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
 _LONGEST_REASON = 2000
 """Most bytes of an error text sent to other ranks."""
 
@@ -372,7 +374,7 @@ class SleepGroup(_Members):
         shared: bool = False,
         stream: StreamLike | None = None,
         after: After = None,
-        backup: MemoryPool | DiskTier | None = None,
+        backup: MemoryPool | DiskTier | Callable[[VirtualBuffer, str], Backup] | None = None,
         ranks: Ranks | None = None,
         timeout: float | None = None,
     ) -> int:
@@ -393,7 +395,9 @@ class SleepGroup(_Members):
         after
             Events or streams to wait for first, as for :meth:`VirtualBuffer.evict`.
         backup
-            Pool or :class:`DiskTier` for the kept bytes of this call; default: :attr:`backup`.
+            Pool or :class:`DiskTier` for the kept bytes of this call; default: :attr:`backup`. Or a function that is
+            called with each buffer that keeps its bytes, and its tag; it returns a backup as for
+            :meth:`VirtualBuffer.evict`, such as a host array, or None to discard the bytes.
         ranks
             A communicator, such as one of ``ipc.ProcessCommunicator`` or ``ipc.as_communicator(group)``: the groups of
             all its ranks must make this call, and either all sleep or none. They vote before any memory is released.
@@ -431,8 +435,12 @@ class SleepGroup(_Members):
                 kept_tags = {keep} if isinstance(keep, str) else set(keep)
                 self._check_tags(kept_tags, self.buffers)
 
-            def hold(tag: str, sizes: Sequence[int]) -> Sequence[Saved]:
-                return self._tier(backup).hold(sizes, ordered, tag) if tag in kept_tags else ()
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+                if tag not in kept_tags:
+                    return ()
+                if callable(backup):
+                    return (buffer._backup(backup(buffer, tag), ordered) for buffer in buffers)
+                return self._tier(backup).hold([buffer.nbytes for buffer in buffers], ordered, tag)
 
             return self._put_to_sleep(claim, chosen, hold, ordered, after, shared=shared, agree=votes.agree)
 
@@ -442,7 +450,7 @@ class SleepGroup(_Members):
         self,
         claim: Claim,
         chosen: Mapping[VirtualBuffer, str],
-        hold: Callable[[str, Sequence[int]], Sequence[Saved]],
+        hold: Hold,
         ordered: Stream,
         after: After,
         *,
@@ -452,7 +460,7 @@ class SleepGroup(_Members):
     ) -> int:
         """Do the steps of a sleep, then release the memory of the chosen buffers; returns the released bytes.
 
-        ``hold`` returns a backup for each size of the buffers of a tag, or nothing if their bytes are not kept.
+        ``hold`` returns a backup for each buffer of a tag, or nothing if their bytes are not kept.
         """
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
         saved: dict[VirtualBuffer, Saved] = {}
@@ -518,8 +526,8 @@ class SleepGroup(_Members):
                 raise TypeError(f"backup must be a DiskTier, not {type(tier).__name__} ({tier!r})")
             ordered = self._copying_stream(stream)
 
-            def hold(tag: str, sizes: Sequence[int]) -> Sequence[Saved]:
-                return tier.resume(sizes, ordered, tag)
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+                return tier.resume([buffer.nbytes for buffer in buffers], ordered, tag)
 
             return self._put_to_sleep(claim, self._chosen(tags), hold, ordered, after, stored=True)
 
@@ -741,15 +749,16 @@ def hook_steps(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
 
 def _hold_all(
     tags: Mapping[VirtualBuffer, str],
-    hold: Callable[[str, Sequence[int]], Sequence[Saved]],
+    hold: Hold,
     saved: dict[VirtualBuffer, Saved],
 ) -> None:
     """Reserve room for the bytes of the buffers, tag by tag."""
     for tag in dict.fromkeys(tags.values()):
         buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]
-        kept = hold(tag, [buffer.nbytes for buffer in buffers]) if buffers else ()
-        if kept:
-            saved.update(zip(buffers, kept, strict=True))
+        # Not strict: without bytes to keep there are no backups.
+        for buffer, one in zip(buffers, hold(tag, buffers) if buffers else (), strict=False):
+            if one is not None:
+                saved[buffer] = one
 
 
 def _replace(buffer: VirtualBuffer, saved: Saved) -> None:

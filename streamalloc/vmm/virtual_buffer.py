@@ -9,6 +9,8 @@ from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from streamalloc.core.errors import CudaError, EvictedError, InUseError, attach, size_text, undoing
 from streamalloc.core.html import Drawn, Html, Row, gauge
 from streamalloc.core.internal import CopySide, Device, Event, Fence, Memory, Stream, StreamLike, as_stream
@@ -22,12 +24,16 @@ from streamalloc.vmm.claims import Claim, Claimable, claimed
 from streamalloc.vmm.ownership import GenericAllocation, allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.stores.blocks import Move, Saved, Stored
+from streamalloc.vmm.stores.blocks import Bytes, Move, Saved, Stored
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
 from streamalloc.vmm.stores.pool import saved_in
 
 _BATCH = 64 << 20
 """Bytes per batch: unmapped after their copy, while later copies run."""
+
+
+Backup: TypeAlias = "MemoryPool | DiskTier | Memory | Bytes | Saved | None"
+"""A place for the bytes of one buffer. :class:`Saved` is what a tier has reserved; None discards the bytes."""
 
 
 class ChunkSpec(NamedTuple):
@@ -56,8 +62,10 @@ class Eviction(NamedTuple):
     """Unmapped memory with the bytes, if an eviction and its undo failed. :meth:`VirtualBuffer.restore` maps it."""
 
     @property
-    def backup(self) -> Memory | None:
-        """The copy of the bytes as memory; None if there is none, or it is on disk or in several pieces."""
+    def backup(self) -> Memory | Bytes | None:
+        """The copy of the bytes as memory, or the given array; None if there is none, or it is on disk or in several
+        pieces.
+        """
         return None if self.saved is None else self.saved.memory
 
     @property
@@ -218,7 +226,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     @claimed
     def evict(
         self,
-        backup: MemoryPool | DiskTier | Memory | None = None,
+        backup: Backup = None,
         *,
         stream: StreamLike | None = None,
         after: After = None,
@@ -230,7 +238,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         ----------
         backup
             A pool in host memory with access for the device, from which the copy is allocated (pinned memory, so the
-            copy is fast); a :class:`DiskTier`; or memory of the same size. None discards the bytes.
+            copy is fast); a :class:`DiskTier`; or memory, or a writable host array, of the same size, which stays the
+            caller's. None discards the bytes.
         stream
             The stream of the copy; default: the buffer's.
         after
@@ -429,9 +438,14 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             self._mapped, self._nbytes = before
             raise
 
-    def _backup(self, backup: MemoryPool | DiskTier | Memory | None, stream: Stream) -> Saved | None:
-        if backup is None:
-            return None
+    def _backup(self, backup: Backup, stream: Stream) -> Saved | None:
+        if backup is None or isinstance(backup, Saved):
+            return backup
+        if isinstance(backup, np.ndarray):
+            if not (backup.flags.c_contiguous and backup.flags.writeable and backup.nbytes == self._nbytes):
+                need = f"a writable, contiguous array of {size_text(self._nbytes)} is needed"
+                raise ValueError(f"backup is an array of {size_text(backup.nbytes)}: {need}")
+            return saved_in(backup.reshape(-1).view(np.uint8), self._session)
         if not isinstance(backup, Memory):
             tier = tier_of(backup)
             return tier.hold([self._nbytes], stream)[0] if self._nbytes else None
@@ -441,7 +455,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             raise ValueError(f"backup has {size_text(backup.nbytes)} and the buffer {size_text(self._nbytes)}")
         if self.address - backup.nbytes < backup.address < self.address + self._nbytes:
             raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
-        return saved_in(backup)
+        return saved_in(backup, self._session)
 
     def _check_usable(self) -> None:
         if self.range.closed:

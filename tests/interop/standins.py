@@ -365,10 +365,15 @@ def torch(driver: Any) -> dict[str, ModuleType]:
             # From native code: Python's lock is let go of for the call, and taken in the callback.
             self.allocate, self.free = allocate_type(allocate), free_type(free)
 
+    plain = SimpleNamespace(
+        allocate=lambda nbytes, *_: int(calls.here("cuMemAlloc", nbytes)),
+        free=lambda address, *_: calls.here("cuMemFree", address),
+    )
+
     class MemPool:
         """Segments of 2 MiB, or of the size of a large tensor; one tensor in each at a time."""
 
-        def __init__(self, allocator: Any) -> None:
+        def __init__(self, allocator: Any = plain) -> None:
             self.allocator = allocator
             self.segments: dict[int, dict[str, int]] = {}
             known.append(self.segments)
@@ -438,13 +443,27 @@ def torch(driver: Any) -> dict[str, ModuleType]:
 
     class Tensor:
         device = SimpleNamespace(type="cuda", index=0)
+        dtype = "uint8"
 
         def __init__(self, size: int, address: int, let_go: Callable[[], object], keep: object = None) -> None:
             self.size, self.address, self.keep = size, address, keep
             weakref.finalize(self, let_go)
 
+        @property
+        def shape(self) -> tuple[int]:
+            return (self.size,)
+
         def data_ptr(self) -> int:
             return self.address
+
+        def numel(self) -> int:
+            return self.size
+
+        def element_size(self) -> int:
+            return 1
+
+        def is_contiguous(self) -> bool:
+            return True
 
         def detach(self) -> Tensor:
             return self
@@ -462,7 +481,25 @@ def torch(driver: Any) -> dict[str, ModuleType]:
             return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None,
                     "version": 2}  # fmt: skip
 
-    def empty(size: int, dtype: Any = None, device: str = "cuda") -> Tensor:
+    class HostTensor:
+        def __init__(self, array: Any) -> None:
+            self.array, self.dtype, self.shape = array, "uint8", array.shape
+
+        def numpy(self) -> Any:
+            return self.array
+
+        def view(self, *_: object) -> HostTensor:
+            return self
+
+        def clone(self) -> HostTensor:
+            return HostTensor(self.array.copy())
+
+        def data_ptr(self) -> int:
+            return int(self.array.ctypes.data)
+
+    def empty(size: int, dtype: Any = None, device: str = "cuda", pin_memory: bool = False) -> Any:
+        if device == "cpu":
+            return HostTensor(np.empty(size, np.uint8))
         # Of several pools the one that was named first, as PyTorch has it.
         pool = next(iter(getattr(local, "pools", ())), None)
         if pool is not None:
@@ -502,6 +539,9 @@ def torch(driver: Any) -> dict[str, ModuleType]:
         finally:
             local.stream = before
 
+    def capturing() -> bool:
+        return bool(calls.here("cuStreamIsCapturing", current_stream().cuda_stream))
+
     class CUDAGraph:
         executable: Any
 
@@ -509,12 +549,14 @@ def torch(driver: Any) -> dict[str, ModuleType]:
             calls.here("cuGraphLaunch", self.executable, current_stream().cuda_stream)
 
     @contextlib.contextmanager
-    def graph(graph: Any, pool: int) -> Iterator[None]:
-        stream = Stream()
+    def graph(graph: Any, pool: int, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+        stream = stream or Stream()
         with on(stream), use_mem_pool(by_id[pool]):
             calls.here("cuStreamBeginCapture", stream.cuda_stream, driver.CUstreamCaptureMode(0))
-            yield
-            captured = calls.here("cuStreamEndCapture", stream.cuda_stream)
+            try:
+                yield
+            finally:
+                captured = calls.here("cuStreamEndCapture", stream.cuda_stream)
         graph.executable = calls.here("cuGraphInstantiate", captured, 0)
         graphs.setdefault(pool, []).append(graph)
 
@@ -527,7 +569,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
 
     module: Any = ModuleType("torch")
     module.uint8, module.dtype, module.empty, module.from_dlpack = "uint8", type("dtype", (), {}), empty, from_dlpack
-    module.OutOfMemoryError = OutOfMemoryError
+    module.OutOfMemoryError, module.from_numpy = OutOfMemoryError, HostTensor
     module._C = SimpleNamespace(
         _cuda_customAllocator=CustomAllocator,
         _accelerator_getAllocatorSettings=lambda: settings[0],
@@ -537,6 +579,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
         MemPool=MemPool, use_mem_pool=use_mem_pool, Stream=Stream, stream=on, current_stream=current_stream,
         device=lambda ordinal: contextlib.nullcontext(), is_initialized=lambda: True,
         empty_cache=empty_cache, memory_snapshot=memory_snapshot, graphs=graphs, CUDAGraph=CUDAGraph, graph=graph,
+        current_device=lambda: calls.device, is_available=lambda: True, is_current_stream_capturing=capturing,
     )  # fmt: skip
     return {"torch": module}
 

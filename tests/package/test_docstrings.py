@@ -202,6 +202,9 @@ ELSEWHERE = {
     "ipc.open": "two processes",
     "ipc.receive": "two processes",
     "interop.borrow": "CuPy",
+    "interop.memory_saver.TorchMemorySaver": "PyTorch",
+    "interop.memory_saver.torch_memory_saver": "PyTorch",
+    "interop.vllm.CuMemAllocator": "PyTorch",
     "vmm.PageSpace": "PyTorch",
     "vmm.SleepGroup.measure": "PyTorch",
 }

@@ -186,7 +186,9 @@ class TestWithBackup:
         with sa.MemoryPool(HOST, driver=sd.traced(machine)) as foreign:
             wrong: list[tuple[Any, type[Exception], str]] = [
                 (3, TypeError, "backup"),
-                (np.zeros(SIZE, np.uint8), TypeError, "backup"),
+                (np.zeros(SIZE - 1, np.uint8), ValueError, "writable, contiguous array"),
+                (np.zeros((SIZE, 2), np.uint8)[:, 0], ValueError, "writable, contiguous array"),
+                (np.frombuffer(bytes(SIZE), np.uint8), ValueError, "writable, contiguous array"),
                 (pool, ValueError, "host memory"),
                 (small, ValueError, "backup has .* and the buffer"),
                 (foreign, ValueError, "another driver"),

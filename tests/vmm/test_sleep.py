@@ -56,6 +56,47 @@ class TestSleepAndWake:
         cache.fill(3)
         cache.stream.synchronize()
 
+    def test_a_function_gives_each_buffer_its_backup(self, device: sa.Device, group: vmm.SleepGroup) -> None:
+        several = buffers(group, "array", "memory", "tier", "none", "left out")
+        array = np.zeros(several[0].nbytes, np.uint8)
+        asked: list[str] = []
+        with sa.MemoryPool(sa.MemLocation.host()) as pool:
+            pool.set_access(device, sa.MemAccess.READWRITE)
+            memory = pool.allocate(several[1].nbytes, device.default_stream)
+            places = {"array": array, "memory": memory, "tier": pool, "none": None}
+
+            def place(buffer: vmm.VirtualBuffer, tag: str) -> Any:
+                assert group.buffers[buffer] == tag and not buffer.evicted
+                asked.append(tag)
+                return places[tag]
+
+            group.sleep(backup=place, keep=list(places))
+            assert sorted(asked) == sorted(places) and all(buffer.evicted for buffer in several)
+            found = [buffer.eviction.backup for buffer in several if buffer.eviction]
+            assert isinstance(found[0], np.ndarray) and np.shares_memory(found[0], array)
+            assert (found[1] is memory, found[3], found[4]) == (True, None, None)
+            part = np.zeros(100, np.uint8)
+            group.read(several[0], part, 7)
+            assert (part == array[7:107]).all() and len(set(array.tolist())) > 1
+            group.write(several[0], part[::-1].copy(), 7)
+            assert (array[7:107] == part[::-1]).all()
+            array[7:107] = part
+            group.wake()
+            assert all(shows(buffer, seed) for seed, buffer in enumerate(several[:3]))
+            memory.free()
+
+    def test_a_function_that_raises_changes_nothing(self, group: vmm.SleepGroup) -> None:
+        first, second = buffers(group, "a", "b")
+
+        def place(buffer: vmm.VirtualBuffer, tag: str) -> Any:
+            if tag == "b":
+                raise RuntimeError("no place")
+            return np.zeros(buffer.nbytes, np.uint8)
+
+        with pytest.raises(RuntimeError, match="no place"):
+            group.sleep(backup=place)
+        assert not (first.evicted or second.evicted) and shows(first, 0) and shows(second, 1)
+
     def test_without_copies_no_host_memory_is_taken(self, device: sa.Device) -> None:
         with sa.MemoryPool(sa.MemLocation.host()) as pool:
             group = vmm.SleepGroup(device, backup=pool)

@@ -206,8 +206,8 @@ class Stored(Unique, abc.ABC):
         """Replace bytes of a buffer's block from ``offset`` on by those of a host array. Blocks the host."""
         raise NotImplementedError
 
-    def memory(self, block: int) -> Memory | None:
-        """The block as memory; None if it is on disk."""
+    def memory(self, block: int) -> Memory | Bytes | None:
+        """The block as memory, or as a part of the user's array; None if it is on disk."""
         return None
 
     def save(self, source: Addresses, stream: Stream) -> None:
@@ -279,8 +279,8 @@ class Saved(NamedTuple):
     blocks: range
 
     @property
-    def memory(self) -> Memory | None:
-        """The bytes as memory; None if they are on disk or in several pieces."""
+    def memory(self) -> Memory | Bytes | None:
+        """The bytes as memory, or in the user's array; None if they are on disk or in several pieces."""
         return None if len(self.blocks) > 1 else self.stored.memory(self.blocks.start)
 
     def move(self, move: Move, side: CopySide) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, OutOfMemoryError, undoing
 from streamalloc.core.internal import CopySide, Device, Fence, Memory, Stream, copy_bytes, deferred_queue
 from streamalloc.core.properties import MemAccess, MemLocation
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
 from streamalloc.vmm.stores.blocks import Addresses, Bytes, Indices, Saved, Tier
@@ -25,17 +25,19 @@ _KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases
 
 
 class _Piece(MemoryChunk):
-    """One allocation of a pool with the bytes of buffers, or memory of the user, which is not freed."""
+    """One allocation of a pool with the bytes of buffers, or memory or an array of the user, which is not freed."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("_session", "memory")
 
-    def __init__(self, memory: Memory, release: Callable[[], object]) -> None:
-        self.memory: Memory = memory
-        super().__init__(session_of(memory), memory.nbytes, 1, memory.address, release)
+    def __init__(self, session: Session, memory: Memory | Bytes, release: Callable[[], object]) -> None:
+        self._session = session
+        self.memory: Memory | Bytes = memory
+        address = memory.address if isinstance(memory, Memory) else memory.ctypes.data
+        super().__init__(session, memory.nbytes, 1, address, release)
 
     def end(self) -> None:
         """Free the memory after the copies that use it."""
-        deferred_queue(session_of(self.memory)).end(self._end)
+        deferred_queue(self._session).end(self._end)
 
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
         """Do nothing: the memory is freed as a whole."""
@@ -56,17 +58,19 @@ class _BufferBytes(InMemory):
             else:
                 copy_bytes(theirs, CopySide.readable(ours, session), stream)
 
-    def memory(self, block: int) -> Memory:
-        """The block as memory."""
+    def memory(self, block: int) -> Memory | Bytes:
+        """The block as memory, or as a part of the user's array."""
         base, nbytes = int(self._bases[block]), int(self._sizes[block])
         whole, start = self._chunks[base].memory, int(self._addresses[block]) - base
-        found: Memory = whole if nbytes == whole.nbytes else whole[start : start + nbytes]
+        found: Memory | Bytes = whole if nbytes == whole.nbytes else whole[start : start + nbytes]
         return found
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
         """See :meth:`Stored.read`."""
         memory = self.memory(block)[offset : offset + target.nbytes]
-        if memory.host_accessible:
+        if not isinstance(memory, Memory):
+            target[:] = memory
+        elif memory.host_accessible:
             target[:] = memory.as_array()
         else:
             memory.copy_to(target)
@@ -75,17 +79,21 @@ class _BufferBytes(InMemory):
     def write(self, block: int, offset: int, source: Bytes) -> None:
         """See :meth:`Stored.write`."""
         memory = self.memory(block)[offset : offset + source.nbytes]
-        if memory.host_accessible:
+        if not isinstance(memory, Memory):
+            memory[:] = source
+        elif memory.host_accessible:
             memory.as_array()[:] = source
         else:
             memory.copy_from(source)
             memory.stream.synchronize()
 
 
-def saved_in(memory: Memory) -> Saved:
-    """Return the bytes of a buffer that fills memory of the user. The memory is not freed."""
+def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
+    """Return the bytes of a buffer that fills memory, or an array, of the user. It is kept until the copies are done,
+    and not freed.
+    """
     stored = _BufferBytes(Tier())
-    piece = _Piece(memory, bool)
+    piece = _Piece(session, memory, [memory].clear)
     stored.add(piece, np.array([piece.address]), sizes=memory.nbytes)
     return Saved(stored, range(1))
 
@@ -125,7 +133,7 @@ class PoolTier(Tier):
         with undoing(stored.drop):
             for at in range(0, end, PIECE):
                 memory = self.pool.allocate(min(PIECE, end - at), stream)
-                piece = _Piece(memory, memory.close)
+                piece = _Piece(session_of(memory), memory, memory.close)
                 mine = np.array([bound for bound in bounds if at <= bound[0] < at + PIECE])
                 stored.add(piece, piece.address + mine[:, 0] - at, sizes=mine[:, 1] - mine[:, 0])
         return saved

@@ -66,7 +66,7 @@ def test_a_node_without_memory(machine: Any) -> None:
             faults.stop()
             assert group.backup.statistics().used == 0
             backup = buffer.eviction and buffer.eviction.backup
-            assert backup is not None and backup.location == sa.MemLocation.host()
+            assert isinstance(backup, sa.Memory) and backup.location == sa.MemLocation.host()
             del backup
             group.wake()
             assert shows(buffer, seed)

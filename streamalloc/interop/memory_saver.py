@@ -1,0 +1,511 @@
+"""The interface of ``torch_memory_saver`` over sleep groups: memory of PyTorch that is released and restored by tags.
+
+Replace ``from torch_memory_saver import torch_memory_saver`` by
+``from streamalloc.interop.memory_saver import torch_memory_saver``; :doc:`/docs/recipes/memory-saver` has programs. No
+library is preloaded: a region routes the allocations of its thread to a ``torch.cuda.MemPool``
+(:mod:`streamalloc.interop.torch`). So memory of other threads, and ``cudaMalloc`` of other libraries, is not paused.
+
+Each pool of PyTorch has one tag and one kind of backup. In the sleep group of its device its buffers have the tag
+``"tag:kind"``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.errors import EvictedError, OutOfMemoryError, refused, size_text
+from streamalloc.core.internal import Device, Memory, Stream, work
+from streamalloc.core.properties import MemLocation, checked_size, checked_type
+from streamalloc.core.session import Session, session_of
+from streamalloc.driver import Driver
+from streamalloc.interop.bridge import Sources, library
+from streamalloc.interop.torch import TorchBridge, collect, expandable, unrouted
+from streamalloc.vmm import DiskTier, SleepGroup, VirtualBuffer
+from streamalloc.vmm.internal import pinned_array, zeroed_array
+
+__all__ = ["TorchMemorySaver", "configure_subprocess", "sglang_plugin", "torch_memory_saver"]
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+_HOOK_MODES = ("preload", "torch")
+_BACKENDS = ("pinned", "mmap")
+_NONE, _DISK = "none", "disk"
+_SLOTS, _MOST_BLOCK = 16, 64 << 20  # of the staging memory of a DiskTier
+_ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
+
+
+class TorchMemorySaver:
+    """Memory of PyTorch that is paused and resumed by tags, with the interface of ``torch_memory_saver``.
+
+    The module's ``torch_memory_saver`` is one; further ones are independent of it. ::
+
+        with torch_memory_saver.region(tag="weights", enable_cpu_backup=True):
+            weights = torch.randn(1 << 20, device="cuda")
+        torch_memory_saver.pause("weights")     # the bytes are in host memory, the device memory is free
+        torch_memory_saver.resume("weights")    # same address, same bytes
+
+    Where ``torch_memory_saver`` ends the process, an error is raised here, and nothing has changed. Its environment
+    variables are read at the first use. ``TMS_INIT_ENABLE=1`` begins a region without end on the thread of that use.
+
+    Parameters
+    ----------
+    driver
+        The driver; default: the default driver.
+    """
+
+    def __init__(self, driver: Driver | None = None) -> None:
+        self._driver = driver
+        self._hook_mode = _HOOK_MODES[0]
+        self._margin = 0
+        self._initialized = False
+        self._regions = 0
+        """Number of regions that were entered and not left."""
+        self._groups: dict[int, SleepGroup] = {}
+        """Sleep groups by device ordinal."""
+        self._bridges: dict[tuple[int, str, object], TorchBridge] = {}
+        """Bridges by device, tag and kind, and for graphs by the pool that they stand in for."""
+        self._hosts: weakref.WeakKeyDictionary[VirtualBuffer, Bytes] = weakref.WeakKeyDictionary()
+        """Backups in host memory, while they exist."""
+        self._files: weakref.WeakKeyDictionary[VirtualBuffer, Path] = weakref.WeakKeyDictionary()
+        """Backups on disk, which are removed with their buffers."""
+        self._disks: dict[tuple[Device, Path], DiskTier] = {}
+
+    def _ensure_initialized(self) -> None:
+        if self._initialized:
+            return
+        self._initialized = True
+        self._retain = _flag("TMS_RETAIN_CPU_BACKUP")
+        self._backend = _checked_backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or None) or _BACKENDS[0]
+        self._folder = Path(os.environ.get("TMS_DISK_BACKUP_DIR") or "/tmp")
+        if _flag("TMS_INIT_ENABLE"):
+            on_host, on_disk = map(_flag, ("TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"))
+            whole = self.region("default", on_host, on_disk)
+            whole.__enter__()
+            # Left in time: PyTorch's pools cannot be used once the interpreter is going.
+            atexit.register(whole.__exit__, None, None, None)
+
+    @contextlib.contextmanager
+    def region(
+        self,
+        tag: str = "default",
+        enable_cpu_backup: bool = False,
+        enable_disk_backup: bool = False,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        """Give the tensors that this thread makes in a ``with`` block on the current device a tag. Regions nest.
+
+        Parameters
+        ----------
+        tag
+            Tag for :meth:`pause` and :meth:`resume`.
+        enable_cpu_backup, enable_disk_backup
+            Whether a pause keeps the bytes, in host memory or in files. Without both they are lost.
+        cpu_backup_backend
+            ``"pinned"``, or ``"mmap"`` for pageable memory, which is slower and returns to the system at once. Default:
+            ``TMS_INIT_CPU_BACKUP_BACKEND``, or pinned.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is not allowed.
+        RuntimeError
+            PyTorch's option ``expandable_segments`` is on.
+        """
+        kind = self._kind(tag, enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
+        bridge = self._bridge(kind)
+        if self._asleep(kind):
+            bridge.renew()
+        self._regions += 1
+        try:
+            with bridge.routed():
+                yield
+        finally:
+            self._regions -= 1
+
+    @contextlib.contextmanager
+    def cuda_graph(
+        self,
+        cuda_graph: Any,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        tag: str = "default",
+        enable_cpu_backup: bool = True,
+        cpu_backup_backend: str | None = None,
+    ) -> Iterator[None]:
+        """Capture as ``torch.cuda.graph`` does, with memory that is paused and resumed.
+
+        Graphs with the same ``pool`` and tag share memory, in a pool of the saver: ``cuda_graph.pool()`` is its handle.
+        A pause keeps the bytes by default, because a replay may read some that it does not write.
+
+        Parameters
+        ----------
+        cuda_graph, pool, stream, capture_error_mode
+            As for ``torch.cuda.graph``.
+        tag, enable_cpu_backup, cpu_backup_backend
+            As for :meth:`region`.
+
+        Raises
+        ------
+        EvictedError
+            The memory of the graphs of this pool is paused.
+        TypeError, ValueError, RuntimeError
+            As for :meth:`region`.
+        """
+        kind = self._kind(tag, enable_cpu_backup, False, cpu_backup_backend)
+        if self._asleep(kind):
+            raise EvictedError(f"graphs of tag={tag!r} are paused: resume() them before another is captured")
+        graphs = {key: bridge for key, bridge in self._bridges.items() if key[2] is not None}
+        for key, bridge in graphs.items():
+            if bridge.pool.use_count() == 1:  # its graphs are gone
+                self._bridges.pop(key).close()
+        ours = next((one for one in graphs.values() if one.pools and one.pool.id == pool), None)
+        bridge = ours or self._bridge(kind, object() if pool is None else pool)
+        options = {} if stream is None else {"stream": stream}
+        cuda = library("torch").cuda
+        # PyTorch allocates from the first of several active pools, which would be that of a region.
+        with unrouted(), cuda.graph(cuda_graph, bridge.pool.id, capture_error_mode=capture_error_mode, **options):
+            yield
+
+    @contextlib.contextmanager
+    def disable(self) -> Iterator[None]:
+        """Allocate from PyTorch's own memory in a ``with`` block inside a region. Unused memory is released at its end.
+
+        Raises
+        ------
+        RuntimeError
+            No region is active.
+        """
+        self._ensure_initialized()
+        if not self._regions:
+            raise RuntimeError("disable() is for use inside region(), and no region is active")
+        cuda = library("torch").cuda
+        with unrouted():
+            pool = cuda.MemPool()
+            with cuda.use_mem_pool(pool):
+                yield
+            del pool
+
+    def pause(self, tag: str | None = None) -> None:
+        """Release the device memory of a tag, or of all tags; the addresses stay. Unknown tags are ignored.
+
+        The host waits until the device has done all work, and the bytes with a backup are stored.
+
+        Raises
+        ------
+        EvictedError
+            Memory of the tag is paused already.
+        InUseError
+            Memory was exported, or is mapped elsewhere.
+        CaptureError
+            A stream is being captured.
+        OutOfMemoryError, OSError
+            There is no room for a backup. After each error nothing has changed.
+        TypeError
+            The tag is no text.
+        """
+        made: dict[VirtualBuffer, Bytes] = {}
+        chosen = self._chosen(tag)
+        for buffers in chosen.values():
+            if any(buffer.evicted for buffer in buffers):
+                raise EvictedError(f"memory of tag={tag!r} is paused already: resume() it first")
+        with contextlib.ExitStack() as undo:
+            for group, buffers in chosen.items():
+                tags = set(buffers.values())
+                group.sleep(*tags, backup=functools.partial(self._place, made))
+                undo.callback(group.wake, *tags)
+            undo.pop_all()
+        self._hosts.update(made)
+
+    def resume(self, tag: str | None = None) -> None:
+        """Restore the device memory of a tag, or of all tags, at the same addresses. Unknown tags are ignored.
+
+        The bytes are complete when it returns. Backups in host memory are dropped, unless :attr:`retain_cpu_backup`.
+
+        Raises
+        ------
+        EvictedError
+            There is memory of the tag, and none of it is paused.
+        OutOfMemoryError
+            There is not enough device memory.
+        OSError, DamagedBackupError
+            A file cannot be read, or is damaged. After each error nothing has changed.
+        TypeError
+            The tag is no text.
+        """
+        chosen = self._chosen(tag)
+        paused = {
+            group: {buffer: one for buffer, one in buffers.items() if buffer.evicted}
+            for group, buffers in chosen.items()
+        }
+        if chosen and not any(paused.values()):
+            raise EvictedError(f"no memory of tag={tag!r} is paused")
+        with contextlib.ExitStack() as undo:
+            for group, buffers in paused.items():
+                group.wake(*set(buffers.values()))
+                undo.callback(self._evict, buffers)
+            undo.pop_all()
+        for group, buffers in paused.items():
+            group.device.synchronize()
+            for buffer in () if self._retain else buffers:
+                self._hosts.pop(buffer, None)
+            work(session_of(group))  # releases the host memory
+
+    @property
+    def enabled(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def hook_mode(self) -> str:
+        """``"preload"`` or ``"torch"``: both route by pools of PyTorch."""
+        return self._hook_mode
+
+    @hook_mode.setter
+    def hook_mode(self, mode: str) -> None:
+        if mode not in _HOOK_MODES:
+            raise ValueError(f"hook_mode={mode!r}: allowed are {_HOOK_MODES}")
+        self._hook_mode = mode
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        """Device memory, in bytes, that allocations of regions leave free; PyTorch then runs out of memory earlier."""
+        return self._margin
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, nbytes: int) -> None:
+        self._margin = checked_size("memory_margin_bytes", nbytes)
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """Whether :meth:`resume` keeps backups in host memory, for :meth:`get_cpu_backup` and for the next pause."""
+        self._ensure_initialized()
+        return self._retain
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, retain: bool) -> None:
+        self._ensure_initialized()
+        self._retain = bool(retain)
+
+    def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
+        """Return the backup of a tensor in host memory as a tensor; None if it is awake without one, or on disk.
+
+        Parameters
+        ----------
+        x
+            A contiguous tensor that was made in a region.
+        zero_copy
+            True for the backup itself; it changes at the next pause. False for a copy.
+
+        Raises
+        ------
+        ValueError
+            The tensor was not made in a region, is not contiguous, or is paused without a backup.
+        """
+        self._ensure_initialized()
+        if not x.is_contiguous():
+            raise ValueError(f"a tensor of the shape {tuple(x.shape)} is not contiguous")
+        first, nbytes = x.data_ptr(), x.numel() * x.element_size()
+        for group in self._groups.values():
+            for buffer, tag in group.buffers.items():
+                start = first - buffer.address
+                if start >= 0 and start + nbytes <= buffer.nbytes:
+                    return self._backup_of(x, buffer, tag, slice(start, start + nbytes), zero_copy)
+        raise ValueError(f"the tensor at {first:#x} was not made in a region")
+
+    def _backup_of(self, x: Any, buffer: VirtualBuffer, tag: str, part: slice, zero_copy: bool) -> Any:
+        host = self._hosts.get(buffer)
+        if host is not None:
+            found = library("torch").from_numpy(host[part]).view(x.dtype).view(x.shape)
+            return found if zero_copy else found.clone()
+        if buffer.evicted and tag.endswith(f":{_NONE}"):
+            raise ValueError(f"the tensor at {x.data_ptr():#x} is paused without a backup")
+        return None
+
+    def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
+        """Set the folder of later backups on disk; it is created if it is missing.
+
+        Raises
+        ------
+        OSError
+            It cannot be created.
+        """
+        self._ensure_initialized()
+        os.makedirs(path, exist_ok=True)
+        self._folder = Path(path)
+
+    def _kind(self, tag: str, on_host: bool, on_disk: bool, backend: str | None) -> str:
+        """Check the arguments of a region; return its tag in the sleep group."""
+        if backend is not None and not on_host:
+            raise ValueError("cpu_backup_backend requires enable_cpu_backup=True")
+        if on_host and on_disk:
+            raise ValueError("enable_cpu_backup and enable_disk_backup are mutually exclusive")
+        checked_type("tag", tag, str)
+        _checked_backend(backend)
+        self._ensure_initialized()
+        if expandable():
+            raise RuntimeError(
+                "PyTorch's expandable_segments leave no segments to pause: unset it in PYTORCH_ALLOC_CONF"
+            )
+        return f"{tag}:{(backend or self._backend) if on_host else _DISK if on_disk else _NONE}"
+
+    def _bridge(self, tag: str, of: object = None) -> TorchBridge:
+        """Return the bridge of a tag for the current device; ``of``: the pool of graphs that it stands in for."""
+        ordinal = int(library("torch").cuda.current_device())
+        group = self._groups.get(ordinal)
+        if group is None:
+            group = self._groups.setdefault(ordinal, SleepGroup(Device(ordinal, driver=self._driver)))
+        key = ordinal, tag, of
+        if key not in self._bridges:
+            self._bridges[key] = TorchBridge(Sources([_Source(self, group, tag)]))
+        return self._bridges[key]
+
+    def _asleep(self, tag: str) -> bool:
+        """Whether a part of the memory of a tag is paused: PyTorch may place no tensors there."""
+        return any(
+            one == tag and buffer.evicted for group in self._groups.values() for buffer, one in group.buffers.items()
+        )
+
+    def _chosen(self, tag: str | None) -> dict[SleepGroup, dict[VirtualBuffer, str]]:
+        """Return the buffers of a tag, with their tags in the groups, by group. Empty groups are left out."""
+        if tag is not None:
+            checked_type("tag", tag, str)
+        self._ensure_initialized()
+        collect()
+        found = {}
+        for group in self._groups.values():
+            buffers = {buffer: one for buffer, one in group.buffers.items() if not tag or one.rpartition(":")[0] == tag}
+            if buffers:
+                found[group] = buffers
+        return found
+
+    def _evict(self, buffers: dict[VirtualBuffer, str]) -> None:
+        """Undo the wake of buffers. Their backups in host memory still exist."""
+        for buffer, tag in buffers.items():
+            buffer.evict(self._place({}, buffer, tag))
+
+    def _place(self, made: dict[VirtualBuffer, Bytes], buffer: VirtualBuffer, tag: str) -> Any:
+        """Return the place for the bytes of a buffer. ``made`` gets new host memory."""
+        kind = tag.rpartition(":")[2]
+        if kind == _NONE:
+            return None
+        if kind == _DISK:
+            return self._on_disk(buffer)
+        host = self._hosts.get(buffer)
+        if host is None:
+            host = zeroed_array(buffer.nbytes) if kind == "mmap" else pinned_array(buffer.device, buffer.nbytes)
+            made[buffer] = host
+        return host
+
+    def _on_disk(self, buffer: VirtualBuffer) -> Any:
+        device, folder = buffer.device, self._folder
+        tier = self._disks.get((device, folder))
+        if tier is None:
+            # As much staging memory as torch_memory_saver has.
+            staging = int(os.environ.get("TMS_DISK_BACKUP_CHUNK_MB") or 0) or 256
+            tier = DiskTier(device, folder, persistent=True, block=min((staging << 20) // _SLOTS, _MOST_BLOCK))
+            self._disks[device, folder] = tier
+        name = f"tms_{os.getpid()}_{buffer.address:x}"
+        path = folder / f"{name}.backup"
+        if self._files.get(buffer) != path:
+            self._files[buffer] = path
+            weakref.finalize(buffer, _remove, path, os.getpid())
+        return tier.hold([buffer.nbytes], device.default_stream, name)[0]
+
+
+class _Source:
+    """Allocator of buffers with one tag of a group, which leaves the saver's margin free."""
+
+    __slots__ = ("_group", "_saver", "_tag")
+
+    def __init__(self, saver: TorchMemorySaver, group: SleepGroup, tag: str) -> None:
+        self._saver = saver
+        self._group = group
+        self._tag = tag
+
+    @property
+    def location(self) -> MemLocation:
+        return self._group.location
+
+    @property
+    def _session(self) -> Session:
+        return session_of(self._group)
+
+    def allocate(self, nbytes: int, stream: Stream, /) -> Memory:
+        margin = self._saver.memory_margin_bytes
+        if margin:
+            free = self._group.device.memory_info().free
+            if margin + nbytes > free:
+                why = f"{size_text(nbytes)} with memory_margin_bytes={margin}, and {size_text(free)} are free"
+                raise refused(OutOfMemoryError, "cuMemCreate", why)
+        return self._group.allocate(nbytes, stream, tag=self._tag)
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes")
+
+
+def _checked_backend(backend: str | None) -> str | None:
+    if backend not in (None, *_BACKENDS):
+        raise ValueError(f"cpu_backup_backend={backend!r}: allowed are {_BACKENDS}")
+    return backend
+
+
+def _remove(path: Path, process: int) -> None:
+    if process == os.getpid():  # a forked child leaves the files of its parent
+        path.unlink(missing_ok=True)
+
+
+torch_memory_saver = TorchMemorySaver()
+"""The saver of this process."""
+
+
+@contextlib.contextmanager
+def configure_subprocess() -> Iterator[None]:
+    """Do nothing in a ``with`` block: child processes need no preloaded library. :doc:`/docs/recipes/memory-saver` has
+    the differences.
+    """
+    yield
+
+
+def sglang_plugin() -> None:
+    """Have SGLang use the saver of this process, if the environment has ``STREAMALLOC_MEMORY_SAVER=1``.
+
+    :doc:`/docs/recipes/memory-saver` shows it. SGLang calls it in each process, by the package's entry point in the
+    group ``sglang.srt.plugins``. It registers a hook around ``TorchMemorySaverAdapter.create``.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        SGLang is not installed.
+    """
+    if not _flag("STREAMALLOC_MEMORY_SAVER"):
+        return
+    registry = library("sglang.srt.plugins.hook_registry")
+    adapters = library(_ADAPTERS)
+
+    class Adapter(adapters.TorchMemorySaverAdapter):  # type: ignore[misc, name-defined]
+        """What SGLang calls."""
+
+        region = staticmethod(torch_memory_saver.region)
+        cuda_graph = staticmethod(torch_memory_saver.cuda_graph)
+        disable = staticmethod(torch_memory_saver.disable)
+        pause = staticmethod(torch_memory_saver.pause)
+        resume = staticmethod(torch_memory_saver.resume)
+        configure_subprocess = staticmethod(configure_subprocess)
+        enabled = True
+
+    def create(original: Any, enable: bool) -> Any:
+        return Adapter() if enable else original(enable)
+
+    registry.HookRegistry.register(f"{_ADAPTERS}.TorchMemorySaverAdapter.create", create, registry.HookType.AROUND)

@@ -1,0 +1,390 @@
+"""The interface of vLLM's ``CuMemAllocator`` over a sleep group, and a sleep-mode backend with it.
+
+With ``STREAMALLOC_VLLM=1`` vLLM's sleep mode uses it (:func:`register`, an entry point of vLLM's plugins);
+:doc:`/docs/recipes/vllm-sleep` has programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from streamalloc.core.errors import EvictedError, InUseError
+from streamalloc.core.internal import Device
+from streamalloc.core.properties import checked_type
+from streamalloc.interop.bridge import Sources, library
+from streamalloc.interop.torch import TorchBridge, collect, unrouted, without_expandable
+from streamalloc.vmm import SleepGroup, VirtualBuffer
+
+__all__ = ["AllocationData", "CuMemAllocator", "SleepModeBackend", "install", "register"]
+
+_INTERNAL = ("runtime", "cudagraph")
+"""Tags whose bytes are kept by each sleep."""
+_DEFERRABLE = ("weights", "kv_cache")
+"""Tags that a wake with other tags leaves asleep."""
+_NAME = "streamalloc"
+_CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "sleep_mode_backend"))
+
+
+class AllocationData:
+    """One segment of PyTorch: a live view of a buffer. :attr:`CuMemAllocator.pointer_to_data` gives them."""
+
+    __slots__ = ("_allocator", "_buffer", "tag")
+
+    def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
+        self._allocator = allocator
+        self._buffer = buffer
+        self.tag: str = tag
+        """Tag of the memory."""
+
+    @property
+    def handle(self) -> tuple[int, int, int, int]:
+        """Device ordinal, size in bytes, address, and 0: the driver's handle stays with the package."""
+        return self._buffer.device.ordinal, self._buffer.nbytes, self._buffer.address, 0
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the device memory is released."""
+        return self._buffer.evicted
+
+    @property
+    def cpu_backup_tensor(self) -> Any:
+        """The kept bytes as a tensor in pinned host memory; None if the memory is awake, or the bytes were not kept."""
+        return self._allocator._kept.get(self._buffer)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.tag!r} of {self._buffer!r}>"
+
+
+class CuMemAllocator:
+    """Memory of PyTorch that sleeps and wakes by tags, with the interface of vLLM's ``CuMemAllocator``.
+
+    Memory of one device, the one that is current at the first use. ::
+
+        allocator = CuMemAllocator.get_instance()
+        with allocator.use_memory_pool(tag="weights"):
+            weights = torch.randn(1 << 20, device="cuda")
+        allocator.sleep(offload_tags=("weights",))
+        allocator.wake_up()    # same address, same bytes
+
+    If a call raises, all memory is as before.
+    """
+
+    instance: CuMemAllocator | None = None
+    """The allocator of this process, once :meth:`get_instance` was called."""
+    default_tag: str = "default"
+    """Tag of memory without another one."""
+    cudagraph_tag: str = "cudagraph"
+    """Tag of the memory of captured graphs."""
+
+    @staticmethod
+    def get_instance() -> CuMemAllocator:
+        """Return the allocator of this process."""
+        if CuMemAllocator.instance is None:
+            CuMemAllocator.instance = CuMemAllocator()
+        return CuMemAllocator.instance
+
+    def __init__(self) -> None:
+        self.group: SleepGroup = SleepGroup(Device(int(library("torch").cuda.current_device())))
+        """The sleep group of the memory."""
+        self.current_tag: str = self.default_tag
+        """Tag of the innermost :meth:`use_memory_pool`."""
+        self._bridges: dict[str, TorchBridge] = {}
+        self._kept: weakref.WeakKeyDictionary[VirtualBuffer, Any] = weakref.WeakKeyDictionary()
+        """Tensors with the kept bytes."""
+
+    @property
+    def pointer_to_data(self) -> dict[int, AllocationData]:
+        """The present segments by address. Memory that PyTorch has freed is released first."""
+        collect()
+        buffers = self.group.buffers
+        return {buffer.address: AllocationData(self, buffer, tag) for buffer, tag in buffers.items()}
+
+    @property
+    def allocator_and_pools(self) -> dict[str, list[tuple[Any, Any]]]:
+        """PyTorch's pools by tag, each with the bridge in place of an allocator."""
+        return {tag: [(pool, one) for pool in one.pools.values()] for tag, one in self._bridges.items()}
+
+    def get_current_usage(self) -> int:
+        """Return the size of all segments in bytes, asleep or not."""
+        return sum(data.handle[1] for data in self.pointer_to_data.values())
+
+    @contextlib.contextmanager
+    def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
+        """Give the tensors that this thread makes in a ``with`` block a tag. Blocks nest.
+
+        Memory of the tag without a tensor is released at the begin and at the end of the block. While PyTorch's option
+        ``expandable_segments`` is on, it is off in the block.
+
+        Parameters
+        ----------
+        tag
+            The tag; default: ``"default"``.
+
+        Raises
+        ------
+        TypeError
+            The tag is no text.
+        """
+        tag = self.default_tag if tag is None else checked_type("tag", tag, str)
+        bridge = self._bridge(tag)
+        with self._tagged(tag), bridge.routed(), without_expandable():
+            self._trim(bridge)
+            try:
+                yield
+            finally:
+                self._trim(bridge)
+
+    @contextlib.contextmanager
+    def reuse_memory_pool(self, tag: str) -> Iterator[None]:
+        """As :meth:`use_memory_pool`, for a tag that was used before, and without a release of memory.
+
+        Raises
+        ------
+        ValueError
+            The tag was not used.
+        """
+        if tag not in self._bridges:
+            raise ValueError(f"tag={tag!r} was not used: there are {sorted(self._bridges)}")
+        with self._tagged(tag), self._bridges[tag].routed(), without_expandable():
+            yield
+
+    @contextlib.contextmanager
+    def use_cudagraph_pool(self) -> Iterator[Any]:
+        """Give the handle of a pool for ``torch.cuda.graph``, whose memory has the tag ``"cudagraph"``.
+
+        Each sleep keeps its bytes, and each wake restores it.
+
+        Raises
+        ------
+        EvictedError
+            The memory of earlier graphs is asleep.
+        """
+        tag = self.cudagraph_tag
+        if any(one == tag and buffer.evicted for buffer, one in self.group.buffers.items()):
+            raise EvictedError("the memory of the captured graphs is asleep: wake_up() before another is captured")
+        # PyTorch allocates from the first of several active pools, which would be that of a block around this one.
+        with self._tagged(tag), unrouted():
+            yield self._bridge(tag).pool.id
+
+    def release_cudagraph_pool(self) -> None:
+        """Release the memory of captured graphs, once these are destroyed."""
+        bridge = self._bridges.pop(self.cudagraph_tag, None)
+        if bridge is not None:
+            bridge.close()
+
+    def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
+        """Release the device memory of all tags; the addresses stay.
+
+        The bytes of ``offload_tags`` are kept in pinned host memory, and always those of the tags ``"runtime"`` and
+        ``"cudagraph"``. All others are lost. Memory that sleeps already, and its bytes, stay as they are.
+
+        Parameters
+        ----------
+        offload_tags
+            The tags; default: ``"default"``.
+
+        Raises
+        ------
+        InUseError, CaptureError
+            Memory was exported or is mapped elsewhere, or a stream is being captured.
+        OutOfMemoryError, RuntimeError
+            There is not enough host memory, or the driver refused a call. After each error nothing has changed.
+        TypeError
+            A tag is no text.
+        """
+        keep = {*_tags("offload_tags", (self.default_tag,) if offload_tags is None else offload_tags), *_INTERNAL}
+        torch = library("torch")
+        kept: dict[VirtualBuffer, Any] = {}
+
+        def place(buffer: VirtualBuffer, tag: str) -> Any:
+            if tag not in keep:
+                return None
+            kept[buffer] = torch.empty(buffer.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            return kept[buffer].numpy()
+
+        collect()
+        self.group.sleep(backup=place)
+        self._kept.update(kept)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def discard(self, tags: tuple[str, ...] | str) -> None:
+        """Release the device memory of these tags, and lose its bytes. Unknown tags are ignored. Errors as for
+        :meth:`sleep`.
+        """
+        collect()
+        found = set(_tags("tags", tags)).intersection(self.group.buffers.values())
+        if found:
+            self.group.sleep(*found, keep=False)
+
+    def wake_up(self, tags: list[str] | tuple[str, ...] | str | None = None) -> None:
+        """Restore the device memory at the same addresses, with the bytes that were kept.
+
+        The bytes are complete when it returns.
+
+        Parameters
+        ----------
+        tags
+            Tags of the memory; default: all. Memory with other tags than ``"weights"`` and ``"kv_cache"`` always wakes.
+            Unknown tags are ignored.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is not enough device memory. All is still asleep, with its bytes.
+        TypeError
+            A tag is no text.
+        """
+        named = _DEFERRABLE if tags is None else _tags("tags", tags)
+        collect()
+        asleep = {
+            buffer: tag
+            for buffer, tag in self.group.buffers.items()
+            if buffer.evicted and (tags is None or tag in named or tag not in _DEFERRABLE)
+        }
+        if asleep:
+            self.group.wake(*set(asleep.values()))
+            self.group.device.synchronize()
+        for buffer in asleep:
+            self._kept.pop(buffer, None)
+
+    def release_pools(self) -> None:
+        """Release the memory without tensors, and end all pools. Idempotent."""
+        while self._bridges:
+            self._bridges.popitem()[1].close()
+
+    def close(self) -> None:
+        """Alias of :meth:`release_pools`."""
+        self.release_pools()
+
+    def _bridge(self, tag: str) -> TorchBridge:
+        if tag not in self._bridges:
+            self._bridges[tag] = TorchBridge(Sources([self.group.tagged(tag)]))
+        return self._bridges[tag]
+
+    @contextlib.contextmanager
+    def _tagged(self, tag: str) -> Iterator[None]:
+        before, self.current_tag = self.current_tag, tag
+        try:
+            yield
+        finally:
+            self.current_tag = before
+
+    @staticmethod
+    def _trim(bridge: TorchBridge) -> None:
+        """Release memory without tensors, unless PyTorch would abort."""
+        if not library("torch").cuda.is_current_stream_capturing():
+            with contextlib.suppress(InUseError):  # another thread allocates
+                bridge.trim()
+
+
+class SleepModeBackend:
+    """A sleep-mode backend of vLLM over :class:`CuMemAllocator`; its name is ``"streamalloc"``.
+
+    vLLM makes it if ``sleep_mode_backend`` names it, and :func:`register` was called with ``STREAMALLOC_VLLM=1``.
+
+    Raises
+    ------
+    RuntimeError
+        vLLM allocates from its own allocator: :func:`install` was not called.
+    """
+
+    def __init__(self) -> None:
+        if library(_CUMEM).CuMemAllocator is not CuMemAllocator:
+            raise RuntimeError("vLLM allocates from its own CuMemAllocator: start it with STREAMALLOC_VLLM=1")
+        self._state = "RUNNING"
+
+    def suspend(self, level: int = 1) -> None:
+        """Put all memory to sleep. Level 1 keeps the bytes with the tag ``"weights"``, level 2 does not."""
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r}: allowed are 1 and 2")
+        CuMemAllocator.get_instance().sleep(("weights",) if level == 1 else ())
+        self._state = "SUSPENDED"
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """Wake memory, as :meth:`CuMemAllocator.wake_up` does."""
+        before, self._state = self._state, "RESUMING"
+        try:
+            CuMemAllocator.get_instance().wake_up(tags)
+            before = "RUNNING"
+        finally:
+            self._state = before
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Release memory and lose its bytes, as :meth:`CuMemAllocator.discard` does."""
+        CuMemAllocator.get_instance().discard(tags)
+        self._state = "SUSPENDED"
+
+    def state(self) -> str:
+        """``"RUNNING"``, ``"SUSPENDED"`` or ``"RESUMING"``."""
+        return self._state
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        """Whether PyTorch has a CUDA device."""
+        return bool(library("torch").cuda.is_available())
+
+    @classmethod
+    def preserves_communicators(cls) -> bool:
+        """True: communicators stay, with memory of their own."""
+        return True
+
+    @classmethod
+    def preserves_compiled_artifacts(cls) -> bool:
+        """True: compiled kernels stay."""
+        return True
+
+    @classmethod
+    def preserves_graphs_with_communicators(cls) -> bool:
+        """False: NCCL's registrations of buffers in graphs are stale after a wake, unless ``NCCL_GRAPH_REGISTER=0``."""
+        return False
+
+    @classmethod
+    def supports_durable_storage(cls) -> bool:
+        """False: the bytes end with the process."""
+        return False
+
+
+def install() -> None:
+    """Have vLLM allocate from :class:`CuMemAllocator`. Idempotent.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        vLLM is not installed.
+    RuntimeError
+        vLLM has allocated from its own allocator already.
+    """
+    module = library(_CUMEM)
+    if module.CuMemAllocator is CuMemAllocator:
+        return
+    if module.CuMemAllocator.instance is not None:
+        raise RuntimeError("vLLM has made its own CuMemAllocator already: install this one before")
+    module.CuMemAllocator = CuMemAllocator
+    module.cumem_available = True
+
+
+def register() -> None:
+    """:func:`install`, and register :class:`SleepModeBackend`, if the environment has ``STREAMALLOC_VLLM=1``.
+
+    The package's entry point in the group ``vllm.general_plugins``: vLLM calls it in each process, perhaps twice.
+    """
+    if os.environ.get("STREAMALLOC_VLLM") != "1":
+        return
+    install()
+    # Older versions of vLLM have no backends; ValueError: it is registered.
+    with contextlib.suppress(ModuleNotFoundError, ValueError):
+        module = library(_BACKENDS)
+        module.SleepModeBackend.register(SleepModeBackend)
+        module.SleepModeBackendFactory.register_backend(_NAME, __name__, SleepModeBackend.__name__)
+
+
+def _tags(name: str, tags: object) -> tuple[str, ...]:
+    if not isinstance(tags, (str, list, tuple)):
+        raise TypeError(f"{name} must be a tag or a sequence of tags, not {tags!r}")
+    return tuple(checked_type(name, tag, str) for tag in ((tags,) if isinstance(tags, str) else tags))
