@@ -50,14 +50,18 @@ if TYPE_CHECKING:
     from streamalloc.core.memory import BufferView, Memory, TypedView
     from streamalloc.core.memory_base import MemRangeAttributes
     from streamalloc.core.properties import (
+        IpcEventHandle,
+        IpcMemHandle,
         MemAccess,
         MemAccessDesc,
         MemAdvise,
         MemAllocationType,
+        MemFabricHandle,
         MemHandleType,
         MemLocality,
         MemLocation,
         MemLocationType,
+        MemPoolPtrExportData,
     )
     from streamalloc.core.resource import Fd
     from streamalloc.core.stream import Stream, StreamLike
@@ -99,17 +103,21 @@ __all__ = [
     "InvalidDeviceError",
     "InvalidHandleError",
     "InvalidValueError",
+    "IpcEventHandle",
+    "IpcMemHandle",
     "MemAccess",
     "MemAccessDesc",
     "MemAdvise",
     "MemAllocFlags",
     "MemAllocationProp",
     "MemAllocationType",
+    "MemFabricHandle",
     "MemHandleType",
     "MemLocality",
     "MemLocation",
     "MemLocationType",
     "MemPoolProps",
+    "MemPoolPtrExportData",
     "MemRangeAttributes",
     "Memory",
     "MemoryInfo",
@@ -169,6 +177,13 @@ def _draw(thing: object, **options: Any) -> Any:
 
 streamalloc.core.resource.draw = _draw
 
+
+def _raw_handles(thing: object, **options: Any) -> Any:
+    return importlib.import_module("streamalloc.ipc").raw_handles(thing, **options)
+
+
+streamalloc.core.resource.raw_handles = _raw_handles
+
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
 _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
 _NAMES_BY_MODULE = {
@@ -186,7 +201,8 @@ _NAMES_BY_MODULE = {
     "core.memory_base": "MemRangeAttributes",
     "core.memory": "BufferView Memory TypedView",
     "core.properties": (
-        "MemAccess MemAccessDesc MemAdvise MemAllocationType MemHandleType MemLocality MemLocation MemLocationType"
+        "IpcEventHandle IpcMemHandle MemAccess MemAccessDesc MemAdvise MemAllocationType MemFabricHandle MemHandleType "
+        "MemLocality MemLocation MemLocationType MemPoolPtrExportData"
     ),
     "core.event": "Event",
     "core.resource": "Fd",

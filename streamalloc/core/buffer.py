@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import abc
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
+from streamalloc.core.device import Device, session_for
 from streamalloc.core.errors import (
     LOST,
     CaptureError,
@@ -27,15 +29,24 @@ from streamalloc.core.errors import (
 from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.html import Row
 from streamalloc.core.memory import Memory
-from streamalloc.core.properties import MemLocation
+from streamalloc.core.plain import PlainEnd, find, is_ours, number_of_handle, refuse_second_owner
+from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import NOT_CALLED, Session
-from streamalloc.core.stream import Stream, StreamLike, direct_handle, of_this_thread, queue_handle
+from streamalloc.core.session import NOT_CALLED, PerDriver, Session
+from streamalloc.core.stream import (
+    Stream,
+    StreamLike,
+    as_stream,
+    direct_handle,
+    of_this_thread,
+    queue_handle,
+    refuse_capture,
+)
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
-    from streamalloc.core.device import Device
     from streamalloc.core.graph import Capture
+    from streamalloc.driver import Driver
 
 StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
 _POLICIES = ("defer", "wait", "raise", "ignore")
@@ -72,10 +83,14 @@ class BufferSource(Protocol):
     """The allocator of buffers, as far as they need it."""
 
     location: MemLocation
-    _free: Any
-    """Called with a pointer and the handle of a stream; returns the driver's answer."""
-    _ordinal: int | None
     _session: Session
+
+    @property
+    def _free(self) -> Any:
+        """Called with a pointer and the handle of a stream; returns the driver's answer."""
+
+    @property
+    def _ordinal(self) -> int | None: ...
 
     @property
     def managed(self) -> bool:
@@ -109,7 +124,67 @@ class Buffer(Memory, Closes):
         return self._allocator._ordinal
 
     def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("a Buffer is made by MemoryPool.allocate or streamalloc.allocate")
+        raise TypeError("a Buffer is made by MemoryPool.allocate, streamalloc.allocate or Buffer.from_handle")
+
+    @staticmethod
+    def from_handle(
+        address: Any, nbytes: int, *, owner: object, stream: StreamLike | None = None, driver: Driver | None = None
+    ) -> Buffer:
+        """Use memory that other code allocated, by any call: C++, another library, this package's raw driver.
+
+        The driver is asked for its kind, its device and its size (``cuPointerGetAttribute``).
+
+        Parameters
+        ----------
+        address
+            Address of the first byte: an integer or a ``CUdeviceptr``.
+        nbytes
+            Size in bytes. Mappings side by side count as one memory.
+        owner
+            The object that owns the memory. It is kept until the buffer is freed or dropped and the work of the stream
+            is done; the buffer frees nothing. None: code without such an object owns it, and keeps it longer than the
+            buffer is used. ``"this"``: the buffer becomes the owner. It frees memory of a pool in stream order
+            (``cuMemFreeAsync``), and other memory after the host has waited for the stream (``cuMemFree``,
+            ``cuMemFreeHost``). A dropped buffer does the same, without waiting.
+        stream
+            The stream of operations that name no other; the caller orders it after the work that writes the memory.
+            Default: the default stream of the memory's device.
+        driver
+            The driver to use if ``stream`` is no :class:`Stream`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``address`` is no address, is in no memory that the driver knows, or the memory ends before ``nbytes``. Or
+            ``owner="this"``, and the address is inside of an allocation, another buffer owns it, or it is mapped.
+
+        Examples
+        --------
+        >>> again = sa.Buffer.from_handle(buffer.address, 4096, owner=buffer, stream=stream)
+        >>> again.location == buffer.location
+        True
+        """
+        session = stream._session if isinstance(stream, Stream) else session_for(None, driver)
+        session.check_process()
+        number, nbytes = number_of_handle("address", address), checked_size("nbytes", nbytes)
+        taken = _taken(session)
+        known = taken.get(number)
+        if is_ours(owner) and known is not None and not known.freed:
+            raise refuse_second_owner(known)
+        source, call = find(session, number, nbytes, ours=is_ours(owner))
+        device = Device(source._ordinal or 0, driver=session.driver)
+        ordered = device.default_stream if stream is None else as_stream(stream, session)
+        if call == "cuMemFreeAsync":
+            buffer: Buffer = PoolBuffer()
+        else:
+            buffer = plain = PlainBuffer.__new__(PlainBuffer)
+            plain._end = PlainEnd(session, call, number, ordered, None if is_ours(owner) else owner)
+            deferred_queue(session).end_with(plain, plain._end)
+        buffer._allocator, buffer._nbytes, buffer._shared = source, nbytes, None
+        buffer._stream, buffer._ptr = ordered, cuda.CUdeviceptr(number)
+        if is_ours(owner):
+            taken[number] = buffer
+        return buffer
 
     @property
     def address(self) -> int:
@@ -345,7 +420,44 @@ class PoolBuffer(Buffer):
             _free_later(session, ptr, stream, failed)
 
 
-PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"
+class PlainBuffer(Buffer):
+    """A :class:`Buffer` whose memory is not freed in stream order, or not by this package. Its ``_end`` ends it."""
+
+    __slots__ = ("_end",)
+
+    _end: PlainEnd
+
+    @property
+    def owner(self) -> object:
+        """The object that owns the memory; None once it was released, and if there is none."""
+        return self._end.owner
+
+    def free(
+        self,
+        stream: StreamLike | None = None,
+        still_imported: StillImported = _DEFER,
+        timeout: float | None = None,
+    ) -> None:
+        """End the use after the work of a stream, as :meth:`Buffer.from_handle` describes."""
+        self._free_checked(stream, still_imported, timeout)
+
+    def _free_on(self, ordered: Stream, handle: Any) -> None:
+        refuse_capture(ordered, "cuMemFree", "memory that is not of a pool cannot be freed in a capture")
+        ptr, self._ptr = self._ptr, None
+        if ptr is None:
+            raise _freed_already(self)
+        try:
+            self._end.end(ordered)
+        except BaseException:
+            if self._end.raw is not None:
+                self._ptr = ptr
+            raise
+
+
+PoolBuffer.__name__ = PoolBuffer.__qualname__ = PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
+
+_taken: PerDriver[weakref.WeakValueDictionary[int, Buffer]] = PerDriver(lambda _: weakref.WeakValueDictionary())
+"""Buffers that have taken over memory of other code, by address."""
 
 
 class GraphBuffer(Buffer):

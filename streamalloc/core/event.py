@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import LOST, ClosedError, error_from
 from streamalloc.core.html import Row, Shown
-from streamalloc.core.properties import checked_type
-from streamalloc.core.resource import Closes, made_for_sharing
+from streamalloc.core.properties import IpcEventHandle, checked_type
+from streamalloc.core.resource import Closes, Shareable, made_for_sharing
 from streamalloc.core.session import PerDriver, Session, drained
 from streamalloc.driver.internal import cuda
 
@@ -71,7 +71,7 @@ def destroy_event(session: Session, raw: Any) -> None:
         refused_to_end(session, "cuEventDestroy", raw, result)
 
 
-class Event(Closes, Shown):
+class Event(Closes, Shareable, Shown):
     """A point in a stream's work, recorded by :meth:`Stream.record`.
 
     Parameters
@@ -107,6 +107,34 @@ class Event(Closes, Shown):
         if interprocess:
             made_for_sharing()
         self._session.create_in(device.ordinal, self, "cuEventCreate", flags)
+
+    @classmethod
+    def from_handle(cls, handle: bytes | Any, device: Device) -> Event:
+        """Open an event of another process (``cuIpcOpenEventHandle``).
+
+        Parameters
+        ----------
+        handle
+            A ``CUipcEventHandle``, its 64 bytes, or an :class:`IpcEventHandle`, of an event that was created with
+            ``CU_EVENT_INTERPROCESS``.
+        device
+            The device of the event, which the driver does not tell.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``handle`` is no such handle.
+        CudaError
+            The process that made the event has ended, or is this one.
+
+        Examples
+        --------
+        >>> ready = sa.Event.from_handle(message.data, device)  # doctest: +SKIP
+        >>> stream.wait(ready)  # doctest: +SKIP
+        """
+        if getattr(device, "location", None) is None:
+            raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
+        return opened_event(device, IpcEventHandle(handle).to_driver())
 
     def _adopt(self, device: Device, interprocess: bool) -> None:
         self._spare: Spares | None = None
@@ -244,7 +272,7 @@ def opened_event(device: Device, handle: Any) -> Event:
     event = Event.__new__(Event)
     event._raw = None
     event._adopt(device, interprocess=False)
-    hint = "the process that made the event has ended"
+    hint = "the process that made the event has ended, or is this one"
     device._session.create_in(device.ordinal, event, "cuIpcOpenEventHandle", handle, hint=hint)
     return event
 

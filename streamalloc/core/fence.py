@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import threading
 import time
@@ -44,6 +45,11 @@ T = TypeVar("T")
 
 _PAUSE = 1e-4
 """Seconds between looks at a fence whose work another thread is still queueing."""
+# Most attempts of a call that the driver refuses; seconds between two attempts while a device is busy; seconds before
+# each query of the devices' work.
+_TRIES = 5
+_IDLE_PAUSE = 0.02
+_QUERIES = (0.0, 0.00005, 0.0002)
 
 
 class Fence:
@@ -313,6 +319,49 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
         with stream.device.create_stream(blocking=True) as behind:
             return behind.record(timing=True)
     return record_uncaptured(stream)
+
+
+class OnceIdle(Deferred):
+    """A driver call that waits for the devices, made on its own thread once they are idle.
+
+    While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
+    of this process, the call would never return. ``call`` may run twice.
+    """
+
+    __slots__ = ("_call", "_not_before", "_session")
+
+    def __init__(self, session: Session, call: Callable[[], object]) -> None:
+        self._session = session
+        self._call = call
+        self._not_before = 0.0
+
+    def attempt(self) -> bool:
+        """Start the thread. It submits this item again if a device is busy."""
+        if time.monotonic() < self._not_before:
+            return False
+        self._not_before = time.monotonic() + _IDLE_PAUSE
+        _thread.start_new_thread(self._run, ())
+        return True
+
+    def _run(self) -> None:
+        for _ in range(_TRIES):
+            # After an error of a lost context there is no work to wait for.
+            with contextlib.suppress(CudaError), self._session.relaxed():
+                if not self._idle():
+                    deferred_queue(self._session).submit(self)
+                    return
+            with contextlib.suppress(CudaError):
+                self._call()
+                return
+
+    def _idle(self) -> bool:
+        """Whether all present work of the devices has completed, within a few short queries."""
+        queued = Fence(self._session)
+        for pause in _QUERIES:
+            time.sleep(pause)
+            if queued.done():
+                return True
+        return False
 
 
 def queue_behind(stream: Stream, item: Deferred) -> None:

@@ -11,6 +11,7 @@ from streamalloc.core.array_interfaces import check_dense, cuda_array, tensor_in
 from streamalloc.core.buffer import (
     Buffer,
     GraphBuffer,
+    PlainBuffer,
     PoolBuffer,
     SharedState,
     StillImported,
@@ -37,6 +38,7 @@ from streamalloc.core.device import (
 from streamalloc.core.event import Event, Spares, opened_event
 from streamalloc.core.fence import (
     Fence,
+    OnceIdle,
     all_work,
     await_device,
     fence_since,
@@ -59,6 +61,7 @@ from streamalloc.core.places import (
     pool_locations,
     set_current_pool,
 )
+from streamalloc.core.plain import THIS, check_handle, is_ours, refuse_second_owner
 from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (
     LEGACY,

@@ -14,7 +14,7 @@ from typing import Any
 from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.html import Row, Shown, mib, place
 from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
-from streamalloc.core.resource import Unique
+from streamalloc.core.resource import Shareable
 from streamalloc.core.session import Session
 from streamalloc.core.stream import LEGACY, Stream, StreamLike, as_stream
 from streamalloc.driver.internal import cuda
@@ -23,7 +23,7 @@ kinds: set[type] = set()
 """All memory classes: a look-up is five times faster than ``isinstance``."""
 
 
-class MemoryBase(Unique, Shown, abc.ABC):
+class MemoryBase(Shareable, Shown, abc.ABC):
     """A range of bytes, without operations on them."""
 
     __slots__ = ()

@@ -11,13 +11,15 @@ import contextlib
 import enum
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from streamalloc.core.errors import size_text, unsupported
 from streamalloc.driver.internal import (
     BINDINGS_VERSION,
     cuda,
     enum_member,
+    opaque_bytes,
+    opaque_struct,
     version_that_added,
 )
 
@@ -287,6 +289,85 @@ class MemAccessDesc:
     def from_driver(cls, struct: Any) -> Self:
         """The descriptor that a ``CUmemAccessDesc`` holds."""
         return cls(MemLocation.from_driver(struct.location), MemAccess(int(struct.flags)))
+
+
+_OPAQUE_BYTES = 64
+
+
+class OpaqueHandle(bytes):
+    """A handle of 64 bytes that the driver alone reads, as bytes that go to other processes.
+
+    It is made of bytes, or of the bindings' struct. :meth:`to_driver` returns the struct.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The argument is a handle of another kind, is no bytes, or has another length.
+    """
+
+    __slots__ = ()
+
+    _struct: ClassVar[str]
+
+    def __new__(cls, data: Any) -> Self:
+        """Copy 64 bytes, or those of the struct."""
+        if isinstance(data, getattr(cuda, cls._struct)):
+            data = opaque_bytes(data)
+        known = isinstance(data, (bytes, bytearray, memoryview))
+        if not known or (isinstance(data, OpaqueHandle) and not isinstance(data, cls)):
+            raise TypeError(f"handle must be a {cls._struct} or its bytes, not {type(data).__name__}")
+        if len(data) != _OPAQUE_BYTES:
+            raise ValueError(f"a {cls._struct} has {_OPAQUE_BYTES} bytes, not {len(data)}")
+        return super().__new__(cls, data)
+
+    def to_driver(self) -> Any:
+        """The struct of the bindings with these bytes."""
+        return opaque_struct(self._struct, self)
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The bytes of a struct of the bindings."""
+        return cls(struct)
+
+
+class MemPoolPtrExportData(OpaqueHandle):
+    """Export data of an allocation of a pool (``CUmemPoolPtrExportData``).
+
+    An argument of :meth:`~streamalloc.ipc.ImportedPool.open`; :func:`streamalloc.ipc.raw_handles` returns it.
+    """
+
+    __slots__ = ()
+    _struct = "CUmemPoolPtrExportData"
+
+
+class MemFabricHandle(OpaqueHandle):
+    """Fabric handle of physical memory or a multicast object (``CUmemFabricHandle``).
+
+    :func:`streamalloc.ipc.raw_handles` returns it.
+    """
+
+    __slots__ = ()
+    _struct = "CUmemFabricHandle"
+
+
+class IpcMemHandle(OpaqueHandle):
+    """Handle of memory of ``cuMemAlloc`` (``CUipcMemHandle``).
+
+    An argument of :func:`streamalloc.ipc.open_memory_handle`; :func:`streamalloc.ipc.raw_handles` returns it.
+    """
+
+    __slots__ = ()
+    _struct = "CUipcMemHandle"
+
+
+class IpcEventHandle(OpaqueHandle):
+    """Handle of an event (``CUipcEventHandle``).
+
+    An argument of :meth:`Event.from_handle`; :func:`streamalloc.ipc.raw_handles` returns it.
+    """
+
+    __slots__ = ()
+    _struct = "CUipcEventHandle"
 
 
 def as_int(value: Any) -> int:

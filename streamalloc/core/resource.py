@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import sys
 import types
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, attach
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from streamalloc.core.properties import IpcEventHandle, IpcMemHandle, MemFabricHandle, MemPoolPtrExportData
     from streamalloc.core.session import Session
 
 reduce_for_processes: Callable[[object], tuple[Any, ...]] | None = None
@@ -25,6 +27,10 @@ reduce_for_processes: Callable[[object], tuple[Any, ...]] | None = None
 
 prepare_for_processes: Callable[[], object] | None = None
 """Prepares :mod:`multiprocessing` queues for shared objects; set by the package."""
+
+
+raw_handles: Callable[..., Any] | None = None
+"""``streamalloc.ipc.raw_handles``, imported on use; set by ``streamalloc/__init__.py``."""
 
 
 draw: Callable[..., Any] | None = None
@@ -72,6 +78,18 @@ def _called_by_multiprocessing(caller: types.FrameType) -> bool:
     """Whether a frame is that of multiprocessing's pickler."""
     module = sys.modules.get("multiprocessing.reduction")
     return module is not None and caller.f_code in (module.dump.__code__, module.ForkingPickler.dumps.__func__.__code__)
+
+
+class Shareable(Unique):
+    """Object that other processes may use."""
+
+    __slots__ = ()
+
+    def handles(self, **options: Any) -> RawHandles:
+        """The driver's handles, for programs without this package; the same as :func:`streamalloc.ipc.raw_handles`."""
+        assert raw_handles is not None  # the package sets it
+        found: RawHandles = raw_handles(self, **options)
+        return found
 
 
 class Leaves:
@@ -124,6 +142,51 @@ def close_all(owners: Iterable[Closes]) -> None:
     """Close each of them."""
     for owner in owners:
         owner.close()
+
+
+def check_exported(number: int) -> int:
+    """Return a descriptor's number unless it is surely none that a driver has exported: closed, a file, a socket.
+
+    Raises
+    ------
+    ValueError
+        No driver has exported it.
+    """
+    try:
+        found = os.fstat(number)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"handle={number} is no open file descriptor of this process") from error
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
+    kind = kinds.get(stat.S_IFMT(found.st_mode), "a file" if stat.S_ISREG(found.st_mode) and found.st_nlink else "")
+    if kind:
+        raise ValueError(f"handle={number} is {kind}, and no handle that the driver exported")
+    return number
+
+
+class RawHandles(NamedTuple):
+    """Handles of memory, a pool or an event, as the driver, and programs without this package, take them.
+
+    :func:`streamalloc.ipc.raw_handles` returns it. The descriptors are copies; :meth:`close` closes them.
+    """
+
+    device: bytes
+    """UUID of the device: 16 bytes as those of ``cuDeviceGetUuid`` and of Vulkan's ``VkPhysicalDeviceIDProperties``."""
+    fds: tuple[Fd, ...] = ()
+    """File descriptors: that of the pool, or one for each chunk of physical memory, in the order of addresses."""
+    fabric: tuple[MemFabricHandle, ...] = ()
+    """Fabric handles of the chunks, in place of descriptors."""
+    data: MemPoolPtrExportData | IpcMemHandle | IpcEventHandle | None = None
+    """The handle of an allocation of a pool, of memory of ``cuMemAlloc``, or of an event."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of each chunk, or of the allocation."""
+    offset: int = 0
+    """Bytes from the beginning of the first chunk or of the allocation to the memory."""
+    nbytes: int = 0
+    """Bytes of the memory."""
+
+    def close(self) -> None:
+        """Close the descriptors; idempotent."""
+        close_all(self.fds)
 
 
 class Fd(Closes):

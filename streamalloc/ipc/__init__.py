@@ -1,8 +1,15 @@
 """The same memory in several processes, with lifetimes that stay correct when processes die."""
 
-from streamalloc.core.internal import Fd
-from streamalloc.ipc.exporter.share import Shared, send, serve, share
-from streamalloc.ipc.importer.imported import ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
+from streamalloc.core.internal import Event, Fd
+from streamalloc.core.resource import RawHandles
+from streamalloc.ipc.exporter.share import Shared, raw_handles, send, serve, share
+from streamalloc.ipc.importer.imported import (
+    ImportedArray,
+    ImportedBuffer,
+    ImportedPool,
+    ImportedRange,
+    open_memory_handle,
+)
 from streamalloc.ipc.importer.imports import DriverVersionWarning
 from streamalloc.ipc.importer.open import open, receive
 from streamalloc.ipc.ring.consumer import RingConsumer, RingItem
@@ -36,6 +43,7 @@ __all__ = [
     "Communicator",
     "CommunicatorLike",
     "DriverVersionWarning",
+    "Event",
     "Fd",
     "GroupError",
     "ImportedArray",
@@ -48,6 +56,7 @@ __all__ = [
     "PeerGoneError",
     "ProcessCommunicator",
     "ProtocolError",
+    "RawHandles",
     "Ring",
     "RingConsumer",
     "RingItem",
@@ -71,6 +80,8 @@ __all__ = [
     "WeightsWriter",
     "as_communicator",
     "open",
+    "open_memory_handle",
+    "raw_handles",
     "receive",
     "send",
     "serve",

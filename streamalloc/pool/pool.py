@@ -23,6 +23,7 @@ from streamalloc.core.html import Drawn, Row, gauge, place
 from streamalloc.core.internal import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,
+    THIS,
     Allocator,
     Buffer,
     Device,
@@ -30,12 +31,16 @@ from streamalloc.core.internal import (
     Stream,
     StreamLike,
     as_stream,
+    check_handle,
     check_location,
     deferred_queue,
     existing_pool,
+    is_ours,
     location_of,
+    location_of_pool,
     pool_locations,
     read_or_none,
+    refuse_second_owner,
     session_for,
     set_current_pool,
     work,
@@ -50,7 +55,7 @@ from streamalloc.core.properties import (
     checked_size,
     checked_type,
 )
-from streamalloc.core.resource import Closes, Leaves, made_for_sharing
+from streamalloc.core.resource import Closes, Leaves, Shareable, made_for_sharing
 from streamalloc.core.session import Session, members
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
@@ -74,7 +79,7 @@ POOL_STEP = 32 << 20
 """Bytes by which a pool of driver 580 grows on its device. ``trim`` uses it to detect pending frees."""
 
 
-class MemoryPool(Allocator, Closes, Drawn):
+class MemoryPool(Allocator, Closes, Shareable, Drawn):
     """A pool of stream-ordered memory (``cuMemPoolCreate``).
 
     Closing or dropping the object destroys a pool that was made here. Live allocations stay usable, and the driver
@@ -120,8 +125,10 @@ class MemoryPool(Allocator, Closes, Drawn):
         Device, driver or bindings cannot make such a pool; the message says what is needed.
     """
 
-    __slots__ = ("_closed", "_end", "allocation_type", "name", "on_oom", "properties")
+    __slots__ = ("_closed", "_end", "_owner", "allocation_type", "name", "on_oom", "properties")
 
+    _owner: object
+    """Object of other code that owns the pool; unset or None without one."""
     _end: PoolEnd | None
     """End of the pool; None for a pool that was not made here."""
 
@@ -240,6 +247,72 @@ class MemoryPool(Allocator, Closes, Drawn):
         pool._open(session, raw, location, allocation_type)
         if int(raw) in pools_of(session).closed:
             pool._shut()
+        return pool
+
+    @classmethod
+    def from_handle(
+        cls, raw: Any, *, owner: object, location: MemLocation | None = None, driver: Driver | None = None
+    ) -> MemoryPool:
+        """Use a pool of other code by its handle.
+
+        Parameters
+        ----------
+        raw
+            A ``CUmemoryPool`` of this process, or its number. For the file descriptor of another process's pool see
+            :meth:`ipc.ImportedPool.from_handle`.
+        owner
+            The object that destroys the pool, kept while this object lives. None: code without such an object does.
+            ``"this"``: closing this object destroys the pool, as for a pool that was made here.
+        location
+            The location of the memory. Default: the driver is asked (``cuMemPoolGetAttribute``,
+            ``cuMemPoolGetAccess``). It does not tell on which NUMA node host memory is, nor, before CUDA 13.1, which of
+            several devices with access has the memory: then name it.
+        driver
+            The driver to use; default: the current one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``raw`` is no handle, or that of a pool which an object of this process owns; the location is not known, or
+            another one than the driver's; or ``owner="this"`` for a default pool, which cannot be destroyed.
+        ClosedError
+            The pool was closed here.
+        InvalidValueError
+            The driver does not know the handle, as that of a destroyed pool.
+
+        Examples
+        --------
+        >>> again = sa.MemoryPool.from_handle(pool.handle, owner=pool)
+        >>> again is pool
+        True
+        """
+        session, ours = session_for(None, driver), is_ours(owner)
+        session.check_process()
+        handle = cuda.CUmemoryPool(check_handle(session, "raw", raw))
+        if int(handle) in pools_of(session).closed:
+            raise ClosedError(f"raw={int(handle):#x}: this pool was closed")
+        known = cls._known(session, handle)
+        if known is not None and known.owned:
+            if owner is known:
+                return known
+            raise refuse_second_owner(known) if ours else ValueError(f"owner={owner!r}: {known!r} owns this pool")
+        found, allocation_type = _asked(session, handle)
+        both = found is not None and location is not None and (found, location)
+        if both and both[0] != both[1] and not (both[0].on_host and both[1].on_host):
+            raise ValueError(f"location={location}: the pool's memory is at {found}")
+        location = location or found
+        if location is None:
+            raise ValueError("the driver does not tell which device has this pool's memory: pass location=")
+        default = existing_pool(session, "Default", location, allocation_type) if ours else 0
+        if ours and int(default) == int(handle):
+            raise ValueError(f"owner={THIS!r}: this is the default pool of {location}, which cannot be destroyed")
+        pool = cls.__new__(cls)
+        pool._end = end = PoolEnd(session, location, allocation_type) if ours else None
+        if end is not None:
+            deferred_queue(session).end_with(pool, end)
+            end._raw = handle
+        pool._open(session, handle, location, allocation_type)
+        pool._owner = None if ours else owner
         return pool
 
     @staticmethod
@@ -577,6 +650,21 @@ def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool
                 name = f"pool {pool.name!r}" if pool.name else f"the pool {int(pool._checked_raw()):#x}"
                 found.append((reserved, f"{name}: {size_text(reserved)} reserved, {size_text(used)} used"))
     return tuple(line for reserved, line in sorted(found, reverse=True) if reserved)
+
+
+def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocationType]:
+    """Return location and kind of a pool, as the driver tells them; the location is None if it does not."""
+    pool = MemoryPool.__new__(MemoryPool)
+    pool._session, pool._raw, pool._closed = session, raw, False
+    # First: driver 580 answers the other call for destroyed pools as well, or crashes.
+    hint = "the pool was destroyed, is of another process, or was imported: see ipc.ImportedPool.from_handle"
+    session.call("cuMemPoolGetAttribute", raw, _FIGURES[0], hint=hint)
+    access = session.call("cuMemPoolGetAccess", raw, MemLocation.host().to_driver())
+    on_host, kind = int(access) != MemAccess.NONE, MemAllocationType.PINNED
+    with contextlib.suppress(CudaError):  # neither all bindings nor all drivers have these attributes
+        kind = pool.attributes.allocation_type
+        return MemLocation(pool.attributes.location_type, pool.attributes.location_id), kind
+    return location_of_pool(session, raw, on_host, kind), kind
 
 
 def _refuse(pool: str, *_: object) -> Any:

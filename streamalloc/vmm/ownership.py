@@ -43,11 +43,11 @@ from streamalloc.core.internal import (
     fence_since,
     work,
 )
-from streamalloc.core.properties import MemHandleType, MemLocation
-from streamalloc.core.resource import Closes
+from streamalloc.core.properties import MemFabricHandle, MemHandleType, MemLocation
+from streamalloc.core.resource import Closes, Shareable, check_exported
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import RLock, cuda, opaque_struct
+from streamalloc.driver.internal import RLock, cuda
 from streamalloc.vmm.access import Rights
 
 
@@ -240,10 +240,12 @@ class OwnsNode(Closes, Drawn):
 class AllocationHandle(HandleNode):
     """One object's reference to a ``CUmemGenericAllocationHandle``; ``cuMemRelease`` ends it."""
 
-    __slots__ = ("kept", "state", "used_unmapped")
+    __slots__ = ("borrowed", "kept", "state", "used_unmapped")
 
     def __init__(self, allocations: Allocations, kind: Kind) -> None:
         super().__init__(allocations, kind)
+        self.borrowed: bool = False
+        """Whether other code releases the handle."""
         self.used_unmapped: tuple[int, ...] = ()
         """Ordinals of devices that may use the memory without a mapping."""
         self.kept: dict[Node, object] = {}
@@ -281,8 +283,11 @@ class AllocationHandle(HandleNode):
             self.allocations.attempt_all([one for one in self.preceding(Kind.OBJECT_MAPPING) if one.given_up])
 
     def release(self) -> None:
-        """Call ``cuMemRelease``."""
-        self.release_by("cuMemRelease")
+        """Call ``cuMemRelease`` unless other code does."""
+        if self.borrowed:
+            self._raw, self.gone = None, True
+        else:
+            self.release_by("cuMemRelease")
 
     def forget(self) -> None:
         """Remove this node from the state of its driver handle."""
@@ -437,7 +442,7 @@ allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
 """State for one driver: ``allocations_of(session)``."""
 
 
-class GenericAllocation(OwnsNode):
+class GenericAllocation(OwnsNode, Shareable):
     """Owner of a ``CUmemGenericAllocationHandle`` that :meth:`AddressRange.map` can map.
 
     The subclasses are :class:`PhysicalMemory` and :class:`~streamalloc.multicast.MulticastObject`.
@@ -480,13 +485,13 @@ class GenericAllocation(OwnsNode):
         self._node.state.imported = True
         if isinstance(handle, (bytes, bytearray)):
             # The driver reads the struct by its address, so the struct must live until the call returns.
-            struct = opaque_struct("CUmemFabricHandle", bytes(handle))
+            struct = MemFabricHandle(handle).to_driver()
             hint = f"the owner has given it up or is of another IMEX domain; {FABRIC_NEEDS}"
             self._create(name, int(struct.getPtr()), kinds.CU_MEM_HANDLE_TYPE_FABRIC, hint=hint)
             return
         if isinstance(handle, bool) or not isinstance(handle, (int, Fd)):
             raise TypeError(f"handle must be an Fd, its number or a fabric handle's bytes, not {type(handle).__name__}")
-        number = handle.fileno() if isinstance(handle, Fd) else handle
+        number = check_exported(handle.fileno() if isinstance(handle, Fd) else handle)
         hint = "this file descriptor is no handle that the driver exported"
         self._create(name, number, kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, hint=hint)
 
@@ -521,11 +526,11 @@ class GenericAllocation(OwnsNode):
     def location(self) -> MemLocation:
         """Location of the memory."""
 
-    def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | bytes:
+    def export(self, handle_type: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR) -> Fd | MemFabricHandle:
         """Export a handle for other processes (``cuMemExportToShareableHandle``).
 
-        Returns an :class:`Fd`, or the 64 bytes of a fabric handle. The driver keeps the memory while a handle or an
-        importer holds it, even after it is closed here.
+        Returns an :class:`Fd` or a :class:`MemFabricHandle`. The driver keeps the memory while a handle or an importer
+        holds it, even after it is closed here.
 
         Raises
         ------
@@ -541,7 +546,7 @@ class GenericAllocation(OwnsNode):
         kind = cuda.CUmemAllocationHandleType(int(handle_type))
         arguments = ("cuMemExportToShareableHandle", raw, kind, 0)
         if handle_type is MemHandleType.FABRIC:
-            exported: Fd | bytes = bytes(self._session.call(*arguments).data)
+            exported: Fd | MemFabricHandle = MemFabricHandle.from_driver(self._session.call(*arguments))
         else:
             exported = Fd.made_by(self._session, *arguments)
         self._state.exported = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from streamalloc.core.errors import (
     CudaError,
+    InvalidValueError,
     NotSupportedError,
     OutOfMemoryError,
     error_from,
@@ -21,16 +23,21 @@ from streamalloc.core.html import Row, mib, place
 from streamalloc.core.internal import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,
+    THIS,
     Device,
     Fd,
     Memory,
+    check_handle,
     check_location,
     check_usable,
     holders,
+    is_ours,
     location_of,
+    refuse_second_owner,
     session_for,
 )
 from streamalloc.core.properties import (
+    MemFabricHandle,
     MemHandleType,
     MemLocation,
     MemLocationType,
@@ -50,6 +57,9 @@ _PAGE = resource.getpagesize()
 _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 _COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
+
+_ROOM = 32  # times the size that is tried are reserved, so that a search reserves addresses a few times only
+_UNSAID = object()
 
 T = TypeVar("T")
 
@@ -346,6 +356,90 @@ class PhysicalMemory(GenericAllocation):
             memory.nbytes = int(session.call("cuMemGetAddressRange", address)[1])
         return memory
 
+    @classmethod
+    def from_handle(
+        cls,
+        handle: Fd | int | bytes | Any,
+        nbytes: int | None = None,
+        *,
+        owner: object = _UNSAID,
+        driver: Driver | None = None,
+    ) -> PhysicalMemory:
+        """Use physical memory of other code by its handle.
+
+        Parameters
+        ----------
+        handle
+            A file descriptor or fabric handle that any process exported (``cuMemExportToShareableHandle``): the object
+            gets its own handle (``cuMemImportFromShareableHandle``), which it releases. An :class:`Fd` is closed by
+            this call, even if it fails; a descriptor given as a number stays open. A fabric handle is a
+            :class:`MemFabricHandle`, its bytes, or a ``CUmemFabricHandle``. Or a ``CUmemGenericAllocationHandle`` of
+            this process, which needs an ``owner``.
+        nbytes
+            Size in bytes. It is checked by a mapping at a new address, as the driver maps memory as a whole only.
+            None: the driver is asked for the size, by an attempt for each multiple of the granularity.
+        owner
+            Of a ``CUmemGenericAllocationHandle``: the object that releases it, kept until this object has ended; None
+            for code without such an object; ``"this"`` if this object is to release it (``cuMemRelease``).
+        driver
+            The driver to use; default: the current one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``handle`` is no handle of memory: a file, a closed descriptor, a multicast object; the memory has another
+            size; or ``owner`` is missing, superfluous, or an object of this process owns the handle already.
+        InvalidValueError, CudaError
+            The driver refuses the handle.
+        """
+        session = session_for(None, driver)
+        if isinstance(handle, cuda.CUmemGenericAllocationHandle):
+            if owner is _UNSAID:
+                raise TypeError(f"owner is missing: who releases {handle!r}? An object, None, or {THIS!r}")
+            memory = cls._of_raw(session, handle, owner)
+        else:
+            if owner is not _UNSAID:
+                raise TypeError("owner is for a CUmemGenericAllocationHandle: an import has a handle of its own")
+            if isinstance(handle, cuda.CUmemFabricHandle):
+                handle = MemFabricHandle(handle)
+            try:
+                memory = import_memory(session, handle, 0)
+            finally:
+                if isinstance(handle, Fd):
+                    handle.close()
+        with undoing(memory.close):
+            step = memory._spec.granularity
+            sizes: Sequence[int] = range(step, _most_bytes(memory) + step, step)
+            if nbytes is not None:
+                sizes = [nbytes] if checked_size("nbytes", nbytes) in sizes else []
+            memory.nbytes = _size_among(session, memory._node.raw, sizes)
+        if not memory.nbytes:
+            memory.close()
+            raise ValueError(f"nbytes={nbytes}: memory of this handle cannot be mapped in this size, nor in part")
+        memory._node.borrowed = not (owner is _UNSAID or is_ours(owner))
+        return memory
+
+    @classmethod
+    def _of_raw(cls, session: Session, handle: Any, owner: object) -> PhysicalMemory:
+        number, memory = check_handle(session, "handle", handle), cls.__new__(cls)
+        memory._prepare(session, 0, Kind.MEMORY)
+        node = memory._node
+        known = node.allocations.by_handle.get(number)
+        if is_ours(owner) and known is not None:
+            raise refuse_second_owner(f"an object with the handle {number:#x}")
+        node.borrowed = True  # until all is checked: after an error the handle is still the caller's
+        node.kept[node] = owner
+        node._raw = handle
+        node.known()
+        with undoing(memory.close):
+            if any(other.kind is Kind.OBJECT for other in list(node.state.handles)):
+                raise ValueError(f"handle={number:#x} is that of a multicast object, which is no memory itself")
+            try:
+                memory._set_spec(MemorySpec(session, memory.query(), exists=True))
+            except (ValueError, InvalidValueError) as error:
+                raise ValueError(f"handle={number:#x} is no handle of memory, or was released") from error
+        return memory
+
     def _set_spec(self, spec: MemorySpec) -> None:
         self._spec = spec
         self._granularity = spec.granularity
@@ -409,6 +503,40 @@ def import_memory(session: Session, handle: Fd | int | bytes, nbytes: int) -> Ph
     with undoing(memory.close):
         memory._set_spec(MemorySpec(session, memory.query(), exists=True))
     return memory
+
+
+def _most_bytes(memory: PhysicalMemory) -> int:
+    """The most bytes that an allocation in the place of ``memory`` can have."""
+    place = memory.location
+    if place.type is MemLocationType.DEVICE and place.seen:
+        return Device(place.id, driver=memory.driver).memory_info().total
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE
+
+
+def _size_among(session: Session, raw: Any, sizes: Iterable[int]) -> int:
+    """Return the first of ascending sizes in which the driver maps memory, at new addresses; 0 if there is none."""
+    start = reserved = 0
+    try:
+        for size in sizes:
+            if size > reserved:
+                if reserved:
+                    session.call("cuMemAddressFree", start, reserved)
+                reserved = 0  # a call may raise
+                start = session.call("cuMemAddressReserve", _ROOM * size, 0, 0, 0)
+                reserved = _ROOM * size
+            result = session.driver.cuMemMap(start, size, 0, raw, 0)[0]
+            if not result:
+                session.call("cuMemUnmap", start, size)
+                return size
+            error = error_from(result, "cuMemMap")
+            if isinstance(error, InvalidValueError):
+                break
+            if not isinstance(error, NotSupportedError):  # the answer to other sizes than that of the memory
+                raise error
+    finally:
+        if reserved:
+            session.call("cuMemAddressFree", start, reserved)
+    return 0
 
 
 _NOT_MAPPED = "no memory is mapped by cuMemMap at this address"

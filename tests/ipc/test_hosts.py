@@ -192,7 +192,7 @@ class TestDeaths:
                 ipc.open(data, stream=stream)
             assert (opened.lost, opened.owner_alive) == (True, False)
             block = imports_of(session_of(stream)).blocks[Descriptor.from_bytes(data).control_block]
-            imports_of(session_of(stream))._release_ended()
+            imports_of(session_of(stream)).release_ended()
             stream.device.synchronize()  # deferred work
             assert eventually(lambda: block._own.closed) and not opened.owner_alive
             opened.fill(1)

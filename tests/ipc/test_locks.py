@@ -585,7 +585,7 @@ class TestEnds:
             with importer.lock:
                 importer.allocations[b"other"] = held
 
-        for _ in interleaved(Imports._release_ended, make, lambda _: importer._release_ended(), open_another):
+        for _ in interleaved(Imports.release_ended, make, lambda _: importer.release_ended(), open_another):
             assert len(importer.allocations) == 2
         importer.handles.clear()
         importer.allocations.clear()

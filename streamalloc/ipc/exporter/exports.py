@@ -63,7 +63,7 @@ from streamalloc.ipc.transport.handle_server import published, serve
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, ExporterMark, SlotWords, fence, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, ChunkHandle
 from streamalloc.pool import MemoryPool
-from streamalloc.pool.internal import raw_pool
+from streamalloc.pool.internal import pointer_attributes, raw_pool
 from streamalloc.vmm import PhysicalMemory, VirtualBuffer
 
 POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
@@ -492,7 +492,9 @@ class Exports:
         with self.lock:
             lease = cast("Lease | None", shared_state(buffer))
             if lease is None:
-                pool = self.pool(cast("MemoryPool", pool_of(buffer)))
+                # A buffer that was taken over from other code does not know its pool.
+                owner = pool_of(buffer) or pointer_attributes(buffer.address, driver=self.session.driver).pool
+                pool = self.pool(cast("MemoryPool", owner))
                 lease = self.take()
                 lease.pool, lease.payload = pool, self.export_pointer(buffer.address)
                 self.with_memory.add(lease)

@@ -18,6 +18,7 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     GraphBuffer,
+    PlainBuffer,
     Stream,
     StreamLike,
     TypedView,
@@ -27,8 +28,15 @@ from streamalloc.core.internal import (
     refuse_capture,
     viewed,
 )
-from streamalloc.core.properties import MemHandleType, MemLocationType
-from streamalloc.core.resource import Unique
+from streamalloc.core.properties import (
+    IpcEventHandle,
+    IpcMemHandle,
+    MemFabricHandle,
+    MemHandleType,
+    MemLocationType,
+    MemPoolPtrExportData,
+)
+from streamalloc.core.resource import RawHandles, Unique
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
@@ -241,7 +249,7 @@ def share(
     options = _Options(thing, stream, hold, handle_type, expose_block)
     for kind, function in _KINDS.items():
         if isinstance(thing, kind):
-            if expose_block:
+            if expose_block and not isinstance(thing, PlainBuffer):
                 raise ValueError(f"expose_block=True is for memory of cuMemAlloc, which {thing!r} is not: leave it out")
             if stream is not None and isinstance(thing, (MemoryPool, Event)):
                 raise ValueError(f"stream={stream!r}: {thing!r} has no contents that a stream writes, leave it out")
@@ -313,6 +321,60 @@ def send(
             channel.send(described.held(0).to_bytes(), (*handles, theirs), timeout=timeout)
         shared.cancel()
     carried.update(shared.handles)
+
+
+def raw_handles(
+    thing: object,
+    *,
+    handle_type: MemHandleType | None = None,
+    expose_block: bool = False,
+) -> RawHandles:
+    """Export memory, a pool or an event for a program without this package: C++, RMM, Vulkan, raw Python.
+
+    The program opens what it gets by the driver's own calls, see :doc:`/docs/guides/handles`. Nothing announces the
+    contents to it, and nobody counts its use: synchronise or record an event before it reads, and free the memory after
+    it has closed it.
+
+    Parameters
+    ----------
+    thing
+        As for :func:`share`, also written ``thing.handles()``. An array of another library gives the handles of its
+        allocation.
+    handle_type, expose_block
+        As for :func:`share`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotSupportedError
+        As for :func:`share`.
+
+    Examples
+    --------
+    >>> pool = sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
+    >>> exported = pool.allocate(4096, stream).handles()
+    >>> len(exported.fds), len(exported.data), exported.nbytes
+    (1, 64, 4096)
+    """
+    shared = share(thing, handle_type=handle_type, expose_block=expose_block)
+    described = shared.descriptor
+    names = [chunk.id for chunk in described.chunks] or [described.origin]
+    data = _DATA.get(described.mechanism)
+    return RawHandles(
+        described.device,
+        tuple(Fd(os.dup(shared.handles[name].fileno())) for name in names if name in shared.handles),
+        tuple(MemFabricHandle(chunk.fabric) for chunk in described.chunks if chunk.fabric),
+        None if data is None else data(described.payload),
+        tuple(chunk.nbytes for chunk in described.chunks) or (described.base_size,) * bool(described.base_size),
+        described.offset,
+        described.size,
+    )
+
+
+_DATA: dict[Mechanism, Callable[[bytes], MemPoolPtrExportData | IpcMemHandle | IpcEventHandle]] = {
+    Mechanism.POOL_POINTER: MemPoolPtrExportData,
+    Mechanism.LEGACY: IpcMemHandle,
+    Mechanism.EVENT: IpcEventHandle,
+}
 
 
 def serve(driver: Driver | None = None) -> None:
@@ -411,6 +473,9 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
     """Share an allocation; ``part``: offset and size in bytes."""
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
+    if isinstance(buffer, PlainBuffer):
+        start, size = part or (0, buffer.nbytes)
+        return _share_array_of_others(buffer[start : start + size], options, exports)
     nbytes, address = buffer.nbytes, buffer.address
     if not address or not nbytes:
         raise ValueError(f"{buffer!r} is empty: there is nothing to share")
@@ -578,8 +643,11 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
         raise ValueError(f"{thing!r} is not device memory of this process")
-    handle = thing.__cuda_array_interface__.get("stream")
-    own = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
+    if isinstance(thing, BufferView):
+        own = thing.stream
+    else:
+        handle = thing.__cuda_array_interface__.get("stream")
+        own = device.default_stream if handle is None else Stream.of_handle(device, handle, thing)
     ordered = _ordered(own if options.stream is None else options.stream, session)
     with device.current():
         base, size = (int(value) for value in session.call("cuMemGetAddressRange", span.address))

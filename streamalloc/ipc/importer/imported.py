@@ -15,23 +15,35 @@ from streamalloc.core.errors import CaptureError, ClosedError, CudaError, attach
 from streamalloc.core.html import Row
 from streamalloc.core.internal import (
     Device,
+    Fd,
     Memory,
     Stream,
     StreamLike,
     TypedView,
     as_stream,
     direct_handle,
+    location_of_pool,
     of_this_thread,
     ordered_after,
     raw_handle,
     refuse_capture,
+    session_for,
+    work,
 )
-from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation
+from streamalloc.core.properties import (
+    IpcMemHandle,
+    MemAccess,
+    MemAccessDesc,
+    MemAllocationType,
+    MemLocation,
+    MemPoolPtrExportData,
+)
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import Session
-from streamalloc.ipc.importer.imports import HostLease, ImportUse, PlainImport, PoolHandle, PoolImport
+from streamalloc.core.session import Session, session_of
+from streamalloc.driver import Driver
+from streamalloc.ipc.importer.imports import HostLease, ImportUse, PlainImport, PoolHandle, PoolImport, imports_of
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
-from streamalloc.ipc.wire.descriptor import Descriptor, Foreign
+from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
 # Seconds between two checks of an announcement by the host.
@@ -114,11 +126,12 @@ class Announcement(NamedTuple):
             listener.opened(memory._at, memory.nbytes, raw, name, int(self.words.ready.pointer))
 
 
-class ImportedPool(Foreign):
+class ImportedPool(Foreign, Closes):
     """A pool of another process. Its allocations can be opened here, but this process cannot allocate from it.
 
-    :func:`open` returns it. It needs no ``close``: the driver's handle is destroyed (``cuMemPoolDestroy``) when the
-    owner has closed the pool or has ended, and nothing here uses the pool.
+    :func:`open` returns it, and :meth:`from_handle`. The driver's handle is destroyed (``cuMemPoolDestroy``) when
+    nothing here uses the pool, and the owner has closed it or has ended; one of :meth:`from_handle` without waiting for
+    the owner.
     """
 
     __slots__ = ("__weakref__", "_pool", "device")
@@ -129,9 +142,90 @@ class ImportedPool(Foreign):
         """The device that has the memory."""
         pool.users.add(self)
 
+    @classmethod
+    def from_handle(cls, handle: Fd | int, *, driver: Driver | None = None) -> ImportedPool:
+        """Import a pool that any program exported (``cuMemPoolImportFromShareableHandle``).
+
+        Parameters
+        ----------
+        handle
+            A file descriptor of ``cuMemPoolExportToShareableHandle``. An :class:`Fd` is closed by this call, even if it
+            fails; a descriptor given as a number stays open.
+        driver
+            The driver to use; default: the current one.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``handle`` is no descriptor, is closed, or is a file; or the pool is not of device memory.
+        CudaError
+            The driver refuses the descriptor: physical memory, a pool of another machine.
+
+        Examples
+        --------
+        >>> pool = sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
+        >>> given = pool.allocate(4096, stream).handles()  # in the other process
+        >>> with ipc.ImportedPool.from_handle(given.fds[0]) as imported:
+        ...     print(imported.open(given.data, stream=stream).nbytes)
+        4096
+        """
+        if isinstance(handle, bool) or not isinstance(handle, (int, Fd)):
+            raise TypeError(f"handle must be an Fd or its number, not {type(handle).__name__}: pools have no other")
+        session = session_for(None, driver)
+        imports = imports_of(session)
+        imports.release_ended()
+        try:
+            pool = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
+        finally:
+            if isinstance(handle, Fd):
+                handle.close()
+        place = location_of_pool(session, pool._raw, False, MemAllocationType.PINNED)
+        if place is None:
+            raise ValueError(f"handle={handle!r} is of a pool of host memory, or of a device that is not visible here")
+        return cls(pool, Device(place.id, driver=session.driver))
+
+    def open(self, export_data: bytes | Any, *, stream: StreamLike | None = None) -> ImportedBuffer:
+        """Open an allocation by the driver's data alone (``cuMemPoolImportPointer``).
+
+        Nobody announces the contents, and nobody counts this use: order the stream after the owner's work, such as by
+        :meth:`Event.from_handle`, and close the buffer before its owner frees the memory.
+
+        Parameters
+        ----------
+        export_data
+            A ``CUmemPoolPtrExportData``, its 64 bytes, or a :class:`MemPoolPtrExportData`. The driver tells the size.
+        stream
+            The stream of operations that name no other, and of the close. Default: the device's default stream.
+
+        Raises
+        ------
+        ClosedError
+            The pool was closed here.
+        TypeError, ValueError
+            These are no export data, or ``stream`` is of another driver.
+        InvalidValueError
+            The data are of another pool, or damaged. Those of memory that its owner has freed are not refused.
+        """
+        self._check_open()
+        data = bytes(MemPoolPtrExportData(export_data))
+        described = Descriptor(Mechanism.POOL_POINTER, NOWHERE, payload=data)
+        return _raw_import(PoolImport(self._pool, self.device, None, described), described, stream)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self not in self._pool.users
+
+    def close(self) -> None:
+        """End the use of the pool; opened buffers stay usable. Idempotent."""
+        self._pool.users.discard(self)
+        self._pool.imports.release_ended()
+        work(self._session)
+
     @property
     def handle(self) -> int:
         """The driver's handle (``CUmemoryPool``) as a number."""
+        self._check_open()
         return int(self._pool._raw)
 
     @property
@@ -140,11 +234,12 @@ class ImportedPool(Foreign):
 
     def set_access(self, device: Device, access: MemAccess = MemAccess.READWRITE) -> None:
         """Give another device of this process access to the pool's memory (``cuMemPoolSetAccess``)."""
+        self._check_open()
         descriptor = MemAccessDesc(device.location, access).to_driver()
         self._session.call("cuMemPoolSetAccess", self._pool._raw, [descriptor], 1)
 
     def __repr__(self) -> str:
-        return f"<ImportedPool {self.handle:#x} on device {self.device.ordinal}>"
+        return f"<ImportedPool {'closed' if self.closed else hex(self.handle)} on device {self.device.ordinal}>"
 
 
 class ForeignMemory(Memory, Foreign):
@@ -211,6 +306,7 @@ class ImportedBuffer(ForeignMemory, Closes):
         self._contents: tuple[Announcement, ...] = ()
         try:
             self._use.acquire(new)
+            self._nbytes = described.size or self._checked_import().nbytes
             if announced is not None:
                 announced.notify_listener(self, stream)
                 announced.precede(stream)
@@ -314,6 +410,46 @@ class ImportedBuffer(ForeignMemory, Closes):
     def _text(self) -> str:
         where = "closed" if self._use.over else f"at {self._at:#x}, {self.location}"
         return f" of {self._nbytes} bytes {where}"
+
+
+def _raw_import(new: PoolImport | PlainImport, described: Descriptor, stream: StreamLike | None) -> ImportedBuffer:
+    """Open memory by the driver's handle alone."""
+    imports = new.imports
+    ordered = new.device.default_stream if stream is None else as_stream(stream, imports.session)
+    refuse_capture(ordered, "cuMemPoolImportPointer", "memory of other processes cannot be opened in a capture")
+    imports.start_thread()
+    return ImportedBuffer(new, described, ordered, None)
+
+
+def open_memory_handle(
+    handle: bytes | Any, *, stream: StreamLike | None = None, driver: Driver | None = None
+) -> ImportedBuffer:
+    """Open memory of ``cuMemAlloc`` of another process by the driver's handle alone (``cuIpcOpenMemHandle``).
+
+    Nobody announces the contents, and nobody counts this use, as for :meth:`ImportedPool.open`. The close waits for the
+    stream (``cuIpcCloseMemHandle``).
+
+    Parameters
+    ----------
+    handle
+        A ``CUipcMemHandle``, its 64 bytes, or an :class:`IpcMemHandle`. The driver tells the size.
+    stream
+        The stream of operations that name no other; its device is to use the memory. Default: the default stream of
+        device 0.
+    driver
+        The driver to use if ``stream`` is no :class:`Stream`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        These are no such handle.
+    InvalidValueError, InvalidHandleError, InvalidContextError
+        The memory was freed, its process has ended, or it is of this process.
+    """
+    session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)
+    device = Device(0, driver=session.driver) if stream is None else as_stream(stream, session).device
+    described = Descriptor(Mechanism.LEGACY, NOWHERE, payload=bytes(IpcMemHandle(handle)))
+    return _raw_import(PlainImport(imports_of(session), device, None, described), described, stream)
 
 
 class ImportedArray(TypedView[Any], Closes):

@@ -7,18 +7,16 @@ imports a new pool or control block, it releases those of ended processes and cl
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
-from streamalloc.core.errors import LOST, CudaError, StaleDescriptorError, error_from, size_text, undoing, warn
+from streamalloc.core.errors import LOST, StaleDescriptorError, error_from, size_text, undoing, warn
 from streamalloc.core.internal import (
     Deferred,
     DeferredQueue,
@@ -26,6 +24,7 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     Fence,
+    OnceIdle,
     Stream,
     StreamLike,
     as_stream,
@@ -36,6 +35,7 @@ from streamalloc.core.internal import (
     sees_all_work,
     work,
 )
+from streamalloc.core.resource import check_exported
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.ipc.relay import ImporterRelay
@@ -49,13 +49,8 @@ _LAZY_PEER_ACCESS = 1
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
 _POSIX_MEMBER = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _BAD_HANDLE = "the descriptor that came along is no handle of this kind of memory, or of another machine"
-_BAD_POINTER = "the owner's process has freed it, or ended"
+_BAD_POINTER = "the owner's process has freed it, has ended, or is this one; or it is of another pool"
 _STALE = "this memory was freed by its owner before it was opened here"
-# Most attempts of a call that the driver refuses; seconds between two attempts while a device is busy; seconds before
-# each query of the devices' work.
-_TRIES = 5
-_IDLE_PAUSE = 0.02
-_QUERIES = (0.0, 0.00005, 0.0002)
 
 
 class DriverVersionWarning(UserWarning):
@@ -124,49 +119,6 @@ class ReceivedHandles:
         """Close the handles that were not taken."""
         for fd in (*self._given, *self._by_id.values()):
             fd.close()
-
-
-class OnceIdle(Deferred):
-    """A driver call that waits for the devices, made on its own thread once they are idle.
-
-    While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
-    of this process, the call would never return. ``call`` may run twice.
-    """
-
-    __slots__ = ("_call", "_not_before", "_session")
-
-    def __init__(self, session: Session, call: Callable[[], object]) -> None:
-        self._session = session
-        self._call = call
-        self._not_before = 0.0
-
-    def attempt(self) -> bool:
-        """Start the thread. It submits this item again if a device is busy."""
-        if time.monotonic() < self._not_before:
-            return False
-        self._not_before = time.monotonic() + _IDLE_PAUSE
-        _thread.start_new_thread(self._run, ())
-        return True
-
-    def _run(self) -> None:
-        for _ in range(_TRIES):
-            # After an error of a lost context there is no work to wait for.
-            with contextlib.suppress(CudaError), self._session.relaxed():
-                if not self._idle():
-                    deferred_queue(self._session).submit(self)
-                    return
-            with contextlib.suppress(CudaError):
-                self._call()
-                return
-
-    def _idle(self) -> bool:
-        """Whether all present work of the devices has completed, within a few short queries."""
-        queued = Fence(self._session)
-        for pause in _QUERIES:
-            time.sleep(pause)
-            if queued.done():
-                return True
-        return False
 
 
 class HostLease(Deferred):
@@ -301,7 +253,9 @@ class Import:
         result, found = self.imports.session.cuPointerGetAttribute(_RANGE_SIZE, self.address)
         if result:
             raise error_from(result, "cuPointerGetAttribute")
-        if found != nbytes:
+        if not nbytes:  # that of a raw handle, which says none
+            self.nbytes = int(found)
+        elif found != nbytes:
             raise ValueError(f"the descriptor says {size_text(nbytes)}, and the driver has {size_text(int(found))}")
 
 
@@ -591,7 +545,7 @@ class Imports:
         block = self.blocks.get(name)
         if block is not None:
             return block
-        self._release_ended()
+        self.release_ended()
         fd = take(name)
         if fd is None:
             return None
@@ -609,20 +563,24 @@ class Imports:
         """Return an imported pool. It stays in :attr:`pools`, because later descriptors may come without the handle."""
         pool = self.pools.get(described.origin)
         if pool is None:
-            self._release_ended()
+            self.release_ended()
             with handles.take(described.origin) as fd, self.lock:
-                # Under the lock: otherwise a concurrent destruction of the same pool would make the driver's handle
-                # invalid.
                 pool = self.pools.get(described.origin)
                 if pool is None:
-                    new = PoolHandle(self)
-                    name = "cuMemPoolImportFromShareableHandle"
-                    new._raw = self.session.call(name, fd.fileno(), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
-                    pool = self.pools[described.origin] = self.handles.setdefault(int(new._raw), new)
+                    pool = self.pools[described.origin] = self.import_pool(fd.fileno())
         return pool
 
-    def _release_ended(self) -> None:
-        """Release the control blocks and pools of exporters that have ended, and closed pools."""
+    def import_pool(self, fd: int) -> PoolHandle:
+        """Import a pool (``cuMemPoolImportFromShareableHandle``)."""
+        with self.lock:  # a concurrent destruction of the same pool would make the driver's handle invalid
+            new, name = PoolHandle(self), "cuMemPoolImportFromShareableHandle"
+            new._raw = self.session.call(name, check_exported(fd), _POSIX_MEMBER, 0, hint=_BAD_HANDLE)
+            return self.handles.setdefault(int(new._raw), new)
+
+    def release_ended(self) -> None:
+        """Release the control blocks and pools of exporters that have ended, closed pools, and unused ones that no
+        descriptor names.
+        """
         with self.lock:
             # In a function of its own: since Python 3.12 an interrupt in a loop can leave the block without its end.
             self._submit_ended()
@@ -631,7 +589,8 @@ class Imports:
         used: set[object] = {one.block for one in self.allocations.values()}
         used |= {one.handle for one in self.allocations.values()}
         for number, pool in list(self.handles.items()):
-            if pool not in used and not pool.users and pool.ended():
+            ended = pool.ended() or pool not in self.pools.values()
+            if pool not in used and not pool.users and ended:
                 # No descriptor finds the pool from here on.
                 for name in [name for name, known in self.pools.items() if known is pool]:
                     del self.pools[name]

@@ -1,0 +1,176 @@
+"""Memory that is not freed in stream order: that of other code, and of ``cuMemAlloc`` and its like.
+
+Who owns it is said by the caller, never inferred. Kind, device and size are those that the driver reports.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from streamalloc.core.deferred import HandleEnd, deferred_queue
+from streamalloc.core.errors import size_text
+from streamalloc.core.fence import Fence, OnceIdle
+from streamalloc.core.places import Address, Place, place_of
+from streamalloc.core.properties import MemLocation, checked_size
+
+if TYPE_CHECKING:
+    from streamalloc.core.device import Device
+    from streamalloc.core.session import Session
+    from streamalloc.core.stream import Stream
+
+THIS = "this"
+"""The owner of a handle that the object made of it ends."""
+
+
+def is_ours(owner: object) -> bool:
+    """Whether ``owner`` says that the object made of a handle ends it; ``ValueError`` for another string."""
+    if isinstance(owner, str) and owner != THIS:
+        raise ValueError(
+            f"owner={owner!r}: allowed are the object that owns the handle, None if code without such an object does, "
+            f"and {THIS!r} if the object made here is to end it"
+        )
+    return isinstance(owner, str)
+
+
+def refuse_second_owner(known: object) -> ValueError:
+    """The error for a handle that an object of this process ends already."""
+    return ValueError(f"owner={THIS!r}: {known!r} owns this handle already, and would end it a second time")
+
+
+def number_of_handle(name: str, value: Any) -> int:
+    """A driver handle as a number: an integer, or an object of the bindings."""
+    if isinstance(value, (bool, str, bytes, float)) or not hasattr(value, "__int__"):
+        raise TypeError(f"{name} must be a driver handle or its number, not {type(value).__name__} ({value!r})")
+    number = checked_size(name, int(value))
+    if not number:
+        raise ValueError(f"{name}=0 is no handle")
+    return number
+
+
+def check_handle(session: Session, name: str, value: Any) -> int:
+    """Return a handle as a number; refuse one that the driver would crash on.
+
+    The handles of driver 580 are addresses of this process, which it reads unchecked. So are its contexts'.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``value`` is no handle of this process.
+    """
+    number = number_of_handle(name, value)
+    if _is_readable(int(session.context(0))) and not _is_readable(number):
+        raise ValueError(f"{name}={number:#x} is no handle of this process; handles of others are imported")
+    return number
+
+
+def _is_readable(address: int) -> bool:
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            memory.seek(address)
+            return len(memory.read(8)) == 8
+    except (OSError, OverflowError):
+        return False
+
+
+class PlainSource:
+    """The place of one memory, for its buffer in place of a pool."""
+
+    __slots__ = ("_session", "address", "location", "managed")
+
+    def __init__(self, session: Session, address: int, place: Place) -> None:
+        self._session = session
+        self.address: int = address
+        self.location: MemLocation = place.location or MemLocation.none()
+        self.managed = place.managed
+
+    @property
+    def _ordinal(self) -> int | None:
+        return None if self.managed else Place(self.location, managed=False).ordinal
+
+    @property
+    def _free(self) -> Any:
+        return self._session.cuMemFreeAsync
+
+    def _pool_of(self, buffer: Any) -> object:
+        return None
+
+    def _reachable_from(self, device: Device) -> bool:
+        if self.managed or self.location == device.location:
+            return True
+        with device.current():
+            return bool(Address(self._session, self.address).integer("ACCESS_FLAGS"))
+
+
+class PlainEnd(HandleEnd):
+    """The end of one memory after the work of a stream: of the reference to its owner, or by a call that waits."""
+
+    __slots__ = ("_use", "owner", "stream")
+
+    def __init__(self, session: Session, call: str, address: int, stream: Stream, owner: object) -> None:
+        """``call``: the driver function that frees the memory; empty if ``owner`` does."""
+        super().__init__(session, call, address)
+        self.stream = stream
+        self.owner: object = owner
+        self._use: Fence | None = None
+
+    def end(self, stream: Stream) -> None:
+        """End it after the work of ``stream``. The host waits for that work if a driver call frees the memory."""
+        self._use = Fence(self._session, [stream])
+        if self._call:
+            stream.synchronize()
+            self._session.release(self, self._call)
+        deferred_queue(self._session).end(self)
+
+    def attempt(self) -> bool:
+        if self._raw is None:
+            return True
+        if self._call:  # a dropped buffer: the call waits, which an item must not
+            deferred_queue(self._session).submit(OnceIdle(self._session, super().attempt))
+            return True
+        if self._use is None:
+            self._use = Fence(self._session, [self.stream], in_item=True)
+        if not self._use.done():
+            return False
+        self._raw = self.owner = None
+        return True
+
+
+def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[PlainSource, str]:
+    """Return the place of memory, and the driver function that ends it if it is ours; raises as
+    :meth:`Buffer.from_handle`.
+    """
+    ask = Address(session, address)
+    place = place_of(session, address)
+    if place is None:
+        raise ValueError(
+            f"address={address:#x} is in no memory that {session.driver!r} knows: it was freed, is pageable host "
+            "memory, or of another driver or process"
+        )
+    with session.relaxed():
+        start, size = ask.integer("RANGE_START_ADDR"), ask.integer("RANGE_SIZE")
+        stop = start + size
+        # Mappings side by side are memory, too. The driver reports no start for host memory without access.
+        while start and stop < address + nbytes and not ours and place_of(session, stop) is not None:
+            stop += Address(session, stop).integer("RANGE_SIZE")
+        if start and address + nbytes > stop:
+            raise ValueError(
+                f"nbytes={nbytes}: the memory at {address:#x} has {size_text(stop - address)}, to {stop:#x}"
+            )
+        if not ours:
+            return PlainSource(session, address, place), ""
+        if start and start != address:
+            raise ValueError(f"address={address:#x} is inside of the allocation at {start:#x}, freed as a whole")
+        return PlainSource(session, address, place), _free_call(ask, place)
+
+
+def _free_call(ask: Address, place: Place) -> str:
+    if int(ask.value("MEMPOOL_HANDLE")):
+        return "cuMemFreeAsync"
+    if place.location is not None and place.location.on_host and not place.managed:
+        return "cuMemFreeHost"
+    if int(ask.value("CONTEXT")) or place.managed:
+        return "cuMemFree"
+    raise ValueError(
+        f"owner={THIS!r}: the memory at {ask.number:#x} is mapped by cuMemMap, or of a graph, and not freed by its "
+        "address; vmm.PhysicalMemory.at owns a handle of mapped memory"
+    )
