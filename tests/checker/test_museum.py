@@ -1,9 +1,10 @@
 """Public bugs as small programs of plain driver calls: the checker finds each, and nothing in its fixed twin.
 
 A program names its expected report beside the lines: ``# this call: race`` on the line that the report is of, and
-``# used``, ``# freed``, ``# allocated``, ``# imported`` or ``# destroyed`` on the other one; ``# noted`` where the
-checker says that it cannot follow a source. With the argument ``fixed``, a program is its corrected twin. Those in
-``libraries`` are the same bugs in PyTorch, CuPy and Numba, for a GPU.
+``# used``, ``# freed``, ``# allocated``, ``# imported`` or ``# destroyed`` on the other one. A leak has
+``# allocated: leak``. ``# noted`` stands where the checker says that it cannot follow a source. With the argument
+``fixed``, a program is its corrected twin. Those in ``libraries`` are the same bugs in PyTorch, CuPy and Numba, for a
+GPU.
 
 Tables and programs of the page ``museum.md`` are made from them: ``python -m tests.checker.test_museum`` writes it.
 """
@@ -34,12 +35,12 @@ LIBRARIES = MUSEUM / "libraries"
 PAGE = ROOT / "notebooks" / "docs" / "museum.md"
 _BEGINNINGS = ("start", "paged", "shared")
 """Modules that the programs import."""
-_MARK = re.compile(r"this call: (?P<kind>[\w' ]+)|used|freed|allocated|imported|destroyed|noted")
+_MARK = re.compile(r"(?:this call|allocated): (?P<kind>[\w' ]+)|used|freed|allocated|imported|destroyed|noted")
 _DOCSTRING = re.compile(r"(?P<library>[^:]+): (?P<what>.+)\n\n(?P<address>https://\S+)\n.+", re.DOTALL)
 _GROUPS = {
-    "Freed too early, or twice": {
+    "Freed too early, twice, or never": {
         *("free racing a use", "free before allocation", "use before allocation", "double free"),
-        "release while in use",
+        *("release while in use", "leak"),
     },
     "A wait that is missing": {"race"},
     "Mapped, shared, captured, destroyed": {
@@ -97,6 +98,8 @@ def ran(exhibit: Exhibit, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> A
         monkeypatch.delitem(sys.modules, name, raising=False)
     with testing.install(driver):
         runpy.run_path(str(exhibit.path), run_name="__main__")
+        if exhibit.kind == "leak":
+            driver.finish()
     for name in _BEGINNINGS:
         sys.modules.pop(name, None)
     return driver
@@ -139,7 +142,8 @@ def test_the_twin_is_not_reported(exhibit: Exhibit, monkeypatch: pytest.MonkeyPa
 def test_is_a_small_program_of_plain_calls(exhibit: Exhibit) -> None:
     text = exhibit.path.read_text()
     assert "streamalloc" not in text.replace("pip install streamalloc", "")
-    assert exhibit.kind in KINDS | {"use after destroy"} and "this call" in exhibit.marks
+    place = "allocated" if exhibit.kind == "leak" else "this call"
+    assert exhibit.kind in KINDS | {"use after destroy"} and place in exhibit.marks
     assert len(text.splitlines()) <= 55 and max(map(len, text.splitlines())) <= 120
     assert "FIXED" in text
 
