@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import streamalloc.core.resource
+import streamalloc.formats.html
 
 if TYPE_CHECKING:
     from streamalloc import driver, interop, ipc, multicast, observing, plots, testing, traces, vmm
@@ -175,7 +176,7 @@ def _draw(thing: object, **options: Any) -> Any:
     return importlib.import_module("streamalloc.plots").draw(thing, **options)
 
 
-streamalloc.core.resource.draw = _draw
+streamalloc.formats.html.draw = _draw
 
 
 def _raw_handles(thing: object, **options: Any) -> Any:

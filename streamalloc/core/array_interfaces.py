@@ -1,128 +1,28 @@
-"""Array interfaces of memory: numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack.
-
-A DLPack capsule's deleter must be C code, because consumers may call it while an exception is being raised, and a
-Python callback fails then. numpy has such a deleter. If an array came from a DLPack capsule, numpy exports it and every
-slice with the device of that capsule. So each device has one array of all addresses, a window, which is never released.
-A slice of the window that keeps the memory alive is exported. The window's elements are never read or written.
-"""
+"""Array interfaces of memory: numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from streamalloc.core.memory_base import MemoryBase
 from streamalloc.core.stream import LEGACY, Stream
+from streamalloc.formats.arrays import (
+    CPU,
+    CUDA,
+    CUDA_HOST,
+    CUDA_MANAGED,
+    exported,
+    host_array,
+    interface_form,
+    windows,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-# DLDeviceType of dlpack.h.
-_CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
-_NAME = b"dltensor_versioned"
-_UINT = 1
-_ADDRESSES = 2**63 - 1
-
-
-class Tensor(ctypes.Structure):
-    """``DLTensor`` of ``dlpack.h``, the first member of ``DLManagedTensor``."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Managed(ctypes.Structure):
-    """``DLManagedTensorVersioned`` of ``dlpack.h``. It has no deleter, because it is never deleted."""
-
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("dl_tensor", Tensor),
-    )
-
-
-_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
-
-
-class _Everything:
-    """DLPack exporter of a managed tensor. Its device is pinned host memory, because NumPy imports no GPU memory."""
-
-    def __init__(self, managed: _Managed) -> None:
-        self._managed = managed
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (_CUDA_HOST, 0)
-
-    def __dlpack__(self, **_: object) -> Any:
-        return _new_capsule(ctypes.addressof(self._managed), _NAME, None)
-
-
-class Window(np.ndarray[Any, Any]):
-    """All addresses of one device as an array of bytes: the byte at ``address`` is ``window[address - 1]``.
-
-    The attribute ``memory`` of a slice keeps the memory alive.
-    """
-
-    __slots__ = ("memory",)
-
-    memory: object
-
-
-_windows: dict[tuple[int, int], Window] = {}
-_cuda_windows: dict[int | None, Window] = {}
-"""Windows of GPUs, by ordinal."""
-
-
-def _window(device: tuple[int, int]) -> Window:
-    """The window of a DLPack device, which is a pair of type and number."""
-    found = _windows.get(device)
-    if found is None:
-        # From address 1: for an array at address 0, numpy would allocate memory.
-        shape = (ctypes.c_int64 * 1)(_ADDRESSES)
-        managed = _Managed(1, 0, None, None, 0, Tensor(1, _CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # for ever: modules go before arrays do at exit
-        made = np.from_dlpack(_Everything(managed)).view(Window)
-        managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
-        found = _windows.setdefault(device, made)
-        if device[0] == _CUDA:
-            _cuda_windows[device[1]] = found
-    return found
-
-
-def _exported(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> Any:
-    """Return a byte array that keeps ``memory`` alive and that DLPack exports with ``device``."""
-    first = (address or 1) - 1
-    made: Any = _window(device)[first : first + nbytes]
-    made.memory = memory
-    return made
-
-
-def tensor_in(capsule: object) -> Tensor:
-    """The tensor of a ``dltensor`` capsule; valid while the capsule lives."""
-    return Tensor.from_address(_pointer_in(capsule, b"dltensor"))
-
 
 _WRITABLE = 1  # PyBUF_WRITABLE
 
@@ -217,10 +117,10 @@ class Exportable(MemoryBase):
     def __dlpack_device__(self) -> tuple[int, int]:
         """The DLPack device type and number."""
         if not self.host_accessible:
-            return (_CUDA, self.location.id)
+            return (CUDA, self.location.id)
         if not self.location.on_host:
-            return (_CUDA_MANAGED, self.stream.device.ordinal)
-        return (_CUDA_HOST if self.device_accessible else _CPU, 0)
+            return (CUDA_MANAGED, self.stream.device.ordinal)
+        return (CUDA_HOST if self.device_accessible else CPU, 0)
 
     def __dlpack__(
         self,
@@ -243,14 +143,13 @@ class Exportable(MemoryBase):
         if stream == -1 and dl_device is None and not copy:
             ptr = self._ptr
             if ptr is not None:
-                nbytes, ordinal = self._nbytes, self._ordinal
-                if nbytes and ordinal in _cuda_windows:
+                nbytes, window = self._nbytes, windows.get((CUDA, self._ordinal))
+                if nbytes and window is not None:
                     first = int(ptr) - 1
-                    part: Any = _cuda_windows[ordinal][first : first + nbytes]
+                    part: Any = window[first : first + nbytes]
                     part.memory = self
-                    return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
-        part = self._ordered_part(stream, dl_device, copy)
-        return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+                    return part.__dlpack__(max_version=max_version)
+        return self._ordered_part(stream, dl_device, copy).__dlpack__(max_version=max_version)
 
     def _ordered_part(self, stream: int | None, dl_device: tuple[int, int] | None, copy: bool | None) -> Any:
         """Return an array of bytes that DLPack exports as this memory. Orders ``stream`` as :meth:`__dlpack__` does."""
@@ -265,7 +164,7 @@ class Exportable(MemoryBase):
             )
         if copy:
             raise BufferError("the memory is shared as it is; copy it on your side")
-        on_host = device[0] == _CPU
+        on_host = device[0] == CPU
         # A consumer that names no stream for host-accessible memory, such as NumPy, is the host. It may access the
         # memory at once.
         of_host = on_host or (stream is None and self.host_accessible)
@@ -281,7 +180,7 @@ class Exportable(MemoryBase):
         if of_host:
             self.used(write=False, on_host=True)
         address = self.address if of_host or stream == -1 else self._at
-        part = _exported(self, address, self.nbytes, device)
+        part = exported(self, address, self.nbytes, device)
         if self._read_only(on_host=on_host):
             part.flags.writeable = False
         return part
@@ -302,58 +201,6 @@ class _Interface:
         self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
 
-class CudaArray(NamedTuple):
-    """The fields of a ``__cuda_array_interface__``."""
-
-    address: int
-    read_only: bool
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    stream: int | None
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
-    """Check the fields of an array interface of another library.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The array has a mask, Python objects, a negative size, or is not contiguous; ``name`` is in the message.
-    """
-    dtype, shape = _interface_form(interface)
-    if dtype.hasobject:
-        raise TypeError(f"{name} has elements of {dtype}: memory of devices has no Python objects")
-    if min(shape, default=0) < 0:
-        raise ValueError(f"{name} has the shape {shape}, with a negative size")
-    if interface.get("mask") is not None:
-        raise ValueError(f"{name} has a mask, which copies would not follow: pass its data and its mask one by one")
-    check_dense(name, shape, interface.get("strides"), dtype.itemsize)
-    address, read_only = interface["data"]
-    stream = interface.get("stream")
-    return CudaArray(int(address), read_only, dtype, shape, None if stream is None else int(stream))
-
-
-def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> None:
-    """Raise ValueError unless ``strides`` are None or those of a C-contiguous array with elements of ``step`` bytes."""
-    if strides is None or 0 in shape:
-        return
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != step:
-            raise ValueError(f"{name} is not contiguous: strides {tuple(strides)} of shape {shape}")
-        step *= size
-
-
-def _interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    # A single field without a name describes the type itself.
-    described = [field for field in interface.get("descr") or () if field[0]]
-    return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
-
-
 def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
     """The type and shape of memory or of an array; None for other objects."""
     if isinstance(other, MemoryBase):
@@ -361,17 +208,9 @@ def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
         return (np.dtype(np.uint8), (other.nbytes,)) if dtype is None else (dtype, other.shape)  # type: ignore[attr-defined]
     interface = getattr(other, "__cuda_array_interface__", None)
     if interface is not None:
-        return _interface_form(interface)
+        return interface_form(interface)
     array = host_array(other)
     return None if array is None else (array.dtype, array.shape)
-
-
-def host_array(other: Any) -> npt.NDArray[Any] | None:
-    """An object with the buffer protocol as an array, without a copy; None for other objects."""
-    try:
-        return other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
-    except TypeError:
-        return None
 
 
 def array_form(memory: MemoryBase, dtype: npt.DTypeLike, shape: tuple[int, ...] | None) -> tuple[Any, tuple[int, ...]]:

@@ -27,7 +27,6 @@ from streamalloc.core.errors import (
     size_text,
 )
 from streamalloc.core.fence import await_closed, ordered_after
-from streamalloc.core.html import Row
 from streamalloc.core.memory import Memory
 from streamalloc.core.plain import PlainEnd, find, is_ours, number_of_handle, refuse_second_owner
 from streamalloc.core.properties import MemLocation, checked_size
@@ -43,6 +42,7 @@ from streamalloc.core.stream import (
     refuse_capture,
 )
 from streamalloc.driver.internal import cuda
+from streamalloc.formats.html import Row
 
 if TYPE_CHECKING:
     from streamalloc.core.graph import Capture

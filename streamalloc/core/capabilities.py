@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.core.errors import InvalidValueError
-from streamalloc.core.html import code, table
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import BINDINGS_VERSION, enum_member, version_that_added
+from streamalloc.formats.html import code, table
 
 
 def _asks(attribute: str, about: str, read: Callable[[int], object] = bool) -> Any:

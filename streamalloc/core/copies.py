@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from streamalloc.core.array_interfaces import cuda_array, host_array
 from streamalloc.core.device import Device, check_location, location_of
-from streamalloc.core.elements import fill_pattern
 from streamalloc.core.errors import CaptureError, error_from, refused, unsupported
 from streamalloc.core.memory_base import MemoryBase, kinds, refuse_legacy
 from streamalloc.core.places import place_of
@@ -24,6 +22,7 @@ from streamalloc.core.properties import MemLocation, checked_type
 from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
+from streamalloc.formats.arrays import cuda_array, fill_pattern, host_array
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from streamalloc.core.deferred import MOST_PER_SYNC, work
 from streamalloc.core.event import Event
-from streamalloc.core.html import escape, gauge
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
 from streamalloc.core.stream import LEGACY, PER_THREAD, OwnStream, Stream, default_stream, draining
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import check_name, enum_member
+from streamalloc.formats.html import escape, gauge
 
 if TYPE_CHECKING:
     import uuid

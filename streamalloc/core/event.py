@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, deferred_queue, refused_to_end, work
 from streamalloc.core.errors import LOST, ClosedError, error_from
-from streamalloc.core.html import Row, Shown
 from streamalloc.core.properties import IpcEventHandle, checked_type
 from streamalloc.core.resource import Closes, Shareable, made_for_sharing
 from streamalloc.core.session import PerDriver, Session, drained
 from streamalloc.driver.internal import cuda
+from streamalloc.formats.html import Row, Shown
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop

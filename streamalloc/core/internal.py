@@ -1,13 +1,12 @@
 """Names of ``core``, beside the public ones, that the areas above use.
 
-Other areas also import errors, html, properties, resource and session directly.
+Other areas also import errors, properties, resource and session directly.
 """
 
 from __future__ import annotations
 
 from streamalloc.core.allocation_hooks import Watcher, holders, look, notify_freed, watching_of, without_notifying
 from streamalloc.core.allocator import Allocator, free_function, read_or_none
-from streamalloc.core.array_interfaces import check_dense, cuda_array, tensor_in
 from streamalloc.core.buffer import (
     Buffer,
     GraphBuffer,

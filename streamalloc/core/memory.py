@@ -16,12 +16,12 @@ import numpy as np
 
 from streamalloc.core.array_interfaces import Exportable, HasCudaArrayInterface, array_form, form_of
 from streamalloc.core.copies import Copyable
-from streamalloc.core.elements import Index, fill_steps, interface_type, part_of, to_element
 from streamalloc.core.errors import ClosedError
-from streamalloc.core.html import Row
 from streamalloc.core.memory_base import Migrating
 from streamalloc.core.properties import MemLocation
 from streamalloc.core.stream import Stream, StreamLike
+from streamalloc.formats.arrays import Index, fill_steps, interface_type, part_of, to_element
+from streamalloc.formats.html import Row
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -392,7 +392,7 @@ class TypedView(BufferView, Generic[ScalarT]):
         part = self._ordered_part(stream, dl_device, copy).view(self.dtype).reshape(self.shape)
         part.memory = self
         try:
-            return part.__dlpack__() if max_version is None else part.__dlpack__(max_version=max_version)
+            return part.__dlpack__(max_version=max_version)
         except BufferError as error:
             raise BufferError(
                 f"NumPy exports no {self.dtype} by DLPack: export view_as of an integer type and view it there"

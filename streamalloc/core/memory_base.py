@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.core.device import Device, check_location, location_of
-from streamalloc.core.html import Row, Shown, mib, place
 from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
 from streamalloc.core.resource import Shareable
 from streamalloc.core.session import Session
 from streamalloc.core.stream import LEGACY, Stream, StreamLike, as_stream
 from streamalloc.driver.internal import cuda
+from streamalloc.formats.html import Row, Shown, mib, place
 
 kinds: set[type] = set()
 """All memory classes: a look-up is five times faster than ``isinstance``."""

@@ -33,10 +33,6 @@ raw_handles: Callable[..., Any] | None = None
 """``streamalloc.ipc.raw_handles``, imported on use; set by ``streamalloc/__init__.py``."""
 
 
-draw: Callable[..., Any] | None = None
-"""``streamalloc.plots.draw``, imported on use; set by ``streamalloc/__init__.py``."""
-
-
 def made_for_sharing() -> None:
     """Prepare for an object that may be shared with other processes."""
     if prepare_for_processes is not None:

@@ -46,7 +46,6 @@ from streamalloc.core.event import (
     foreign_event,
     is_done,
 )
-from streamalloc.core.html import Row, Shown
 from streamalloc.core.library_streams import (
     KEYS,
     CuPyStreamLike,
@@ -63,6 +62,7 @@ from streamalloc.core.library_streams import (
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, members, sessions
 from streamalloc.driver.internal import SETTLERS, RLock, cuda
+from streamalloc.formats.html import Row, Shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -26,15 +26,12 @@ from streamalloc.core.internal import (
     StreamLike,
     TypedView,
     as_stream,
-    check_dense,
-    cuda_array,
     deferred_queue,
     place_of,
     queue_behind,
     queue_if_allowed,
     session_for,
     settle,
-    tensor_in,
     this_thread,
     work,
 )
@@ -42,6 +39,7 @@ from streamalloc.core.properties import MemLocation
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
+from streamalloc.formats.arrays import check_dense, cuda_array, tensor_in
 from streamalloc.interop.bridge import check_driver
 
 _CUDA = 2

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import ClosedError, CudaError, attach, size_text, undoing
-from streamalloc.core.html import Row, Shown, mib, place, table
 from streamalloc.core.internal import BufferView, Deferred, Device, Stream, StreamLike, as_stream, deferred_queue
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
+from streamalloc.formats.html import Row, Shown, mib, place, table
 from streamalloc.ipc import Communicator, CommunicatorLike, as_communicator
 from streamalloc.ipc.internal import deadline_after, left
 from streamalloc.multicast.setup import steps

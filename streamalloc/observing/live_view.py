@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, CudaError
-from streamalloc.core.html import gauge, mib, place, table
 from streamalloc.core.internal import Device, deferred_queue
 from streamalloc.core.properties import MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of, sessions
 from streamalloc.driver import ForkedProcessError
+from streamalloc.formats.html import gauge, mib, place, table
 from streamalloc.pool import MemoryPool, PoolStatistics
 from streamalloc.pool.internal import known_pools, raw_pool, reading
 

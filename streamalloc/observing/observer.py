@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text, warn
-from streamalloc.core.html import Drawn
 from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Leaves
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import RLock
+from streamalloc.formats.html import Drawn
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing import export
 from streamalloc.observing.records import Action, Allocation, Happening, LeakReport, Phase, Source, largest, sites

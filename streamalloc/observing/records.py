@@ -10,9 +10,9 @@ from types import CodeType
 from typing import Literal, NamedTuple
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.html import code, mib, table
 from streamalloc.core.properties import MemLocation
 from streamalloc.driver.internal import here, line_of, place_of
+from streamalloc.formats.html import code, mib, table
 
 Kind = Literal["pool", "cache", "mapping"]
 Action = Literal["allocate", "free", "failure"]

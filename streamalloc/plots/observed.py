@@ -12,8 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.html import place
 from streamalloc.driver import Call
+from streamalloc.formats.html import place
 from streamalloc.observing import Allocation, Happening, Observer, Phase
 from streamalloc.plots import style
 from streamalloc.plots.ranges import address_range

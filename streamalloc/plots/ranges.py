@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.html import color_of, place
 from streamalloc.core.properties import MemAccess, MemLocation
+from streamalloc.formats.html import color_of, place
 from streamalloc.plots.style import GREY, INK, MiB, bare, drawing
 from streamalloc.vmm import AddressRange, PhysicalMemory, VirtualBuffer
 

@@ -17,7 +17,7 @@ MiB = 1 << 20
 WIDTH = 9.4
 """Inches: the width of a figure in a notebook."""
 
-# Each colour has one meaning in all figures. Locations use :func:`streamalloc.core.html.color_of`.
+# Each colour has one meaning in all figures. Locations use :func:`streamalloc.formats.html.color_of`.
 INK, GREY = "#24292f", "#6e7781"
 RESERVED, RESERVED_EDGE, USED = "#cfe0f1", "#7ba3cf", "#1f4e86"
 RED = "#b3402e"

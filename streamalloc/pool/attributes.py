@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, o
 import numpy as np
 
 from streamalloc.core.errors import InvalidValueError, NotSupportedError, unsupported
-from streamalloc.core.html import code, gauge, table
 from streamalloc.core.properties import (
     MemAllocationType,
     MemHandleType,
@@ -21,6 +20,7 @@ from streamalloc.core.properties import (
     checked_type,
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_added
+from streamalloc.formats.html import code, gauge, table
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -19,7 +19,6 @@ from streamalloc.core.errors import (
     undoing,
     warn,
 )
-from streamalloc.core.html import Drawn, Row, gauge, place
 from streamalloc.core.internal import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,
@@ -59,6 +58,7 @@ from streamalloc.core.resource import Closes, Leaves, Shareable, made_for_sharin
 from streamalloc.core.session import Session, members
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
+from streamalloc.formats.html import Drawn, Row, gauge, place
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.ending import PoolCache, PoolEnd, pools_of
 from streamalloc.pool.properties import MemPoolProps

@@ -31,7 +31,6 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from streamalloc.core.errors import ClosedError, undo_all
-from streamalloc.core.html import Drawn
 from streamalloc.core.internal import (
     FABRIC_NEEDS,
     Deferred,
@@ -48,6 +47,7 @@ from streamalloc.core.resource import Closes, Shareable, check_exported
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import RLock, cuda
+from streamalloc.formats.html import Drawn
 from streamalloc.vmm.access import Rights
 
 

@@ -19,7 +19,6 @@ from streamalloc.core.errors import (
     undoing,
     warn,
 )
-from streamalloc.core.html import Row, mib, place
 from streamalloc.core.internal import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,
@@ -47,6 +46,7 @@ from streamalloc.core.resource import made_for_sharing
 from streamalloc.core.session import OwnsHandle, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
+from streamalloc.formats.html import Row, mib, place
 from streamalloc.pool.internal import pool_holders
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.ownership import AllocationHandle, Allocations, GenericAllocation, Kind, allocations_of

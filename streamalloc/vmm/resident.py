@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamalloc.core.errors import CudaError
-from streamalloc.core.html import Row, Shown, mib, table
 from streamalloc.core.internal import Device
 from streamalloc.core.session import members, session_of
+from streamalloc.formats.html import Row, Shown, mib, table
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import known_pools
 from streamalloc.vmm.ownership import allocations_of

@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from streamalloc.core.errors import CudaError, EvictedError, InUseError, attach, size_text, undoing
-from streamalloc.core.html import Drawn, Html, Row, gauge
 from streamalloc.core.internal import CopySide, Device, Event, Fence, Memory, Stream, StreamLike, as_stream
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
+from streamalloc.formats.html import Drawn, Html, Row, gauge
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, structs_of, wait_for_users
 from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text

@@ -234,7 +234,7 @@ class TestDLPack:
 
     def test_at_the_end_of_the_interpreter(self, python: Callable[..., CompletedProcess[str]]) -> None:
         """The array that is exported is freed late; with debugging, what it needs then is overwritten once freed."""
-        code = "from streamalloc.core.array_interfaces import _exported; _exported(None, 64, 64, (2, 0)).__dlpack__()"
+        code = "from streamalloc.formats.arrays import exported; exported(None, 64, 64, (2, 0)).__dlpack__()"
         ended = python(code, PYTHONMALLOC="debug")
         assert (ended.returncode, ended.stderr) == (0, "")
 

@@ -14,10 +14,10 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import interop, vmm
-from streamalloc.core.internal import tensor_in
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import direct_handle
 from streamalloc.driver.bindings import cuda
+from streamalloc.formats.arrays import tensor_in
 from streamalloc.testing import Gate
 from tests.interop.conftest import Get
 from tests.support import MiB, holds, pending, read

@@ -22,13 +22,15 @@ PACKAGE = Path(streamalloc.__file__).parent
 
 # From the bottom to the top. Each part may take from those before it.
 LAYERS = (
-    "driver", "simulator", "checker", "core", "pool", "vmm", "ipc", "multicast", "observing", "interop", "traces",
-    "plots", "testing", "cli",
+    "driver", "simulator", "checker", "formats", "core", "pool", "vmm", "ipc", "multicast", "observing", "interop",
+    "traces", "plots", "testing", "cli",
 )  # fmt: skip
 # Rooms of one place take nothing from each other.
 ROOMS = {"ipc": ("transport", "wire", "exporter importer", "ring store"), "multicast": ("objects", "setup")}
 # Modules of core that are faces beside ``internal``: the words in which all areas speak of memory and of failures.
-VOCABULARY = ("errors", "html", "properties", "resource", "session")
+VOCABULARY = ("errors", "properties", "resource", "session")
+# Modules of other people's formats, which know nothing of ours.
+FORMATS = ("arrays", "html")
 # They name each other in their types, which no order of files could change; no import at the top goes in a circle.
 KNOW_EACH_OTHER = [{f"streamalloc.core.{name}" for name in names.split()} for names in ("device event graph stream",)]
 
@@ -119,6 +121,7 @@ def test_an_area_takes_from_another_what_that_publishes() -> None:
     """Its public names, or those of its file ``internal``; of core also those of the vocabulary."""
     faces = {f"streamalloc.{area}{inside}" for area in LAYERS for inside in ("", ".internal")}
     faces |= {f"streamalloc.core.{module}" for module in VOCABULARY}
+    faces |= {f"streamalloc.formats.{module}" for module in FORMATS}
 
     def allowed(module: str, other: str, name: str) -> bool:
         theirs = _area(other)

@@ -14,7 +14,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, multicast, vmm
-from streamalloc.core.html import Html, Shown, table
+from streamalloc.formats.html import Html, Shown, table
 from tests.support import MiB
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.internal import (
     Buffer,
     BufferView,
@@ -41,6 +40,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda, opaque_bytes
+from streamalloc.formats.html import Row, Shown, mib
 from streamalloc.ipc.exporter.exports import (
     NO_FABRIC_POOLS,
     POSIX,

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import CaptureError, ClosedError, CudaError, attach, size_text
-from streamalloc.core.html import Row
 from streamalloc.core.internal import (
     Device,
     Fd,
@@ -41,6 +40,7 @@ from streamalloc.core.properties import (
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
+from streamalloc.formats.html import Row
 from streamalloc.ipc.importer.imports import HostLease, ImportUse, PlainImport, PoolHandle, PoolImport, imports_of
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism

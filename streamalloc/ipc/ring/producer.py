@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from streamalloc.core.errors import ClosedError, size_text, undoing
-from streamalloc.core.html import Row
 from streamalloc.core.internal import (
     Buffer,
     CopySide,
@@ -27,6 +26,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocationType, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import Lock
+from streamalloc.formats.html import Row
 from streamalloc.ipc.exporter.exports import Lease, exports_of, hung_up
 from streamalloc.ipc.exporter.share import Shared, share
 from streamalloc.ipc.ring.protocol import (

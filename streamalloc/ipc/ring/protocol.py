@@ -32,10 +32,10 @@ from typing import NamedTuple
 from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, size_text
-from streamalloc.core.html import Row, Shown, mib
 from streamalloc.core.internal import BufferView, Deferred, Memory, Stream, deferred_queue
 from streamalloc.core.resource import Closes, Leaves
 from streamalloc.core.session import Session
+from streamalloc.formats.html import Row, Shown, mib
 from streamalloc.ipc.transport.channel import Message, ProtocolError
 from streamalloc.ipc.wire.control_block import SLOTS
 

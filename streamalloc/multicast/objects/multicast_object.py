@@ -14,13 +14,13 @@ from typing import Any
 from typing_extensions import Self
 
 from streamalloc.core.errors import CudaError, IncompleteTeamError, NotSupportedError, refused, size_text, unsupported
-from streamalloc.core.html import Row, mib, place, table
 from streamalloc.core.internal import Device, Fd, Memory, check_device, session_for
 from streamalloc.core.properties import MemHandleType, MemLocation, checked_size, checked_type, refuse_windows
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
+from streamalloc.formats.html import Row, mib, place, table
 from streamalloc.multicast.objects.bindings import BindingNode, BindSource, check_multiple
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import (

@@ -23,7 +23,6 @@ from streamalloc.core.errors import (
     refused,
     size_text,
 )
-from streamalloc.core.html import Row, Shown, gauge, mib
 from streamalloc.core.internal import (
     NOT_CAPTURED,
     Allocator,
@@ -49,6 +48,7 @@ from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
+from streamalloc.formats.html import Row, Shown, gauge, mib
 from streamalloc.pool.cache.blocks import Block, CachedBuffer, SharedBehind, filled
 from streamalloc.pool.cache.state import MAX_RETURNING, CacheState, StreamCache
 from streamalloc.pool.ending import pools_of

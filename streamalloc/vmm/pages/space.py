@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, EvictedError, size_text, undoing
-from streamalloc.core.html import Row, gauge
 from streamalloc.core.internal import (
     CopySide,
     Device,
@@ -31,6 +30,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
+from streamalloc.formats.html import Row, gauge
 from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for_users
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page

@@ -6,17 +6,26 @@ A class yields the rows of its card (:meth:`Shown._about`). Locations have the c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeAlias
 
-from streamalloc.core import resource
-from streamalloc.core.properties import MemLocation, MemLocationType
+draw: Callable[..., Any] | None = None
+"""``streamalloc.plots.draw``, imported on use; set by ``streamalloc/__init__.py``."""
 
 _DEVICES = ("#3f78b5", "#e0923d", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794", "#b3563e")
 _HOST = "#5f9467"
 _ELSEWHERE = "#6e7781"
 # Jupyter would align the text of cells to the right.
 _LEFT = " style='text-align:left'"
+
+
+class _Location(Protocol):
+    @property
+    def type(self) -> Any: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def on_host(self) -> bool: ...
 
 
 class Html(str):
@@ -42,18 +51,18 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def place(location: MemLocation) -> str:
+def place(location: _Location) -> str:
     """The location of memory, as a label."""
-    if location.type is MemLocationType.DEVICE:
+    if location.type.name == "DEVICE":
         return f"GPU {location.id}"
-    if location.type is MemLocationType.HOST_NUMA:
+    if location.type.name == "HOST_NUMA":
         return f"host, node {location.id}"
     return "host" if location.on_host else "several places"
 
 
-def color_of(location: MemLocation) -> str:
+def color_of(location: _Location) -> str:
     """The colour of a location."""
-    if location.type is MemLocationType.DEVICE:
+    if location.type.name == "DEVICE":
         return _DEVICES[location.id % len(_DEVICES)]
     return _HOST if location.on_host else _ELSEWHERE
 
@@ -82,7 +91,7 @@ def gauge(value: int, total: int) -> Html:
     return Html(f"<span style='white-space:nowrap'>{bar} {share}</span>")
 
 
-def strip(nbytes: int, pieces: Iterable[tuple[int, int, MemLocation, str]]) -> Html:
+def strip(nbytes: int, pieces: Iterable[tuple[int, int, _Location, str]]) -> Html:
     """A strip of an address range. Each piece is offset, size, location and text; gaps are holes."""
     parts = []
     for offset, size, where, text in pieces:
@@ -143,5 +152,5 @@ class Drawn(Shown):
         ModuleNotFoundError
             ``matplotlib`` is not installed.
         """
-        assert resource.draw is not None
-        return resource.draw(self, **options)
+        assert draw is not None
+        return draw(self, **options)

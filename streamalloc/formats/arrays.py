@@ -1,0 +1,316 @@
+"""Arrays of NumPy, of DLPack and of ``__cuda_array_interface__``: their structs, elements, indices and types.
+
+A DLPack capsule's deleter must be C code, because consumers may call it while an exception is being raised, and a
+Python callback fails then. numpy has such a deleter. If an array came from a DLPack capsule, numpy exports it and every
+slice with the device of that capsule. So each device has one array of all addresses, a window, which is never released.
+A slice of the window that keeps the memory alive is exported. The window's elements are never read or written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from itertools import groupby
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# -- DLPack --------------------------------------------------------------------------------------------------
+
+# DLDeviceType of dlpack.h.
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+_NAME = b"dltensor_versioned"
+_UINT = 1
+_ADDRESSES = 2**63 - 1
+
+
+class DLTensor(ctypes.Structure):
+    """The struct of ``dlpack.h``, the first member of ``DLManagedTensor``."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """``DLManagedTensorVersioned`` of ``dlpack.h``. It has no deleter, because it is never deleted."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("dl_tensor", DLTensor),
+    )
+
+
+_pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+
+
+class _Everything:
+    """DLPack exporter of a managed tensor. Its device is pinned host memory, because NumPy imports no GPU memory."""
+
+    def __init__(self, managed: _Managed) -> None:
+        self._managed = managed
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (CUDA_HOST, 0)
+
+    def __dlpack__(self, **_: object) -> Any:
+        return _new_capsule(ctypes.addressof(self._managed), _NAME, None)
+
+
+class Window(np.ndarray[Any, Any]):
+    """All addresses of one device as an array of bytes: the byte at ``address`` is ``window[address - 1]``.
+
+    The attribute ``memory`` of a slice keeps the memory alive.
+    """
+
+    __slots__ = ("memory",)
+
+    memory: object
+
+
+windows: dict[tuple[int, int | None], Window] = {}
+"""Windows by DLPack device: a pair of type and number."""
+
+
+def _window(device: tuple[int, int]) -> Window:
+    """The window of a DLPack device."""
+    found = windows.get(device)
+    if found is None:
+        # From address 1: for an array at address 0, numpy would allocate memory.
+        shape = (ctypes.c_int64 * 1)(_ADDRESSES)
+        managed = _Managed(1, 0, None, None, 0, DLTensor(1, CUDA_HOST, 0, 1, _UINT, 8, 1, shape, None, 0))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # for ever: modules go before arrays do at exit
+        made = np.from_dlpack(_Everything(managed)).view(Window)
+        managed.dl_tensor.device_type, managed.dl_tensor.device_id = device
+        found = windows.setdefault(device, made)
+    return found
+
+
+def exported(memory: object, address: int, nbytes: int, device: tuple[int, int]) -> Any:
+    """A byte array that keeps ``memory`` alive and that DLPack exports with ``device``."""
+    first = (address or 1) - 1
+    made: Any = _window(device)[first : first + nbytes]
+    made.memory = memory
+    return made
+
+
+def tensor_in(capsule: object) -> DLTensor:
+    """The tensor of a ``dltensor`` capsule; valid while the capsule lives."""
+    return DLTensor.from_address(_pointer_in(capsule, b"dltensor"))
+
+
+# -- array interfaces ----------------------------------------------------------------------------------------
+
+
+class CudaArray(NamedTuple):
+    """The fields of a ``__cuda_array_interface__``."""
+
+    address: int
+    read_only: bool
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    stream: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def cuda_array(interface: dict[str, Any], name: str) -> CudaArray:
+    """Check the fields of an array interface of another library.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The array has a mask, Python objects, a negative size, or is not contiguous; ``name`` is in the message.
+    """
+    dtype, shape = interface_form(interface)
+    if dtype.hasobject:
+        raise TypeError(f"{name} has elements of {dtype}: memory of devices has no Python objects")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{name} has the shape {shape}, with a negative size")
+    if interface.get("mask") is not None:
+        raise ValueError(f"{name} has a mask, which copies would not follow: pass its data and its mask one by one")
+    check_dense(name, shape, interface.get("strides"), dtype.itemsize)
+    address, read_only = interface["data"]
+    stream = interface.get("stream")
+    return CudaArray(int(address), read_only, dtype, shape, None if stream is None else int(stream))
+
+
+def check_dense(name: str, shape: tuple[int, ...], strides: Any, step: int) -> None:
+    """Raise ValueError unless ``strides`` are None or those of a C-contiguous array with elements of ``step`` bytes."""
+    if strides is None or 0 in shape:
+        return
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != step:
+            raise ValueError(f"{name} is not contiguous: strides {tuple(strides)} of shape {shape}")
+        step *= size
+
+
+def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """The type and shape that an array interface names."""
+    # A single field without a name describes the type itself.
+    described = [field for field in interface.get("descr") or () if field[0]]
+    return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
+
+
+def host_array(other: Any) -> npt.NDArray[Any] | None:
+    """An object with the buffer protocol as an array, without a copy; None for other objects."""
+    try:
+        return other if isinstance(other, np.ndarray) else np.asarray(memoryview(other))
+    except TypeError:
+        return None
+
+
+# -- elements ------------------------------------------------------------------------------------------------
+
+Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None"
+"""A basic index of NumPy."""
+
+_WORDS = (1, 2, 4)
+_NUMBERS = (int, float, complex, np.number)
+
+
+def to_element(value: object, dtype: np.dtype[Any]) -> bytes:
+    """The bytes of one element with this value, in memory order.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The type cannot hold the value, except for rounding of floating-point numbers.
+    """
+    element = np.empty((), dtype)
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            element[()] = value
+            kept = _keeps(element, value)
+    except TypeError as error:
+        raise TypeError(f"value={value!r} is no value of {dtype}") from error
+    except (ValueError, ArithmeticError) as error:
+        raise ValueError(f"value={value!r} is no value of {dtype}") from error
+    if not kept:
+        kind = ValueError if isinstance(value, _NUMBERS) else TypeError
+        raise kind(f"value={value!r} is no value of {dtype}")
+    return element.tobytes()
+
+
+def _keeps(element: np.ndarray[Any, Any], value: object) -> bool:
+    """Whether an element holds the assigned value, up to floating-point rounding."""
+    dtype = element.dtype
+    if isinstance(value, (bytes, bytearray)):
+        padded = value.ljust(dtype.itemsize, b"\0") if dtype.kind == "S" else value
+        return element.tobytes() == padded
+    if dtype.names is not None:
+        return isinstance(value, (tuple, np.void))
+    if dtype.kind == "V" and dtype.type is not np.void:  # of ml_dtypes
+        return isinstance(value, _NUMBERS)
+    given = np.asarray(value)
+    rounds = dtype.kind in "fc" and given.dtype.kind in "biufc"
+    return (rounds and np.can_cast(given.dtype, dtype, "same_kind")) or bool(np.all(element == given))
+
+
+def fill_pattern(value: int | bytes | np.generic, width: int | None) -> tuple[int, int]:
+    """The fill pattern as the driver's unsigned number, and its width in bytes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The value is not a pattern, or does not fit the width.
+    """
+    if isinstance(value, np.generic):
+        value = value.tobytes()
+    if isinstance(value, (bytes, bytearray)):
+        if len(value) not in _WORDS or width not in (None, len(value)):
+            raise ValueError(f"value={value!r}: a pattern has 1, 2 or 4 bytes{f', and width={width}' if width else ''}")
+        return int.from_bytes(value, "little"), len(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"value must be an integer, bytes or a numpy scalar, not {type(value).__name__} ({value!r})")
+    width = 1 if width is None else width
+    if width not in _WORDS:
+        raise ValueError(f"width={width!r}: allowed are 1, 2 and 4 bytes")
+    number = operator.index(value)
+    if not -(1 << 8 * width - 1) <= number < 1 << 8 * width:
+        raise ValueError(f"value={number} does not fit a pattern of {width} byte{'s' if width > 1 else ''}")
+    return number % (1 << 8 * width), width
+
+
+def fill_steps(element: bytes, address: int) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+    """Compute fills that write elements at an address.
+
+    If repetitions of 1, 2 or 4 bytes make all elements, return that pattern and no steps. Otherwise return an empty
+    pattern and the fills that make the first element: start byte, end byte (exclusive), pattern.
+    """
+    size = len(element)
+    widths = [width for width in _WORDS if size % width == 0 and address % width == 0]
+    for width in widths:
+        if element == element[:width] * (size // width):
+            return element[:width], []
+    width = widths[-1]
+    steps, at = [], 0
+    for word, run in groupby(element[start : start + width] for start in range(0, size, width)):
+        end = at + width * len(list(run))
+        steps.append((at, end, word))
+        at = end
+    return b"", steps
+
+
+def part_of(shape: tuple[int, ...], itemsize: int, index: Index) -> tuple[int, tuple[int, ...]]:
+    """Return offset in bytes and shape of the part of a C-contiguous array that a basic index selects.
+
+    Raises
+    ------
+    TypeError, IndexError
+        The index is not a basic index, or does not fit the shape.
+    ValueError
+        The selection is not contiguous.
+    """
+    indices = index if isinstance(index, tuple) else (index,)
+    for one in indices:
+        if isinstance(one, (bool, np.bool_)) or not (
+            one is None or one is Ellipsis or isinstance(one, slice) or hasattr(one, "__index__")
+        ):
+            raise TypeError(f"{one!r} is no basic index: allowed are integers, slices, ... and None")
+    basic = tuple(one if one is None or one is Ellipsis or isinstance(one, slice) else operator.index(one)
+                  for one in indices)  # fmt: skip
+    # With an ellipsis NumPy returns a view and reads no element, so the array needs no memory.
+    basic = basic if Ellipsis in basic else (*basic, Ellipsis)
+    strides = [itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
+    whole = np.lib.stride_tricks.as_strided(np.empty((), f"V{itemsize}"), shape, strides)
+    part = whole[basic]
+    if not part.flags.c_contiguous:
+        raise ValueError(f"{index!r} of shape {shape} is not contiguous: a view is")
+    return (part.ctypes.data - whole.ctypes.data if part.size else 0), part.shape
+
+
+def interface_type(dtype: np.dtype[Any]) -> dict[str, Any] | None:
+    """The entries of an array interface for a type; None if array interfaces cannot name it."""
+    if dtype.names is None:
+        return {"typestr": dtype.str} if np.dtype(dtype.str) == dtype else None
+    try:
+        return {"typestr": dtype.str, "descr": dtype.descr} if np.dtype(dtype.descr) == dtype else None
+    except ValueError:  # fields that overlap
+        return None
