@@ -69,7 +69,16 @@ if TYPE_CHECKING:
     from streamalloc.driver import DriverNotFoundError, ForkedProcessError
     from streamalloc.multicast.objects.multicast_object import MulticastObjectProp
     from streamalloc.observing import Observer, observe
-    from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool, PoolAttributes, PoolStatistics, allocate
+    from streamalloc.pool import (
+        CacheStatistics,
+        CachingAllocator,
+        CallbackAllocator,
+        MemoryPool,
+        PlainMemory,
+        PoolAttributes,
+        PoolStatistics,
+        allocate,
+    )
     from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
     from streamalloc.pool.properties import MemPoolProps
     from streamalloc.vmm.properties import MemAllocationProp, MemAllocFlags
@@ -82,6 +91,7 @@ __all__ = [
     "BufferView",
     "CacheStatistics",
     "CachingAllocator",
+    "CallbackAllocator",
     "Capabilities",
     "CaptureError",
     "ClosedError",
@@ -133,6 +143,7 @@ __all__ = [
     "OutOfMemoryError",
     "PeerAccessError",
     "PendingFreesWarning",
+    "PlainMemory",
     "PointerAttributes",
     "PoolAttributes",
     "PoolStatistics",
@@ -211,7 +222,10 @@ _NAMES_BY_MODULE = {
     "driver": "DriverNotFoundError ForkedProcessError",
     "multicast.objects.multicast_object": "MulticastObjectProp",
     "observing": "Observer observe",
-    "pool": "CacheStatistics CachingAllocator MemoryPool PoolAttributes PoolStatistics allocate",
+    "pool": (
+        "CacheStatistics CachingAllocator CallbackAllocator MemoryPool PlainMemory PoolAttributes PoolStatistics "
+        "allocate"
+    ),
     "pool.pointers": "MemoryKind PointerAttributes pointer_attributes",
     "pool.properties": "MemPoolProps",
     "vmm.properties": "MemAllocFlags MemAllocationProp",

@@ -52,8 +52,9 @@ class Allocator(Unique):
     _ordinal: int | None
     """Ordinal of the device that owns the memory, see :attr:`Memory._ordinal`."""
 
-    def _bind(self, session: Session, alloc: Any, raw: Any) -> None:
+    def _bind(self, session: Session, alloc: Any, raw: Any, free: Any = None) -> None:
         """Bind the two functions of direct calls. ``alloc`` takes the size, ``raw`` and the handle of the stream.
+        ``free``: a function in place of ``cuMemFreeAsync``.
 
         ``location`` and the state behind ``managed`` must be set before.
         """
@@ -62,7 +63,7 @@ class Allocator(Unique):
         pinned_there = location.type is MemLocationType.DEVICE and location.seen and not self.managed
         self._ordinal = location.id if pinned_there else None
         self._alloc = alloc
-        self._free = session.driver.cuMemFreeAsync
+        self._free = session.driver.cuMemFreeAsync if free is None else free
         self._raw = raw
         session.shut_with_me(self)
         watching_of(session).bound(self)

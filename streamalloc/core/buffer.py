@@ -28,6 +28,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
+from streamalloc.core.places import Address
 from streamalloc.core.plain import PlainEnd, find, is_ours, number_of_handle, refuse_second_owner
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.core.resource import Closes
@@ -176,12 +177,11 @@ class Buffer(Memory, Closes):
         ordered = device.default_stream if stream is None else as_stream(stream, session)
         if call == "cuMemFreeAsync":
             buffer: Buffer = PoolBuffer()
+            buffer._allocator, buffer._nbytes, buffer._shared = source, nbytes, None
+            buffer._stream, buffer._ptr = ordered, cuda.CUdeviceptr(number)
         else:
-            buffer = plain = PlainBuffer.__new__(PlainBuffer)
-            plain._end = PlainEnd(session, call, number, ordered, None if is_ours(owner) else owner)
-            deferred_queue(session).end_with(plain, plain._end)
-        buffer._allocator, buffer._nbytes, buffer._shared = source, nbytes, None
-        buffer._stream, buffer._ptr = ordered, cuda.CUdeviceptr(number)
+            end = PlainEnd(source, call, number, ordered, None if is_ours(owner) else owner)
+            buffer = PlainBuffer(end, nbytes)
         if is_ours(owner):
             taken[number] = buffer
         return buffer
@@ -425,12 +425,25 @@ class PlainBuffer(Buffer):
 
     __slots__ = ("_end",)
 
-    _end: PlainEnd
+    def __init__(self, end: PlainEnd, nbytes: int) -> None:
+        self._end = end
+        self._allocator, self._nbytes, self._shared = end.source, nbytes, None
+        self._stream, self._ptr = end.stream, cuda.CUdeviceptr(int(end))
+        deferred_queue(end.source._session).end_with(self, end)
 
     @property
     def owner(self) -> object:
-        """The object that owns the memory; None once it was released, and if there is none."""
+        """The object that owns the memory, or its allocator; None once it was released, and if there is none."""
         return self._end.owner
+
+    @property
+    def device_accessible(self) -> bool:
+        """Whether the stream's device may use the memory (``CU_POINTER_ATTRIBUTE_ACCESS_FLAGS``)."""
+        device = self._stream.device
+        if self.managed or self.location == device.location:
+            return True
+        with device.current():
+            return bool(Address(device._session, self.address).integer("ACCESS_FLAGS"))
 
     def free(
         self,
@@ -446,8 +459,9 @@ class PlainBuffer(Buffer):
         ptr, self._ptr = self._ptr, None
         if ptr is None:
             raise _freed_already(self)
+        self._end.stream = ordered
         try:
-            self._end.end(ordered)
+            self._allocator._free(self._end, handle)
         except BaseException:
             if self._end.raw is not None:
                 self._ptr = ptr

@@ -60,7 +60,15 @@ from streamalloc.core.places import (
     pool_locations,
     set_current_pool,
 )
-from streamalloc.core.plain import THIS, check_handle, is_ours, refuse_second_owner
+from streamalloc.core.plain import (
+    THIS,
+    PlainEnd,
+    check_handle,
+    end_plain,
+    is_ours,
+    number_of_handle,
+    refuse_second_owner,
+)
 from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (
     LEGACY,

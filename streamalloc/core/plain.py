@@ -12,6 +12,7 @@ from streamalloc.core.errors import size_text
 from streamalloc.core.fence import Fence, OnceIdle
 from streamalloc.core.places import Address, Place, place_of
 from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
     from streamalloc.core.device import Device
@@ -75,11 +76,11 @@ def _is_readable(address: int) -> bool:
 class PlainSource:
     """The place of one memory, for its buffer in place of a pool."""
 
-    __slots__ = ("_session", "address", "location", "managed")
+    __slots__ = ("_free", "_session", "location", "managed")
 
-    def __init__(self, session: Session, address: int, place: Place) -> None:
+    def __init__(self, session: Session, place: Place, free: Any) -> None:
         self._session = session
-        self.address: int = address
+        self._free = free
         self.location: MemLocation = place.location or MemLocation.none()
         self.managed = place.managed
 
@@ -87,45 +88,45 @@ class PlainSource:
     def _ordinal(self) -> int | None:
         return None if self.managed else Place(self.location, managed=False).ordinal
 
-    @property
-    def _free(self) -> Any:
-        return self._session.cuMemFreeAsync
-
     def _pool_of(self, buffer: Any) -> object:
         return None
 
     def _reachable_from(self, device: Device) -> bool:
-        if self.managed or self.location == device.location:
-            return True
-        with device.current():
-            return bool(Address(self._session, self.address).integer("ACCESS_FLAGS"))
+        return True
 
 
 class PlainEnd(HandleEnd):
     """The end of one memory after the work of a stream: of the reference to its owner, or by a call that waits."""
 
-    __slots__ = ("_use", "owner", "stream")
+    __slots__ = ("_use", "owner", "source", "stream")
 
-    def __init__(self, session: Session, call: str, address: int, stream: Stream, owner: object) -> None:
-        """``call``: the driver function that frees the memory; empty if ``owner`` does."""
-        super().__init__(session, call, address)
-        self.stream = stream
+    def __init__(self, source: Any, call: str, address: int, stream: Stream, owner: object) -> None:
+        """``call``: the driver function that frees the memory; empty if ``owner`` does. ``source``: the allocator."""
+        super().__init__(source._session, call, address)
+        self.source = source
+        self.stream: Stream = stream
+        """The stream whose work comes first."""
         self.owner: object = owner
         self._use: Fence | None = None
 
-    def end(self, stream: Stream) -> None:
-        """End it after the work of ``stream``. The host waits for that work if a driver call frees the memory."""
-        self._use = Fence(self._session, [stream])
+    def __int__(self) -> int:
+        """The address, for watchers of frees."""
+        return int(self._raw or 0)
+
+    def end(self) -> None:
+        """End the memory. The host waits for the stream if a driver call frees it."""
         if self._call:
-            stream.synchronize()
+            self.stream.synchronize()
             self._session.release(self, self._call)
+        else:
+            self._use = Fence(self._session, [self.stream])
         deferred_queue(self._session).end(self)
 
     def attempt(self) -> bool:
         if self._raw is None:
             return True
         if self._call:  # a dropped buffer: the call waits, which an item must not
-            deferred_queue(self._session).submit(OnceIdle(self._session, super().attempt))
+            deferred_queue(self._session).submit(OnceIdle(self._session, self._free))
             return True
         if self._use is None:
             self._use = Fence(self._session, [self.stream], in_item=True)
@@ -133,6 +134,16 @@ class PlainEnd(HandleEnd):
             return False
         self._raw = self.owner = None
         return True
+
+    def _free(self) -> None:
+        if self._raw is not None:
+            self.source._free(self, self.stream._raw)
+
+
+def end_plain(end: PlainEnd, _stream: object) -> tuple[Any]:
+    """End memory, in the place of the driver's function for frees."""
+    end.end()
+    return (cuda.CUresult.CUDA_SUCCESS,)
 
 
 def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[PlainSource, str]:
@@ -157,10 +168,11 @@ def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[Pl
                 f"nbytes={nbytes}: the memory at {address:#x} has {size_text(stop - address)}, to {stop:#x}"
             )
         if not ours:
-            return PlainSource(session, address, place), ""
+            return PlainSource(session, place, end_plain), ""
         if start and start != address:
             raise ValueError(f"address={address:#x} is inside of the allocation at {start:#x}, freed as a whole")
-        return PlainSource(session, address, place), _free_call(ask, place)
+        call = _free_call(ask, place)
+        return PlainSource(session, place, session.cuMemFreeAsync if call == "cuMemFreeAsync" else end_plain), call
 
 
 def _free_call(ask: Address, place: Place) -> str:

@@ -1,0 +1,159 @@
+"""Allocators without a pool: plain memory, whose end waits, and memory of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc.testing import Faults, Gate, settle
+from tests.processes import eventually
+from tests.support import MiB, holds
+
+KINDS: dict[str, Callable[[sa.Device], sa.PlainMemory]] = {
+    "device": sa.PlainMemory,
+    "host": lambda device: sa.PlainMemory(sa.MemLocation.host(), driver=device.driver),
+    "write combined": lambda device: sa.PlainMemory(sa.MemLocation.host(), write_combined=True, driver=device.driver),
+}
+
+
+def known(device: sa.Device, address: int) -> bool:
+    settle()
+    return sa.pointer_attributes(address, driver=device.driver).kind is not sa.MemoryKind.UNKNOWN
+
+
+@pytest.fixture(params=[*KINDS, pytest.param("managed", marks=pytest.mark.managed)])
+def plain(request: pytest.FixtureRequest, device: sa.Device) -> sa.PlainMemory:
+    if request.param == "managed":
+        return sa.PlainMemory(device, managed=True)
+    return KINDS[request.param](device)
+
+
+class TestPlainMemory:
+    @pytest.mark.parametrize("how", ["free", "close", "drop"])
+    def test_life(self, plain: sa.PlainMemory, device: sa.Device, stream: sa.Stream, how: str) -> None:
+        with sa.observe(plain) as seen:
+            buffer = plain.allocate(MiB, stream)
+            assert (seen.nbytes, buffer.owner, buffer.location, buffer.managed) == (
+                MiB,
+                plain,
+                plain.location,
+                plain.managed,
+            )
+            assert buffer.device_accessible and buffer.host_accessible == (plain.managed or plain.location.on_host)
+            buffer.fill(7)
+            assert holds(buffer, 7)
+            address = buffer.address
+            if how == "drop":
+                del buffer
+            else:
+                getattr(buffer, how)()
+                assert buffer.freed and not known(device, address)
+                with pytest.raises(sa.ClosedError):
+                    buffer.free()
+            assert eventually(lambda: not known(device, address))
+            assert seen.nbytes == 0
+
+    def test_the_end_comes_after_the_work(self, device: sa.Device, stream: sa.Stream, gate: Gate) -> None:
+        buffer = sa.PlainMemory(device).allocate(MiB, stream)
+        address = buffer.address
+        gate.hold(stream)
+        buffer.fill(1)
+        del buffer
+        settle()
+        assert known(device, address)
+        gate.open()
+        stream.synchronize()
+        assert eventually(lambda: not known(device, address))
+
+    def test_rows(self, device: sa.Device, stream: sa.Stream) -> None:
+        buffer, pitch = sa.PlainMemory(device).allocate_pitched(1000, 3, stream)
+        with buffer:
+            assert pitch >= 1000 and buffer.nbytes == 3 * pitch
+            buffer.fill(2)
+            assert holds(buffer, 2)
+        with pytest.raises(ValueError, match="no rows with a pitch"):
+            sa.PlainMemory(sa.MemLocation.host(), driver=device.driver).allocate_pitched(1000, 3, stream)
+
+    def test_refused(self, device: sa.Device, stream: sa.Stream) -> None:
+        plain = sa.PlainMemory(device)
+        with pytest.raises(ValueError, match="nbytes=0"):
+            plain.allocate(0, stream)
+        with pytest.raises(sa.OutOfMemoryError):
+            plain.allocate(1 << 45, stream)
+        with stream.capture(mode="relaxed") as graph, pytest.raises(sa.CaptureError):
+            plain.allocate(4096, stream)
+        graph.close()
+        host: dict[str, Any] = {"where": sa.MemLocation.host(), "managed": True, "driver": device.driver}
+        for options in ({"where": device, "write_combined": True}, host):
+            with pytest.raises(ValueError, match="managed is for devices"):
+                sa.PlainMemory(**options)
+        with pytest.raises(ValueError, match="allowed are a device"):
+            sa.PlainMemory(sa.MemLocation.host_numa(0), driver=device.driver)
+        faults: Any = Faults(device.driver)
+        shaky = sa.Device(0, driver=faults)
+        with shaky.create_stream() as other:
+            buffer = sa.PlainMemory(shaky).allocate(4096, other)
+            faults.fail("cuMemFree", result="CUDA_ERROR_UNKNOWN")
+            with pytest.raises(sa.CudaError):
+                buffer.free()
+            assert not buffer.freed
+            faults.stop()
+            buffer.free()
+
+
+class TestCallbacks:
+    def test_memory_of_other_allocators(self, device: sa.Device, stream: sa.Stream) -> None:
+        with sa.MemoryPool(device, name="small") as small, sa.MemoryPool(device, name="large") as large:
+            both = sa.CallbackAllocator(
+                lambda nbytes, stream: (small if nbytes <= MiB else large).allocate(nbytes, stream), where=device
+            )
+            one, two = both.allocate(MiB, stream), both.allocate(MiB + 1, stream)
+            assert (small.statistics().used, large.statistics().used) == (MiB, MiB + 1)
+            two.fill(3)
+            assert holds(two, 3) and two.owner is both
+            one.free()
+            del two
+            settle()
+            assert (small.statistics().used, large.statistics().used) == (0, 0)
+            with pytest.raises(ValueError, match="has less than"):
+                sa.CallbackAllocator(lambda nbytes, stream: small.allocate(4, stream), where=device).allocate(5, stream)
+
+    @pytest.mark.parametrize("how", ["free", "drop"])
+    def test_addresses(self, device: sa.Device, stream: sa.Stream, how: str) -> None:
+        raw, given = device.driver, []
+        with device.create_stream() as other, device.current():
+            allocator = sa.CallbackAllocator(
+                lambda nbytes, stream: int(raw.cuMemAlloc(nbytes)[1]),
+                lambda address, nbytes, stream: given.append((address, nbytes, stream)),
+                where=device,
+            )
+            buffer = allocator.allocate(1000, stream)
+            address = buffer.address
+            if how == "free":
+                buffer.free(other)
+            else:
+                del buffer
+                settle()
+            assert given == [(address, 1000, other if how == "free" else stream)]
+            raw.cuMemFree(address)
+
+    def test_limits_and_errors(self, device: sa.Device, stream: sa.Stream) -> None:
+        def refuse(nbytes: int, stream: sa.Stream) -> int:
+            raise KeyError(nbytes)
+
+        with sa.MemoryPool(device) as pool:
+            allocator = sa.CallbackAllocator(pool.allocate, where=device)
+            with sa.observe(allocator, limit=MiB), pytest.raises(sa.OutOfMemoryError):
+                allocator.allocate(MiB + 1, stream)
+            with pytest.raises(KeyError):
+                sa.CallbackAllocator(refuse, where=device).allocate(1, stream)
+        wrong: Any = 5
+        with pytest.raises(TypeError, match="allocate must be a function"):
+            sa.CallbackAllocator(wrong, where=device)
+        with pytest.raises(TypeError, match="free must be a function"):
+            sa.CallbackAllocator(refuse, wrong, where=device)
+        with pytest.raises(TypeError, match="the function's result"):
+            sa.CallbackAllocator(lambda nbytes, stream: "text", where=device).allocate(1, stream)  # type: ignore
