@@ -29,7 +29,7 @@ from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.interop.bridge import Sources, library
-from streamalloc.interop.torch import TorchBridge, collect, expandable, unrouted
+from streamalloc.interop.torch import TorchBridge, collect, expandable, refuse_capture, unrouted
 from streamalloc.vmm import DiskTier, SleepGroup, VirtualBuffer
 from streamalloc.vmm.internal import pinned_array, zeroed_array
 
@@ -236,6 +236,8 @@ class TorchMemorySaver:
         ------
         EvictedError
             There is memory of the tag, and none of it is paused.
+        CaptureError
+            PyTorch captures its current stream.
         OutOfMemoryError
             There is not enough device memory.
         OSError, DamagedBackupError
@@ -381,6 +383,7 @@ class TorchMemorySaver:
         if tag is not None:
             checked_type("tag", tag, str)
         self._ensure_initialized()
+        refuse_capture()
         collect()
         found = {}
         for group in self._groups.values():

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from streamalloc.core.errors import InUseError, OutOfMemoryError
+from streamalloc.core.errors import CaptureError, InUseError, OutOfMemoryError, refused
 from streamalloc.core.internal import BufferView, Memory, StreamLike
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
@@ -197,6 +197,12 @@ class TorchBridge(Bridge):
 
     def _leave(self, *, failed: bool) -> None:
         self.stop()
+
+
+def refuse_capture() -> None:
+    """Raise :class:`CaptureError` while PyTorch captures its current stream: a call that waits ends the capture."""
+    if library("torch").cuda.is_current_stream_capturing():
+        raise refused(CaptureError, "cuStreamSynchronize", "PyTorch captures its current stream, which must not wait")
 
 
 class _Route:

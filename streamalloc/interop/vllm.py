@@ -17,7 +17,7 @@ from streamalloc.core.errors import EvictedError, InUseError
 from streamalloc.core.internal import Device
 from streamalloc.core.properties import checked_type
 from streamalloc.interop.bridge import Sources, library
-from streamalloc.interop.torch import TorchBridge, collect, unrouted, without_expandable
+from streamalloc.interop.torch import TorchBridge, collect, refuse_capture, unrouted, without_expandable
 from streamalloc.vmm import SleepGroup, VirtualBuffer
 
 __all__ = ["AllocationData", "CuMemAllocator", "SleepModeBackend", "install", "register"]
@@ -33,31 +33,30 @@ _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "slee
 class AllocationData:
     """One segment of PyTorch: a live view of a buffer. :attr:`CuMemAllocator.pointer_to_data` gives them."""
 
-    __slots__ = ("_allocator", "_buffer", "tag")
+    __slots__ = ("_allocator", "_buffer", "handle", "tag")
 
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
-        self._buffer = buffer
+        self._buffer = weakref.ref(buffer)  # a view that is kept must not keep the memory
+        self.handle: tuple[int, int, int, int] = (buffer.device.ordinal, buffer.nbytes, buffer.address, 0)
+        """Device ordinal, size in bytes, address, and 0: the driver's handle stays with the package."""
         self.tag: str = tag
         """Tag of the memory."""
 
     @property
-    def handle(self) -> tuple[int, int, int, int]:
-        """Device ordinal, size in bytes, address, and 0: the driver's handle stays with the package."""
-        return self._buffer.device.ordinal, self._buffer.nbytes, self._buffer.address, 0
-
-    @property
     def is_asleep(self) -> bool:
         """Whether the device memory is released."""
-        return self._buffer.evicted
+        buffer = self._buffer()
+        return buffer is not None and buffer.evicted
 
     @property
     def cpu_backup_tensor(self) -> Any:
         """The kept bytes as a tensor in pinned host memory; None if the memory is awake, or the bytes were not kept."""
-        return self._allocator._kept.get(self._buffer)
+        buffer = self._buffer()
+        return None if buffer is None else self._allocator._kept.get(buffer)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.tag!r} of {self._buffer!r}>"
+        return f"<{type(self).__name__} {self.tag!r} of {self._buffer()!r}>"
 
 
 class CuMemAllocator:
@@ -207,7 +206,7 @@ class CuMemAllocator:
             kept[buffer] = torch.empty(buffer.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             return kept[buffer].numpy()
 
-        collect()
+        self._ready()
         self.group.sleep(backup=place)
         self._kept.update(kept)
         gc.collect()
@@ -217,7 +216,7 @@ class CuMemAllocator:
         """Release the device memory of these tags, and lose its bytes. Unknown tags are ignored. Errors as for
         :meth:`sleep`.
         """
-        collect()
+        self._ready()
         found = set(_tags("tags", tags)).intersection(self.group.buffers.values())
         if found:
             self.group.sleep(*found, keep=False)
@@ -241,7 +240,7 @@ class CuMemAllocator:
             A tag is no text.
         """
         named = _DEFERRABLE if tags is None else _tags("tags", tags)
-        collect()
+        self._ready()
         asleep = {
             buffer: tag
             for buffer, tag in self.group.buffers.items()
@@ -274,6 +273,11 @@ class CuMemAllocator:
             yield
         finally:
             self.current_tag = before
+
+    @staticmethod
+    def _ready() -> None:
+        refuse_capture()
+        collect()
 
     @staticmethod
     def _trim(bridge: TorchBridge) -> None:

@@ -542,6 +542,14 @@ def torch(driver: Any) -> dict[str, ModuleType]:
     def capturing() -> bool:
         return bool(calls.here("cuStreamIsCapturing", current_stream().cuda_stream))
 
+    @contextlib.contextmanager
+    def on_device(ordinal: int) -> Iterator[None]:
+        before, calls.device = calls.device, ordinal
+        try:
+            yield
+        finally:
+            calls.device = before
+
     class CUDAGraph:
         executable: Any
 
@@ -577,7 +585,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
     )
     module.cuda = SimpleNamespace(
         MemPool=MemPool, use_mem_pool=use_mem_pool, Stream=Stream, stream=on, current_stream=current_stream,
-        device=lambda ordinal: contextlib.nullcontext(), is_initialized=lambda: True,
+        device=on_device, is_initialized=lambda: True,
         empty_cache=empty_cache, memory_snapshot=memory_snapshot, graphs=graphs, CUDAGraph=CUDAGraph, graph=graph,
         current_device=lambda: calls.device, is_available=lambda: True, is_current_stream_capturing=capturing,
     )  # fmt: skip
