@@ -278,6 +278,7 @@ class TorchMemorySaver:
         if mode not in _HOOK_MODES:
             raise ValueError(f"hook_mode={mode!r}: allowed are {_HOOK_MODES}")
         self._hook_mode = mode
+        self._ensure_initialized()
 
     @property
     def memory_margin_bytes(self) -> int:
