@@ -10,8 +10,8 @@ from __future__ import annotations
 import abc
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
@@ -28,9 +28,9 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
-from streamalloc.core.places import Address
-from streamalloc.core.plain import PlainEnd, find, is_ours, number_of_handle, refuse_second_owner
-from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.places import Address, Place
+from streamalloc.core.plain import PlainEnd, PlainSource, find, is_ours, number_of_handle, refuse_second_owner
+from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import NOT_CALLED, PerDriver, Session
 from streamalloc.core.stream import (
@@ -46,7 +46,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row
 
 if TYPE_CHECKING:
-    from streamalloc.core.graph import Capture
+    from streamalloc.core.graph import Capture, Graph
     from streamalloc.driver import Driver
 
 StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
@@ -342,7 +342,7 @@ class Buffer(Memory, Closes):
         else:
             free(ordered)
 
-    def _belongs_to(self, capture: Capture | None) -> bool:
+    def _belongs_to(self, capture: object) -> bool:
         """Whether a capture, None for one by other code, may have allocated the memory."""
         return False
 
@@ -483,11 +483,82 @@ class GraphBuffer(Buffer):
     the launch. Dropping the object frees nothing.
     """
 
-    __slots__ = ("_address", "_capture")
+    __slots__ = ("_address", "_capture", "node")
 
     _address: int
     """Set by a free in the capture."""
-    _capture: Capture | None
+    _capture: Capture | _Graphs | None
+    node: Any
+    """The allocation's ``CUgraphNode``, of :meth:`add_to`; otherwise unset."""
+
+    @classmethod
+    def add_to(
+        cls, graph: Graph, nbytes: int, stream: Stream, *, after: Iterable[Any] = (), access: Iterable[Device] = ()
+    ) -> GraphBuffer:
+        """Add an allocation to a graph that is built by nodes (``cuGraphAddMemAllocNode``).
+
+        Nodes that use the memory depend on :attr:`node`: raw calls with :attr:`Graph.handle`, or cuda.core, add them.
+
+        Parameters
+        ----------
+        graph
+            The graph, of :meth:`Graph.create` for example, not yet instantiated.
+        nbytes
+            Size in bytes, at least 1.
+        stream
+            The stream of operations that name no other; its device has the memory.
+        after
+            Nodes (``CUgraphNode``) that the allocation comes after.
+        access
+            Further devices that use the memory.
+
+        Raises
+        ------
+        InvalidValueError
+            A node is of another graph, or the size is 0.
+
+        Examples
+        --------
+        >>> graph = sa.Graph.create(device)
+        >>> buffer = sa.GraphBuffer.add_to(graph, 4096, stream)
+        >>> end = buffer.add_free(after=[buffer.node])
+        >>> graph.nodes
+        ['MEM_ALLOC', 'MEM_FREE']
+        """
+        session, device = graph._session, stream.device
+        if stream._session is not session:
+            raise ValueError(f"stream={stream!r} belongs to another driver than {graph!r}")
+        params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
+        params.poolProps.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        params.poolProps.location = device.location.to_driver()
+        grants = [MemAccessDesc(peer.location, MemAccess.READWRITE).to_driver() for peer in access]
+        params.accessDescs, params.accessDescCount = grants, len(grants)
+        params.bytesize = checked_size("nbytes", nbytes)
+        nodes = list(after)
+        buffer = cls.__new__(cls)
+        buffer.node = session.call_in(
+            device.ordinal, "cuGraphAddMemAllocNode", graph._checked_raw(), nodes, len(nodes), params
+        )
+        source = PlainSource(session, Place(device.location, managed=False), session.cuMemFreeAsync)
+        buffer._allocator, buffer._nbytes, buffer._shared, buffer._stream = source, nbytes, None, stream
+        buffer._capture, buffer._address = _Graphs(graph), int(params.dptr)
+        buffer._ptr = cuda.CUdeviceptr(buffer._address)
+        return buffer
+
+    def add_free(self, *, after: Iterable[Any]) -> Any:
+        """Add the free to the graph of :meth:`add_to` (``cuGraphAddMemFreeNode``). Returns the ``CUgraphNode``.
+
+        Parameters
+        ----------
+        after
+            Nodes that the free comes after: those that use the memory.
+        """
+        graph: Any = self.owner
+        nodes = list(after)
+        args = graph._checked_raw(), nodes, len(nodes), self._live()
+        node = graph._session.call_in(graph.device.ordinal, "cuGraphAddMemFreeNode", *args)
+        self._ptr = None
+        return node
 
     @property
     def address(self) -> int:
@@ -528,9 +599,15 @@ class GraphBuffer(Buffer):
         if not captured:
             self._ptr = pointer
 
-    def _belongs_to(self, capture: Capture | None) -> bool:
+    def _belongs_to(self, capture: object) -> bool:
         # A capture may join streams of this package and of other code: the driver decides then.
         return capture is self._capture or None in (capture, self._capture)
+
+
+class _Graphs(NamedTuple):
+    """Stands for the capture of a graph that is built by nodes."""
+
+    graph: Graph
 
 
 def _free_later(session: Session, ptr: Any, stream: Stream, failed: Any) -> None:

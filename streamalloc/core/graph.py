@@ -56,6 +56,15 @@ class Graph(Closes):
         """Objects whose memory the graph's copies use; they live as long as the graph."""
         self._closed = False
 
+    @classmethod
+    def create(cls, device: Device) -> Self:
+        """Make a graph without nodes (``cuGraphCreate``). Raw calls with :attr:`handle`, cuda.core and
+        :meth:`GraphBuffer.add_to` add them.
+        """
+        graph = cls(device)
+        graph._handle._raw = graph._session.call("cuGraphCreate", 0)
+        return graph
+
     @property
     def complete(self) -> bool:
         """Whether the capture has ended and the graph can be launched."""

@@ -44,6 +44,7 @@ ENDERS = {
 
 
 _UNCOUNTED = ("cuMemPoolImportFromShareableHandle", "cuMipmappedArrayGetLevel")
+_NODES = ("cuGraphAddMemAllocNode", "cuGraphAddNode", "cuGraphAddNode_v2")
 
 
 class HandleCounts:
@@ -84,6 +85,9 @@ class HandleCounts:
                     break
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
+        elif name in _NODES:
+            # A node allocates at each launch.
+            self._uncounted.add(int(getattr(args[-1], "alloc", args[-1]).dptr))
         elif name == "cuMemMap":
             self._live["mapping", int(args[0])] += 1
         elif name == "cuMemUnmap":
@@ -105,5 +109,5 @@ class HandleCounts:
         return live
 
 
-COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap", *_UNCOUNTED))
+COUNTED = frozenset((*MAKERS, *ENDERS, "cuMemMap", "cuMemUnmap", *_UNCOUNTED, *_NODES))
 """The calls that change the counts."""

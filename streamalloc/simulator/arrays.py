@@ -28,8 +28,10 @@ _TILES_3D = {1: (64, 32, 32), 2: (32, 32, 32), 4: (32, 32, 16), 8: (32, 16, 16),
 Extent = tuple[int, int, int]
 """Elements in x, y and z."""
 Tile = tuple[int, int, int, int, int, int]
-"""Device, level (or TAIL), layer, then x, y and z in tiles."""
+"""Device, level (or TAIL, or WHOLE), layer, then x, y and z in tiles."""
 TAIL = -1
+WHOLE = -2
+"""In place of a level, in the tiles of an array that is mapped as a whole."""
 _MAP_NORESERVE = 0x4000
 
 
@@ -46,6 +48,8 @@ class Layout:
     levels: int = 1
     mipmapped: bool = False
     sparse: bool = True
+    deferred: bool = False
+    """Whether its memory is mapped as a whole."""
     described: tuple[int, int, int] = (0, 0, 0)
     """Format, channels and flags of the descriptor."""
     line: bool = False
@@ -55,6 +59,11 @@ class Layout:
     def size(self) -> int:
         """Bytes of all levels and layers."""
         return self.start_of(self.levels)
+
+    @property
+    def required(self) -> int:
+        """Bytes of memory to map for an array of deferred mapping (observed on H200: test_sparse_arrays)."""
+        return round_up(self.size, TILE_SIZE)
 
     def start_of(self, level: int) -> int:
         """Bytes of an ordinary array before a level."""
@@ -133,12 +142,17 @@ class Storage:
         piece begins, and its height and width.
         """
         layout, z = self.layout, part.z + z
-        if self.memory is not None:
+        if not layout.sparse:
+            if self.memory is None:
+                whole, offset = self.tiles[self.context.device.ordinal, WHOLE, 0, 0, 0, 0]
+                base = whole.window.base + offset
+            else:
+                base = view_address(self.memory)
             width, height, _ = layout.extent_of(part.array.level)
             pitch = width * layout.element
             start = layout.start_of(part.array.level) + (z * height + part.y) * pitch + part.x
             piece = (shape.height, shape.width)
-            yield rows_at(view_address(self.memory) + start, pitch, *piece), 0, 0, piece
+            yield rows_at(base + start, pitch, *piece), 0, 0, piece
             return
         for tile, y, x, piece, offset, pitch in self._segments(part, shape, z):
             backing = self.tiles.get(tile)

@@ -35,10 +35,10 @@ from streamalloc.driver.internal import cuda
 from streamalloc.vmm.ownership import HandleNode, Kind, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
 
-_LAYERED, _SPARSE = 0x01, 0x40  # CUDA_ARRAY3D_LAYERED, CUDA_ARRAY3D_SPARSE
+_LAYERED, _SPARSE, _DEFERRED = 0x01, 0x40, 0x80  # CUDA_ARRAY3D_*
 _SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
 _TILE = 1 << 16  # bytes
-_TAIL = -1  # level number of the mip tail in _Tile
+_TAIL, _WHOLE = -1, -2  # level numbers in _Tile of the mip tail, and of an array that is mapped as a whole
 _FORMATS = {f"u{size}": f"UNSIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {f"i{size}": f"SIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {"f2": "HALF", "f4": "FLOAT"}
@@ -126,9 +126,13 @@ class TilePool(Closes):
         self.memory.close()
         self._free = deque(_FreeTile(free.tile, None, None) for free in self._free)
 
-    def _take(self, count: int, stream: Stream) -> list[_FreeTile]:
-        """Take tiles for use on ``stream``. Tiles that were free longest come first."""
+    def _take(self, count: int, stream: Stream, in_a_row: bool) -> list[_FreeTile]:
+        """Take tiles for use on ``stream``. Tiles that were free longest come first, unless they are to lie in a
+        row.
+        """
         self._check_open()
+        if in_a_row:
+            self._begin_with_row(count)
         if count > len(self._free):
             why = f"the tile pool has {len(self._free)} of {self.tiles} tiles free, and {count} are needed"
             error = refused(OutOfMemoryError, "cuMemMapArrayAsync", why)
@@ -140,6 +144,17 @@ class TilePool(Closes):
             for event in {tile.event for tile in taken if tile.event is not None and tile.stream is not mine}:
                 stream.wait(event)
         return taken
+
+    def _begin_with_row(self, count: int) -> None:
+        """Have the free tiles begin with the first ``count`` of them that lie in a row."""
+        ordered = sorted(self._free, key=lambda free: free.tile)
+        for first in range(len(ordered) - count + 1):
+            if ordered[first + count - 1].tile - ordered[first].tile == count - 1:
+                self._free = deque(ordered[first : first + count] + ordered[:first] + ordered[first + count :])
+                return
+        if count <= len(ordered):
+            why = f"no {count} of the {len(ordered)} free tiles lie in a row"
+            raise refused(OutOfMemoryError, "cuMemMapArrayAsync", why)
 
     def _put_back(self, taken: Sequence[_FreeTile]) -> None:
         self._free.extendleft(reversed(taken))
@@ -200,7 +215,9 @@ class _Array(HandleNode):
 
 
 class _Tile(NamedTuple):
-    """A tile of a level; or 64 KiB of a mip tail, with ``level=_TAIL`` and the index in ``x``."""
+    """A tile of a level; or 64 KiB of a mip tail or of a whole array, with ``level=_TAIL`` or ``_WHOLE`` and the index
+    in ``x``.
+    """
 
     level: int
     layer: int
@@ -233,6 +250,9 @@ class SparseArray(OwnsNode):
         If true, the first of three dimensions counts layers.
     levels
         Number of mipmap levels; 0 makes an array without mipmaps.
+    deferred
+        If true, the array is mapped and unmapped as a whole (``CUDA_ARRAY3D_DEFERRED_MAPPING``), at tiles of a pool
+        that lie in a row. Without memory it cannot be copied, and kernels must not use it: the driver ends the context.
 
     Raises
     ------
@@ -244,7 +264,7 @@ class SparseArray(OwnsNode):
         The driver refuses the array; a dimension may be too large.
     """
 
-    __slots__ = ("channels", "device", "dtype", "layered", "levels", "mip_tail", "shape", "tile")
+    __slots__ = ("channels", "deferred", "device", "dtype", "layered", "levels", "mip_tail", "nbytes", "shape", "tile")
 
     def __init__(
         self,
@@ -255,10 +275,13 @@ class SparseArray(OwnsNode):
         channels: int = 1,
         layered: bool = False,
         levels: int = 0,
+        deferred: bool = False,
     ) -> None:
         check_device("device", device)
         self.device: Device = device
         """Device of the array."""
+        self.deferred: bool = bool(deferred)
+        """Whether it is mapped as a whole."""
         self.shape: tuple[int, ...] = tuple(checked_size("shape", extent) for extent in shape)
         """Shape of level 0, in elements."""
         self.dtype: np.dtype[Any] = np.dtype(dtype)
@@ -279,8 +302,9 @@ class SparseArray(OwnsNode):
             raise ValueError(f"dtype={self.dtype}: allowed are {', '.join(_FORMATS)}, in native byte order")
         if channels not in (1, 2, 4):
             raise ValueError(f"channels={channels!r}: allowed are 1, 2 and 4")
-        if not device.attribute("SPARSE_CUDA_ARRAY_SUPPORTED"):
-            raise unsupported("cuArray3DCreate", "a device with sparse arrays", repr(device))
+        needed = "DEFERRED_MAPPING" if self.deferred else "SPARSE"
+        if not device.attribute(f"{needed}_CUDA_ARRAY_SUPPORTED"):
+            raise unsupported("cuArray3DCreate", "a device with such arrays", repr(device))
         with undoing(self.close):
             self._create(kind)
 
@@ -291,22 +315,32 @@ class SparseArray(OwnsNode):
         descriptor.Depth = self.shape[0] if len(self.shape) == 3 else 0
         descriptor.Format = getattr(cuda.CUarray_format, f"CU_AD_FORMAT_{_FORMATS[kind]}")
         descriptor.NumChannels = self.channels
-        descriptor.Flags = _SPARSE | (_LAYERED if self.layered else 0)
+        descriptor.Flags = (_DEFERRED if self.deferred else _SPARSE) | (_LAYERED if self.layered else 0)
         hint = f"an array of shape {self.shape}, {self.levels} levels: more than the device can have?"
+        self.nbytes: int = 0
+        """Memory of an array that is mapped as a whole, in bytes; 0 of others."""
+        self.mip_tail: MipTail | None = None
+        """Levels that share memory; None if there are none."""
+        self.tile: tuple[int, ...] = self.level_shape()
+        """Shape of a tile in elements: (height, width) or (depth, height, width); of one that is mapped as a whole, all
+        of it.
+        """
         with self.device.current():
             if self.levels:
                 self._node._raw = session.call("cuMipmappedArrayCreate", descriptor, self.levels, hint=hint)
-                found = session.call("cuMipmappedArrayGetSparseProperties", self._node.raw)
             else:
                 self._node._raw = session.call("cuArray3DCreate", descriptor, hint=hint)
-                found = session.call("cuArrayGetSparseProperties", self._node.raw)
+            if self.deferred:
+                name = "cuMipmappedArrayGetMemoryRequirements" if self.levels else "cuArrayGetMemoryRequirements"
+                self.nbytes = int(session.call(name, self._node.raw, self.device.ordinal).size)
+                return
+            name = "cuMipmappedArrayGetSparseProperties" if self.levels else "cuArrayGetSparseProperties"
+            found = session.call(name, self._node.raw)
         extent = found.tileExtent
         extents = (int(extent.depth), int(extent.height), int(extent.width))
-        self.tile: tuple[int, ...] = extents[1 if len(self.shape) == 2 or self.layered else 0 :]
-        """Shape of a tile in elements: (height, width) or (depth, height, width)."""
+        self.tile = extents[1 if len(self.shape) == 2 or self.layered else 0 :]
         tail = MipTail(int(found.miptailFirstLevel), int(found.miptailSize), bool(int(found.flags) & _SINGLE_TAIL))
-        self.mip_tail: MipTail | None = tail if tail.nbytes else None
-        """Levels that share memory; None if there are none."""
+        self.mip_tail = tail if tail.nbytes else None
 
     @property
     def handle(self) -> int:
@@ -346,7 +380,7 @@ class SparseArray(OwnsNode):
         """Return an array with one element per tile of a level: whether the tile is mapped."""
         self._check_layer(layer)
         grid = tuple(-(-extent // step) for extent, step in zip(self.level_shape(level), self.tile, strict=True))
-        found = np.zeros(grid, np.bool_)
+        found = np.full(grid, self.deferred and bool(self._node.map))
         for tile in self._node.map:
             if (tile.level, tile.layer) == (level, layer):
                 found[(tile.z, tile.y, tile.x)[-len(grid) :]] = True
@@ -370,7 +404,8 @@ class SparseArray(OwnsNode):
         pool
             Pool of the tiles' memory.
         region
-            Slices in elements that begin and end at tiles or at the end of the level; None for the whole level.
+            Slices in elements that begin and end at tiles or at the end of the level; None for the whole level, and for
+            an array that is mapped as a whole.
         level, layer
             Mipmap level, below the mip tail, and layer.
         stream
@@ -379,7 +414,7 @@ class SparseArray(OwnsNode):
         Raises
         ------
         OutOfMemoryError
-            The pool has too few free tiles. Nothing is mapped.
+            The pool has too few free tiles, or too few in a row. Nothing is mapped.
         ValueError
             The region cuts tiles, is outside of the level or is mapped already; the array has no such level or layer.
         CaptureError
@@ -411,12 +446,14 @@ class SparseArray(OwnsNode):
         for tile in wanted:
             if tile in self._node.map:
                 place = f"the tile at {tile[-len(self.tile) :]} of level {tile.level}"
-                raise ValueError(f"{'the mip tail' if tile.level == _TAIL else place} is mapped already")
-        taken = pool._take(len(wanted), ordered)
+                place = {_TAIL: "the mip tail", _WHOLE: "the array"}.get(tile.level, place)
+                raise ValueError(f"{place} is mapped already")
+        taken = pool._take(len(wanted), ordered, self.deferred)
         given = {tile: (pool, free.tile) for tile, free in zip(wanted, taken, strict=True)}
         self._node.use(pool)
         with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._put_back(taken)):
-            self._submit(ordered, [self._info(tile, pool, slot) for tile, (_, slot) in given.items()])
+            infos = [self._info(tile, pool, slot) for tile, (_, slot) in given.items()]
+            self._submit(ordered, infos[:1] if self.deferred else infos)
         self._node.map.update(given)
         self._note(ordered)
 
@@ -425,7 +462,7 @@ class SparseArray(OwnsNode):
         mapped = [tile for tile in tiles if tile in self._node.map]
         if not mapped:
             return
-        self._submit(ordered, [self._info(tile, None, 0) for tile in mapped])
+        self._submit(ordered, [self._info(tile, None, 0) for tile in (mapped[:1] if self.deferred else mapped)])
         event = self._note(ordered)
         pools = set()
         for tile in mapped:
@@ -482,6 +519,8 @@ class SparseArray(OwnsNode):
             info.memHandle.memHandle = pool.memory._checked_raw()
             info.offset = slot * _TILE
         info.deviceBitMask = 1 << self.device.ordinal
+        if self.deferred:
+            return info
         kinds = cuda.CUarraySparseSubresourceType
         if tile.level == _TAIL:
             info.subresourceType = kinds.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_MIPTAIL
@@ -523,6 +562,8 @@ class SparseArray(OwnsNode):
         self, host: npt.NDArray[Any], stream: StreamLike, region: Region, level: int, layer: int, *, to_array: bool
     ) -> None:
         ordered = self._ordered(stream)
+        if self.deferred and not self._node.map:
+            raise ValueError(f"{self!r} has no memory, and is copied only with it: map() it first")
         starts, stops = self._bounds(region, level, layer)
         extents = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         wanted = (*extents, self.channels) if self.channels > 1 else extents
@@ -570,6 +611,11 @@ class SparseArray(OwnsNode):
         return starts, stops
 
     def _tiles(self, region: Region, level: int, layer: int) -> Iterator[_Tile]:
+        if self.deferred:
+            if region is not None or level or layer:
+                raise ValueError(f"region={region!r}, level={level}, layer={layer}: {self!r} is mapped as a whole")
+            yield from (_Tile(_WHOLE, 0, 0, 0, index) for index in range(-(-self.nbytes // _TILE)))
+            return
         starts, stops = self._bounds(region, level, layer)
         if self.mip_tail is not None and level >= self.mip_tail.first_level:
             raise ValueError(f"level={level} is in the mip tail: map_tail() and unmap_tail() map it")

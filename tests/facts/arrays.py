@@ -120,7 +120,7 @@ class Arrays:
             part = info.subresource.sparseLevel
             part.level, part.layer = level, layer
             part.offsetX, part.offsetY, part.offsetZ = at
-            part.extentWidth, part.extentHeight, part.extentDepth = (*extent, 1)[:3]
+            part.extentWidth, part.extentHeight, part.extentDepth = (*extent, 1, 1, 1)[:3]
         else:
             info.subresourceType = kinds.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_MIPTAIL
             info.subresource.miptail.layer = layer

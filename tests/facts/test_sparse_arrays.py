@@ -171,6 +171,31 @@ class TestBytes:
         assert not read[2 * depth :].any() and not read[:, height].any()
 
 
+class TestDeferredMapping:
+    """Arrays that are mapped as a whole."""
+
+    def test_requirements(self, arrays: Arrays) -> None:
+        sizes = {(100, 100): TILE, (1024, 1024): 4 << 20, (4096, 4096): 64 << 20, (64, 64, 64): 1 << 20, (999, 0): TILE}
+        for extent, size in sizes.items():
+            found = value(arrays.raw.cuArrayGetMemoryRequirements(arrays.array(*extent, flags=DEFERRED), 0))
+            assert (found.size, found.alignment) == (size, TILE)
+        mipmap = arrays.mipmap(4, 1024, 1024, flags=DEFERRED)
+        assert value(arrays.raw.cuMipmappedArrayGetMemoryRequirements(mipmap, 0)).size == 5570560
+        assert said(arrays.raw.cuArrayGetSparseProperties(arrays.array(100, 100, flags=DEFERRED))) == "INVALID_VALUE"
+
+    def test_mapping(self, arrays: Arrays) -> None:
+        """At any tile of a tile pool, if the rest of the pool has room; again over itself, and unmapped without one."""
+        array, pool, data = arrays.array(1024, 1024, flags=DEFERRED), arrays.pool(4), pattern(1024, 4096)
+        for offset, expected in ((0, "SUCCESS"), (TILE, "SUCCESS"), (4 << 20, "SUCCESS"), (65 * TILE, "INVALID_VALUE")):
+            assert arrays.map(array, (), pool, offset=offset) == expected
+        assert arrays.map(array, (), pool, offset=512) == "INVALID_VALUE"
+        assert arrays.map(array, (), arrays.rig.memory(4 * PAGE)) == "INVALID_VALUE"
+        arrays.write(array, data)
+        assert arrays.unmap(array, ()) == arrays.map(array, (), pool, offset=4 << 20) == "SUCCESS"
+        assert (arrays.read(array, data.shape) == data).all()
+        assert arrays.unmap(array, ()) == "SUCCESS"
+
+
 class TestRegion:
     # What is not as in a region of one tile that is mapped to the pool's first.
     REFUSED = (

@@ -400,10 +400,6 @@ def _no_context(arrays: Arrays) -> None:
         ),
         (lambda arrays: arrays.mipmap(3, 256, 256, 256), "three dimensions"),
         (_no_context, "without a current context"),
-        (
-            lambda arrays: arrays.raw.cuArrayGetMemoryRequirements(arrays.array(512, 512), 0),
-            "cuArrayGetMemoryRequirements",
-        ),
         (lambda arrays: arrays.create(16, 16, 6, flags=CUBEMAP), "flags 0x4"),
         (lambda arrays: arrays.create(16, 16, 6, flags=LAYERED | CUBEMAP), "flags 0x5"),
     ],

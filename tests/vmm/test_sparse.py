@@ -17,7 +17,7 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Gate
 from streamalloc.vmm.sparse import MipTail
-from tests.support import Account, executed, names, pending
+from tests.support import Account, MiB, executed, names, pending
 from tests.vmm.support import PAGE, assert_unique, each
 
 TILE = 1 << 16
@@ -668,3 +668,66 @@ class TestTwoDevices:
                 with pytest.raises(ValueError, match=r"is not of <Device 0"):
                     use()
         assert tiles.free_tiles == TILES
+
+
+class TestWholeArrays:
+    """Arrays of deferred mapping: all of their memory at once, at tiles in a row."""
+
+    @pytest.fixture
+    def whole(self, device: sa.Device) -> Iterator[vmm.SparseArray]:
+        with vmm.SparseArray(device, (512, 512), np.uint32, deferred=True) as array:
+            yield array
+
+    def test_life(self, whole: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        assert (whole.nbytes, whole.mapped_bytes, whole.mip_tail, whole.deferred) == (MiB, 0, None, True)
+        assert whole.mapped_tiles().tolist() == [[False]]
+        with pytest.raises(ValueError, match="has no memory"):
+            whole.copy_to(np.zeros(whole.shape, whole.dtype), stream)
+        whole.map(tiles, stream=stream)
+        assert (tiles.free_tiles, whole.mapped_bytes) == (16, MiB)
+        assert whole.mapped_tiles().tolist() == [[True]]
+        data = write(whole, stream, noise(whole.shape, np.uint32))
+        assert np.array_equal(read(whole, stream), data)
+        part = (slice(10, 20), slice(3, 300))
+        assert np.array_equal(read(whole, stream, (10, 297), region=part), data[part])
+        for wrong in ({"region": part}, {"level": 1}, {"layer": 1}):
+            with pytest.raises(ValueError, match="mapped as a whole"):
+                whole.map(tiles, stream=stream, **wrong)
+        with pytest.raises(ValueError, match="the array is mapped already"):
+            whole.map(tiles, stream=stream)
+        whole.unmap(stream=stream)
+        assert tiles.free_tiles == 32
+        whole.unmap(stream=stream)
+
+    def test_memory_in_a_row(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream) -> None:
+        """The second of two takes the second half, and a third finds no row once single tiles lie in between."""
+        shape = (256, 512)
+        with vmm.SparseArray(device, (1024, 2048), np.uint8) as holes:
+            one, two, three = (vmm.SparseArray(device, shape, np.uint32, deferred=True) for _ in range(3))
+            with one, two, three:
+                one.map(tiles, stream=stream)
+                holes.map(tiles, (slice(0, 256), slice(0, 1024)), stream=stream)
+                two.map(tiles, stream=stream)
+                assert tiles.free_tiles == 32 - 8 - 4 - 8
+                first, second = (
+                    write(array, stream, noise(shape, np.uint32, seed)) for seed, array in ((1, one), (2, two))
+                )
+                assert np.array_equal(read(one, stream), first) and np.array_equal(read(two, stream), second)
+                one.unmap(stream=stream)
+                holes.map(tiles, (slice(256, 512), slice(0, 2048)), stream=stream)
+                three.map(tiles, stream=stream)
+                assert np.array_equal(read(two, stream), second)
+                with vmm.SparseArray(device, (1024, 1024), np.uint32, deferred=True) as large:
+                    with pytest.raises(sa.OutOfMemoryError):
+                        large.map(tiles, stream=stream)
+                    assert large.mapped_bytes == 0
+
+    @pytest.mark.parametrize("options", [{"levels": 4}, {"layered": True}, {}], ids=["levels", "layers", "volume"])
+    def test_shapes(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream, options: dict[str, Any]) -> None:
+        shape = (256, 256) if "levels" in options else (4, 128, 128)
+        with vmm.SparseArray(device, shape, np.float32, deferred=True, **options) as array:
+            array.map(tiles, stream=stream)
+            level = max(array.levels - 1, 0)
+            extents = array.level_shape(level)
+            data = write(array, stream, noise(extents, np.float32), level=level)
+            assert np.array_equal(read(array, stream, extents, level=level), data)

@@ -10,7 +10,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments, arrays
 from streamalloc.simulator.allocations import Allocation
 from streamalloc.simulator.arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Queue, UnsignedInt
-from streamalloc.simulator.arrays import TAIL, BoxCopy, Extent, Layout, Part, Remap, Storage, Tile
+from streamalloc.simulator.arrays import TAIL, WHOLE, BoxCopy, Extent, Layout, Part, Remap, Storage, Tile
 from streamalloc.simulator.calls.base import call, with_async
 from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
 from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE, round_up
@@ -19,7 +19,7 @@ from streamalloc.simulator.errors import NotModelled, Result, check, need, not_m
 from streamalloc.simulator.memory import Shape, Side
 from streamalloc.simulator.physical import Memory
 
-_LAYERED, _SURFACE, _GATHER, _SPARSE = 0x01, 0x02, 0x08, 0x40  # CUDA_ARRAY3D_*
+_LAYERED, _SURFACE, _GATHER, _SPARSE, _DEFERRED = 0x01, 0x02, 0x08, 0x40, 0x80  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
 _NEVER_SPARSE = 0x02 | 0x04 | 0x10 | 0x80
 _BYTES_OF_FORMAT = {0x01: 1, 0x02: 2, 0x03: 4, 0x08: 1, 0x09: 2, 0x0A: 4, 0x10: 2, 0x20: 4}  # CUarray_format
@@ -59,7 +59,7 @@ class ArrayCalls(CopyCalls):
 
     def _storage(self, context: Context, layout: Layout) -> Storage:
         made = Storage(context, layout)
-        if not layout.sparse:
+        if not layout.sparse and not layout.deferred:
             size, bank = round_up(layout.size, BLOCK), context.device.bank
             check(self._machine.banks.make_room(bank, size), Result.CUDA_ERROR_OUT_OF_MEMORY)
             made.allocate()
@@ -96,7 +96,10 @@ class ArrayCalls(CopyCalls):
         (self._check_sparse if sparse else self._check_ordinary)((width, height, depth), described, layered, solid)
         extent = (width, max(height, 1), depth if solid else 1)
         layers, element = depth if layered else 0, _BYTES_OF_FORMAT[number] * channels
-        return Layout(extent, layers, solid, element, sparse=sparse, described=described, line=not height)
+        deferred = bool(flags & _DEFERRED)
+        return Layout(
+            extent, layers, solid, element, sparse=sparse, deferred=deferred, described=described, line=not height
+        )
 
     def _check_sparse(self, sizes: Extent, described: tuple[int, int, int], layered: bool, solid: bool) -> None:
         (width, height, depth), (number, channels, flags) = sizes, described
@@ -114,7 +117,7 @@ class ArrayCalls(CopyCalls):
 
     def _check_ordinary(self, sizes: Extent, described: tuple[int, int, int], layered: bool, solid: bool) -> None:
         (width, height, depth), (number, channels, flags) = sizes, described
-        known = number in _BYTES_OF_FORMAT and not flags & ~(_LAYERED | _SURFACE | _GATHER)
+        known = number in _BYTES_OF_FORMAT and not flags & ~(_LAYERED | _SURFACE | _GATHER | _DEFERRED)
         not_modelled(not known, f"an array of format {number:#x} and flags {flags:#x}")
         check(channels in (1, 2, 4) and width and (height or layered or not depth))
         check(depth or not layered)
@@ -179,6 +182,7 @@ class ArrayCalls(CopyCalls):
 
     @staticmethod
     def _sparse_properties(layout: Layout) -> Any:
+        check(not layout.deferred)
         not_modelled(not layout.sparse, "sparse properties of an array that is not sparse")
         layout.check_tail()
         properties = cuda.CUDA_ARRAY_SPARSE_PROPERTIES()
@@ -189,8 +193,20 @@ class ArrayCalls(CopyCalls):
             properties.flags = 0 if layout.mipmapped else _ONE_TAIL
         return properties
 
+    def cuArrayGetMemoryRequirements(self, array: Array, device: Device) -> Any:
+        check(array.mipmap is None)
+        return self._requirements(array.storage, device)
+
     def cuMipmappedArrayGetMemoryRequirements(self, mipmap: MipmappedArray, device: Device) -> Any:
-        check(False)  # those are for arrays of deferred mapping
+        return self._requirements(mipmap.storage, device)
+
+    @staticmethod
+    def _requirements(storage: Storage, device: Any) -> Any:
+        check(storage.layout.deferred)
+        not_modelled(device is not storage.context.device, "the memory that an array requires on another device")
+        found = cuda.CUDA_ARRAY_MEMORY_REQUIREMENTS()
+        found.size, found.alignment = storage.layout.required, TILE_SIZE
+        return found
 
     # -- tiles and memory ------------------------------------------------------------------------------------
 
@@ -205,10 +221,14 @@ class ArrayCalls(CopyCalls):
         """The requested changes of one entry, by tile: x first, then y, then z."""
         device = stream.context.device.ordinal
         storage = self._resource(info)
-        not_modelled(not storage.layout.sparse, "cuMemMapArrayAsync with an array that is not sparse")
+        whole = storage.layout.deferred
+        not_modelled(not (storage.layout.sparse or whole), "cuMemMapArrayAsync with an array that has its memory")
         operation = arguments.number_in(info, "memOperationType", None)
         check(operation in (_MAP, _UNMAP) and not info.flags and info.deviceBitMask == 1 << device)
-        tiles = self._tiles(info, storage.layout, device)
+        if whole:  # what the entry says of a part is ignored, as documented
+            tiles = [(device, WHOLE, 0, at, 0, 0) for at in range(storage.layout.required // TILE_SIZE)]
+        else:
+            tiles = self._tiles(info, storage.layout, device)
         if operation == _UNMAP:  # before other checks (observed on H200: test_sparse_arrays)
             return [(storage, tile, None) for tile in tiles]
         memory, offset = self._tile_memory(info), int(info.offset)
@@ -348,6 +368,8 @@ class ArrayCalls(CopyCalls):
         check(z + shape.depth <= (layout.layers or depth))
         if array.level >= layout.tail_first:
             layout.check_tail()
+        bare = layout.deferred and not array.storage.tiles and not array.storage.queued
+        not_modelled(bare, "a copy of an array without memory: the real driver fails, and so does its context")
         elsewhere = array.storage.context.device is not stream.context.device
         not_modelled(elsewhere, "a copy of an array in a stream of another device")
         return Part(array, x, y, z)
