@@ -83,10 +83,10 @@ class TorchMemorySaver:
     def _ensure_initialized(self) -> None:
         if self._initialized:
             return
-        self._initialized = True
-        self._retain = _flag("TMS_RETAIN_CPU_BACKUP")
         self._backend = _checked_backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or None) or _BACKENDS[0]
+        self._retain = _flag("TMS_RETAIN_CPU_BACKUP")
         self._folder = Path(os.environ.get("TMS_DISK_BACKUP_DIR") or "/tmp")
+        self._initialized = True
         if _flag("TMS_INIT_ENABLE"):
             on_host, on_disk = map(_flag, ("TMS_INIT_ENABLE_CPU_BACKUP", "TMS_INIT_ENABLE_DISK_BACKUP"))
             whole = self.region("default", on_host, on_disk)
