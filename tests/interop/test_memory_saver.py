@@ -215,6 +215,7 @@ class TestTheirs:
         bridge = saver._bridges.pop((0, "tag:pinned", None))
         bridge.close()
         assert pinned(address, device)
+        device.synchronize()
         del tensor
         gc.collect()
         torch.module.cuda.empty_cache()
