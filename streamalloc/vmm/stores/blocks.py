@@ -464,19 +464,26 @@ class BlockTier(Tier, Closes):
         """
         with self._lock:
             self._check_open()
-            free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)
-            while free < count:
-                free += self._grow(nbytes, count - free).count
+            # In functions of their own: since Python 3.12 an interrupt in a loop can leave the block without its end.
+            self._grow_to(count, nbytes)
+
+    def _grow_to(self, count: int, nbytes: int) -> None:
+        free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == nbytes)
+        while free < count:
+            free += self._grow(nbytes, count - free).count
 
     def _take(self, count: int, stored: Stored) -> None:
         """Add room for so many blocks to contents."""
         with self._lock:
             self._check_open()
-            while len(stored) < count:
-                left = count - len(stored)
-                fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
-                chunk = next(fitting, None) or self._grow(stored.nbytes, left)
-                stored.add(chunk, *chunk.take(left))
+            self._fill(stored, count)
+
+    def _fill(self, stored: Stored, count: int) -> None:
+        while len(stored) < count:
+            left = count - len(stored)
+            fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
+            chunk = next(fitting, None) or self._grow(stored.nbytes, left)
+            stored.add(chunk, *chunk.take(left))
 
     def _grow(self, nbytes: int, count: int) -> Chunk:
         size = self._room(nbytes)
