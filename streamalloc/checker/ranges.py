@@ -8,7 +8,7 @@ compared.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -255,6 +255,8 @@ class Range:
     """Whether a write was queued on a stream that was waiting."""
     released: Stack | None = None
     """Place of the release; None while memory may be written."""
+    divided: bool = False
+    """Whether it is a segment whose blocks an allocator hands out."""
 
     @property
     def end(self) -> int:
@@ -305,6 +307,8 @@ class AddressMap:
         self._notes = Notes() if notes is None else notes
         self._at: dict[int, Range] = {}
         self._bases: list[int] = []
+        self._whole: list[int] = []
+        """Bases of the ranges that are not divided."""
         self._most = _MANY_RANGES
 
     def add(self, made: Range) -> None:
@@ -313,6 +317,8 @@ class AddressMap:
         if same is not None and same.size == made.size and same.ended is not None:
             made.previous, same.previous = (same,), ()
             self._at[made.base] = made
+            if same.divided:
+                insort(self._whole, made.base)
             return
         for old in self.overlapping(made.base, made.end):
             self.remove(old.base)
@@ -333,17 +339,34 @@ class AddressMap:
 
     def _insert(self, made: Range) -> None:
         self._at[made.base] = made
-        at = bisect_left(self._bases, made.base)
-        if self._bases[at : at + 1] != [made.base]:
-            self._bases.insert(at, made.base)
+        for bases in (self._bases, self._whole):
+            at = bisect_left(bases, made.base)
+            if bases[at : at + 1] != [made.base]:
+                bases.insert(at, made.base)
 
     def remove(self, base: int) -> None:
         """Remove the range that begins at an address."""
         # An interrupt between these lines leaves a base without a range, which look-ups skip.
         self._at.pop(base, None)
-        at = bisect_left(self._bases, base)
-        if self._bases[at : at + 1] == [base]:
-            del self._bases[at]
+        _drop(self._bases, base)
+        _drop(self._whole, base)
+
+    def divide(self, segment: Range) -> None:
+        """Record that an allocator hands out the blocks of a segment."""
+        segment.divided = True
+        _drop(self._whole, segment.base)
+
+    def whole(self, addresses: Iterable[int]) -> list[tuple[Range, int]]:
+        """The live ranges, but divided ones, that contain addresses, each with the address."""
+        bases, found = self._whole, []
+        if not bases:
+            return []
+        for address in addresses:
+            at = bisect_right(bases, address) - 1
+            one = self._at.get(bases[at]) if at >= 0 else None
+            if one is not None and address < one.end and one.ended is None:
+                found.append((one, address))
+        return found
 
     def find(self, address: int) -> Range | None:
         """The range that contains an address."""
@@ -378,3 +401,9 @@ class AddressMap:
     def living(self) -> list[Range]:
         """The ranges that are not freed."""
         return [one for one in self._at.values() if one.ended is None]
+
+
+def _drop(bases: list[int], base: int) -> None:
+    at = bisect_left(bases, base)
+    if bases[at : at + 1] == [base]:
+        del bases[at]

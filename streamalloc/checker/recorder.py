@@ -15,11 +15,12 @@ from functools import partial, wraps
 from time import monotonic, sleep
 from typing import Any, TypeVar, cast
 
+from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.report import Reports
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.state import State
 from streamalloc.checker.streams import Caller
-from streamalloc.checker.uses import Finish, nothing, release_mapped, use_on_device, use_on_host
+from streamalloc.checker.uses import Finish, kernel_of_others, nothing, release_mapped, use_on_device, use_on_host
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.errors import DriverMisuseError
@@ -170,15 +171,51 @@ class Recorder:
             return
 
         def record() -> list[Hazard]:
-            self._state.streams.caller = Caller(call.thread, context, place)
-            try:
-                if call.answer[0] and self._ends_unknown(call.name, call.args):
-                    return self._reports.take()
-                return self._after(call.name, call.args, call.answer, self._apply(call.name, call.args))
-            finally:
-                self._state.streams.caller = None
+            if call.answer[0] and self._ends_unknown(call.name, call.args):
+                return self._reports.take()
+            return self._after(call.name, call.args, call.answer, self._apply(call.name, call.args))
 
-        self._reports.deliver(self._alone(record))
+        self._reports.deliver(self._alone(self._as_caller, Caller(call.thread, context, place), record))
+
+    def feed_kernel(
+        self,
+        caller: Caller,
+        stream: int,
+        what: str,
+        addresses: tuple[int, ...] | None,
+        runs: Callable[[TrackedStream], None],
+    ) -> None:
+        """Record the launch of a kernel of other code, whose arguments contain addresses; None if they are unknown.
+        ``runs`` is called when its stream runs it.
+        """
+
+        def record() -> list[Hazard]:
+            state = self._state
+            state.look()
+            if addresses is None:
+                state.notes.add("arguments", what)
+            kernel_of_others(state, state.stream(stream), what, addresses or (), runs)
+            return self._reports.take()
+
+        self._reports.deliver(self._alone(self._as_caller, caller, record))
+
+    def between_calls(self, context: int, step: Callable[[], object]) -> None:
+        """Call a function that judges uses later than their calls, and deliver what it reports. ``context``: that of
+        the default stream.
+        """
+
+        def record() -> list[Hazard]:
+            step()
+            return self._reports.take()
+
+        self._reports.deliver(self._alone(self._as_caller, Caller(0, context, ()), record))
+
+    def _as_caller(self, caller: Caller, record: Callable[[], T]) -> T:
+        self._state.streams.caller = caller
+        try:
+            return record()
+        finally:
+            self._state.streams.caller = None
 
     def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
         """Note a call without a rule."""
@@ -278,6 +315,11 @@ class Recorder:
                 return
 
     # -- notifications of the facade ---------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The state, for feeds that look at it between calls."""
+        return self._state
 
     @property
     def listener(self) -> Listener:
@@ -390,6 +432,16 @@ class Recorder:
         self._alone(self._state.close)
         self._reports.found += self.leaks()
         self._alone(self._reports.take)
+
+    def close(self) -> None:
+        """Check the work of waiting streams, without a word about leaks."""
+        self.finished = True
+        self._alone(self._state.close)
+        self._reports.deliver(self._alone(self._reports.take))
+
+    def show_rest(self) -> None:
+        """Print the hazards that were not shown, their number, and what was not checked."""
+        self._reports.show_rest(summary=True)
 
     def show_at_once(self, test: ParentTest | None) -> None:
         """Show each hazard when it is found: on the standard error stream, or in the parent test."""

@@ -22,6 +22,7 @@ from streamalloc.driver.reports import Hazard, Hazards, Stack, here, place_of
 
 LEFT_OUT = {
     "kernels": "kernels that do not declare their uses; unwritten bytes and element types of memory that existed then",
+    "arguments": "kernels whose arguments the driver does not tell: their uses of memory",
     "streams": "the order among streams that another library can use: the library may have ordered them unseen",
     "memory": "memory that was not allocated through this driver",
     "graphs": "graphs that were not built through this driver",

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from streamalloc.checker.capture import TrackedEvent, TrackedGraph, TrackedNode
-from streamalloc.checker.clocks import Obstacle, Timeline
+from streamalloc.checker.clocks import Obstacle, Timeline, TrackedStream
 from streamalloc.checker.contents import ElementTypes, QueuedSources, WaitValues
 from streamalloc.checker.interprocess import Interprocess, OpenFiles
 from streamalloc.checker.judge import Judge
-from streamalloc.checker.ranges import AddressMap, BoundBytes, Bytes, Range, size_text
+from streamalloc.checker.ranges import Access, AddressMap, BoundBytes, Bytes, Piece, Range, size_text
 from streamalloc.checker.streams import MEMORY_TYPE, Questions, Streams
 from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.reports import Hazard, Stack
@@ -106,6 +106,8 @@ class State:
     """Pools of host memory."""
     current_pools: dict[int, int] = field(default_factory=dict)
     """Current pool by device."""
+    on_use: Callable[[Access, Piece, TrackedStream, bool], None] | None = None
+    """Called with each use of what may be a segment, when its stream runs it, and with whether it is a kernel's."""
 
     def __post_init__(self, driver: Any) -> None:
         # Order.

@@ -42,6 +42,10 @@ _KERNEL = "kernel "
 """First letters of the text for a kernel with a name."""
 FLAG = 64
 """Bytes of the largest write to host memory that the host may wait for by polling."""
+_WORD = 8
+"""Bytes that a kernel with an address among its arguments uses there at least."""
+_SEGMENTS = ("device memory", "mapping")
+"""Kinds of ranges that allocators may divide."""
 _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
 """Kinds of ranges with exactly one allocation."""
 
@@ -241,6 +245,26 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
     check_extent(state, f"{KERNEL} on {stream.name}", touched, stack, stream not in state.streams.captures)
 
 
+def kernel_of_others(
+    state: State, stream: TrackedStream, what: str, addresses: Iterable[int], runs: Callable[[TrackedStream], None]
+) -> None:
+    """Queue a kernel whose arguments contain addresses, without a word of what it does there. Each counts as a read:
+    that is enough for frees, and for known writes by others. ``runs`` is called when its stream runs it.
+    """
+    if state.capture_of(stream) is None:
+        state.timeline.submit(stream, runs)
+        found = state.addresses.whole(addresses)
+    else:
+        ranges = ((state.addresses.find(one), one) for one in addresses)
+        found = [(one, address) for one, address in ranges if one is not None]
+    for range_, _ in found:
+        if range_.kind in HOST_KINDS:
+            state.sources.may_be_written(stream, frozenset((range_.bytes,)))
+    if found:
+        pieces: Pieces = [((one, address, min(address + _WORD, one.end)), False) for one, address in found]
+        queue_use(state, stream, TrackedNode("use", what, state.place(), pieces, kernel=True))
+
+
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:
     """Report a kernel that goes beyond its memory. For copies and fills, the driver refuses this itself.
 
@@ -305,6 +329,10 @@ def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) 
     """Check the reads and writes of an operation at the time when its stream runs it."""
     shared, device = state.interprocess.uses, state.streams.devices.get(stream) if node.kernel else None
     for access, piece in node.accesses(stream, stack):
+        if state.on_use is not None and piece[0].kind in _SEGMENTS:
+            state.on_use(access, piece, stream, node.kernel)
+        if piece[0].divided:
+            continue  # its blocks are judged, by whoever listens
         if state.uninitialized and not (access.write or state.streams.foreign.may_write):
             state.judge.reads_unwritten(piece, access, state.unseen_upto)
         state.judge.use((piece,), access, stream.clock, device)

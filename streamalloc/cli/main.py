@@ -28,6 +28,7 @@ _COMMANDS = {
     "serve": "hold weights in GPU memory for engines that come and go",
     "store": "list, show or remove what stores hold",
     "run": "run a program on the simulated driver",
+    "check": "run a program and report missing order among all its GPU work",
 }
 """Help text by module; modules are imported on use."""
 
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: cannot write the output: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if options.command == "run":
+        if options.command in ("run", "check"):
             raise  # it is the program's
         return _INTERRUPTED
 

@@ -40,16 +40,21 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if not chosen.is_simulated:
         driver = RealFunctions()
         if as_asked(driver) is driver:
-            _run(options)
+            run_program(options)
             return 0
-    driver = as_asked(driver)
-    _for_good.enter_context(install(driver, kernels=options.kernels))
-    with use(driver):
-        _run(options)
+    run_on(as_asked(driver), options)
     return 0
 
 
-def _run(options: argparse.Namespace) -> None:
+def run_on(driver: Any, options: argparse.Namespace) -> None:
+    """Run the program with a machine in place of the functions of ``cuda.bindings``."""
+    _for_good.enter_context(install(driver, kernels=options.kernels))
+    with use(driver):
+        run_program(options)
+
+
+def run_program(options: argparse.Namespace) -> None:
+    """Run the program in this process, as Python does."""
     sys.argv = [options.program, *options.arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())

@@ -93,6 +93,14 @@ def parameters(name: str) -> tuple[str, ...]:
 
 
 @functools.cache
+def c_signature(name: str) -> tuple[str, ...]:
+    """The C types of a driver function's arguments in order; empty for an unknown function."""
+    capsule = importlib.import_module("cuda.bindings.cydriver").__pyx_capi__.get(name)
+    inside = re.search(r"\((.*)\)", str(capsule))  # the name of a capsule is the signature
+    return tuple(inside[1].split(", ")) if inside and inside[1] != "void" else ()
+
+
+@functools.cache
 def value_count(name: str) -> int:
     """The number of values that a driver function returns after the result code, from its documentation."""
     doc = getattr(getattr(cuda, name, None), "__doc__", None) or ""

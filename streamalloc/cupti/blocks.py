@@ -1,0 +1,231 @@
+"""Blocks of memory that libraries hand out without a driver call: those of PyTorch's and CuPy's allocators.
+
+An allocator takes segments from the driver and gives parts of them to tensors and arrays. A block that is freed may be
+given to the next owner at once, in the order of the stream on which it was allocated. If another stream still uses it,
+the next owner's first kernel overwrites what that stream reads: the commonest fault of programs with several streams.
+
+PyTorch tells of its blocks only afterwards, in its memory history. So uses are logged with the clock of their stream,
+and judged later, in the order of time with what the allocators did (:meth:`Blocks.merge`):
+
+* The first use of a new block writes it, since nobody reads what nothing has written. Later uses by kernels count as
+  reads, and copies and fills as what they are.
+* A use by another stream than the block's must be over when the first use of the next owner runs.
+
+A block that only its own stream uses needs no judgement, so nothing but its first and latest use is kept.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from streamalloc.checker.clocks import CERTAIN, Clock, TrackedStream
+from streamalloc.checker.ranges import Access, AddressMap, Moment, Range
+from streamalloc.checker.state import State
+from streamalloc.driver.internal import Stack
+
+ALLOCATED, FREED, SEGMENT = "allocated", "freed", "segment"
+
+
+class Event(NamedTuple):
+    """An act of an allocator: it gives a block, takes one back, or gets a segment from the driver."""
+
+    time: int
+    """Nanoseconds since the epoch."""
+    kind: str
+    address: int
+    nbytes: int
+    stream: int
+    """Handle of the stream in whose order the block is given again."""
+    owner: str
+    """Name of the library."""
+    place: Callable[[], Stack]
+
+
+class Use(NamedTuple):
+    """A call that uses memory, with the clock of its stream."""
+
+    time: int
+    stream: TrackedStream
+    at: int
+    """Number of the operation in its stream."""
+    clock: dict[int, int]
+    what: str
+    place: Stack
+    addresses: tuple[int, ...]
+    """Addresses among a kernel's arguments; for a copy or fill, one address."""
+    written: tuple[int, ...]
+    """Those of them at which it certainly writes."""
+    nbytes: int = 0
+    """Size of a copy or fill; 0 for a kernel."""
+
+    def access(self, write: bool) -> Access:
+        """The use as the judge takes it."""
+        return Access(self.stream, self.what, self.place, write, time=self.at)
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    event: Event
+    stream: TrackedStream
+    previous: list[Range]
+    """Earlier owners of its addresses that other streams have used."""
+    first: Use | None = None
+    wrote: Use | None = None
+    last: Use | None = None
+    """First use, latest certain write and latest use by its own stream."""
+    seen: Use | None = None
+    range: Range | None = None
+    """Record of all uses, once another stream has used it."""
+
+    @property
+    def end(self) -> int:
+        return self.event.address + self.event.nbytes
+
+
+class Blocks:
+    """The blocks of all libraries, with their uses."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._live: dict[int, Event | _Block] = {}
+        """Blocks by address; those that nothing has looked at are still events."""
+        self._bases: list[int] = []
+        self._streams: dict[int, TrackedStream] = {}
+        """Streams by handle: the program may have destroyed one before its uses are judged."""
+        self._gone = AddressMap(state.notes)
+        """Freed blocks that other streams have used."""
+        self._uses: list[Use] = []
+        self._later: list[Event] = []
+        self.log = self._uses.append
+        """Logs a use."""
+
+    def __len__(self) -> int:
+        return len(self._uses)
+
+    def merge(self, events: Iterable[Event], upto: int) -> None:
+        """Judge the logged uses up to a time, in its order with the events of the allocators."""
+        acts = sorted((*self._later, *events), key=lambda one: one.time)
+        self._later = [one for one in acts if one.time > upto]
+        acts = acts[: len(acts) - len(self._later)]
+        uses = [one for one in self._uses if one.time <= upto]
+        self._uses[:] = [one for one in self._uses if one.time > upto]
+        self._streams.update((one.stream.handle, one.stream) for one in uses if one.stream.handle)
+        if self._several(uses, acts):
+            self._bases = sorted(self._live)
+            steps: list[Any] = sorted((*acts, *uses), key=lambda one: one.time)
+            for one in steps:
+                (self._used if isinstance(one, Use) else self._happened)(one)
+        else:
+            for act in acts:
+                self._happened_unused(act)
+
+    def _several(self, uses: list[Use], acts: list[Event]) -> bool:
+        """Whether more than one stream has used or owned memory; otherwise all is in order."""
+        owners = {one.stream for one in acts}
+        owners |= {one.stream if isinstance(one, Event) else one.stream.handle for one in self._live.values()}
+        return len({one.stream for one in uses} | {self._stream(one) for one in owners}) > 1
+
+    def _stream(self, handle: int) -> TrackedStream:
+        return self._streams.get(handle) or self._state.stream(handle)
+
+    def _happened_unused(self, event: Event) -> None:
+        if event.kind == ALLOCATED:
+            self._live[event.address] = event
+        elif event.kind == FREED:
+            self._live.pop(event.address, None)
+        else:
+            self._divide(event)
+
+    def _divide(self, event: Event) -> None:
+        segment = self._state.addresses.find(event.address)
+        if segment is not None:
+            self._state.addresses.divide(segment)
+
+    def _happened(self, event: Event) -> None:
+        if event.kind == SEGMENT:
+            self._divide(event)
+        elif event.kind == ALLOCATED:
+            if event.address not in self._live:
+                insort(self._bases, event.address)
+            self._live[event.address] = event
+        else:
+            block = self._live.pop(event.address, None)
+            at = bisect_right(self._bases, event.address) - 1
+            if at >= 0 and self._bases[at] == event.address:
+                del self._bases[at]
+            ended = block.range if isinstance(block, _Block) else None
+            if isinstance(block, _Block) and ended is not None:
+                ended.ended = Moment(block.stream, f"{event.owner}'s allocator", event.place())
+                self._gone.add(ended)
+
+    def _find(self, address: int) -> _Block | None:
+        found = self._live.get(address)
+        if found is None:
+            at = bisect_right(self._bases, address) - 1
+            found = self._live.get(self._bases[at]) if at >= 0 else None
+        if isinstance(found, Event):
+            event = found
+            end = event.address + event.nbytes
+            if address >= end:
+                return None
+            previous = [one for one in self._gone.overlapping(event.address, end) if one.ended is not None]
+            for one in previous:
+                self._gone.remove(one.base)
+            found = self._live[event.address] = _Block(event, self._stream(event.stream), previous)
+        return found if found is not None and address < found.end else None
+
+    def _used(self, use: Use) -> None:
+        for address in (*use.written, *use.addresses):
+            block = self._find(address)
+            if block is None or block.seen is use:
+                continue  # one call uses a block once: its write counts
+            block.seen = use
+            if block.first is None:
+                block.first = use
+                if block.previous:
+                    self._is_given_again(block, use)
+            if block.range is None and use.stream is block.stream and block.first.stream is use.stream:
+                block.last = use
+                if address in use.written:
+                    block.wrote = use
+            elif block.range is None or block.range.ended is None:
+                self._judge(block, use, address)
+
+    def _judge(self, block: _Block, use: Use, address: int) -> None:
+        """Compare a use with the earlier ones by other streams."""
+        judge = self._state.judge
+        if block.range is None:
+            event = block.event
+            block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=event.place())
+            whole = ((block.range, block.range.base, block.range.end),)
+            own = {id(one): one for one in (block.first, block.wrote, block.last) if one is not None}
+            for one in own.values():
+                judge.use(whole, one.access(one is block.first or one is block.wrote), Clock(one.clock))
+            if use is block.first:
+                return
+        high = min(address + (use.nbytes or _WORD), block.end)
+        judge.use(((block.range, address, high),), use.access(address in use.written), Clock(use.clock))
+
+    def _is_given_again(self, block: _Block, use: Use) -> None:
+        """Report uses of the block's earlier owners that may not be over when the first use of the next one runs."""
+        judge, clock, previous = self._state.judge, Clock(use.clock), block.previous
+        block.previous = []
+        for old in previous:
+            for one in old.last.values():
+                ended = old.ended
+                if one.actor is use.stream or judge.timeline.order(clock, one.actor.number, one.time) == CERTAIN:
+                    continue
+                if ended is None:
+                    continue
+                access = use.access(write=True)
+                what = f"{old} is dropped and given to its next owner, but nothing orders {access} after {one}."
+                remedy = f"call record_stream with {one.actor.short} before the last reference is dropped; otherwise, "
+                remedy += judge.missing_order(one, use.stream)
+                judge.report("free racing a use", what, remedy, old, ended.stack, used=one.stack, reused=use.place)
+
+
+_WORD = 8
+"""Bytes that a kernel uses at least at an address among its arguments."""

@@ -1,0 +1,204 @@
+"""The checker of stream order, fed by the driver calls of the whole process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from time import time_ns
+from typing import Any
+
+from streamalloc.checker.clocks import TrackedStream
+from streamalloc.checker.contents import HOST_KINDS
+from streamalloc.checker.ranges import Access, Piece
+from streamalloc.checker.recorder import REFUSED, Recorder
+from streamalloc.checker.rules.table import RULES, UNKNOWN
+from streamalloc.checker.streams import MEMORY_TYPE, Caller
+from streamalloc.cupti.blocks import Blocks, Use
+from streamalloc.cupti.kernels import kernel
+from streamalloc.cupti.libraries import Libraries
+from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Subscription
+from streamalloc.driver import Hazard
+from streamalloc.driver.account import COUNTED
+from streamalloc.driver.internal import cuda
+from streamalloc.driver.wrappers import Call
+
+_MOST_LOGGED = 20_000
+"""Uses between two readings of the libraries' histories."""
+_MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
+_USES = ("cuLaunch", "cuMemcpy", "cuMemset")
+_UNLOADS = frozenset(("cuModuleUnload", "cuLibraryUnload", "cuCtxDestroy", "cuDevicePrimaryCtxReset"))
+_SUCCESS, _FAILED = cuda.CUresult.CUDA_SUCCESS, (cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED,)
+_HOST, _DEVICE = cuda.CUmemorytype.CU_MEMORYTYPE_HOST, cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+
+
+class _Seen:
+    """The driver as far as calls have shown it.
+
+    The checker asks in callbacks, which must not call the driver.
+    """
+
+    is_simulated = True
+    """Whether all calls of other libraries are seen, as on a simulated machine."""
+
+    def __init__(self) -> None:
+        self.context = 0
+        """Current context of the present call."""
+        self.addresses: Any = None
+        self._devices: dict[int, int] = {}
+        """Device by context."""
+
+    def saw(self, call: DriverCall) -> None:
+        """Learn from a call."""
+        self.context = call.context
+        if call.function == "cuDevicePrimaryCtxRetain" and not call.answer[0]:
+            self._devices[call.answer[1]] = call.args[0]
+
+    def cuStreamIsCapturing(self, stream: Any) -> tuple[Any, ...]:
+        return _SUCCESS, 0
+
+    def cuStreamGetFlags(self, stream: Any) -> tuple[Any, ...]:
+        return _SUCCESS, 1
+
+    def cuStreamGetCtx(self, stream: Any) -> tuple[Any, ...]:
+        return _SUCCESS, self.context
+
+    def cuCtxGetDevice(self) -> tuple[Any, ...]:
+        return _SUCCESS, self._devices.get(self.context, 0)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        return *_FAILED, mode
+
+    def cuPointerGetAttribute(self, attribute: Any, address: Any) -> tuple[Any, ...]:
+        found = self.addresses.find(int(address)) if attribute == MEMORY_TYPE else None
+        return _FAILED if found is None else (_SUCCESS, _HOST if found.kind in HOST_KINDS else _DEVICE)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: _FAILED
+
+
+class Check:
+    """A check of all code of the process, see :func:`check`."""
+
+    def __init__(self) -> None:
+        self._seen = _Seen()
+        self._recorder = Recorder(self._seen, "report")
+        self._seen.addresses = self._recorder.state.addresses
+        self._recorder.state.on_use = self._used
+        self._recorder.state.streams.foreign.may_write = True  # kernels do not tell which bytes they write
+        self._libraries = Libraries()
+        self._blocks = Blocks(self._recorder.state)
+        self._merging = threading.Lock()
+        self._has_new_segments = False
+        """Whether a library may have got a segment since its history was read."""
+        self._now = 0
+        """Time of the present call."""
+        self._subscription: Subscription = Subscription(self._call, {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES})
+
+    @property
+    def hazards(self) -> list[Hazard]:
+        """All hazards in order, one for each pair of places."""
+        return self._recorder.hazards
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that has ended the check before its time; None if all went well."""
+        return self._subscription.error
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Texts about what was not followed."""
+        return self._recorder.notes
+
+    @contextlib.contextmanager
+    def running(self, at_once: bool) -> Iterator[Check]:
+        """Follow the process in the block."""
+        if at_once:
+            self._recorder.show_at_once(None)
+        with contextlib.ExitStack() as undo:
+            if at_once:
+                undo.callback(self._recorder.show_rest)
+            undo.callback(self._recorder.close)
+            undo.enter_context(self._libraries.followed())
+            undo.callback(self.merge)
+            self._subscription.open()
+            undo.callback(self._subscription.close)
+            yield self
+
+    def merge(self) -> None:
+        """Judge the logged uses with the blocks of the libraries that the program has imported."""
+        if self._merging.acquire(blocking=False):  # another thread is there already
+            try:
+                upto = time_ns()
+                merge = functools.partial(self._blocks.merge, self._libraries.events(), upto)
+                self._recorder.between_calls(self._seen.context, merge)
+            finally:
+                self._merging.release()
+
+    # -- in callbacks ----------------------------------------------------------------------------------------------
+
+    def _call(self, call: DriverCall) -> None:
+        self._now = call.time
+        self._seen.saw(call)
+        if call.function in _MAKE_SEGMENTS:
+            self._has_new_segments = True
+        elif self._has_new_segments and call.function.startswith(_USES):
+            # Their blocks are judged, not the bytes of the whole. No library uses memory while it has its allocator's
+            # lock, which its history needs.
+            self._has_new_segments = False
+            self.merge()
+        if call.function in LAUNCHES:
+            (what, written), place, addresses = kernel(call.kernel), call.place, call.pointers
+
+            def runs(stream: TrackedStream) -> None:
+                if addresses:
+                    clock = stream.clock.known.copy()
+                    use = Use(call.time, stream, stream.time, clock, what, place, addresses, written(addresses))
+                    self._blocks.log(use)
+
+            self._recorder.feed_kernel(Caller(call.thread, call.context, place), call.args[1], what, addresses, runs)
+            if len(self._blocks) > _MOST_LOGGED:
+                self.merge()
+            return
+        if call.function in _UNLOADS:
+            self._subscription.kernels.forget()
+        try:
+            self._recorder.feed(Call(call.function, call.args, call.answer, call.thread), call.context, call.place)
+        except REFUSED:  # arguments of C that the bindings do not have, such as no pointer for an answer
+            self._recorder.state.notes.add("calls", call.function, call.place)
+
+    def _used(self, access: Access, piece: Piece, stream: TrackedStream, is_kernel: bool) -> None:
+        _, low, high = piece
+        clock, nbytes, written = stream.clock.known.copy(), 0 if is_kernel else high - low, (low,) * access.write
+        use = Use(self._now, stream, access.time, clock, access.what, access.stack, (low,), written, nbytes)
+        self._blocks.log(use)
+
+
+@contextlib.contextmanager
+def check(*, at_once: bool = False) -> Iterator[Check]:
+    """Check the stream order of all driver calls in the block, whoever makes them: PyTorch, CuPy, any library.
+
+    Memory of pools, ``cuMemAlloc``, mappings, pinned memory and the blocks of PyTorch's and CuPy's allocators is
+    followed, with the copies, fills, kernels, waits, graphs and frees that use it. A kernel uses the memory whose
+    addresses are among its arguments. Element-wise kernels of PyTorch and CuPy write their output, and the first use of
+    a new block writes it; otherwise what a kernel does is unknown and counts as a read. So races are missed if the only
+    write is by such a kernel, in memory that was used before.
+
+    The libraries should be imported, and CUDA initialised, in the block. Leaks are not reported, because libraries
+    keep memory until the end.
+
+    Parameters
+    ----------
+    at_once
+        Whether to print each hazard when it is found, on the standard error stream.
+
+    Raises
+    ------
+    CuptiError
+        CUPTI's library is missing, or another tool has subscribed. It takes one at a time.
+
+    Reference: CUPTI's callback API, ``cuptiSubscribe``.
+    """
+    with Check().running(at_once) as running:
+        yield running

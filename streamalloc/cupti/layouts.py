@@ -1,0 +1,187 @@
+"""Arguments of driver functions in memory, as CUPTI shows them: from the C signatures that cuda-bindings carries.
+
+A callback gets the address of a structure with the arguments in their order. The types stand in the bindings' C
+signatures, and the names of the arguments that a caller passes in the documentation of their Python functions. The
+pointers that are left are those through which the driver answers. So no table of functions is kept by hand, but for
+structures in arrays, whose sizes the bindings do not tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from streamalloc.driver.internal import c_signature, cuda, parameters
+
+Read = Callable[[int], Any]
+"""Reads a value at an address."""
+
+_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("int", "CUdevice"), ctypes.c_int32),
+    **dict.fromkeys(("unsigned int", "cuuint32_t"), ctypes.c_uint32),
+    "unsigned char": ctypes.c_uint8,
+    "unsigned short": ctypes.c_uint16,
+    "float": ctypes.c_float,
+    "PY_LONG_LONG": ctypes.c_int64,
+}
+"""C types of numbers; all others have 8 bytes, and are handles, addresses and sizes."""
+_BY_VALUE = {"CUmemLocation": (8, 4), "CUipcMemHandle": (64, 1), "CUipcEventHandle": (64, 1)}
+"""Size and alignment of structures that are passed by value."""
+_ELEMENTS = {"CUmemAccessDesc": 12, "CUmemcpyAttributes": 24, "CUstreamBatchMemOpParams": 48}
+"""Sizes of structures that are passed in arrays."""
+_MOST = 65536
+"""Most elements of an array that are read."""
+
+
+class Layout(NamedTuple):
+    """The arguments of a function: how each is read, at which offset."""
+
+    inputs: tuple[tuple[int, Read], ...]
+    """Arguments that the caller passes, as the Python function of the bindings has them."""
+    arrays: tuple[tuple[int, int, int, Read], ...]
+    """Arrays among them: index of the argument, index of its length, bytes of an element, and how one is read."""
+    outputs: tuple[tuple[int, Read], ...]
+    """Pointers through which the driver answers."""
+
+    def arguments(self, at: int) -> tuple[Any, ...]:
+        """The arguments at an address, as the bindings' function gets them."""
+        values = [read(at + offset) for offset, read in self.inputs]
+        for index, length, size, read in self.arrays:
+            first, count = values[index], min(int(values[length] or 0), _MOST)
+            values[index] = tuple(read(first + size * one) for one in range(count)) if first else ()
+        return tuple(values)
+
+    def answer(self, at: int, result: int) -> tuple[Any, ...]:
+        """The driver's answer as the bindings return it: the result first."""
+        if result:
+            return (_member(cuda.CUresult, result), *(None for _ in self.outputs))
+        pointers = ((_word(at + offset), read) for offset, read in self.outputs)
+        return (cuda.CUresult.CUDA_SUCCESS, *(read(pointer) if pointer else None for pointer, read in pointers))
+
+
+@functools.cache
+def layout(function: str) -> Layout | None:
+    """The layout of a function's arguments; None if these bindings do not know the function."""
+    types, names = c_signature(function), parameters(function)
+    if not hasattr(cuda, function):
+        return None
+    # The driver answers through pointers to what it may write, first ones first.
+    answers = len(types) - len(names)
+    inputs: list[tuple[int, Read]] = []
+    outputs: list[tuple[int, Read]] = []
+    kinds, offset = [], 0
+    for kind in types:
+        size, alignment = _size(kind)
+        offset += -offset % alignment
+        if len(outputs) < answers and kind.endswith("*") and "const" not in kind.removesuffix("*"):
+            outputs.append((offset, _reads(kind[:-1].strip())))
+        else:
+            inputs.append((offset, _pointed(kind) if kind.endswith("*") else _reads(kind)))
+            kinds.append(kind)
+        offset += size
+    return Layout(tuple(inputs), tuple(_arrays(function, kinds, names)), tuple(outputs))
+
+
+def _arrays(function: str, kinds: list[str], names: tuple[str, ...]) -> list[tuple[int, int, int, Read]]:
+    head = (getattr(cuda, function).__doc__ or "").split("\n")[0]
+    listed = re.findall(r"(\w+): (?:Optional\[)?(?:tuple|list)\[", head)
+    counts = [index for index, name in enumerate(names) if re.search(r"(?i)count|num", name)]
+    found = []
+    for name in listed:
+        index = names.index(name)
+        length = next((one for one in counts if one > index), next(reversed(counts), None))
+        kind = kinds[index].removesuffix("*").replace("const", "").strip()
+        if length is None or not kinds[index].endswith("*"):
+            continue
+        size = _ELEMENTS.get(kind, 0 if hasattr(cuda, kind) and _is_structure(kind) else _size(kind)[0])
+        if size:
+            found.append((index, length, size, _structure(kind) if kind in _ELEMENTS else _reads(kind)))
+    return found
+
+
+def _size(kind: str) -> tuple[int, int]:
+    """Size and alignment of a C type."""
+    if kind in _BY_VALUE:
+        return _BY_VALUE[kind]
+    found = ctypes.sizeof(_NUMBERS[kind]) if kind in _NUMBERS else 4 if _is_enum(kind) else 8
+    return found, found
+
+
+def _is_enum(kind: str) -> bool:
+    found = getattr(cuda, kind, None)
+    return isinstance(found, type) and issubclass(found, enum.Enum)
+
+
+def _is_structure(kind: str) -> bool:
+    """Whether a class of the bindings has named fields, unlike those of handles."""
+    found = getattr(cuda, kind, None)
+    return isinstance(found, type) and hasattr(found, "getPtr") and bool(_fields(found))
+
+
+@functools.cache
+def _fields(structure: Any) -> tuple[str, ...]:
+    return tuple(one for one in dir(structure) if not one.startswith("_") and one != "getPtr")
+
+
+def _reads(kind: str) -> Read:
+    """How a value of a C type is read."""
+    kind = kind.replace("const", "").strip()
+    if kind in _BY_VALUE or _is_structure(kind):
+        return _structure(kind)
+    if _is_enum(kind):
+        members = getattr(cuda, kind)
+        return lambda at: _member(members, ctypes.c_int32.from_address(at).value)
+    if kind in ("void", "char"):
+        return lambda at: None
+    number = _NUMBERS.get(kind)
+    return _word if number is None else lambda at: number.from_address(at).value
+
+
+def _pointed(kind: str) -> Read:
+    """How an argument that is a pointer is read: a structure as its fields, others as their address."""
+    target = kind.removesuffix("*").replace("const", "").strip()
+    if not _is_structure(target) or target in _ELEMENTS:
+        return _word
+    read = _structure(target)
+
+    def follow(at: int) -> Any:
+        address = _word(at)
+        return read(address) if address else None
+
+    return follow
+
+
+def _structure(kind: str) -> Read:
+    made = getattr(cuda, kind)
+    return lambda at: _copy(made(_ptr=at))
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a structure's fields, which outlives the memory of the caller."""
+    kind: Any = type(value)
+    fields = _fields(kind) if hasattr(value, "getPtr") else ()
+    if not fields:
+        return int(value) if hasattr(value, "getPtr") and hasattr(value, "__int__") else value
+    found = SimpleNamespace()
+    for name in fields:
+        try:
+            setattr(found, name, _copy(getattr(value, name)))
+        except (TypeError, ValueError, NotImplementedError):  # a number that the bindings' enum lacks, a union's side
+            setattr(found, name, 0)
+    return found
+
+
+def _member(members: Any, value: int) -> Any:
+    try:
+        return members(value)
+    except ValueError:  # newer than these bindings
+        return value
+
+
+def _word(at: int) -> int:
+    return ctypes.c_uint64.from_address(at).value

@@ -1,0 +1,167 @@
+"""What libraries tell of the blocks in their memory: PyTorch by its history, CuPy by a hook."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from time import time_ns
+from types import CodeType, ModuleType
+from typing import Any
+
+from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
+from streamalloc.cupti.subscription import frames_of, is_library
+from streamalloc.driver.internal import Stack
+
+_MOST_ENTRIES = 1_000_000
+"""Entries that PyTorch keeps between two readings."""
+_DEPTH = 8
+_ACTIONS = {"alloc": ALLOCATED, "free_completed": FREED, "segment_alloc": SEGMENT, "segment_map": SEGMENT}
+"""Entries of the history that matter. A block is free when the recorded streams are done with it: "completed"."""
+
+
+class Libraries:
+    """The allocators of the libraries that the program imports, from their import on."""
+
+    def __init__(self) -> None:
+        self._torch: Any = None
+        self._events: list[Event] = []
+        self._open = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[Libraries]:
+        """Follow the libraries in the block."""
+        found = {"torch": self._follow_torch, "cupy": self._follow_cupy}
+        finder = _Finder(found)
+        for name, follow in found.items():
+            if name in sys.modules:
+                follow(sys.modules[name])
+        sys.meta_path.insert(0, finder)
+        try:
+            yield self
+        finally:
+            sys.meta_path.remove(finder)
+            self._open.close()
+            torch = self._torch
+            if torch is not None and torch.cuda.is_initialized():
+                torch.cuda.memory._record_memory_history(None)
+
+    def events(self) -> list[Event]:
+        """The events since the last time."""
+        found = self._events[:]
+        del self._events[: len(found)]
+        return found + self._of_torch()
+
+    # -- PyTorch ---------------------------------------------------------------------------------------------------
+
+    def _follow_torch(self, torch: ModuleType) -> None:
+        self._torch = torch
+        # PyTorch calls it when it has initialised CUDA; an earlier call would initialise it.
+        torch.cuda._lazy_call(self._record)
+
+    def _record(self, **more: bool) -> None:
+        torch, skipped = self._torch, ["free_requested"]
+        torch.cuda.memory._record_memory_history(
+            "all", context="all", stacks="python", max_entries=_MOST_ENTRIES, skip_actions=skipped, **more
+        )
+
+    def _of_torch(self) -> list[Event]:
+        torch = self._torch
+        if torch is None or not torch.cuda.is_initialized():
+            return []
+        traces = torch.cuda.memory._snapshot()["device_traces"]
+        if any(traces):
+            self._record(clear_history=True)
+        entries = (one for trace in traces for one in trace if one["action"] in _ACTIONS)
+        return [
+            Event(
+                int(one["time_us"]) * 1000,
+                _ACTIONS[one["action"]],
+                one["addr"],
+                one["size"],
+                one["stream"],
+                "PyTorch",
+                partial(_place_of, one.get("frames") or ()),
+            )
+            for one in entries
+        ]
+
+    # -- CuPy ------------------------------------------------------------------------------------------------------
+
+    def _follow_cupy(self, cupy: ModuleType) -> None:
+        def event(kind: str, address: int, nbytes: int) -> Event:
+            place = frames_of(sys._getframe(2), _DEPTH)
+            stream = int(cupy.cuda.get_current_stream().ptr)
+            return Event(time_ns(), kind, address, nbytes, stream, "CuPy", lambda: place)
+
+        add = self._events.append
+
+        class Hook(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
+            name = "streamalloc"
+
+            def malloc_postprocess(self, **given: int) -> None:
+                add(event(SEGMENT, given["mem_ptr"], given["mem_size"]))
+                add(event(ALLOCATED, given["mem_ptr"], given["mem_size"]))
+
+            def free_postprocess(self, **given: int) -> None:
+                add(event(FREED, given["mem_ptr"], given["mem_size"]))
+
+        self._open.enter_context(Hook())
+
+
+class _Finder(MetaPathFinder):
+    """Calls functions after the imports of modules."""
+
+    def __init__(self, then: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._then = then
+        self._busy: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of a module whose import is followed; None for others."""
+        if name not in self._then or name in self._busy:
+            return None
+        self._busy.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._busy.discard(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Following(spec.loader, self._then[name])
+        return spec
+
+
+class _Following(Loader):
+    def __init__(self, loader: Loader, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        # Without this loader in it, which the module would keep.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._then(module)
+
+
+def _place_of(frames: Sequence[dict[str, Any]]) -> Stack:
+    """The innermost frames of the program, from those of the history."""
+    theirs = [one for one in frames if not is_library(one["filename"])]
+    return tuple((_code(one["filename"], one["name"], one["line"]), -1) for one in theirs[:_DEPTH])
+
+
+_codes: dict[tuple[str, str, int], CodeType] = {}
+
+
+def _code(file: str, name: str, line: int) -> CodeType:
+    """A code object that stands for a line."""
+    key = file, name, line
+    if key not in _codes:
+        _codes[key] = (lambda: None).__code__.replace(co_filename=file, co_name=name, co_firstlineno=line)
+    return _codes[key]

@@ -1,0 +1,105 @@
+"""CUPTI's callback API by ctypes: the library, one subscription, and the errors of both.
+
+The callbacks are made by ctypes and not by NVIDIA's Python package, because a call of a function that does nothing
+costs half as much there, and a training step makes a thousand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+Callback = Callable[[int, int, int, int], None]
+"""Called with user data, domain, number of the function, and address of a ``CUpti_CallbackData``."""
+_C_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t)
+_DRIVER_API = 1
+_MOST_FUNCTIONS = 1500
+"""Numbers of functions that are asked for their names; CUPTI 13 has about 800."""
+_ALREADY = 39
+"""``CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED``."""
+_NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
+
+
+class CuptiError(RuntimeError):
+    """CUPTI cannot be used: the library is missing, another tool has subscribed, or a call failed."""
+
+
+class Library:
+    """The functions of ``libcupti``."""
+
+    def __init__(self) -> None:
+        self._library: Any = _load()
+        self._subscriber = ctypes.c_void_p()
+        self._kept: Any = None
+        """The callback as C sees it, which must outlive the subscription."""
+
+    def functions(self) -> dict[int, str]:
+        """The driver functions that CUPTI can report, by number."""
+        found, name = {}, ctypes.c_char_p()
+        for number in range(1, _MOST_FUNCTIONS):
+            if not self._library.cuptiGetCallbackName(_DRIVER_API, number, ctypes.byref(name)) and name.value:
+                found[number] = name.value.decode()
+        return found
+
+    def subscribe(self, callback: Callback, functions: Iterable[int]) -> None:
+        """Have ``callback`` called before and after each call of these functions, by any code of the process.
+
+        Raises
+        ------
+        CuptiError
+            Another tool has subscribed (a profiler, a debugger), or this process has already.
+        """
+        self._kept = _C_CALLBACK(callback)
+        result = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), self._kept, None)
+        if result:
+            self._kept = None
+            more = (
+                "; CUPTI takes one: end the other (a profiler, a debugger, another check)" if result == _ALREADY else ""
+            )
+            raise CuptiError(f"cuptiSubscribe answered {self._text(result)}{more}")
+        for number in functions:
+            self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
+
+    def unsubscribe(self) -> None:
+        """End the callbacks. A callback that runs on another thread may still end after this call."""
+        if self._subscriber:
+            self._library.cuptiUnsubscribe(self._subscriber)
+            self._subscriber = ctypes.c_void_p()
+
+    def _text(self, result: int) -> str:
+        name = ctypes.c_char_p()
+        self._library.cuptiGetResultString(result, ctypes.byref(name))
+        return f"{(name.value or b'an unknown result').decode()} ({result})"
+
+
+def _load() -> Any:
+    tried = []
+    for path in _paths():
+        try:
+            return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            tried.append(str(error))
+    raise CuptiError(
+        "the CUPTI library was not found. Install it beside the package: pip install 'streamalloc[cupti]'; PyTorch's "
+        f"wheels and NVIDIA's toolkit bring it, too. Tried: {'; '.join(tried)}"
+    )
+
+
+def _paths() -> Iterator[str]:
+    """Paths of the library: loaded already, of NVIDIA's wheels, of the toolkit."""
+    yield from _NAMES
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(one) for one in (spec.submodule_search_locations or ())] if spec is not None else []
+    toolkit = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
+    for folder in (
+        *(root / part for root in roots for part in ("cu13/lib", "cuda_cupti/lib")),
+        toolkit / "extras/CUPTI/lib64",
+        toolkit / "lib64",
+    ):
+        for name in _NAMES:
+            if (folder / name).exists():
+                yield str(folder / name)

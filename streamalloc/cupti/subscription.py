@@ -1,0 +1,319 @@
+"""Driver calls of the whole process as events: who calls, with which arguments, on which line."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import os
+import re
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from time import time_ns
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streamalloc.cupti.layouts import Layout, layout
+from streamalloc.cupti.library import Library
+from streamalloc.driver.internal import Stack, cuda, parameters
+
+_PER_THREAD = 2
+"""Handle of the per-thread default stream, which 0 names in functions with these endings."""
+_OTHER_NAMES = {"cuGraphInstantiateWithFlags": "cuGraphInstantiate", "cuCtxSynchronize_v2": "cuCtxSynchronize"}
+"""Functions that have another name in the bindings, or arguments that do not matter."""
+_SAME = (
+    *("cuMemHostAlloc", "cuMemHostRegister", "cuMemFreeHost", "cuIpcOpenMemHandle", "cuStreamDestroy"),
+    *("cuEventDestroy", "cuCtxDestroy", "cuCtxSynchronize", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"),
+)
+"""Functions whose versions have the same arguments. Others are followed in the version that the bindings call."""
+_ENDING = re.compile(r"(_ptsz|_ptds)$")
+_NEWEST = 99
+_VERSION = re.compile(r"_v(\d+)$")
+_DATA = struct.Struct("8xQQQQQ")
+"""``CUpti_CallbackData`` behind the site: function's name, arguments, result, kernel's name, context."""
+_LAUNCH = struct.Struct("Q32xQQQ")
+"""Arguments of ``cuLaunchKernel``: function, (grid, block, shared memory), stream, arguments, extra."""
+_LAUNCH_EX = struct.Struct("QQQQ")
+"""Arguments of ``cuLaunchKernelEx``: configuration, function, arguments, extra."""
+LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
+"""Functions that launch a kernel."""
+_CONFIG_STREAM = 32
+"""Offset of the stream in a ``CUlaunchConfig``."""
+_DEEPEST = 8
+_PATIENCE = 2.0
+"""Seconds to wait for what the driver says about a kernel."""
+
+
+class DriverCall(NamedTuple):
+    """One driver call that has returned, made by any code of the process."""
+
+    function: str
+    """Name of the function, as ``cuda.bindings.driver`` has it."""
+    args: tuple[Any, ...]
+    """Arguments in the form of the bindings, structures as objects with the same fields. A launch of a kernel has only
+    function and stream.
+    """
+    answer: tuple[Any, ...]
+    """The answer, result first."""
+    thread: int
+    context: int
+    """Current context of the thread."""
+    place: Stack
+    """Innermost frames of the program, without those of libraries: one for a launch. For threads of C++, which have
+    none, those of the main thread."""
+    time: int
+    """Nanoseconds since the epoch, when the call returned."""
+    kernel: str = ""
+    """Name of a launched kernel, as the compiler wrote it."""
+    pointers: tuple[int, ...] | None = ()
+    """Words of a kernel's arguments that may be addresses; None if the driver does not tell its arguments."""
+
+
+class Subscription:
+    """What :func:`subscribe` returns."""
+
+    def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
+        self.error: BaseException | None = None
+        """The first error of the listener or of this object; calls after it are not seen."""
+        self._listener = listener
+        self._library = Library()
+        self._functions = _known(self._library.functions(), frozenset(functions))
+        self.kernels: Kernels = Kernels()
+        self._main = threading.main_thread().ident or 0
+        self._process = os.getpid()
+        self._waiting: Stack | None = None
+        """Place of the main thread while threads of C++ work for it."""
+
+    def open(self) -> None:
+        """Begin to listen."""
+        self._library.subscribe(self._called, self._functions)
+
+    def close(self) -> None:
+        """End the subscription."""
+        self._library.unsubscribe()
+        self.kernels.close()
+
+    def _called(self, user: int, domain: int, number: int, data: int) -> None:
+        # Nothing may leave this function: ctypes would print it in the middle of the program's output.
+        try:
+            if ctypes.c_uint32.from_address(data).value:  # the call has returned
+                self._returned(number, data)
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            _thread.interrupt_main()  # it came in the middle of a callback: the program gets it later
+        elif self.error is None:
+            self.error = error
+
+    def _returned(self, number: int, data: int) -> None:
+        if self.error is not None or self._process != os.getpid():
+            return
+        now, thread = time_ns(), threading.get_ident()
+        _, args, result, symbol, context = _DATA.unpack(ctypes.string_at(data, _DATA.size))
+        name, how, per_thread, stream_at = self._functions[number]
+        code = ctypes.c_uint32.from_address(result).value
+        if name not in LAUNCHES:
+            given = how.arguments(args)
+            if per_thread and stream_at is not None and not given[stream_at]:
+                given = (*given[:stream_at], _PER_THREAD, *given[stream_at + 1 :])
+            place = self._place(_DEEPEST)
+            self._listener(DriverCall(name, given, how.answer(args, code), thread, context, place, now))
+        elif not code:
+            if name == "cuLaunchKernelEx":
+                config, function, params, _ = _LAUNCH_EX.unpack(ctypes.string_at(args, _LAUNCH_EX.size))
+                stream = ctypes.c_uint64.from_address(config + _CONFIG_STREAM).value
+            else:
+                function, stream, params, _ = _LAUNCH.unpack(ctypes.string_at(args, _LAUNCH.size))
+            launch = (function, _PER_THREAD if per_thread and not stream else stream)
+            pointers = self.kernels.pointers(function, params, context)
+            kernel = self.kernels.name(function, symbol)
+            place = self._place(1)
+            self._listener(DriverCall(name, launch, _LAUNCHED, thread, context, place, now, kernel, pointers))
+
+    def _place(self, depth: int) -> Stack:
+        """The innermost frames of the program."""
+        frame: FrameType | None = sys._getframe(2).f_back
+        if frame is None:  # a thread of C++, such as autograd's: the main thread waits for it
+            if self._waiting is None:
+                self._waiting = frames_of(sys._current_frames().get(self._main), _DEEPEST)
+            return self._waiting[:depth]
+        self._waiting = None
+        return frames_of(frame, depth)
+
+
+def frames_of(frame: FrameType | None, depth: int) -> Stack:
+    """The innermost frames of the program, from a frame outwards."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        library = _kinds.get(code)
+        if library is None:
+            library = _kinds[code] = is_library(code.co_filename)
+        if not library:
+            found.append((code, frame.f_lasti))
+            if len(found) == depth:
+                break
+        frame = frame.f_back
+    return tuple(found)
+
+
+_kinds: dict[CodeType, bool] = {}
+"""Whether code is of a library."""
+
+
+@contextlib.contextmanager
+def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) -> Iterator[Subscription]:
+    """Call ``listener`` with a :class:`DriverCall` after each call of driver functions in the block, by any code of the
+    process.
+
+    The listener runs on the thread of the call, with Python's lock. It must make no driver call, and take no lock that
+    a thread may hold while it calls the driver. What it raises ends the subscription: ``error`` has it, and the program
+    goes on. Calls in forked children are not seen.
+
+    Parameters
+    ----------
+    listener
+        Function that is called.
+    functions
+        Names of the functions, as ``cuda.bindings.driver`` has them. Each call of one costs some 5 us.
+
+    Raises
+    ------
+    CuptiError
+        CUPTI's library is missing, or another tool has subscribed.
+
+    Reference: CUPTI's callback API, ``cuptiSubscribe``, ``cuptiEnableCallback``.
+    """
+    made = Subscription(listener, functions)
+    made.open()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+_LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
+_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + "/"
+_GENERATED = ("<frozen ", "<string>", "<eval_with_key>", "/torchinductor_", "/site-packages/", "/dist-packages/")
+
+
+def is_library(file: str) -> bool:
+    """Whether a frame is of a library, of Python or of generated code, which say nothing of the program."""
+    return file.startswith((_PACKAGE, _LIBRARY)) or any(part in file for part in _GENERATED)
+
+
+def _known(names: dict[int, str], wanted: frozenset[str]) -> dict[int, tuple[str, Layout, bool, int | None]]:
+    """The wanted functions by CUPTI's number: name in the bindings, layout, whether stream 0 is the per-thread default
+    stream, and index of the stream.
+    """
+    newest: dict[str, int] = {}
+    parts = {}
+    for number, name in names.items():
+        plain = _ENDING.sub("", name)
+        version = None if plain in wanted else _VERSION.search(plain)
+        base, at = (plain[: version.start()], int(version[1])) if version else (plain, 1)
+        if name in _OTHER_NAMES:
+            base, at = _OTHER_NAMES[name], _NEWEST
+        newest[base] = max(newest.get(base, 0), at)
+        parts[number] = base, at, plain != name
+    found = {}
+    for number, (base, at, per_thread) in parts.items():
+        how = layout(base) if base in wanted else None
+        if how is not None and (at == newest[base] or base in _SAME):
+            arguments = parameters(base)
+            found[number] = base, how, per_thread, arguments.index("hStream") if "hStream" in arguments else None
+    return found
+
+
+class Kernels:
+    """What the driver says about the arguments of kernels: asked once for each, on a thread of its own.
+
+    A callback must make no driver call.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[int, int], ...] | None] = {}
+        """Index and number of words of each argument that may contain addresses; None if the driver does not say."""
+        self._named: dict[int, str] = {}
+        self._asked: SimpleQueue[tuple[int, int, threading.Event] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def name(self, function: int, symbol: int) -> str:
+        """The name of a kernel, from CUPTI's text at an address."""
+        found = self._named.get(function)
+        if found is None:
+            found = self._named[function] = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
+        return found
+
+    def pointers(self, function: int, params: int, context: int) -> tuple[int, ...] | None:
+        """The words of a launch's arguments that may be addresses."""
+        found = self._known.get(function, ())
+        if not found:
+            if found == () and function not in self._known:
+                found = self._ask(function, context)
+            if not found:
+                return () if found == () else None
+        if not params:
+            return None  # one block of bytes in place of pointers to the arguments
+        words: list[int] = []
+        for index, count in found:
+            at = _word.from_address(params + 8 * index).value
+            if count == 1:
+                words.append(_word.from_address(at).value)
+            elif count < _MANY_WORDS:
+                words += (_word * count).from_address(at)
+            else:
+                several = np.frombuffer(ctypes.string_at(at, 8 * count), np.uint64)
+                words += several[(several >= _LOWEST) & (several < _HIGHEST)].tolist()
+        return tuple([word for word in words if _LOWEST <= word < _HIGHEST])
+
+    def forget(self) -> None:
+        """Forget all kernels: after an unload the driver may give their handles to others."""
+        self._known.clear()
+        self._named.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._asked.put(None)
+
+    def _ask(self, function: int, context: int) -> tuple[tuple[int, int], ...] | None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
+            self._thread.start()
+        done = threading.Event()
+        self._asked.put((function, context, done))
+        return self._known.get(function) if done.wait(_PATIENCE) else None
+
+    def _answer(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            function, context, done = asked
+            cuda.cuCtxSetCurrent(cuda.CUcontext(context))
+            self._known[function] = _words_of(function)
+            done.set()
+
+
+_word = ctypes.c_uint64
+_MANY_WORDS = 32
+"""Words from which on NumPy is faster than a loop."""
+_LOWEST, _HIGHEST = 1 << 32, 1 << 49
+"""Addresses that the driver gives to memory."""
+
+
+def _words_of(function: int) -> tuple[tuple[int, int], ...] | None:
+    """Index and number of words of each argument of a kernel that has at least one word."""
+    for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
+        sizes: list[int] = []
+        while not (answer := ask(kind(function), len(sizes)))[0]:
+            sizes.append(int(answer[2]))
+        if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # it has no such argument
+            return tuple((index, size // 8) for index, size in enumerate(sizes) if size >= 8)
+    return None

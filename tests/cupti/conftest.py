@@ -1,0 +1,20 @@
+"""A machine whose driver calls a stand-in for CUPTI shows; on a GPU, CUPTI itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from streamalloc.cupti import subscription
+from tests.cupti.interposed import Interposed, Library
+
+
+@pytest.fixture
+def shown(machine: Any, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The driver, whose calls a subscriber sees."""
+    if on_cuda:
+        return machine
+    library = Library()
+    monkeypatch.setattr(subscription, "Library", lambda: library)
+    return Interposed(machine, library)  # type: ignore[abstract]  # it looks functions up

@@ -1,0 +1,209 @@
+"""Blocks of libraries under the check: what is found, and what is in order. The library is a stand-in for PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import types
+from time import sleep, time_ns
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import cupti
+from streamalloc.cupti.libraries import Libraries
+
+MiB = 1 << 20
+
+
+class Torch:
+    """An allocator with one segment for each stream, which gives the same block again at once."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.entries: list[dict[str, Any]] = []
+        self.cuda = types.SimpleNamespace(
+            is_initialized=lambda: True,
+            _lazy_call=lambda call: call(),
+            memory=types.SimpleNamespace(_snapshot=self._snapshot, _record_memory_history=lambda *_, **__: None),
+        )
+        self._segments: dict[int, int] = {}
+
+    def _snapshot(self) -> dict[str, Any]:
+        taken, self.entries = self.entries, []
+        return {"device_traces": [taken]}
+
+    def _add(self, action: str, address: int, nbytes: int, stream: int) -> None:
+        caller = sys._getframe(2)
+        frame = {"filename": caller.f_code.co_filename, "name": caller.f_code.co_name, "line": caller.f_lineno}
+        entry = {"action": action, "addr": address, "size": nbytes, "stream": stream, "frames": [frame]}
+        sleep(1e-5)  # an entry has microseconds only
+        self.entries.append(entry | {"time_us": time_ns() / 1000})
+        sleep(1e-5)
+
+    def empty(self, stream: int, nbytes: int = MiB) -> int:
+        if stream not in self._segments:
+            self._segments[stream] = int(self.driver.cuMemAlloc(2 * MiB)[1])
+            self._add("segment_alloc", self._segments[stream], 2 * MiB, stream)
+        self._add("alloc", self._segments[stream], nbytes, stream)
+        return self._segments[stream]
+
+    def drop(self, address: int, stream: int, nbytes: int = MiB) -> None:
+        self._add("free_completed", address, nbytes, stream)
+
+    def end(self) -> None:
+        for segment in self._segments.values():
+            self.driver.cuMemFree(segment)
+
+
+class Scene:
+    """Two streams, pinned memory, and PyTorch."""
+
+    def __init__(self, driver: Any, undo: contextlib.ExitStack) -> None:
+        self.driver = driver
+        self.torch = Torch(driver)
+        undo.callback(self.torch.end)
+        self.first, self.side = (int(driver.cuStreamCreate(1)[1]) for _ in range(2))
+        for stream in (self.first, self.side):
+            undo.callback(driver.cuStreamDestroy, stream)
+        self.pinned = int(driver.cuMemHostAlloc(MiB, 0)[1])
+        undo.callback(driver.cuMemFreeHost, self.pinned)
+        undo.callback(driver.cuCtxSynchronize)
+        self.event = driver.cuEventCreate(2)[1]
+        undo.callback(driver.cuEventDestroy, self.event)
+
+    def fill(self, address: int, stream: int, value: int = 1) -> None:
+        self.driver.cuMemsetD8Async(address, value, MiB, stream)
+
+    def read(self, address: int, stream: int) -> None:
+        self.driver.cuMemcpyDtoHAsync(self.pinned, address, MiB, stream)
+
+    def order(self, before: int, after: int) -> None:
+        self.driver.cuEventRecord(self.event, before)
+        self.driver.cuStreamWaitEvent(after, self.event, 0)
+
+
+@pytest.fixture
+def checked(shown: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a function that runs a scene under the check, and returns what was found."""
+    device = sa.Device(0, driver=shown)
+
+    def run(scene: Any, *args: Any) -> cupti.Check:
+        monkeypatch.setattr(Libraries, "followed", lambda self: contextlib.nullcontext(self))
+        with device.current(), cupti.check() as check, contextlib.ExitStack() as undo:
+            here = Scene(shown, undo)
+            check._libraries._torch = here.torch
+            scene(here, *args)
+        assert check.error is None and check.notes == ()
+        return check
+
+    return run
+
+
+def dropped(s: Scene, remedy: str) -> None:
+    """A side stream reads a tensor that is dropped; its memory goes to the next one."""
+    tensor = s.torch.empty(s.first)
+    s.fill(tensor, s.first)
+    s.order(s.first, s.side)
+    s.read(tensor, s.side)  # used
+    if remedy == "a wait":
+        s.order(s.side, s.first)
+    if remedy == "record_stream":
+        # The allocator keeps the block until an event behind the use has happened.
+        s.driver.cuEventRecord(s.event, s.side)
+        s.driver.cuEventSynchronize(s.event)
+    s.torch.drop(tensor, s.first)  # freed
+    if remedy == "a late wait":
+        s.order(s.side, s.first)
+    s.fill(s.torch.empty(s.first), s.first, 2)  # reused
+
+
+@pytest.mark.parametrize("remedy", ["a wait", "record_stream", "a late wait"])
+def test_a_tensor_that_is_dropped_in_order_is_not_reported(checked: Any, remedy: str) -> None:
+    assert checked(dropped, remedy).hazards == []
+
+
+def test_a_tensor_that_is_dropped_while_another_stream_reads_it_is_found(checked: Any) -> None:
+    (hazard,) = checked(dropped, "").hazards
+    assert hazard.kind == "free racing a use" and "record_stream" in hazard.remedy
+    for name, mark in (("used", "# used"), ("this call", "# freed"), ("reused", "# reused")):
+        assert any(mark in line for line in hazard.stacks[name]), name
+
+
+def produced(s: Scene, ordered: bool) -> None:
+    """A side stream reads what another stream has just made."""
+    tensor = s.torch.empty(s.first)
+    s.fill(tensor, s.first)
+    if ordered:
+        s.order(s.first, s.side)
+    s.read(tensor, s.side)
+
+
+def written(s: Scene, ordered: bool) -> None:
+    """A stream overwrites what a side stream still reads."""
+    tensor = s.torch.empty(s.first)
+    s.fill(tensor, s.first)
+    s.order(s.first, s.side)
+    s.read(tensor, s.side)
+    if ordered:
+        s.order(s.side, s.first)
+    s.fill(tensor, s.first, 2)
+
+
+@pytest.mark.parametrize("scene", [produced, written])
+def test_a_missing_wait_between_two_streams_is_found(checked: Any, scene: Any) -> None:
+    assert [one.kind for one in checked(scene, False).hazards] == ["race"]
+    assert checked(scene, True).hazards == []
+
+
+def test_memory_that_only_its_own_stream_uses_needs_no_wait(checked: Any) -> None:
+    def scene(s: Scene) -> None:
+        for stream in (s.first, s.side):
+            for value in range(3):
+                tensor = s.torch.empty(stream)
+                s.fill(tensor, stream, value)
+                s.torch.drop(tensor, stream)
+
+    assert checked(scene).hazards == []
+
+
+def test_a_pinned_source_that_is_written_before_its_copy_has_ended_is_found(checked: Any, on_cuda: bool) -> None:
+    def scene(s: Scene, waits: bool) -> None:
+        tensor = s.torch.empty(s.first)
+        ctypes.memset(s.pinned, 1, MiB)
+        s.driver.cuMemcpyHtoDAsync(tensor, s.pinned, MiB, s.first)
+        if waits:
+            s.driver.cuStreamSynchronize(s.first)
+        ctypes.memset(s.pinned, 2, MiB)
+        s.driver.cuStreamSynchronize(s.first)
+
+    assert checked(scene, True).hazards == []
+    (hazard,) = checked(scene, False).hazards
+    assert hazard.kind == "race" and "the host wrote pinned memory" in hazard.what
+
+
+def test_frees_of_pools_are_checked_too(checked: Any) -> None:
+    def scene(s: Scene, ordered: bool) -> None:
+        memory = int(s.driver.cuMemAllocAsync(MiB, s.first)[1])
+        s.order(s.first, s.side)
+        s.fill(memory, s.side)
+        if ordered:
+            s.order(s.side, s.first)
+        s.driver.cuMemFreeAsync(memory, s.first)
+
+    assert checked(scene, True).hazards == []
+    assert [one.kind for one in checked(scene, False).hazards] == ["free racing a use"]
+
+
+def test_leaks_are_not_reported(checked: Any, shown: Any) -> None:
+    leaked: list[Any] = []
+
+    def scene(s: Scene) -> None:
+        leaked.append(s.driver.cuMemAlloc(MiB)[1])
+
+    check = checked(scene)
+    assert check.hazards == []
+    with sa.Device(0, driver=shown).current():
+        shown.cuMemFree(leaked[0])

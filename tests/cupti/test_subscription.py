@@ -1,0 +1,128 @@
+"""Calls as a subscriber sees them: arguments, answers, threads, places, errors."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import cupti
+from streamalloc.cupti import library
+from streamalloc.cupti.layouts import layout
+from streamalloc.driver.bindings import cuda
+from tests.cupti.interposed import encode
+
+KiB = 1 << 10
+
+
+def seen(shown: Any, *functions: str) -> tuple[list[cupti.DriverCall], Any]:
+    calls: list[cupti.DriverCall] = []
+    return calls, cupti.subscribe(calls.append, functions)
+
+
+def test_calls_have_their_arguments_and_answers(shown: Any) -> None:
+    calls, block = seen(shown, "cuMemAllocAsync", "cuMemsetD8Async", "cuMemFreeAsync", "cuStreamSynchronize")
+    with sa.Device(0, driver=shown).current(), block as subscription:
+        stream = shown.cuStreamCreate(1)[1]
+        address = int(shown.cuMemAllocAsync(4 * KiB, stream)[1])
+        shown.cuMemsetD8Async(address, 7, 4 * KiB, stream)
+        shown.cuMemFreeAsync(address, stream)
+        shown.cuStreamSynchronize(stream)
+        shown.cuStreamDestroy(stream)
+    success, handle = cuda.CUresult.CUDA_SUCCESS, int(stream)
+    assert subscription.error is None
+    assert [(one.function, one.args, one.answer) for one in calls] == [
+        ("cuMemAllocAsync", (4 * KiB, handle), (success, address)),
+        ("cuMemsetD8Async", (address, 7, 4 * KiB, handle), (success,)),
+        ("cuMemFreeAsync", (address, handle), (success,)),
+        ("cuStreamSynchronize", (handle,), (success,)),
+    ]
+    assert {one.thread for one in calls} == {threading.get_ident()}
+    assert [one.time for one in calls] == sorted(one.time for one in calls)
+    assert all(any(code.co_filename == __file__ for code, _ in one.place) for one in calls)
+
+
+def test_structures_and_arrays_are_copied(shown: Any) -> None:
+    calls, block = seen(shown, "cuMemCreate", "cuMemSetAccess")
+    with block, sa.Device(0, driver=shown).current():
+        prop = cuda.CUmemAllocationProp()
+        prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        memory = shown.cuMemCreate(2 << 20, prop, 0)[1]
+        at = shown.cuMemAddressReserve(2 << 20, 0, 0, 0)[1]
+        shown.cuMemMap(at, 2 << 20, 0, memory, 0)
+        access = cuda.CUmemAccessDesc()
+        access.location.type, access.location.id = prop.location.type, 0
+        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        shown.cuMemSetAccess(at, 2 << 20, [access], 1)
+        prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_MANAGED
+        for undo in (shown.cuMemUnmap(at, 2 << 20), shown.cuMemRelease(memory), shown.cuMemAddressFree(at, 2 << 20)):
+            assert not undo[0]
+    made, granted = calls
+    assert made.args[1].type == cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    assert made.answer[1] == int(memory)
+    assert [one.flags for one in granted.args[2]] == [access.flags]
+    assert granted.args[2][0].location.type == cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+
+
+def test_a_refused_call_has_its_result(shown: Any) -> None:
+    calls, block = seen(shown, "cuMemAlloc")
+    with block, sa.Device(0, driver=shown).current():
+        assert shown.cuMemAlloc(0)[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE
+    assert calls[0].answer == (cuda.CUresult.CUDA_ERROR_INVALID_VALUE, None)
+
+
+def test_an_error_of_the_listener_ends_the_subscription_and_not_the_program(shown: Any) -> None:
+    def listener(call: cupti.DriverCall) -> None:
+        numbers.append(call.time)
+        raise ValueError("of the listener")
+
+    numbers: list[int] = []
+    with cupti.subscribe(listener, ["cuMemGetInfo"]) as subscription, sa.Device(0, driver=shown).current():
+        for _ in range(3):
+            assert not shown.cuMemGetInfo()[0]
+    assert len(numbers) == 1 and str(subscription.error) == "of the listener"
+
+
+def test_a_second_subscriber_is_refused(on_cuda: bool) -> None:
+    if not on_cuda:
+        pytest.skip("the stand-in takes any number")
+    first, second = (cupti.subscribe(lambda call: None, ["cuMemGetInfo"]) for _ in range(2))
+    with first, pytest.raises(cupti.CuptiError, match="takes one"), second:
+        pass
+
+
+def test_a_missing_library_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_paths", lambda: ["libcupti.so.0"])
+    with pytest.raises(cupti.CuptiError, match=r"pip install 'streamalloc\[cupti\]'"), cupti.check():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "answer"),
+    [
+        ("cuMemcpyBatchAsync", ([1 << 40], [1 << 41], [512], 1, [], [], 0, 7), ()),
+        ("cuMemGetAddressRange", (1 << 40,), (1 << 39, 4096)),
+        ("cuStreamWaitValue32", (7, 1 << 40, 3, 1), ()),
+        ("cuEventCreate", (2,), (99,)),
+        ("cuDeviceGetMemPool", (0,), (77,)),
+        ("cuMemAddressReserve", (1 << 21, 0, 1 << 40, 0), (1 << 40,)),
+    ],
+)
+def test_layouts_read_what_c_would_write(name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+    import ctypes
+
+    memory, kept = encode(name, args, (0, *answer))
+    how = layout(name)
+    assert how is not None and kept is not None
+    read = how.arguments(ctypes.addressof(memory))
+    assert [list(one) if isinstance(one, tuple) else one for one in read] == list(args)
+    assert how.answer(ctypes.addressof(memory), 0) == (cuda.CUresult.CUDA_SUCCESS, *answer)
+
+
+def test_every_function_of_the_bindings_has_a_layout() -> None:
+    functions = [name for name in dir(cuda) if name.startswith("cu") and name[2:3].isupper() and "Gl" not in name]
+    missing = [name for name in functions if layout(name) is None]
+    assert missing == [] and len(functions) > 400
