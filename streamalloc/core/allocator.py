@@ -108,7 +108,7 @@ class Allocator(Unique):
             owner, ordered = session.latest_library_stream
             if owner is not stream:
                 ordered = library_stream(stream, session)
-        if type(nbytes) is not int:
+        if type(nbytes) is not int or nbytes >> 64:  # negative, or too large for the driver
             nbytes = checked_size("nbytes", nbytes)
         handle = ordered.direct or ordered.ready()
         if handle is None or ordered._session is not session:
@@ -124,11 +124,7 @@ class Allocator(Unique):
         buffer._allocator = self
         buffer._shared = None
         alloc = self._alloc
-        try:
-            result, buffer._ptr = alloc(nbytes, self._raw, handle)
-        except OverflowError:
-            checked_size("nbytes", nbytes)
-            raise
+        result, buffer._ptr = alloc(nbytes, self._raw, handle)
         if result:
             self._recover(result, buffer)
         return buffer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
@@ -289,9 +288,7 @@ class _StreamEnd(Deferred):
         self.event = event
 
     def attempt(self) -> bool:
-        with contextlib.suppress(ClosedError):  # closed by the stream's owner, which has synchronised
-            return has_passed(self.event)
-        return True
+        return self.event.closed or has_passed(self.event)  # its stream's owner closes it after a synchronisation
 
 
 pending_ends: PerDriver[weakref.WeakSet[_StreamEnd]] = PerDriver(lambda _: weakref.WeakSet())
@@ -315,6 +312,8 @@ def has_passed(event: Event) -> bool:
         if not event.query():
             return False
         event._session.call("cuEventSynchronize", event._checked_raw())
+    except ClosedError:
+        return False  # by another thread meanwhile; the next question finds it closed
     except LOST:
         pass  # no work is left
     return True

@@ -122,13 +122,8 @@ class Fence:
         with self.session.relaxed():
             left = [*self._recorded()]
             # Stop at the first pending end: a thousand items may call this.
-            while left and isinstance(left[-1], Event):
-                try:
-                    if not has_passed(left[-1]):
-                        break
-                    del left[-1]
-                except ClosedError:
-                    left[-1:] = self._instead()._ends
+            while left and isinstance(left[-1], Event) and has_passed(left[-1]):
+                del left[-1]
             self._ends = tuple(left)
             return not left
 
@@ -147,12 +142,8 @@ class Fence:
         with self.session.relaxed():
             for end in self._recorded():
                 if isinstance(end, Event):
-                    try:
+                    with contextlib.suppress(*LOST):
                         end.synchronize()
-                    except LOST:
-                        pass
-                    except ClosedError:
-                        self._instead().synchronize()
 
     def precede(self, stream: Stream) -> None:
         """Order later work of ``stream`` after this work, or after what is queued of it so far.
@@ -169,24 +160,12 @@ class Fence:
                 if _may_work(end):
                     raise _unknown_end(end, "cuStreamWaitEvent")
                 raise refused(CaptureError, "cuStreamWaitEvent", f"{end!r} is being captured")
-            try:
-                stream.wait(end)
-            except ClosedError:
-                if not end.closed:  # then ``stream`` is
-                    raise
-                self._instead().precede(stream)
-
-    def _instead(self) -> Fence:
-        """A fence in place of an event that was closed: its owner may have closed it before the work was done.
-
-        Events that were not given belong to closed streams, whose owners have synchronised.
-        """
-        return Fence(self.session, () if self._thread is None else None)
+            stream.wait(end)
 
     def _recorded(self) -> tuple[Event | Stream, ...]:
-        """The ends, with events in place of streams that are not being captured."""
+        """The ends, with open events in place of closed ones, and of streams that are not being captured."""
         queueing, ends = self.queueing, self._ends
-        if not all(isinstance(end, Event) for end in ends):
+        if not all(isinstance(end, Event) and end._raw is not None for end in ends):
             with self.session.relaxed():
                 ends = tuple(event for end in ends for event in self._events(end))
             if not queueing:
@@ -195,7 +174,11 @@ class Fence:
 
     def _events(self, end: Event | Stream) -> Iterable[Event | Stream]:
         if isinstance(end, Event):
-            return (end,)
+            if end._raw is not None:
+                return (end,)
+            # Its owner may have closed it before the work was done, so all known streams stand for it. Events that were
+            # not given belong to closed streams, whose owners have synchronised.
+            return () if self._thread is None else Fence(self.session)._ends
         try:
             return (_record_after(end, self._thread not in (None, threading.get_ident())) or end,)
         except CaptureError:
@@ -316,8 +299,7 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
         stream = default_stream(stream.device, LEGACY)  # comes after all blocking streams
     elif stream._sees_all and stream.is_default:
         # A blocking stream's work runs after all queued work of the legacy stream.
-        with stream.device.create_stream(blocking=True) as behind:
-            return behind.record(timing=True)
+        return _on_new_stream(stream.device, lambda behind: behind.record(timing=True), blocking=True)
     return record_uncaptured(stream)
 
 
@@ -426,20 +408,20 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
     if isinstance(stream, LibraryStream):
         if not stream.drained:
             raise _unknown_end(stream, "cuMemFreeAsync")
-        return _on_new_stream(stream.device, act, idle=True)
+
+        def act_and_wait(substitute: Stream) -> T:
+            result = act(substitute)
+            substitute._call("cuStreamSynchronize")  # then the pool may give memory that was freed to any stream
+            return result
+
+        return _on_new_stream(stream.device, act_and_wait)
     return ordered_after_end(stream.device, stream._last, act)
 
 
-def _on_new_stream(device: Device, act: Callable[[Stream], T], *, idle: bool = False) -> T:
-    """Call ``act`` with a new stream; ``idle``: and wait, so that the pool may give what it frees to any stream.
-
-    A non-blocking stream: a wait on the default stream would delay all blocking streams.
-    """
-    with device.create_stream() as substitute:
-        result = act(substitute)
-        if idle:
-            substitute._call("cuStreamSynchronize")
-        return result
+def _on_new_stream(device: Device, act: Callable[[Stream], T], *, blocking: bool = False) -> T:
+    """Call ``act`` with a new stream. A wait on a blocking one, or on a default stream, delays all blocking streams."""
+    with device.create_stream(blocking=blocking) as substitute:
+        return act(substitute)
 
 
 def await_closed(stream: Stream) -> None:
