@@ -1,7 +1,7 @@
 """The recorder: it applies the rule of each driver call to the state, and takes the facade's notifications.
 
 Three feeds can drive a recorder: the wrapper :class:`.wrapper.Checked`, which calls :meth:`Recorder.begin` and
-:meth:`Recorder.finish_call` around each call that it forwards; the facade, by the methods of ``Listener``; and
+:meth:`Recorder.finish_call` around each call that it forwards; the facade, by the methods of ``MemoryListener``; and
 :meth:`Recorder.feed`, for calls that somebody else has seen.
 """
 
@@ -19,14 +19,14 @@ from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.report import Reports
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.state import State
-from streamalloc.checker.streams import Caller
+from streamalloc.checker.streams import CallingThread
 from streamalloc.checker.uses import Finish, kernel_of_others, nothing, release_mapped, use_on_device, use_on_host
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest
-from streamalloc.driver.protocol import Listener, On
+from streamalloc.driver.protocol import MemoryListener, On
 from streamalloc.driver.reports import Hazard, Stack, place_of
 from streamalloc.driver.wrappers import Call, Function
 
@@ -64,7 +64,7 @@ def _notification(delivers: bool = False) -> Callable[[F], F]:
     return decorate
 
 
-class _Turn:
+class _CallTurn:
     """The lock that guards the state, and the thread that changes it."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Recorder:
     """Records the calls of one driver, and finds hazards."""
 
     def __init__(self, driver: Any, on: On, uninitialized: bool = False) -> None:
-        self._turn = _Turn()
+        self._turn = _CallTurn()
         self._postponed: deque[Callable[[], None]] = deque()
         """Records of finalisers' calls that ran while their own thread changed the state."""
         self._destroyed: dict[int, Stack] = {}
@@ -175,11 +175,11 @@ class Recorder:
                 return self._reports.take()
             return self._after(call.name, call.args, call.answer, self._apply(call.name, call.args))
 
-        self._reports.deliver(self._alone(self._as_caller, Caller(call.thread, context, place), record))
+        self._reports.deliver(self._alone(self._as_caller, CallingThread(call.thread, context, place), record))
 
     def feed_kernel(
         self,
-        caller: Caller,
+        caller: CallingThread,
         stream: int,
         what: str,
         addresses: tuple[int, ...] | None,
@@ -208,9 +208,9 @@ class Recorder:
             step()
             return self._reports.take()
 
-        self._reports.deliver(self._alone(self._as_caller, Caller(0, context, ()), record))
+        self._reports.deliver(self._alone(self._as_caller, CallingThread(0, context, ()), record))
 
-    def _as_caller(self, caller: Caller, record: Callable[[], T]) -> T:
+    def _as_caller(self, caller: CallingThread, record: Callable[[], T]) -> T:
         self._state.streams.caller = caller
         try:
             return record()
@@ -241,7 +241,7 @@ class Recorder:
         try:
             return nothing if rule is None or rule.before is None else rule.before(self._state, name, args)
         except REFUSED as error:
-            return Failed(error)
+            return RefusedCall(error)
 
     def _after(
         self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish, take: bool = True
@@ -322,7 +322,7 @@ class Recorder:
         return self._state
 
     @property
-    def listener(self) -> Listener:
+    def listener(self) -> MemoryListener:
         """The interface that the facade notifies: this object."""
         return self
 
@@ -448,7 +448,7 @@ class Recorder:
         self._reports.show_at_once(test)
 
 
-class Failed:
+class RefusedCall:
     """The end of a rule that raised an error before its call."""
 
     def __init__(self, error: Exception) -> None:
@@ -463,7 +463,7 @@ class Failed:
 class _WithoutLock:
     """The driver for the checker's own questions, which it asks without the lock."""
 
-    def __init__(self, driver: Any, turn: _Turn) -> None:
+    def __init__(self, driver: Any, turn: _CallTurn) -> None:
         # Not the recorder: that cycle would keep the driver alive after its last user, and a weak reference stays
         # empty if a finaliser revives the recorder's own garbage.
         self._driver, self._turn = driver, turn

@@ -201,7 +201,7 @@ class Questions:
         return bool(self.number("cuPointerGetAttribute", _IS_MANAGED, address))
 
 
-class Caller(NamedTuple):
+class CallingThread(NamedTuple):
     """Origin of a call that another feed than the wrapper has seen, perhaps on another thread."""
 
     thread: int
@@ -236,7 +236,7 @@ class Streams:
         self.by_handle: dict[int, TrackedStream] = {}
         self.devices: dict[TrackedStream, int | None] = {}
         self.captures: dict[TrackedStream, TrackedCapture] = {}
-        self.caller: Caller | None = None
+        self.caller: CallingThread | None = None
         """Origin of the present call; None: this thread makes it."""
         self._legacy: dict[int, TrackedStream] = {}
         self._per_thread: list[TrackedStream] = []

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamalloc.checker.ranges import Range
-from streamalloc.checker.recorder import INVALID, REFUSED, Failed, Recorder
+from streamalloc.checker.recorder import INVALID, REFUSED, Recorder, RefusedCall
 from streamalloc.checker.rules.memory import granted, mappings
 from streamalloc.checker.rules.order import HostCall, host_function
 from streamalloc.checker.rules.table import RULES
@@ -92,7 +92,7 @@ class Checked(Wrapper, Recorder):
         finish = self.begin(name, args)
         if finish is None:
             return INVALID
-        poison = None if isinstance(finish, Failed) else self._poison
+        poison = None if isinstance(finish, RefusedCall) else self._poison
         if poison is not None:
             poison.fill(name, args)
         try:

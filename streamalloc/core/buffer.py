@@ -28,7 +28,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
-from streamalloc.core.places import Address, Place
+from streamalloc.core.places import Address, Residence
 from streamalloc.core.plain import PlainEnd, PlainSource, find, is_ours, number_of_handle, refuse_second_owner
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, checked_size
 from streamalloc.core.resource import Closes
@@ -539,7 +539,7 @@ class GraphBuffer(Buffer):
         buffer.node = session.call_in(
             device.ordinal, "cuGraphAddMemAllocNode", graph._checked_raw(), nodes, len(nodes), params
         )
-        source = PlainSource(session, Place(device.location, managed=False), session.cuMemFreeAsync)
+        source = PlainSource(session, Residence(device.location, managed=False), session.cuMemFreeAsync)
         buffer._allocator, buffer._nbytes, buffer._shared, buffer._stream = source, nbytes, None, stream
         buffer._capture, buffer._address = _Graphs(graph), int(params.dptr)
         buffer._ptr = cuda.CUdeviceptr(buffer._address)

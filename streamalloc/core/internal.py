@@ -52,7 +52,7 @@ from streamalloc.core.graph import Graph
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
 from streamalloc.core.places import (
     Address,
-    Place,
+    Residence,
     existing_pool,
     has_calls_of_its_own,
     location_of_pool,

@@ -35,7 +35,7 @@ class Address(NamedTuple):
         return int(self.value(name))
 
 
-class Place(NamedTuple):
+class Residence(NamedTuple):
     """The place of memory."""
 
     location: MemLocation | None
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         return found.id if found is not None and found.type is MemLocationType.DEVICE else None
 
 
-def place_of(session: Session, address: int) -> Place | None:
+def place_of(session: Session, address: int) -> Residence | None:
     """The place of the memory at an address; None for pageable host memory, freed memory, or none.
 
     Read from the pool, the context or the mapped allocation, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings
@@ -64,12 +64,12 @@ def place_of(session: Session, address: int) -> Place | None:
         raw, context = ask.value("MEMPOOL_HANDLE"), ask.value("CONTEXT")
         if int(raw):
             allocation_type = MemAllocationType.MANAGED if managed else MemAllocationType.PINNED
-            return Place(location_of_pool(session, raw, kind == _HOST, allocation_type), managed)
+            return Residence(location_of_pool(session, raw, kind == _HOST, allocation_type), managed)
         if kind == _HOST and not managed:
-            return Place(MemLocation.host(), managed)
+            return Residence(MemLocation.host(), managed)
         if int(context):
-            return Place(MemLocation.device(session.device_of(context)), managed)
-        return Place(_location_of_mapped(session, address), managed)
+            return Residence(MemLocation.device(session.device_of(context)), managed)
+        return Residence(_location_of_mapped(session, address), managed)
 
 
 def _location_of_mapped(session: Session, address: int) -> MemLocation | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from streamalloc.core.deferred import HandleEnd, deferred_queue
 from streamalloc.core.errors import size_text
 from streamalloc.core.fence import Fence, OnceIdle
-from streamalloc.core.places import Address, Place, place_of
+from streamalloc.core.places import Address, Residence, place_of
 from streamalloc.core.properties import MemLocation, checked_size
 from streamalloc.driver.internal import cuda
 
@@ -78,7 +78,7 @@ class PlainSource:
 
     __slots__ = ("_free", "_session", "location", "managed")
 
-    def __init__(self, session: Session, place: Place, free: Any) -> None:
+    def __init__(self, session: Session, place: Residence, free: Any) -> None:
         self._session = session
         self._free = free
         self.location: MemLocation = place.location or MemLocation.none()
@@ -86,7 +86,7 @@ class PlainSource:
 
     @property
     def _ordinal(self) -> int | None:
-        return None if self.managed else Place(self.location, managed=False).ordinal
+        return None if self.managed else Residence(self.location, managed=False).ordinal
 
     def _pool_of(self, buffer: Any) -> object:
         return None
@@ -175,7 +175,7 @@ def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[Pl
         return PlainSource(session, place, session.cuMemFreeAsync if call == "cuMemFreeAsync" else end_plain), call
 
 
-def _free_call(ask: Address, place: Place) -> str:
+def _free_call(ask: Address, place: Residence) -> str:
     if int(ask.value("MEMPOOL_HANDLE")):
         return "cuMemFreeAsync"
     if place.location is not None and place.location.on_host and not place.managed:

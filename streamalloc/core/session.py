@@ -32,7 +32,7 @@ from streamalloc.driver.internal import BINDINGS_VERSION, RLock, as_asked, cuda,
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver
-    from streamalloc.driver.internal import Listener
+    from streamalloc.driver.internal import MemoryListener
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class Session(_Direct):
         """Whether a finaliser may not call the driver: in a forked child, and while the interpreter shuts down."""
         self.forked: bool = False
         """True in a forked child, in which all calls are refused."""
-        self.listener: Listener | None = getattr(driver, "listener", None)
+        self.listener: MemoryListener | None = getattr(driver, "listener", None)
         """Listener of a driver that checks stream order; it only records."""
         self.library_streams: dict[Any, Any] = {}
         """Library's object and its ``Stream``, see :func:`streamalloc.core.library_streams.keep`."""

@@ -14,7 +14,7 @@ from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import Access, Piece
 from streamalloc.checker.recorder import REFUSED, Recorder
 from streamalloc.checker.rules.table import RULES, UNKNOWN
-from streamalloc.checker.streams import MEMORY_TYPE, Caller
+from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
 from streamalloc.cupti.blocks import Blocks, Use
 from streamalloc.cupti.kernels import kernel
 from streamalloc.cupti.libraries import Libraries
@@ -157,7 +157,9 @@ class Check:
                     use = Use(call.time, stream, stream.time, clock, what, place, addresses, written(addresses))
                     self._blocks.log(use)
 
-            self._recorder.feed_kernel(Caller(call.thread, call.context, place), call.args[1], what, addresses, runs)
+            self._recorder.feed_kernel(
+                CallingThread(call.thread, call.context, place), call.args[1], what, addresses, runs
+            )
             if len(self._blocks) > _MOST_LOGGED:
                 self.merge()
             return

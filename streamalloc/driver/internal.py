@@ -24,13 +24,13 @@ from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import RealFunctions, as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Listener
+    from streamalloc.driver.protocol import MemoryListener
     from streamalloc.driver.reports import Stack, here, line_of, lines, place_of
     from streamalloc.driver.wrappers import Wrapper
 
 # Imported on first use, to keep the package's import fast.
 _LATER = {
-    "Listener": "protocol",
+    "MemoryListener": "protocol",
     "Wrapper": "wrappers",
     **dict.fromkeys(("Stack", "here", "line_of", "lines", "place_of"), "reports"),
 }

@@ -179,7 +179,7 @@ FUNCTIONS = frozenset(name for name in vars(Driver) if name.startswith("cu"))
 """The names of the functions that every driver must have."""
 
 
-class Listener(Protocol):
+class MemoryListener(Protocol):
     """Receiver of notifications by the facade, about memory uses that are not driver calls.
 
     It is the driver's attribute ``listener``, if there is one, as in a driver of :func:`streamalloc.driver.checked`.
@@ -234,7 +234,7 @@ class Checked(Driver, Protocol):
         """Texts about everything that this run did not check: one for each reason, with a count and the first place."""
 
     @property
-    def listener(self) -> Listener:
+    def listener(self) -> MemoryListener:
         """Receiver of the facade's notifications."""
 
     def outstanding(self) -> dict[str, list[int]]:

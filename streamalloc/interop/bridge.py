@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Source(Protocol):
+class AllocatorSource(Protocol):
     """A source of memory: a pool, another allocator of streamalloc, or a sleep group.
 
     An argument of :func:`streamalloc.interop.cupy.use`; :doc:`/docs/guides/interop` has programs.
@@ -203,8 +203,8 @@ class Sources:
 
     __slots__ = ("_last", "by_device", "exchange", "session", "works")
 
-    def __init__(self, sources: Iterable[Source]) -> None:
-        self.by_device: dict[int, Source] = {}
+    def __init__(self, sources: Iterable[AllocatorSource]) -> None:
+        self.by_device: dict[int, AllocatorSource] = {}
         """Sources, by device ordinal."""
         sessions = set()
         for source in sources:

@@ -9,14 +9,14 @@ from typing import Any
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Memory, StreamLike
 from streamalloc.core.session import session_of
-from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow
 from streamalloc.pool import MemoryPool
 
 __all__ = ["buffer", "memory", "resource", "use"]
 
 
-def use(*sources: Source, callbacks: bool = False) -> Bridge:
+def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     """Make ``Device.allocate`` of cuda.core allocate from ``sources`` on this thread (sets ``Device.memory_resource``).
 
     Each thread has ``Device`` objects of its own; :func:`resource` is for the others.
@@ -38,7 +38,7 @@ def use(*sources: Source, callbacks: bool = False) -> Bridge:
     return CudaCoreBridge(Sources(sources), callbacks).start()
 
 
-def resource(source: Source, *, callbacks: bool = False) -> Any:
+def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
     """A memory resource of cuda.core over a pool or another allocator.
 
     :func:`use` sets it on each device.

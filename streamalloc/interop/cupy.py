@@ -11,13 +11,13 @@ import numpy.typing as npt
 from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Memory, StreamLike
 from streamalloc.core.session import GLOBAL, RELAXED, session_of
-from streamalloc.interop.bridge import Bridge, Source, Sources, library
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 
 __all__ = ["array", "memory", "use"]
 
 
-def use(*sources: Source, callbacks: bool = False) -> Bridge:
+def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     """Make CuPy allocate from ``sources``, on all threads.
 
     :doc:`/docs/recipes/one-pool` is a program.

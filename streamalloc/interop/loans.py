@@ -21,7 +21,7 @@ from streamalloc.core.internal import (
     Device,
     Fence,
     Memory,
-    Place,
+    Residence,
     Stream,
     StreamLike,
     TypedView,
@@ -262,7 +262,9 @@ def borrow(
         return Borrowed(array, ordered, None if lender is None else as_stream(lender, session))
 
 
-def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, Place]:
+def _taken(
+    array: Any, stream: Stream, lender: Stream | None
+) -> tuple[int, np.dtype[Any], tuple[int, ...], Any, Residence]:
     """Address, type, shape, owner and place of an array. ``stream`` waits for the array's contents."""
     check_driver(sys.modules.get(type(array).__module__.partition(".")[0]), session_of(stream))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -278,14 +280,14 @@ def _taken(array: Any, stream: Stream, lender: Stream | None) -> tuple[int, np.d
         if rest:
             raise ValueError(f"{type(array).__name__} has elements of {8 * size + rest} bits, which are no whole bytes")
         dtype = np.dtype(f"{_KINDS.get(tensor.code, 'V') if tensor.lanes == 1 else 'V'}{size}")
-        place = Place(MemLocation.device(int(device)), managed=False)
+        place = Residence(MemLocation.device(int(device)), managed=False)
         return (tensor.data or 0) + tensor.byte_offset, dtype, shape, capsule, place
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
         raise TypeError(f"array must have __dlpack__ or __cuda_array_interface__, which {type(array).__name__} has not")
     found = cuda_array(interface, type(array).__name__)
     session = session_of(stream)
-    where = place_of(session, found.address) if found.nbytes else Place(None, managed=False)
+    where = place_of(session, found.address) if found.nbytes else Residence(None, managed=False)
     if where is None:
         raise ValueError(
             f"{type(array).__name__} at {found.address:#x} is in no memory that {session.driver!r} knows: pageable "

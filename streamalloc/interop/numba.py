@@ -17,14 +17,14 @@ from streamalloc.core.errors import OutOfMemoryError
 from streamalloc.core.internal import Buffer, Device, Memory, Stream, StreamLike, work
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda as bindings
-from streamalloc.interop.bridge import Bridge, Source, Sources, dropped_of, library
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Sources, dropped_of, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.pool import MemoryPool
 
 __all__ = ["array", "memory", "use"]
 
 
-def use(*sources: Source) -> Bridge:
+def use(*sources: AllocatorSource) -> Bridge:
     """Make Numba allocate device memory from ``sources`` on all threads, in its present and future contexts.
 
     :doc:`/docs/guides/interop` has a program.

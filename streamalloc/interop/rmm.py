@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from streamalloc.driver.internal import cuda
-from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library
 
 __all__ = ["resource", "use"]
 
@@ -14,7 +14,7 @@ __all__ = ["resource", "use"]
 _kept: list[object] = []
 
 
-def use(*sources: Source, callbacks: bool = False) -> Bridge:
+def use(*sources: AllocatorSource, callbacks: bool = False) -> Bridge:
     """Set RMM's resource of each device for all threads (``set_per_device_resource``); cuDF and Dask-CUDA use it.
 
     :doc:`/docs/guides/interop` has a program.
@@ -34,7 +34,7 @@ def use(*sources: Source, callbacks: bool = False) -> Bridge:
     return RMMBridge(Sources(sources), callbacks).start()
 
 
-def resource(source: Source, *, callbacks: bool = False) -> Any:
+def resource(source: AllocatorSource, *, callbacks: bool = False) -> Any:
     """A device memory resource of RMM over a pool or another allocator; never freed.
 
     :func:`use` sets it on each device.

@@ -28,7 +28,7 @@ from streamalloc.core.errors import CaptureError, InUseError, OutOfMemoryError, 
 from streamalloc.core.internal import BufferView, Memory, StreamLike
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
-from streamalloc.interop.bridge import Bridge, Ledger, Source, Sources, library
+from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
 from streamalloc.interop.rmm import RMMBridge
 from streamalloc.ipc import Tensor, Weights, WeightsWriter
@@ -40,7 +40,7 @@ _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, cty
 _RELEASE_LOCK = "release_lock_on_cudamalloc"
 
 
-def use(*sources: Source, rmm: bool = False) -> TorchBridge:
+def use(*sources: AllocatorSource, rmm: bool = False) -> TorchBridge:
     """Make PyTorch allocate the tensors of this thread from ``sources``.
 
     Other threads, including those of backward passes, allocate from PyTorch's own memory. PyTorch routes one thread at

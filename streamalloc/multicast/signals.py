@@ -18,7 +18,7 @@ import numpy.typing as npt
 from streamalloc.core.internal import Event, Stream, raw_handle, refuse_capture, stream_call
 from streamalloc.core.properties import checked_type
 from streamalloc.driver.internal import cuda
-from streamalloc.multicast.setup.plan import CHANNELS, Layout
+from streamalloc.multicast.setup.plan import CHANNELS, RankLayout
 
 _BARRIER, _SIGNAL = 0, 1
 _WRAP = 1 << 32
@@ -32,8 +32,8 @@ class Signals:
 
     __slots__ = ("_awaited", "_bases", "_latest", "_rounds", "_sent", "_size", "layout")
 
-    def __init__(self, layout: Layout, bases: Sequence[int]) -> None:
-        self.layout: Layout = layout
+    def __init__(self, layout: RankLayout, bases: Sequence[int]) -> None:
+        self.layout: RankLayout = layout
         self._size = len(bases)
         self._bases = bases
         """Address of each rank's memory in this process."""

@@ -21,7 +21,7 @@ Action = Literal["allocate", "free", "failure"]
 class Site(NamedTuple):
     """A line of a program, stored as code object and instruction offset. The line number is computed on request.
 
-    The field ``sites`` of :class:`Allocation` and ``site`` of :class:`Place`.
+    The field ``sites`` of :class:`Allocation` and ``site`` of :class:`ProgramPlace`.
     """
 
     code: CodeType
@@ -175,7 +175,7 @@ class LeakError(AssertionError):
         self.report: LeakReport = report
 
 
-class Place(NamedTuple):
+class ProgramPlace(NamedTuple):
     """Live allocations of one program line with equal names.
 
     A :class:`LeakReport` lists them.
@@ -202,14 +202,16 @@ class Place(NamedTuple):
         return f"{_amount(self.allocations)} from {self.site or 'an unknown line'}{words}"
 
 
-def places(allocations: Iterable[Allocation]) -> list[Place]:
+def places(allocations: Iterable[Allocation]) -> list[ProgramPlace]:
     """Allocations grouped by line and names, most bytes first."""
     found: dict[tuple[object, ...], list[Allocation]] = {}
     for one in allocations:
         site = one.sites[0] if one.sites else None
         key = (None if site is None else (id(site.code), site.line), one.names)
         found.setdefault(key, []).append(one)
-    made = [Place(next(iter(one.sites), None), one.tag, one.phase, (one, *rest)) for one, *rest in found.values()]
+    made = [
+        ProgramPlace(next(iter(one.sites), None), one.tag, one.phase, (one, *rest)) for one, *rest in found.values()
+    ]
     return sorted(made, key=lambda place: -place.nbytes)
 
 
@@ -234,7 +236,7 @@ class LeakReport:
 
     def __init__(self, allocations: Iterable[Allocation]) -> None:
         self.allocations: tuple[Allocation, ...] = tuple(allocations)
-        self.places: list[Place] = places(self.allocations)
+        self.places: list[ProgramPlace] = places(self.allocations)
         """Groups by line and names, most bytes first."""
 
     @property

@@ -42,7 +42,7 @@ class PoolCache(Protocol):
     def _make_room(self, stream: Stream) -> bool: ...
 
 
-class Pools:
+class KnownPools:
     """The pools of one driver that this process knows: ``pools_of(session)``."""
 
     __slots__ = ("alive", "caches", "closed", "current")
@@ -58,7 +58,7 @@ class Pools:
         """Driver handles of closed pools that the driver has not destroyed yet."""
 
 
-pools_of: PerDriver[Pools] = PerDriver(Pools)
+pools_of: PerDriver[KnownPools] = PerDriver(KnownPools)
 
 
 class PoolEnd(HandleEnd):

@@ -12,10 +12,10 @@ from streamalloc.simulator.allocator import Block
 from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, Place, round_up
 from streamalloc.simulator.contexts import Context
-from streamalloc.simulator.graph_memory import GraphMemory
-from streamalloc.simulator.memory import FREED, AddressMap, Extent, Physical, Reservation, is_accessible
+from streamalloc.simulator.graph_memory import GraphHeap
+from streamalloc.simulator.memory import FREED, Extent, Physical, RangeMap, Reservation, is_accessible
 from streamalloc.simulator.physical import Mapping
-from streamalloc.simulator.pool import ImportedPool, Pool
+from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Operation
 
 PAGE = 4096
@@ -71,7 +71,7 @@ _numbers = itertools.count(1)
 class _Defaults(Extent):
     """Rarely set attributes, as class attributes, so that making an allocation is cheap."""
 
-    pool: Pool | ImportedPool | None = None
+    pool: Pool | OpenedPool | None = None
     mapping: Mapping | None = None
     pages: Pages | None = None
     """Advice for managed memory, once there is any."""
@@ -132,7 +132,7 @@ class HostMemory(Allocation):
 class PoolMemory(Allocation):
     """Memory of a pool of this process, or imported from a pool of another process."""
 
-    pool: Pool | ImportedPool = field()
+    pool: Pool | OpenedPool = field()
     block: Block
 
 
@@ -140,11 +140,11 @@ class PoolMemory(Allocation):
 class GraphAllocation(Allocation):
     """An allocation of a graph launch that outlives the launch."""
 
-    memory: GraphMemory
+    memory: GraphHeap
 
 
 @dataclass(eq=False)
-class MappedMemory(Allocation):
+class MappedAllocation(Allocation):
     """A range mapped by cuMemMap."""
 
     mapping: Mapping = field()
@@ -190,7 +190,7 @@ def is_reachable(allocation: Allocation, context: Context) -> bool:
     return allocation.device in (None, ordinal) or peer or allocation.managed
 
 
-class Allocations(AddressMap[Allocation]):
+class AllocationTable(RangeMap[Allocation]):
     """The allocations of a machine by their addresses."""
 
     def forget_registered(self, start: int, end: int) -> None:
@@ -243,7 +243,7 @@ class Managed:
     """
 
     banks: Banks
-    allocations: Allocations
+    allocations: AllocationTable
     _physical: Physical | None = field(default=None, init=False)
 
     def allocate(self, size: int, context: Context) -> int:

@@ -105,7 +105,7 @@ def host_pointer(value: Any) -> int:
     )
 
 
-def _device(machine: Machine, ordinal: int) -> contexts.Device:
+def _device(machine: Machine, ordinal: int) -> contexts.SimulatedDevice:
     check(0 <= ordinal < len(machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
     return machine.devices[ordinal]
 
@@ -146,14 +146,14 @@ HostFunctionHandle = Annotated[int, Handle(cuda.CUhostFn)]
 StreamCallback = Annotated[int, Handle(cuda.CUstreamCallback)]
 
 # Parameter kinds that are objects: reader of the handle, and look-up of the object.
-Device = Annotated[contexts.Device, Handle(cuda.CUdevice), _device]
+Device = Annotated[contexts.SimulatedDevice, Handle(cuda.CUdevice), _device]
 Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 Queue = Annotated[scheduler.Queue, stream, Machine.stream]
 # The code was seen once on H200. A destroyed handle can also kill the process there.
 QueueEvent = Annotated[events.QueueEvent, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
 NodeGraph = Annotated[graphs.NodeGraph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
-Node = Annotated[graphs.Node, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
+Node = Annotated[graphs.GraphNode, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
 GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("graphs.executables")]
 _array, _mipmap = Handle(cuda.CUarray), Handle(cuda.CUmipmappedArray)
 _no_array = ("arrays.arrays", "using an array that does not exist")
@@ -178,7 +178,7 @@ Kernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _found_in("modules.f
 _named = _found_in("modules.functions", _gone, Result.CUDA_ERROR_INVALID_VALUE)
 NamedFunction = Annotated[kernels.Function, Handle(cuda.CUfunction), _named]
 NamedKernel = Annotated[kernels.Function, Handle(cuda.CUkernel), _named]
-Link = Annotated[kernels.Link, Handle(cuda.CUlinkState), _found_in("modules.links", _gone)]
+Link = Annotated[kernels.Linker, Handle(cuda.CUlinkState), _found_in("modules.links", _gone)]
 BY_NAME = {
     **dict.fromkeys(["dst", "src", "dstDevice", "srcDevice", "addr", "dptr"], "DevicePointer"),
     **dict.fromkeys(["dstHost", "srcHost"], "HostPointer"),

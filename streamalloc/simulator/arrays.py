@@ -36,7 +36,7 @@ _MAP_NORESERVE = 0x4000
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArrayLayout:
     """Description of an array. ``layers``: 0 if not layered. ``extent``: that of one layer."""
 
     extent: Extent
@@ -110,7 +110,7 @@ class Storage:
     """The memory of an array, or of all levels of a mipmapped one: one block, or tiles."""
 
     context: Context
-    layout: Layout
+    layout: ArrayLayout
     memory: mmap.mmap | None = None
     """Bytes of an ordinary array."""
     tiles: dict[Tile, tuple[Memory, int]] = field(default_factory=dict)

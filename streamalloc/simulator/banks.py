@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from streamalloc.simulator.allocator import Line
 from streamalloc.simulator.constants import CHUNK, round_up
 from streamalloc.simulator.files import Usage
-from streamalloc.simulator.memory import AddressMap, Physical, Reservation, is_accessible, keep_readable
+from streamalloc.simulator.memory import Physical, RangeMap, Reservation, is_accessible, keep_readable
 
 
 class Bank:
@@ -69,7 +69,7 @@ class Bank:
         self._shared = None
 
 
-class Arenas(AddressMap[Reservation]):
+class Arenas(RangeMap[Reservation]):
     """The reservations of a machine. ``on_add`` is called with the start and end of a new one."""
 
     def __init__(self) -> None:

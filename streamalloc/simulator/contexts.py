@@ -78,7 +78,7 @@ def _with_id(name: str, uuids: Sequence[bytes]) -> int | None:
 
 
 @dataclass(eq=False)
-class Device:
+class SimulatedDevice:
     """One simulated device."""
 
     ordinal: int
@@ -101,7 +101,13 @@ class Context:
     """A context. ``alive`` of a primary context can change repeatedly."""
 
     def __init__(
-        self, device: Device, scheduler: Scheduler, by_handle: Handles[Queue], number: int, primary: bool, flags: int
+        self,
+        device: SimulatedDevice,
+        scheduler: Scheduler,
+        by_handle: Handles[Queue],
+        number: int,
+        primary: bool,
+        flags: int,
     ) -> None:
         self.device = device
         self.primary = primary

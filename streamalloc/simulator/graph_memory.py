@@ -51,7 +51,7 @@ class DeviceGraphMemory:
     used_high: int = 0
     reserved_high: int = 0
     slabs: list[Slab] = field(default_factory=list)
-    memories: set[GraphMemory] = field(default_factory=set)
+    memories: set[GraphHeap] = field(default_factory=set)
     _set_aside: Reservation | None = None
 
     def set_aside(self) -> None:
@@ -99,7 +99,7 @@ class Slab:
 
     def __init__(self, shared: DeviceGraphMemory) -> None:
         self._shared = shared
-        self.owner: GraphMemory | None = None
+        self.owner: GraphHeap | None = None
         """The graph with exclusive use while its allocations outlive launches."""
         self.size: int = 0
         self.used: int = 0
@@ -163,7 +163,7 @@ class Hole(NamedTuple):
         return self.address + self.size
 
 
-class GraphMemory:
+class GraphHeap:
     """The addresses of a graph's allocations on one device, and the slab of its latest launch there."""
 
     def __init__(self, shared: DeviceGraphMemory) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from streamalloc.simulator.allocations import Allocations, GraphAllocation
+from streamalloc.simulator.allocations import AllocationTable, GraphAllocation
 from streamalloc.simulator.call_lock import Caller
 from streamalloc.simulator.constants import Handles, new_handle
-from streamalloc.simulator.contexts import Device
+from streamalloc.simulator.contexts import SimulatedDevice
 from streamalloc.simulator.errors import Fault, Result, check
 from streamalloc.simulator.events import QueueEvent
-from streamalloc.simulator.graph_memory import GraphMemory
+from streamalloc.simulator.graph_memory import GraphHeap
 from streamalloc.simulator.pool import Pool
-from streamalloc.simulator.scheduler import Call, Operation, Queue, merge
+from streamalloc.simulator.scheduler import Operation, Queue, QueuedCall, merge
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # CUstreamCaptureMode
 AUTO_FREE_ON_LAUNCH = 1
@@ -24,18 +24,18 @@ AUTO_FREE_ON_LAUNCH = 1
 Values = dict[str, Any]
 """Parameters of a node: fields of its struct."""
 Work = dict[str, Any]
-"""Fields of a :class:`Node`: ``operation`` or ``enter``, and ``values``."""
+"""Fields of a :class:`GraphNode`: ``operation`` or ``enter``, and ``values``."""
 
 
 @dataclass(eq=False)
-class Node:
+class GraphNode:
     """A node. A launch submits ``operation``, or calls ``enter`` with its stream. Allocation and free nodes have an
     address instead.
     """
 
     kind: str
     graph: NodeGraph
-    after: list[Node]
+    after: list[GraphNode]
     operation: Operation | None = None
     enter: Callable[[Queue], object] | None = None
     values: Values | None = None
@@ -45,7 +45,7 @@ class Node:
     enabled: bool = True
     """A launch runs the node."""
     child: NodeGraph | None = None
-    origin: Node | None = None
+    origin: GraphNode | None = None
     """In a cloned graph, the original node."""
     address: int = 0
     size: int = 0
@@ -62,23 +62,23 @@ class NodeGraph:
 
     graphs: Graphs
     handle: int = field(default_factory=new_handle)
-    nodes: list[Node] = field(default_factory=list)
-    memories: dict[int, GraphMemory] = field(default_factory=dict)  # by device
+    nodes: list[GraphNode] = field(default_factory=list)
+    memories: dict[int, GraphHeap] = field(default_factory=dict)  # by device
     instances: int = 0
     frees: bool = False
     """Whether a free was attempted during the capture."""
-    open: dict[int, Node] = field(default_factory=dict)
+    open: dict[int, GraphNode] = field(default_factory=dict)
     """Allocation nodes without a free node, by address; these allocations outlive a launch."""
 
-    def add(self, kind: str, after: list[Node], **fields: Any) -> Node:
-        """Add a node with these fields of :class:`Node`."""
-        return self.take(Node(kind, self, after, **fields))
+    def add(self, kind: str, after: list[GraphNode], **fields: Any) -> GraphNode:
+        """Add a node with these fields of :class:`GraphNode`."""
+        return self.take(GraphNode(kind, self, after, **fields))
 
-    def take(self, node: Node) -> Node:
+    def take(self, node: GraphNode) -> GraphNode:
         self.nodes.append(node)
         return self.graphs.nodes.add(node)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: GraphNode) -> None:
         self.nodes.remove(node)
         del self.graphs.nodes[node.handle]
         if node.child is not None:
@@ -89,7 +89,7 @@ class NodeGraph:
     def clone(self) -> NodeGraph:
         """Copy the graph and its nodes. Graphs with allocations cannot be copied."""
         made = self.graphs.create()
-        copies: dict[Node, Node] = {}
+        copies: dict[GraphNode, GraphNode] = {}
         for node in self.ordered():
             after = [copies[one] for one in node.after]
             child = None if node.child is None else node.child.clone()
@@ -98,9 +98,9 @@ class NodeGraph:
             made.take(copies[node])
         return made
 
-    def ordered(self) -> list[Node]:
+    def ordered(self) -> list[GraphNode]:
         """The nodes in dependency order; ties in the order of their addition."""
-        order: dict[Node, None] = {}
+        order: dict[GraphNode, None] = {}
         todo = self.nodes
         while todo:
             for node in todo:
@@ -111,7 +111,7 @@ class NodeGraph:
             todo = left
         return list(order)
 
-    def flat(self) -> list[Node]:
+    def flat(self) -> list[GraphNode]:
         """The nodes in dependency order, with each child graph replaced by its nodes."""
         found = []
         for node in self.ordered():
@@ -129,17 +129,17 @@ class NodeGraph:
         own = [node for node in self.nodes if node.kind == "MEM_ALLOC"] if freed else self.open.values()
         return any(one.address <= address and address + size <= one.address + one.size for one in own)
 
-    def allocate(self, size: int, device: int, after: list[Node], values: Values | None = None) -> Node:
+    def allocate(self, size: int, device: int, after: list[GraphNode], values: Values | None = None) -> GraphNode:
         memory = self.memories.get(device)
         if memory is None:
-            memory = self.memories[device] = GraphMemory(self.graphs.devices[device].graphs)
+            memory = self.memories[device] = GraphHeap(self.graphs.devices[device].graphs)
         address = memory.place(size, ancestors(after) if memory.holes else ())
         node = self.open[address] = self.add(
             "MEM_ALLOC", after, values=values, address=address, size=size, device=device
         )
         return node
 
-    def free(self, address: int, after: list[Node]) -> Node:
+    def free(self, address: int, after: list[GraphNode]) -> GraphNode:
         """Add a free node, for memory that this or another graph allocates without freeing it."""
         self.frees = True
         allocation = self.open.pop(address, None)
@@ -161,9 +161,9 @@ class GraphExec:
     flags: int
     handle: int = field(default_factory=new_handle)
     last: tuple[Queue, int] | None = None  # the end of the latest launch
-    nodes: list[Node] = field(init=False)
+    nodes: list[GraphNode] = field(init=False)
     """Copies of the nodes in launch order, unaffected by later graph changes."""
-    unfreed: list[Node] = field(init=False)
+    unfreed: list[GraphNode] = field(init=False)
 
     def __post_init__(self) -> None:
         self.nodes = [replace(node, origin=node) for node in self.graph.flat()]
@@ -189,7 +189,7 @@ class GraphExec:
             memory.keep_only_live()
             memory.disown()
 
-    def launch(self, allocations: Allocations, stream: Queue) -> None:
+    def launch(self, allocations: AllocationTable, stream: Queue) -> None:
         """Submit all nodes one after another, which is stricter than the graph's order."""
         live = [(memory, address) for memory in self.graph.memories.values() for address in memory.live]
         check(not live or self.flags & AUTO_FREE_ON_LAUNCH)
@@ -237,7 +237,7 @@ class GraphExec:
                 memory.map(slab)
 
         # pools ignore the order from waits of launches (observed on H200: test_placements)
-        self._in_use(stream, stream.submit(Call(map_memory), tuple(earlier), {}))
+        self._in_use(stream, stream.submit(QueuedCall(map_memory), tuple(earlier), {}))
 
     def _in_use(self, stream: Queue, seq: int) -> None:
         self.last = (stream, seq)
@@ -249,7 +249,7 @@ class GraphCapture:
     """A running capture: its streams, and for each the nodes that its next node depends on."""
 
     def __init__(
-        self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[Node] = ()
+        self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[GraphNode] = ()
     ) -> None:
         self.graph: NodeGraph = graphs.create() if graph is None else graph
         self.origin = origin
@@ -259,7 +259,7 @@ class GraphCapture:
         self.valid: bool = True
         self._graphs = graphs
         self._caller = origin.scheduler.caller
-        self._frontier: dict[Queue, list[Node]] = {origin: list(after)}
+        self._frontier: dict[Queue, list[GraphNode]] = {origin: list(after)}
         origin.capture = self
         graphs.captures.append(self)
 
@@ -280,18 +280,18 @@ class GraphCapture:
     def running(self) -> bool:
         return self in self._graphs.captures
 
-    def behind(self, stream: Queue) -> list[Node]:
+    def behind(self, stream: Queue) -> list[GraphNode]:
         """The nodes that the next node of ``stream`` will depend on."""
         return self._frontier.get(stream, [])
 
-    def put_behind(self, stream: Queue, nodes: list[Node], instead: bool) -> None:
+    def put_behind(self, stream: Queue, nodes: list[GraphNode], instead: bool) -> None:
         """Make the next node of ``stream`` depend on these nodes; ``instead``: only on these."""
         before = [] if instead else self._frontier[stream]
         self._frontier[stream] = before + [node for node in nodes if node not in before]
 
     # -- nodes -----------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, operation: Operation | None, stream: Queue, values: Values | None = None) -> Node:
+    def add(self, kind: str, operation: Operation | None, stream: Queue, values: Values | None = None) -> GraphNode:
         node = self.graph.add(kind, self._frontier[stream], operation=operation, values=values)
         self._frontier[stream] = [node]
         return node
@@ -357,9 +357,9 @@ class GraphCapture:
         self._graphs.destroy(self.graph)
 
 
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
+def ancestors(nodes: Iterable[GraphNode]) -> set[GraphNode]:
     """The nodes and all nodes that they depend on."""
-    found: set[Node] = set()
+    found: set[GraphNode] = set()
     todo = list(nodes)
     while todo:
         node = todo.pop()
@@ -373,10 +373,10 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 class Graphs:
     """The graphs and running captures of a machine."""
 
-    devices: list[Device]
+    devices: list[SimulatedDevice]
     graphs: Handles[NodeGraph] = field(default_factory=Handles)
     executables: Handles[GraphExec] = field(default_factory=Handles)
-    nodes: Handles[Node] = field(default_factory=Handles)
+    nodes: Handles[GraphNode] = field(default_factory=Handles)
     captures: list[GraphCapture] = field(default_factory=list)
     capture_count: int = 0
 

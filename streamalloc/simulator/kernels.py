@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from streamalloc.simulator.allocations import Allocation, Allocations
+from streamalloc.simulator.allocations import Allocation, AllocationTable
 from streamalloc.simulator.allocator import Block
 from streamalloc.simulator.constants import Handles, new_handle
 from streamalloc.simulator.contexts import Context
@@ -326,7 +326,7 @@ class Function:
 
 
 @dataclass(eq=False)
-class Link:
+class Linker:
     """Texts to link, and the result after the first request."""
 
     texts: list[bytes] = field(default_factory=list)
@@ -342,7 +342,7 @@ class Modules:
     """Kernels without a function do nothing."""
     modules: Handles[Module] = field(default_factory=Handles)
     functions: Handles[Function] = field(default_factory=Handles)
-    links: Handles[Link] = field(default_factory=Handles)
+    links: Handles[Linker] = field(default_factory=Handles)
 
     def find(self, module: Module, name: str) -> Function:
         return self.functions.add(module.function(name))
@@ -354,7 +354,7 @@ class Modules:
             found = library.modules[context] = self.modules.add(Module(library.contents, context, library))
         return found
 
-    def variable(self, module: Module, name: str, context: Context, allocations: Allocations) -> VariableMemory:
+    def variable(self, module: Module, name: str, context: Context, allocations: AllocationTable) -> VariableMemory:
         """The memory of a variable, allocated at the first request."""
         found = module.variables.get((name, context))
         if found is None:
@@ -367,7 +367,7 @@ class Modules:
             allocations.add(found)
         return found
 
-    def unload(self, module: Module, allocations: Allocations) -> None:
+    def unload(self, module: Module, allocations: AllocationTable) -> None:
         """Remove a module or a library with its contents."""
         for own in list(module.modules.values()):
             self.unload(own, allocations)
@@ -382,7 +382,7 @@ class Modules:
             memory.context.device.heap.free(memory.block)
         module.variables.clear()
 
-    def forget(self, context: Context, allocations: Allocations) -> None:
+    def forget(self, context: Context, allocations: AllocationTable) -> None:
         """A context ends, and with it its modules."""
         for module in [one for one in self.modules.values() if one.context is context]:
             self.unload(module, allocations)

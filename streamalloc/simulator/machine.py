@@ -10,11 +10,18 @@ import weakref
 from collections.abc import Callable
 
 from streamalloc.simulator import allocations, call_lock
-from streamalloc.simulator.allocations import Allocation, Allocations, DeviceMemory, HostMemory, Managed, ManagedMemory
+from streamalloc.simulator.allocations import (
+    Allocation,
+    AllocationTable,
+    DeviceMemory,
+    HostMemory,
+    Managed,
+    ManagedMemory,
+)
 from streamalloc.simulator.arrays import Arrays
 from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
-from streamalloc.simulator.contexts import Context, Device, chosen, visible
+from streamalloc.simulator.contexts import Context, SimulatedDevice, chosen, visible
 from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, need
 from streamalloc.simulator.events import QueueEvent
 from streamalloc.simulator.files import HOST_BANK, Labels, Usage
@@ -23,7 +30,7 @@ from streamalloc.simulator.graphs import Graphs
 from streamalloc.simulator.heap import Heap, Regions
 from streamalloc.simulator.kernels import Modules
 from streamalloc.simulator.multicast import Multicast
-from streamalloc.simulator.pool import Pools
+from streamalloc.simulator.pool import PoolTable
 from streamalloc.simulator.profiles import Link, MachineSpec, Profile
 from streamalloc.simulator.scheduler import Clock, Queue, Scheduler, merge
 from streamalloc.simulator.sharing import Sharing
@@ -55,17 +62,17 @@ class Machine:
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
         self.banks: Banks = banks
-        self.devices: list[Device] = [self._device(*numbered) for numbered in enumerate(banks.devices)]
+        self.devices: list[SimulatedDevice] = [self._device(*numbered) for numbered in enumerate(banks.devices)]
         self._all_devices = tuple(self.devices)
         banks.alone = spec.devices == 1 and not self.devices[0].attributes["MULTICAST_SUPPORTED"]
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
-        self.allocations: Allocations = Allocations()
+        self.allocations: AllocationTable = AllocationTable()
         self.usage: Usage | None = self._share_usage() if spec.given_name else None
         banks.arenas.on_add = self.allocations.forget_registered
         self.managed: Managed = Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
-        self.pools: Pools = Pools(self.labels, banks, self.scheduler)
+        self.pools: PoolTable = PoolTable(self.labels, banks, self.scheduler)
         self.graphs: Graphs = Graphs(self.devices)
         self.modules: Modules = Modules(spec.kernels == "ignore")
         shared = (self.labels, banks, self.allocations, self.scheduler)
@@ -90,7 +97,7 @@ class Machine:
             bank.share(usage, number)
         return usage
 
-    def _device(self, ordinal: int, bank: Bank) -> Device:
+    def _device(self, ordinal: int, bank: Bank) -> SimulatedDevice:
         attributes = self.profile.device_attributes(ordinal)
         wanted = self.spec.multicast
         if wanted is None:  # it needs two devices; a profile of one device may hide others (H200: test_device)
@@ -106,7 +113,7 @@ class Machine:
         heap = Heap(str(self.labels.own("heap", device_place(ordinal))), banks, bank, regions)
         pinned = Heap("pinned", banks, banks.host, regions)
         graphs = DeviceGraphMemory(banks, bank)
-        return Device(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
+        return SimulatedDevice(ordinal, bank, digest, attributes, regions, heap, pinned, graphs)
 
     def see_devices(self) -> None:
         """Find the devices visible to this process. Files, links and attributes use the machine's device numbers."""
@@ -161,7 +168,7 @@ class Machine:
 
     # -- contexts --------------------------------------------------------------------------------------------
 
-    def create_context(self, device: Device, primary: bool = False, flags: int = 0) -> Context:
+    def create_context(self, device: SimulatedDevice, primary: bool = False, flags: int = 0) -> Context:
         number = next(self._context_numbers)
         return self.contexts.add(Context(device, self.scheduler, self.streams, number, primary, flags))
 

@@ -378,7 +378,7 @@ class Reservation(Extent):
             _unmap(start, size)
 
 
-class AddressRange(Reservation):
+class ReservedRange(Reservation):
     """A reservation by the user."""
 
 
@@ -435,7 +435,7 @@ def window(fd: int, offset: int, size: int) -> Reservation:
 E = TypeVar("E", bound=Extent)
 
 
-class AddressMap(Generic[E]):
+class RangeMap(Generic[E]):
     """Finds the extent that contains an address."""
 
     def __init__(self) -> None:

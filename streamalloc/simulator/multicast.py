@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from streamalloc.simulator.allocations import Allocation, Allocations
+from streamalloc.simulator.allocations import Allocation, AllocationTable
 from streamalloc.simulator.constants import NOWHERE, Location, Place
 from streamalloc.simulator.errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
 from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach
-from streamalloc.simulator.memory import AddressRange, Physical, Reservation, window
+from streamalloc.simulator.memory import Physical, Reservation, ReservedRange, window
 from streamalloc.simulator.physical import Mappable, Mapping, Memory, Properties
 from streamalloc.simulator.pool import Pool
 from streamalloc.simulator.scheduler import Scheduler
@@ -42,7 +42,7 @@ _BYTES = (_FIRST_RECORD + _MAX_RECORDS * _RECORD_WORDS) * _WORD
 _CHANGING, _EXPORTED, _FIRST_HOLDER = 0, 1, 2  # bytes to lock
 
 
-class Binding(NamedTuple):
+class TeamBinding(NamedTuple):
     """Memory of one device, bound at one offset of a multicast object."""
 
     number: int
@@ -85,7 +85,7 @@ class MulticastTable:
         self.physical = physical
         self._locked = 0
         self._seen = -1
-        self._bindings: list[Binding] = []
+        self._bindings: list[TeamBinding] = []
         with undo_by(physical.close):
             self._words = memoryview(mmap.mmap(physical.fd, _BYTES)).cast("Q")
             with self.locked():
@@ -167,7 +167,7 @@ class MulticastTable:
 
     # -- bindings --------------------------------------------------------------------------------------------
 
-    def bindings(self) -> list[Binding]:
+    def bindings(self) -> list[TeamBinding]:
         """Bindings of live processes, by offset."""
         changes = self._words[_CHANGES]
         if changes != self._seen:
@@ -179,7 +179,7 @@ class MulticastTable:
         alive = {holder: self.is_alive(holder) for holder in {binding.holder for binding in self._bindings}}
         return [binding for binding in self._bindings if alive[binding.holder]]
 
-    def bind(self, device: int, offset: int, fd: int, serial: int, start: int, size: int) -> Binding | None:
+    def bind(self, device: int, offset: int, fd: int, serial: int, start: int, size: int) -> TeamBinding | None:
         """Record a binding; None if the table is full."""
         with self.locked():
             live = {binding.number for binding in self.bindings()}
@@ -191,7 +191,7 @@ class MulticastTable:
             self._words[_RECORDS] = max(count, place + 1)
             self._words[_NUMBERS] += 1
             number = self._words[_NUMBERS]
-            binding = Binding(number, self.holder, os.getpid(), fd, serial, device, offset, start, size)
+            binding = TeamBinding(number, self.holder, os.getpid(), fd, serial, device, offset, start, size)
             self._write(place, binding)
             return binding
 
@@ -204,17 +204,17 @@ class MulticastTable:
         self._words.release()  # and the mapping with it
         self.physical.close()
 
-    def _forget(self, which: Callable[[Binding], bool]) -> None:
+    def _forget(self, which: Callable[[TeamBinding], bool]) -> None:
         with self.locked():
             for place in range(self._words[_RECORDS]):
                 if which(self._read(place)):
-                    self._write(place, Binding(*(0,) * len(Binding._fields)))
+                    self._write(place, TeamBinding(*(0,) * len(TeamBinding._fields)))
 
-    def _read(self, place: int) -> Binding:
+    def _read(self, place: int) -> TeamBinding:
         first = _FIRST_RECORD + place * _RECORD_WORDS
-        return Binding(*self._words[first : first + len(Binding._fields)])
+        return TeamBinding(*self._words[first : first + len(TeamBinding._fields)])
 
-    def _write(self, place: int, binding: Binding) -> None:
+    def _write(self, place: int, binding: TeamBinding) -> None:
         self._words[_CHANGES] += 1
         first = _FIRST_RECORD + place * _RECORD_WORDS
         for word, value in enumerate(binding, first):
@@ -286,7 +286,7 @@ class MulticastObject(Mappable):
         check(self._owner.fits(size, offset) and offset + size <= self.size)
         not_modelled(offset, "mapping a multicast object from another offset than 0")
 
-    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
+    def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
         """No effect: the host has no address for memory of several devices."""
 
     # -- bindings --------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class MulticastObject(Mappable):
                 found[binding.device].append(segment)
         return found
 
-    def _window(self, binding: Binding) -> Reservation | None:
+    def _window(self, binding: TeamBinding) -> Reservation | None:
         """The bytes of a binding; None after their release."""
         backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
@@ -362,7 +362,7 @@ class MulticastObject(Mappable):
         return found
 
 
-def _open_elsewhere(binding: Binding) -> int | None:
+def _open_elsewhere(binding: TeamBinding) -> int | None:
     """The file that another holder bound; None if its process has released the memory."""
     return reach(binding.process, binding.fd, lambda label: int(label.serial, 16) == binding.serial)
 
@@ -372,7 +372,7 @@ class Multicast:
     """The multicast objects of a machine."""
 
     labels: Labels
-    allocations: Allocations
+    allocations: AllocationTable
     scheduler: Scheduler
     virtual: VirtualMemory
     slots: int

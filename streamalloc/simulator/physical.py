@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from streamalloc.simulator.banks import Bank
 from streamalloc.simulator.constants import NO_ACCESS, Location, Place, new_handle
 from streamalloc.simulator.errors import NotModelled, Result, check
-from streamalloc.simulator.memory import AddressRange, Extent, Physical, Reservation, window
+from streamalloc.simulator.memory import Extent, Physical, Reservation, ReservedRange, window
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Mappable:
         """Raise the driver's error unless this range can be mapped."""
         raise NotImplementedError
 
-    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
+    def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
         """Map the bytes from ``offset`` on at ``start``."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class Memory(Mappable):
     def check_part(self, offset: int, size: int) -> None:
         check(size == self.size and not offset, Result.CUDA_ERROR_NOT_SUPPORTED)
 
-    def map_at(self, found: AddressRange, start: int, size: int, offset: int) -> None:
+    def map_at(self, found: ReservedRange, start: int, size: int, offset: int) -> None:
         found.map(start, size, self.physical.fd, self.offset + offset)
 
     def leave(self) -> None:

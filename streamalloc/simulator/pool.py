@@ -24,14 +24,14 @@ from streamalloc.simulator.constants import (
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
 from streamalloc.simulator.memory import Physical, Reservation
-from streamalloc.simulator.scheduler import Call, Clock, Mark, Operation, Queue, Scheduler
+from streamalloc.simulator.scheduler import Clock, Mark, Operation, Queue, QueuedCall, Scheduler
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
 """Bytes of an imported pool that get addresses at first."""
 
 
-class Freed(Call):
+class Freed(QueuedCall):
     """The operation in a stream after which a pool allocation is free."""
 
     is_command = False
@@ -59,7 +59,7 @@ class Accessible:
 class Pool(Accessible):
     """One memory pool. ``device``: None for host memory."""
 
-    owner: Pools
+    owner: PoolTable
     place: Place
     allocation_type: int = PINNED
     handle_types: int = 0
@@ -258,7 +258,7 @@ class Pool(Accessible):
         return self.managed or READ_WRITE in self.access.values()
 
 
-class ImportedPool(Accessible):
+class OpenedPool(Accessible):
     """A pool of another process. Its allocations have the same offsets here, at this process's addresses."""
 
     managed = False
@@ -308,7 +308,7 @@ class ImportedPool(Accessible):
 
 
 @dataclass(eq=False)
-class Pools:
+class PoolTable:
     """The pools of a machine."""
 
     labels: Labels

@@ -75,7 +75,7 @@ class Operation:
         return False
 
 
-class Call(Operation):
+class QueuedCall(Operation):
     """Work done in one step by a function."""
 
     def __init__(self, function: Callable[[], object]) -> None:

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from streamalloc.driver.processes import alive
-from streamalloc.simulator.allocations import Allocation, Allocations, OpenedBlock, OpenedMemory, PoolMemory
+from streamalloc.simulator.allocations import Allocation, AllocationTable, OpenedBlock, OpenedMemory, PoolMemory
 from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
-from streamalloc.simulator.contexts import Context, Device
+from streamalloc.simulator.contexts import Context, SimulatedDevice
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.events import TABLE_BYTES, EventTable, QueueEvent, SharedEvent
 from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach, recognise
 from streamalloc.simulator.memory import Physical, Reservation
-from streamalloc.simulator.pool import ImportedPool, Pool
+from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Scheduler
 
 # -- 64 bytes ------------------------------------------------------------------------------------------------
@@ -64,10 +64,10 @@ class Sharing:
 
     labels: Labels
     banks: Banks
-    allocations: Allocations
+    allocations: AllocationTable
     scheduler: Scheduler
-    devices: list[Device]
-    pools: Handles[ImportedPool] = field(default_factory=Handles)
+    devices: list[SimulatedDevice]
+    pools: Handles[OpenedPool] = field(default_factory=Handles)
     _handed_out: dict[int, int] = field(default_factory=dict)
     """Descriptors of plain memory with handles, by allocation number."""
     _blocks: dict[tuple[int, ...], OpenedBlock] = field(default_factory=dict)
@@ -113,16 +113,16 @@ class Sharing:
 
     # -- pools -----------------------------------------------------------------------------------------------
 
-    def import_pool(self, fd: int, fabric: bool) -> ImportedPool:
+    def import_pool(self, fd: int, fabric: bool) -> OpenedPool:
         """Import a pool. Each import gives the same pool (observed on H200: test_sharing)."""
         label = self.recognise(fd, "pool", fabric=fabric)
         serial = int(label.serial, 16)
         pool = next((pool for pool in self.pools.values() if pool.serial == serial), None)
         if pool is None:
-            pool = self.pools.add(ImportedPool(self.banks, label, fd))
+            pool = self.pools.add(OpenedPool(self.banks, label, fd))
         return pool
 
-    def destroy_pool(self, pool: ImportedPool) -> None:
+    def destroy_pool(self, pool: OpenedPool) -> None:
         """Destroy an imported pool, after the work before the last frees of imported allocations."""
         check(not pool.imports)
         self.scheduler.wait(lambda: all(stream.done >= seq for stream, seq in pool.freed.values()))
@@ -132,7 +132,7 @@ class Sharing:
     def export_pointer(self, pool: Pool, offset: int, size: int) -> bytes:
         return pack("pointer", os.getpid(), 1, int(pool.label.serial, 16), offset, size)
 
-    def import_pointer(self, pool: ImportedPool, data: bytes) -> int:
+    def import_pointer(self, pool: OpenedPool, data: bytes) -> int:
         """Import an allocation. Repeated imports give the same address, and one free ends them all (H200:
         test_sharing).
         """

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from streamalloc.simulator.allocations import Allocations, MappedMemory
+from streamalloc.simulator.allocations import AllocationTable, MappedAllocation
 from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import Handles
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.files import Labels
-from streamalloc.simulator.memory import AddressMap, AddressRange, Physical
+from streamalloc.simulator.memory import Physical, RangeMap, ReservedRange
 from streamalloc.simulator.physical import Mappable, Mapping, Memory, Properties
 from streamalloc.simulator.scheduler import Scheduler
 
@@ -34,15 +34,15 @@ class VirtualMemory:
 
     labels: Labels
     banks: Banks
-    allocations: Allocations
+    allocations: AllocationTable
     scheduler: Scheduler
     page: int
     """Bytes; addresses and sizes are multiples."""
-    mappings: AddressMap[Mapping] = field(default_factory=AddressMap)
+    mappings: RangeMap[Mapping] = field(default_factory=RangeMap)
     handles: Handles[Mappable] = field(default_factory=Handles)
     _released: dict[int, Mappable] = field(default_factory=dict)
     """Mapped memory without handles, which can be mapped again."""
-    _ranges: dict[int, AddressRange] = field(default_factory=dict)
+    _ranges: dict[int, ReservedRange] = field(default_factory=dict)
     _shared: Physical | None = None
 
     # -- physical memory -------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class VirtualMemory:
         check(hint % alignment == 0)
         possible = max(size, hint) < _LARGEST_ADDRESS and alignment < _LARGEST_ALIGNMENT
         check(possible, Result.CUDA_ERROR_OUT_OF_MEMORY)
-        found = AddressRange(size, alignment, low=size >= _LARGE or alignment >= _ALIGNED, hint=hint)
+        found = ReservedRange(size, alignment, low=size >= _LARGE or alignment >= _ALIGNED, hint=hint)
         if hint >= _HIGH and found.base != hint and size >= _TOO_LARGE:
             found.close()
             raise Fault(Result.CUDA_ERROR_OUT_OF_MEMORY)
@@ -125,11 +125,11 @@ class VirtualMemory:
         self.banks.arenas.remove(found)
         found.close()
 
-    def range_of(self, address: int) -> AddressRange | None:
+    def range_of(self, address: int) -> ReservedRange | None:
         found = self.banks.arenas.find(address)
-        return found if isinstance(found, AddressRange) else None
+        return found if isinstance(found, ReservedRange) else None
 
-    def _segments(self, start: int, end: int) -> list[tuple[AddressRange, int, int]]:
+    def _segments(self, start: int, end: int) -> list[tuple[ReservedRange, int, int]]:
         """The adjacent reservations from ``start`` on, each with its part of the range, up to ``end`` or the first
         unreserved address.
         """
@@ -166,7 +166,7 @@ class VirtualMemory:
             raise
         memory.mappings += 1
         self.mappings.add(mapping)
-        self.allocations.add(MappedMemory(address, size, memory.properties.device, None, mapping))
+        self.allocations.add(MappedAllocation(address, size, memory.properties.device, None, mapping))
 
     def unmap(self, address: int, size: int) -> None:
         """Unmap whole mappings; holes between them are allowed. Running work ends first. Work that is still queued is
@@ -222,4 +222,4 @@ class VirtualMemory:
             found.close()
         self._ranges.clear()
         self.handles.clear()
-        self.mappings = AddressMap()
+        self.mappings = RangeMap()

@@ -16,7 +16,7 @@ from streamalloc.core.internal import LEGACY
 from streamalloc.driver import Call
 from streamalloc.traces.trace import (
     FORMAT,
-    Checked,
+    CheckedTrace,
     Event,
     Trace,
     TraceFormatError,
@@ -37,7 +37,7 @@ class _Recording:
     """Converts a run's addresses and handles into the numbers of a trace."""
 
     def __init__(self) -> None:
-        self._checked = Checked()
+        self._checked = CheckedTrace()
         self._numbers = itertools.count()
         self._alive: dict[object, tuple[int, int]] = {}
         self._streams: dict[object, int] = {}

@@ -102,7 +102,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "events", tuple(self.events))  # once: it may be an iterator
-        checked = Checked()
+        checked = CheckedTrace()
         for number, event in enumerate(self.events):
             try:
                 checked.add(event)
@@ -157,7 +157,7 @@ class Trace:
         return f"<Trace of {len(self.events):,} events on {self.streams} streams, at most {peak} at once>"
 
 
-class Checked:
+class CheckedTrace:
     """Builder of a trace, which checks each event."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ def read_trace(lines: Iterable[str], file: str = "") -> Trace:
     """The trace in the lines of a file."""
     numbered = enumerate(lines, 1)
     header = _header(next(numbered, (1, ""))[1], file)
-    checked = Checked()
+    checked = CheckedTrace()
     for number, line in numbered:
         try:
             value = json.loads(line)

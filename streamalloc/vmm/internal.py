@@ -43,14 +43,14 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
         return range, range._map(memory, 0, rights)
 
 
-class Chunk(NamedTuple):
+class RangePart(NamedTuple):
     """Mapped memory and its offset in the range, in bytes."""
 
     memory: GenericAllocation
     offset: int
 
 
-def covering(range: AddressRange, start: int, stop: int) -> list[Chunk]:
+def covering(range: AddressRange, start: int, stop: int) -> list[RangePart]:
     """Return the memory between two offsets of a range, in the order of addresses, with open handles.
 
     Raises
@@ -64,7 +64,7 @@ def covering(range: AddressRange, start: int, stop: int) -> list[Chunk]:
         if memory.closed and isinstance(memory, PhysicalMemory):
             # No open handle is left: open another one by the mapping's address.
             memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
-        found.append(Chunk(memory, entry.offset))
+        found.append(RangePart(memory, entry.offset))
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamalloc.simulator.calls.copies import Move
+from streamalloc.simulator.calls.copies import PlannedCopy
 from streamalloc.simulator.calls.multicast import Gather, Update
 from streamalloc.simulator.errors import Fault
 from streamalloc.simulator.events import _RING, TABLE_BYTES, EventTable, SharedEvent
@@ -111,7 +111,7 @@ class TestMulticast:
 
 
 @pytest.mark.parametrize("kind", [Update, Gather])
-def test_replicas_are_used_by_one_process(kind: type[Move], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_used_by_one_process(kind: type[PlannedCopy], monkeypatch: pytest.MonkeyPatch) -> None:
     """An update is a read and a write of each replica; a gather reads all of them."""
     held = [False]
 
@@ -131,7 +131,7 @@ def test_replicas_are_used_by_one_process(kind: type[Move], monkeypatch: pytest.
     operation._machine = SimpleNamespace(multicast=team)
     operation._target = operation._replicated = operation._done = operation._size = 0
     operation._combine = lambda _: b""
-    monkeypatch.setattr(Move, "step", lambda _: held[0])
+    monkeypatch.setattr(PlannedCopy, "step", lambda _: held[0])
     assert operation.step() == (kind is Update)
 
 

@@ -39,7 +39,7 @@ class Holder:
 class Epoch:
     """The memory of one commit, complete or in progress."""
 
-    entry: Entry
+    entry: HeldEntry
     device: str
     """UUID of the device, 32 hexadecimal digits."""
     replace: bool
@@ -78,7 +78,7 @@ class Epoch:
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Entry:
+class HeldEntry:
     """A key: its last commit, older commits that still have readers, and the epoch being written."""
 
     key: str
@@ -133,7 +133,7 @@ class Holdings:
         self.evict = evict
         self.evicted: int = 0
         """Keys that were removed to make room."""
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, HeldEntry] = {}
         self.lost: dict[str, tuple[int, str]] = {}
         """Last epoch and reason of each key lost without a request."""
         self._journal = journal
@@ -149,7 +149,7 @@ class Holdings:
         if entry is None:
             taken = {other.place for other in self.entries.values()}
             place = next((place for place in range(_ADDRESSES) if place not in taken), len(taken) % _ADDRESSES)
-            entry = Entry(key, place, self.lost.get(key, (0, ""))[0])
+            entry = HeldEntry(key, place, self.lost.get(key, (0, ""))[0])
         if entry.next is not None and entry.next.writer is not None:
             raise StoreBusyError(f"process {entry.next.writer.pid} is writing {key!r}")
         entry.check_free(replace)
@@ -248,12 +248,12 @@ class Holdings:
             raise StoreKeyError(f"the store holds nothing under {key!r}")
         self._write_journal()
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: HeldEntry) -> None:
         entry.retire(entry.current, entry.before)
         entry.current = entry.before = None
         self._forget(entry)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: HeldEntry) -> None:
         """Forget a key without epochs and writer."""
         if not entry.epochs and entry.next is None and self.entries.get(entry.key) is entry:
             del self.entries[entry.key]
@@ -283,12 +283,12 @@ class Holdings:
             self._settle(entry)
         return any(entry.current is not None and entry.current.ready for entry in self.entries.values())
 
-    def _settled(self, key: str) -> Entry | None:
+    def _settled(self, key: str) -> HeldEntry | None:
         if key in self.entries:
             self._settle(self.entries[key])
         return self.entries.get(key)
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: HeldEntry) -> None:
         epoch = entry.current
         if epoch is None or epoch.ready is None:
             return

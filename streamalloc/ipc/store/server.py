@@ -31,7 +31,7 @@ from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
-from streamalloc.ipc.store.holdings import Entry, Epoch, Holder, Holdings
+from streamalloc.ipc.store.holdings import Epoch, HeldEntry, Holder, Holdings
 from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
 from streamalloc.ipc.store.protocol import REQUESTS, encode, request_in, socket_path
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors
@@ -371,7 +371,7 @@ class StoreServer(Closes):
 _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {name: vars(StoreServer)[f"_{name}"] for name in REQUESTS}
 
 
-def _about(entry: Entry) -> dict[str, Any]:
+def _about(entry: HeldEntry) -> dict[str, Any]:
     """Return what LIST says of a key."""
     epoch = entry.current
     about: dict[str, Any] = {

@@ -75,7 +75,7 @@ class RankProfile:
         return cls(**fields)
 
 
-class Layout(NamedTuple):
+class RankLayout(NamedTuple):
     """Offsets in each rank's memory, in bytes."""
 
     nbytes: int
@@ -92,20 +92,20 @@ class Layout(NamedTuple):
         return self.counters + _COUNTER * ((kind * CHANNELS + channel) * size + sender)
 
 
-def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> Layout:
+def layout_of(nbytes: int, signal_pad_bytes: int, size: int) -> RankLayout:
     """Return the layout for ``size`` ranks: user bytes, signal pad, counters, tables; each starts a cache line."""
     signal_pad = round_up(nbytes, _LINE)
     counters = round_up(signal_pad + signal_pad_bytes, _LINE)
     buffer_table = round_up(counters + _COUNTER * _KINDS * CHANNELS * size, _LINE)
     signal_table = round_up(buffer_table + _ADDRESS * size, _LINE)
     total = signal_table + _ADDRESS * size
-    return Layout(nbytes, signal_pad, signal_pad_bytes, counters, buffer_table, signal_table, total)
+    return RankLayout(nbytes, signal_pad, signal_pad_bytes, counters, buffer_table, signal_table, total)
 
 
 class Plan(NamedTuple):
     """The decisions that all ranks follow."""
 
-    layout: Layout
+    layout: RankLayout
     multicast: bool
     handle_types: tuple[MemHandleType, ...]
     """Usable handle types, the preferred one first."""

@@ -25,7 +25,7 @@ from streamalloc.driver import Driver
 from streamalloc.ipc import DriverVersionWarning
 from streamalloc.ipc.internal import deadline_after
 from streamalloc.multicast.objects.multicast_object import MulticastObject
-from streamalloc.multicast.setup.plan import Layout, Plan, RankProfile, layout_of, make_plan, round_up
+from streamalloc.multicast.setup.plan import Plan, RankLayout, RankProfile, layout_of, make_plan, round_up
 from streamalloc.multicast.setup.rank_group import RankGroup, SymmetricMemoryError
 from streamalloc.multicast.setup.resources import RankResources
 from streamalloc.vmm import PhysicalMemory
@@ -215,7 +215,7 @@ def _exchange(group: RankGroup, resources: RankResources, multicast: bool, deadl
     group.step("import", lambda rank: resources.import_handles(rank, received, multicast), deadline)
 
 
-def _clear(resources: RankResources, layout: Layout, rank: int) -> None:
+def _clear(resources: RankResources, layout: RankLayout, rank: int) -> None:
     """Zero the signal pad and the counters, and write the address tables."""
     bases = np.array([one.address for one in resources.replicas.values()], np.uint64)
     # One copy: if it is refused, no work is queued on the memory that the undo unmaps.

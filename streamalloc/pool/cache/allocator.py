@@ -49,7 +49,7 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row, Shown, gauge, mib
-from streamalloc.pool.cache.blocks import Block, CachedBuffer, SharedBehind, filled
+from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind, filled
 from streamalloc.pool.cache.state import MAX_RETURNING, CacheState, StreamCache
 from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
@@ -149,7 +149,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state = CacheState(pool)
         self._key = self._state.key
         """Key of the free lists; no stream has lists under another one."""
-        self._dropped: deque[Block] = self._state.dropped
+        self._dropped: deque[CachedBlock] = self._state.dropped
         """Dropped buffers' blocks, see :class:`CacheState`."""
         self.location: MemLocation = pool.location
         self._bind(session, None, None)
@@ -316,7 +316,7 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     # -- frees that no free list takes directly ------------------------------------------------------------
 
-    def _return_home(self, buffer: CachedBuffer, block: Block, stream: Stream) -> bool:
+    def _return_home(self, buffer: CachedBuffer, block: CachedBlock, stream: Stream) -> bool:
         """Queue a block to return to its own stream, behind an event on the stream of the free.
 
         Returns False if the block must be freed in another way.

@@ -1,9 +1,9 @@
 """Blocks of a cache, their size classes, and the buffers that hold them.
 
-A :class:`Block` is in exactly one place: in a free list, in a buffer, or in the returning queue of a stream. If it were
-in two, two buffers would get the same memory. So each removal and each insertion is one atomic list or deque operation,
-and a buffer clears its pointer before its block is inserted elsewhere. An exception of a signal handler may lose the
-one block that is being moved; that block stays allocated until the pool ends.
+A :class:`CachedBlock` is in exactly one place: in a free list, in a buffer, or in the returning queue of a stream. If
+it were in two, two buffers would get the same memory. So each removal and each insertion is one atomic list or deque
+operation, and a buffer clears its pointer before its block is inserted elsewhere. An exception of a signal handler may
+lose the one block that is being moved; that block stays allocated until the pool ends.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ class SizeClass:
         self.owner: Any = owner
         """StreamCache."""
         self.nbytes: int = nbytes
-        self.free: list[Block] = []
+        self.free: list[CachedBlock] = []
         """Free blocks; the last one freed is reused first."""
         self.count: int = 0
         """Number of blocks, free or in buffers. Concurrent updates may be lost."""
-        self.fitting: tuple[list[Block], ...] = ()
+        self.fitting: tuple[list[CachedBlock], ...] = ()
         """Free lists that can serve this size, smallest first; empty until computed."""
 
 
-class Block(_Pointer):
+class CachedBlock(_Pointer):
     """An allocation of the pool that a cache holds. It is a ``CUdeviceptr``, so the driver takes it as an address."""
 
     __slots__ = ("address", "home", "size_class")
 
     address: int
     """Device address."""
-    home: list[Block] | None
+    home: list[CachedBlock] | None
     """Free list that takes the block after a free on its stream; None if watchers must see the free, or the stream
     cache has ended.
     """

@@ -43,7 +43,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.session import Session, drained, session_of
 from streamalloc.driver.internal import RLock, cuda
 from streamalloc.pool.attributes import PoolAttributes
-from streamalloc.pool.cache.blocks import UNIT, Block, SizeClass, class_size
+from streamalloc.pool.cache.blocks import UNIT, CachedBlock, SizeClass, class_size
 from streamalloc.pool.pool import POOL_STEP, MemoryPool
 
 _LARGEST_FIT = 5
@@ -93,9 +93,9 @@ class StreamCache(Deferred):
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
         """Size classes by block size in bytes."""
-        self.lists: dict[int, list[Block]] = {}
+        self.lists: dict[int, list[CachedBlock]] = {}
         """Free lists that serve direct calls, by requested size in units: the stream's ``free_lists`` of this cache."""
-        self.returning: deque[tuple[Event, Block]] = deque()
+        self.returning: deque[tuple[Event, CachedBlock]] = deque()
         """Blocks freed on other streams, with the events after their last uses."""
         self.peak: int = 0
         """Most bytes in use, as of the last count."""
@@ -111,7 +111,7 @@ class StreamCache(Deferred):
                 other.fitting = ()
         return found
 
-    def take(self, wanted: SizeClass, nbytes: int) -> Block | None:
+    def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
         """Remove the smallest free block that fits. Its list then serves requests of this size until it is empty."""
         if self.returning:
             self.collect()
@@ -132,7 +132,7 @@ class StreamCache(Deferred):
             self.lists[(nbytes - 1) // UNIT] = served_from
         return block
 
-    def _find_fitting(self, wanted: SizeClass) -> tuple[list[Block], ...]:
+    def _find_fitting(self, wanted: SizeClass) -> tuple[list[CachedBlock], ...]:
         sizes = sorted(self.classes)
         some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, _LARGEST_FIT * wanted.nbytes + 1)]
         # The end of the stream on another thread removes the classes.
@@ -154,13 +154,13 @@ class StreamCache(Deferred):
                 return
             self.put(block)
 
-    def put_behind(self, event: Event, block: Block) -> None:
+    def put_behind(self, event: Event, block: CachedBlock) -> None:
         """Put a block into the free list of its size class once an event has completed."""
         self.returning.append((event, block))
         if self.ended:
             self.cache.queue.submit(self)
 
-    def put(self, block: Block) -> None:
+    def put(self, block: CachedBlock) -> None:
         """Put a block into the free list of its size class. If this cache has ended, a point of work releases the
         block.
         """
@@ -259,11 +259,11 @@ class CacheState(Deferred):
         """Key of this cache in ``Stream.free_lists``."""
         self.watchers: tuple[Watcher, ...] = ()
         """Watchers of allocations and frees, see :mod:`streamalloc.core.allocation_hooks`."""
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, CachedBlock] = {}
         """Blocks by address, free or in buffers."""
         self.stream_caches: dict[int, StreamCache] = {}
         """By the ``id`` of the stream, which an ended stream may have left to a later one."""
-        self.dropped: deque[Block] = deque()
+        self.dropped: deque[CachedBlock] = deque()
         """Blocks of buffers that were dropped while their streams were not ready."""
         self.closed: bool = False
         self.misses: int = 0
@@ -319,11 +319,11 @@ class CacheState(Deferred):
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> Block | None:
+    def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
         """Allocate a new block (``cuMemAllocFromPoolAsync``); None if there is no memory."""
         self._pool_free = free_function(upstream)
         alloc = without_notifying(upstream._alloc, self.watchers)
-        bought: list[Block] = []
+        bought: list[CachedBlock] = []
 
         def buy_here(handle: Any) -> Any:
             # The cache knows the block before the context is restored, which the driver may refuse.
@@ -343,8 +343,8 @@ class CacheState(Deferred):
             raise error_from(result, "cuMemAllocFromPoolAsync")
         return bought[0] if bought else None
 
-    def _new_block(self, address: int, wanted: SizeClass) -> Block:
-        block = Block(address)
+    def _new_block(self, address: int, wanted: SizeClass) -> CachedBlock:
+        block = CachedBlock(address)
         block.address = address
         block.size_class = wanted
         block.home = wanted.free
@@ -353,7 +353,7 @@ class CacheState(Deferred):
         self.misses += 1
         return block
 
-    def free_block(self, block: Block, raw: Any) -> Any:
+    def free_block(self, block: CachedBlock, raw: Any) -> Any:
         """Return a block of a free list to the pool (``cuMemFreeAsync``). Returns the ``CUresult`` of a refusal."""
         address = block.address
         # Before the call: another thread may get the address at once.

@@ -10,7 +10,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments, arrays
 from streamalloc.simulator.allocations import Allocation
 from streamalloc.simulator.arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Queue, UnsignedInt
-from streamalloc.simulator.arrays import TAIL, WHOLE, BoxCopy, Extent, Layout, Part, Remap, Storage, Tile
+from streamalloc.simulator.arrays import TAIL, WHOLE, ArrayLayout, BoxCopy, Extent, Part, Remap, Storage, Tile
 from streamalloc.simulator.calls.base import call, with_async
 from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
 from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE, round_up
@@ -57,7 +57,7 @@ class ArrayCalls(CopyCalls):
     cuArrayCreate = call("pAllocateArray:cuda.CUDA_ARRAY_DESCRIPTOR", _create)
     cuArray3DCreate = call("pAllocateArray:cuda.CUDA_ARRAY3D_DESCRIPTOR", _create)
 
-    def _storage(self, context: Context, layout: Layout) -> Storage:
+    def _storage(self, context: Context, layout: ArrayLayout) -> Storage:
         made = Storage(context, layout)
         if not layout.sparse and not layout.deferred:
             size, bank = round_up(layout.size, BLOCK), context.device.bank
@@ -85,7 +85,7 @@ class ArrayCalls(CopyCalls):
         attributes = self._array_context().device.attributes
         return [attributes.get(f"MAXIMUM_{kind}_{part}", 0) for part in parts]
 
-    def _layout(self, descriptor: Any) -> Layout:
+    def _layout(self, descriptor: Any) -> ArrayLayout:
         """The layout of an array. A CUDA_ARRAY_DESCRIPTOR has neither depth nor flags."""
         width, height, depth = (int(getattr(descriptor, name, 0)) for name in ("Width", "Height", "Depth"))
         check(width or getattr(descriptor, "Flags", 0) & _SPARSE)  # also where the format is none
@@ -97,7 +97,7 @@ class ArrayCalls(CopyCalls):
         extent = (width, max(height, 1), depth if solid else 1)
         layers, element = depth if layered else 0, _BYTES_OF_FORMAT[number] * channels
         deferred = bool(flags & _DEFERRED)
-        return Layout(
+        return ArrayLayout(
             extent, layers, solid, element, sparse=sparse, deferred=deferred, described=described, line=not height
         )
 
@@ -181,7 +181,7 @@ class ArrayCalls(CopyCalls):
         return self._sparse_properties(mipmap.storage.layout)
 
     @staticmethod
-    def _sparse_properties(layout: Layout) -> Any:
+    def _sparse_properties(layout: ArrayLayout) -> Any:
         check(not layout.deferred)
         not_modelled(not layout.sparse, "sparse properties of an array that is not sparse")
         layout.check_tail()
@@ -250,7 +250,7 @@ class ArrayCalls(CopyCalls):
         not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
         return self._machine.virtual.memory(handle)
 
-    def _tiles(self, info: Any, layout: Layout, device: int) -> list[Tile]:
+    def _tiles(self, info: Any, layout: ArrayLayout, device: int) -> list[Tile]:
         if arguments.number_in(info, "subresourceType", None) == _MIPTAIL:
             tail = info.subresource.miptail
             check(layout.has_tail and tail.layer < max(layout.layers, 1))
@@ -277,7 +277,7 @@ class ArrayCalls(CopyCalls):
         return [(device, level, layer, x, y, z) for z in slices for y in rows for x in columns]
 
     @staticmethod
-    def _check_small(layout: Layout) -> None:
+    def _check_small(layout: ArrayLayout) -> None:
         not_modelled(layout.has_tail and not layout.mipmapped, "memory for an array that is smaller than a tile")
 
     # -- copies ----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ Put = Callable[[int, int, int], object]
 """Writes bytes: target address, offset in the operation, size."""
 
 
-class Move(Operation):
+class PlannedCopy(Operation):
     """Writes bytes step by step. If memory was unmapped meanwhile, the context fails, not the process."""
 
     def __init__(
@@ -74,12 +74,12 @@ class Move(Operation):
 class Rows(Operation):
     """Copies or fills the rows of a plane or a box, one after another."""
 
-    def __init__(self, count: int, size: int, row: Callable[[int], Move]) -> None:
+    def __init__(self, count: int, size: int, row: Callable[[int], PlannedCopy]) -> None:
         self._count = count
         self._size = size
         self._row = row
         self._done = 0
-        self._begun: Move | None = None
+        self._begun: PlannedCopy | None = None
         self.heavy: bool = count * size > STEP
 
     def step(self) -> bool:
@@ -99,7 +99,7 @@ class Rows(Operation):
 def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
     """The copy between two sides of ordinary memory."""
 
-    def row(number: int) -> Move:
+    def row(number: int) -> PlannedCopy:
         z, y = divmod(number, shape.height)
         start = source.address + z * source.plane + y * source.pitch
 
@@ -107,7 +107,7 @@ def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, so
             ctypes.memmove(address, start + offset, size)
 
         to = target.address + z * target.plane + y * target.pitch
-        return Move(machine, context, to, shape.width, put, start if source.data is None else None)
+        return PlannedCopy(machine, context, to, shape.width, put, start if source.data is None else None)
 
     return _rows(shape.height * shape.depth, shape.width, row)
 
@@ -124,10 +124,10 @@ def make_fill(
             ctypes.memmove(address, pattern * (size // len(pattern)), size)
 
     size = count * len(pattern)
-    return _rows(rows, size, lambda number: Move(machine, context, target + number * pitch, size, put))
+    return _rows(rows, size, lambda number: PlannedCopy(machine, context, target + number * pitch, size, put))
 
 
-def _rows(count: int, size: int, row: Callable[[int], Move]) -> Operation:
+def _rows(count: int, size: int, row: Callable[[int], PlannedCopy]) -> Operation:
     return row(0) if count == 1 else Rows(count, size, row)
 
 

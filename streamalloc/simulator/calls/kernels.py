@@ -35,7 +35,7 @@ from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
 
 
 @dataclass(frozen=True)
-class Shape:
+class LaunchShape:
     """The shape of a launch."""
 
     grid: Extent
@@ -56,7 +56,13 @@ class Launch(HostFunction):
     """
 
     def __init__(
-        self, driver: Any, context: Context, name: str, kernel: kernels.Kernel, shape: Shape, arguments: tuple[Any, ...]
+        self,
+        driver: Any,
+        context: Context,
+        name: str,
+        kernel: kernels.Kernel,
+        shape: LaunchShape,
+        arguments: tuple[Any, ...],
     ) -> None:
         self._machine: Machine = driver._machine
         super().__init__(self._machine.scheduler, self._call)
@@ -557,7 +563,7 @@ class KernelCalls(Calls):
 
     # -- launches --------------------------------------------------------------------------------------------
 
-    def _shape(self, function: Function, sizes: tuple[int, ...], cooperative: bool = False) -> Shape:
+    def _shape(self, function: Function, sizes: tuple[int, ...], cooperative: bool = False) -> LaunchShape:
         """The shape of a launch: six extents, and shared memory in bytes."""
         x, y, z, block_x, block_y, block_z, shared = sizes
         limit, attribute = self._bound, self._attribute
@@ -569,10 +575,10 @@ class KernelCalls(Calls):
         if cooperative:
             most = self._blocks(function, threads, shared) * limit("MULTIPROCESSOR_COUNT")
             check(x * y * z <= most, Result.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE)
-        return Shape((x, y, z), (block_x, block_y, block_z), shared, cooperative)
+        return LaunchShape((x, y, z), (block_x, block_y, block_z), shared, cooperative)
 
     def _launch_of(
-        self, context: Context, function: Function, shape: Shape, params: Any, extra: Any
+        self, context: Context, function: Function, shape: LaunchShape, params: Any, extra: Any
     ) -> tuple[Operation, Cells]:
         """The operation of a launch in its stream, and its arguments."""
         own = function.module.context
@@ -635,7 +641,7 @@ class KernelCalls(Calls):
 
     def cuLinkCreate(self, numOptions: UnsignedInt, options: Any, optionValues: Any) -> Any:
         self._machine.current()
-        return cuda.CUlinkState(self._machine.modules.links.add(kernels.Link()).handle)
+        return cuda.CUlinkState(self._machine.modules.links.add(kernels.Linker()).handle)
 
     def _add_text(self, link: Link, typename: Any, data: Any, size: int, *rest: Any) -> None:
         check(size)
@@ -663,7 +669,7 @@ def extents_of(struct: Any) -> tuple[int, ...]:
     return tuple(int(getattr(struct, f"{part}Dim{axis}")) for part in ("grid", "block") for axis in "XYZ")
 
 
-def node_values(function: Function, shape: Shape, cells: Cells) -> Values:
+def node_values(function: Function, shape: LaunchShape, cells: Cells) -> Values:
     """The parameters of a kernel node: fields of CUDA_KERNEL_NODE_PARAMS, and ``cells`` with the arguments."""
     slots = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(one) for one in cells if isinstance(one, CELLS)))
     values: Values = {"func": cuda.CUfunction(function.handle), "sharedMemBytes": shape.shared_bytes}

@@ -9,7 +9,7 @@ from typing import Any
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator.arguments import Device, MulticastObject, Queue, Size
 from streamalloc.simulator.calls.base import Method, call, driver_call
-from streamalloc.simulator.calls.copies import CopyCalls, Move, Put
+from streamalloc.simulator.calls.copies import CopyCalls, PlannedCopy, Put
 from streamalloc.simulator.constants import READ, READ_WRITE, STEP, Handle, device_place
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
@@ -24,7 +24,7 @@ _MEMORY = "mcOffset:Size memHandle:MemoryHandle memOffset:Size size:Size flags:U
 _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
 
-class Update(Move):
+class Update(PlannedCopy):
     """Updates each replica of a range. Atomic with respect to other updates, even of other processes."""
 
     def step(self) -> bool:
@@ -35,7 +35,7 @@ class Update(Move):
             return super().step()
 
 
-class Gather(Move):
+class Gather(PlannedCopy):
     """Stores the result of a function of all replicas of a range. The replicas are in the order in which their devices
     were added.
     """
@@ -72,7 +72,7 @@ def _read(segments: list[Segment], size: int) -> bytes:
     return bytes(values)
 
 
-class Launch:
+class MulticastLaunch:
     """Multimem operations in a stream, for Python functions that replace kernels."""
 
     def __init__(self, calls: MulticastCalls, stream: Queue) -> None:
@@ -203,9 +203,9 @@ class MulticastCalls(CopyCalls):
         check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)
         mcHandle.unbind(number, mcOffset, size)
 
-    def _launch(self, stream: Queue, kernel: Callable[[Launch], None]) -> None:
+    def _launch(self, stream: Queue, kernel: Callable[[MulticastLaunch], None]) -> None:
         """Not a driver function: submit a Python function that replaces a kernel (:mod:`streamalloc.testing`)."""
         not_modelled(self._machine.graphs.captures, "kernels during a stream capture")
-        kernel(Launch(self, stream))
+        kernel(MulticastLaunch(self, stream))
 
     multimem_launch = driver_call("multimem_launch", call("hStream:Queue kernel:Any", _launch))

@@ -12,7 +12,7 @@ from streamalloc.simulator.arguments import Device, DeviceNumber, DevicePointer,
 from streamalloc.simulator.calls.base import Calls
 from streamalloc.simulator.constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
 from streamalloc.simulator.errors import Fault, Result, check, not_modelled
-from streamalloc.simulator.pool import ImportedPool, Pool
+from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Operation
 
 _USAGE_FLAGS = 0xFFFF
@@ -87,7 +87,7 @@ class PoolCalls(Calls):
             del current[key]
         found.destroy()
 
-    def _pool_or_import(self, handle: int) -> Pool | ImportedPool:
+    def _pool_or_import(self, handle: int) -> Pool | OpenedPool:
         return self._machine.sharing.pools.get(handle) or self._machine.pools.get(handle)
 
     # -- attributes ------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class PoolCalls(Calls):
                 found.access[place.id] = flags
 
     @staticmethod
-    def _check_access(pool: Pool | ImportedPool, place: Place, flags: int) -> None:
+    def _check_access(pool: Pool | OpenedPool, place: Place, flags: int) -> None:
         if place.type == Location.DEVICE:
             check(not (place.id == pool.device and flags == NO_ACCESS), Result.CUDA_ERROR_INVALID_DEVICE)
         else:

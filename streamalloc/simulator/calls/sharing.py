@@ -18,7 +18,7 @@ from streamalloc.simulator.errors import NotModelled, Result, check, need_a, not
 from streamalloc.simulator.memory import Physical, is_accessible
 from streamalloc.simulator.multicast import MulticastObject
 from streamalloc.simulator.physical import Memory, Properties
-from streamalloc.simulator.pool import ImportedPool, Pool
+from streamalloc.simulator.pool import OpenedPool, Pool
 
 _HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
 _LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
@@ -94,7 +94,7 @@ class SharingCalls(Calls):
         not_modelled(kind == Handle.WIN32_KMT, f"cuMemImportFromShareableHandle of {shHandleType!r}")
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
-    def _import(self, kind: str, handle_type: int, given: int) -> ImportedPool | Memory | MulticastObject:
+    def _import(self, kind: str, handle_type: int, given: int) -> OpenedPool | Memory | MulticastObject:
         """Import the object of a descriptor, or of the fabric handle at an address. The caller keeps the descriptor."""
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory

@@ -15,7 +15,7 @@ from streamalloc.simulator.calls.base import GONE, Calls, call
 from streamalloc.simulator.constants import HANDLE_BYTES, LEGACY_STREAM, READ_WRITE, EventFlag, device_place
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import DeadlockError, Fault, Result, check, need, not_modelled
-from streamalloc.simulator.scheduler import Call, HostFunction, Operation, Until
+from streamalloc.simulator.scheduler import HostFunction, Operation, QueuedCall, Until
 
 _NON_BLOCKING = 1
 
@@ -335,7 +335,7 @@ class StreamCalls(Calls):
                 else:
                     context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
 
-            return Call(write)
+            return QueuedCall(write)
         # observed on H200 (test_mapped_words), as CAN_FLUSH_REMOTE_WRITES says
         check(not flags & _FLUSH, Result.CUDA_ERROR_NOT_SUPPORTED)
         compare = need(WAIT_COMPARISONS.get(flags))

@@ -29,7 +29,7 @@ from streamalloc.vmm.stores.blocks import (
     copy_batch,
     overlapping,
 )
-from streamalloc.vmm.stores.disk_file import MOST_BLOCK, PAGE, Block, DiskFile, aligned, padded
+from streamalloc.vmm.stores.disk_file import MOST_BLOCK, PAGE, DiskFile, FileBlock, aligned, padded
 from streamalloc.vmm.stores.pool import NearTier, PoolTier
 from streamalloc.vmm.stores.staging import Loading, Saving, Staging
 
@@ -47,11 +47,11 @@ class _Slots(Chunk):
         super().__init__(nbytes, len(file.sizes), address, 1)
         self.file: DiskFile = file
 
-    def runs(self, slots: Addresses, most: int) -> Iterator[list[tuple[int, Block]]]:
+    def runs(self, slots: Addresses, most: int) -> Iterator[list[tuple[int, FileBlock]]]:
         """Split slots, which are in ascending order, into runs of adjacent file blocks of at most ``most`` bytes, or of
         one block. Each block comes with the index of its slot in ``slots``.
         """
-        run: list[tuple[int, Block]] = []
+        run: list[tuple[int, FileBlock]] = []
         for which, number in enumerate((slots - self.address).tolist()):
             for block in self.file.blocks(number):
                 if run:
@@ -121,14 +121,14 @@ class _Contents(Stored):
             file.write([some], room)
         self._chunks[int(self._bases[block])].file.seal()
 
-    def _touched(self, block: int, offset: int, array: Bytes) -> Iterator[tuple[DiskFile, Block, int, Bytes]]:
+    def _touched(self, block: int, offset: int, array: Bytes) -> Iterator[tuple[DiskFile, FileBlock, int, Bytes]]:
         chunk = self._chunks[int(self._bases[block])]
         several = chunk.file.blocks(int(self._addresses[block]) - chunk.address)
         for some, begin, part in overlapping(several, [one.nbytes for one in several], offset, array):
             yield chunk.file, some, begin, part
 
 
-def _copy(device: Addresses, blocks: Sequence[Block], stream: Stream, out: bool, room: Bytes) -> None:
+def _copy(device: Addresses, blocks: Sequence[FileBlock], stream: Stream, out: bool, room: Bytes) -> None:
     """Queue the copies of blocks between device and staging memory."""
     host = np.array([block.position for block in blocks]) - blocks[0].position + room.ctypes.data
     sizes = np.array([block.nbytes for block in blocks])

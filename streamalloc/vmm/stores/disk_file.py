@@ -63,7 +63,7 @@ class DamagedBackupError(ValueError):
         return str(self.args[0])
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """One block of a file."""
 
     number: int
@@ -277,15 +277,15 @@ class DiskFile:
             self._set_direct(False)
             return function(self._fd.fileno(), [room.data], position)
 
-    def blocks(self, index: int) -> list[Block]:
+    def blocks(self, index: int) -> list[FileBlock]:
         """Return the blocks of a buffer."""
         (number, position), size = self._starts[index], self.sizes[index]
         return [
-            Block(number + nth, position + offset, offset, min(self.block, size - offset))
+            FileBlock(number + nth, position + offset, offset, min(self.block, size - offset))
             for nth, offset in enumerate(range(0, size, self.block))
         ]
 
-    def write(self, blocks: Sequence[Block], room: Bytes) -> None:
+    def write(self, blocks: Sequence[FileBlock], room: Bytes) -> None:
         """Write adjacent blocks from aligned memory; each is padded with zeros to a multiple of 4096."""
         start = blocks[0].position
         for block in blocks:
@@ -299,7 +299,7 @@ class DiskFile:
         while done < data.nbytes:
             done += _in_room(self._transfer, os.pwritev, data[done:], position + done)
 
-    def read(self, blocks: Sequence[Block], room: Bytes, names: Sequence[int | None]) -> None:
+    def read(self, blocks: Sequence[FileBlock], room: Bytes, names: Sequence[int | None]) -> None:
         """Read adjacent blocks to aligned memory.
 
         Raises

@@ -131,7 +131,7 @@ class InMemory(Stored):
         """Do nothing: later work of the stream finds the bytes."""
 
 
-class _Contents(InMemory):
+class _HostContents(InMemory):
     """The contents of blocks in pinned host memory."""
 
     __slots__ = ("_check", "_sums")
@@ -199,7 +199,7 @@ class HostTier(BlockTier):
         return _pinned(self.device, nbytes, count)
 
     def _stored(self, nbytes: int) -> Stored:
-        return _Contents(self, nbytes, self._check)
+        return _HostContents(self, nbytes, self._check)
 
     def _text(self) -> str:
         return ", closed" if self.closed else f", {size_text(self.used)} used"

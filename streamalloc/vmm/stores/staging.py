@@ -13,7 +13,7 @@ from streamalloc.core.errors import ClosedError, CudaError
 from streamalloc.core.internal import Event, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.vmm.stores.blocks import Bytes
-from streamalloc.vmm.stores.disk_file import Block, DiskFile, aligned
+from streamalloc.vmm.stores.disk_file import DiskFile, FileBlock, aligned
 from streamalloc.vmm.stores.host import AfterCopies
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for all devices
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     slot: Bytes
     file: DiskFile
-    blocks: Sequence[Block]
+    blocks: Sequence[FileBlock]
     """Adjacent blocks of the file."""
     copy: Callable[[Bytes], None]
     """Queues the copies of the blocks from or to the slot."""
@@ -94,7 +94,7 @@ class _Transfer(abc.ABC):
     def move(
         self,
         file: DiskFile,
-        blocks: Sequence[Block],
+        blocks: Sequence[FileBlock],
         copy: Callable[[Bytes], None],
         names: Sequence[int | None] = (None,),
     ) -> None:

@@ -343,10 +343,10 @@ def test_ten_thousand_names(store: ipc.Store) -> None:
 
 def test_many_keys_are_listed_in_pieces(store: ipc.Store, server: ipc.StoreServer) -> None:
     """Without memory: the server's table is filled by hand."""
-    from streamalloc.ipc.store.holdings import Entry
+    from streamalloc.ipc.store.holdings import HeldEntry
 
     table = server._holdings.entries
-    table.update({f"{number:05}": Entry(f"{number:05}", 0, 0) for number in range(2_000)})
+    table.update({f"{number:05}": HeldEntry(f"{number:05}", 0, 0) for number in range(2_000)})
     try:
         assert [entry.key for entry in store.list()] == [f"{number:05}" for number in range(2_000)]
     finally:

@@ -28,7 +28,7 @@ from streamalloc.vmm.pages import space as space_module
 from streamalloc.vmm.pages.physical import Page
 from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
 from streamalloc.vmm.stores import host as host_module
-from streamalloc.vmm.stores.host import _Contents as Stored
+from streamalloc.vmm.stores.host import _HostContents as Stored
 from tests.interleaving import interleaved
 from tests.processes import fork
 from tests.support import holds, names, read
