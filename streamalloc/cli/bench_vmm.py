@@ -7,12 +7,15 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.machine import KEEP_ALL, need_host_pool, need_virtual_memory
 from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, undone, value_of
 from streamalloc.core.errors import size_text
+from streamalloc.core.resource import close_all
+from streamalloc.vmm.internal import pinned_array
 
 STEPS = 16
 """Steps in which a buffer grows."""
@@ -20,6 +23,9 @@ STEP, STEP_SIMULATED = 64 << 20, 2 << 20
 """Bytes of a step."""
 EVICTED, EVICTED_SIMULATED = 8 << 30, 32 << 20
 """Bytes evicted, at most; on a GPU an eighth of it with ``--quick``."""
+SEGMENTS = 32
+"""Segments that sleep together."""
+GRANULARITY = 2 << 20
 PINNED = 2 << 30
 """Bytes of pinned memory, at most: enough to measure the copy rate."""
 
@@ -143,6 +149,65 @@ def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
     return undone(*((back, evict) if restore else (evict, back)), nbytes if keep else 0)
 
 
+def _segments_by_raw_calls(bench: Bench, *, wake: bool) -> Measured:
+    """Put segments to sleep one after the other, each with new pinned memory, as torch_memory_saver does."""
+    driver, nbytes, pinned = bench.driver, max(bench.common // SEGMENTS, GRANULARITY), list[int]()
+    properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
+    descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
+    places = [int(value_of(driver.cuMemAddressReserve(nbytes, 0, 0, 0))) for _ in range(SEGMENTS)]
+    handles: list[Any] = []
+
+    def back() -> None:
+        for at in places:
+            handles.append(value_of(driver.cuMemCreate(nbytes, properties, 0)))
+            value_of(driver.cuMemMap(at, nbytes, 0, handles[-1], 0))
+            value_of(driver.cuMemSetAccess(at, nbytes, descriptors, 1))
+            if pinned:
+                value_of(driver.cuMemcpyHtoD(driver.CUdeviceptr(at), pinned[0], nbytes))
+                value_of(driver.cuMemFreeHost(pinned.pop(0)))
+
+    def sleep() -> None:
+        for at in places:
+            pinned.append(int(value_of(driver.cuMemHostAlloc(nbytes, 0))))
+            value_of(driver.cuMemcpyDtoH(pinned[-1], driver.CUdeviceptr(at), nbytes))
+            value_of(driver.cuMemUnmap(at, nbytes))
+            value_of(driver.cuMemRelease(handles.pop(0)))
+
+    def end() -> None:
+        while pinned:
+            value_of(driver.cuMemFreeHost(pinned.pop()))
+        for at, handle in zip(places, handles, strict=False):
+            value_of(driver.cuMemUnmap(at, nbytes))
+            value_of(driver.cuMemRelease(handle))
+        for at in places:
+            value_of(driver.cuMemAddressFree(at, nbytes))
+
+    bench.resources.callback(end)
+    back()
+    if wake:
+        sleep()
+    return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS)
+
+
+def _segments_of_a_group(bench: Bench, *, wake: bool) -> Measured:
+    """Put the same segments to sleep as ``interop.memory_saver`` does."""
+    group = bench.resources.enter_context(vmm.SleepGroup(bench.device))
+    nbytes = max(bench.common // SEGMENTS, GRANULARITY)
+    buffers = [group.allocate(nbytes) for _ in range(SEGMENTS)]
+    bench.resources.callback(close_all, buffers)
+
+    def sleep() -> None:
+        group.sleep(backup=lambda buffer, _: pinned_array(bench.device, buffer.nbytes), stream=bench.stream)
+
+    def back() -> None:
+        group.wake(stream=bench.stream)
+        bench.stream.synchronize()
+
+    if wake:
+        sleep()
+    return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS)
+
+
 def _need_evicted(bench: Bench) -> None:
     """Choose the bytes to evict. If device or host lack memory, they are less than configured."""
     need_virtual_memory(bench.device)
@@ -166,6 +231,9 @@ TO_PINNED = "copy from device to pinned memory"
 FROM_PINNED = "copy from pinned memory to device"
 EVICT = "streamalloc evict, copy in a warm host pool"
 RESTORE = "streamalloc restore from it"
+
+SLEEP, WAKE = "raw calls, sleep a segment at a time", "raw calls, wake a segment at a time"
+OUR_SLEEP, OUR_WAKE = "streamalloc sleep", "streamalloc wake"
 
 ROWS = (
     Row(
@@ -193,6 +261,23 @@ ROWS = (
         unit="ms",
         rounds=(9, 3),
         bases={RESTORE: FROM_PINNED},
+        need=_need_evicted,
+    ),
+    Row(
+        "segments",
+        f"Put {SEGMENTS} segments to sleep with new pinned memory, and wake them: 2.6 and 5.7 GB/s in "
+        "torch_memory_saver's issue 111",
+        {
+            SLEEP: functools.partial(_segments_by_raw_calls, wake=False),
+            WAKE: functools.partial(_segments_by_raw_calls, wake=True),
+            OUR_SLEEP: functools.partial(_segments_of_a_group, wake=False),
+            OUR_WAKE: functools.partial(_segments_of_a_group, wake=True),
+        },
+        (Target(OUR_SLEEP, 1.05, SLEEP), Target(OUR_WAKE, 1.05, WAKE)),
+        most=1,
+        unit="ms",
+        rounds=(5, 3),
+        bases={OUR_WAKE: WAKE},
         need=_need_evicted,
     ),
 )
