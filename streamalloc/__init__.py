@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from streamalloc.core.event import Event
     from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
     from streamalloc.core.memory import BufferView, Memory, TypedView
-    from streamalloc.core.memory_base import MemRangeAttributes
+    from streamalloc.core.memory_base import MemRangeAttributes, discard_batch, discard_prefetch_batch, prefetch_batch
     from streamalloc.core.properties import (
         IpcEventHandle,
         IpcMemHandle,
@@ -155,6 +155,8 @@ __all__ = [
     "TypedView",
     "allocate",
     "copy_batch",
+    "discard_batch",
+    "discard_prefetch_batch",
     "driver",
     "interop",
     "ipc",
@@ -163,6 +165,7 @@ __all__ = [
     "observing",
     "plots",
     "pointer_attributes",
+    "prefetch_batch",
     "testing",
     "traces",
     "vmm",
@@ -210,7 +213,7 @@ _NAMES_BY_MODULE = {
         "PendingFreesWarning StaleDescriptorError StillImportedError SystemNotReadyError"
     ),
     "core.graph": "Graph GraphMemory GraphMemoryStatistics",
-    "core.memory_base": "MemRangeAttributes",
+    "core.memory_base": "MemRangeAttributes discard_batch discard_prefetch_batch prefetch_batch",
     "core.memory": "BufferView Memory TypedView",
     "core.properties": (
         "IpcEventHandle IpcMemHandle MemAccess MemAccessDesc MemAdvise MemAllocationType MemFabricHandle MemHandleType "

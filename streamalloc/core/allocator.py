@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from streamalloc.core.allocation_hooks import Watcher, bare, holders, watch, watching_of
 from streamalloc.core.buffer import Buffer, GraphBuffer, PoolBuffer
+from streamalloc.core.copies import CopySide
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
-from streamalloc.core.errors import CudaError, error_from
+from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.fence import await_closed_streams
-from streamalloc.core.properties import MemLocation, MemLocationType, checked_size
+from streamalloc.core.properties import MemLocation, MemLocationType, checked_size, size_of
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
 from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, as_stream, library_stream
@@ -72,14 +73,15 @@ class Allocator(Unique):
         """Notify these watchers of each further allocation and free; ``()`` stops that."""
         watch(self, watchers)
 
-    def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
+    def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
         """Allocate in stream order (``cuMemAllocFromPoolAsync``). The memory is usable on ``stream`` without
         synchronising.
 
         Parameters
         ----------
         nbytes
-            Size in bytes; 0 gives a valid empty buffer. Addresses are multiples of 512 bytes.
+            Size in bytes, or text such as ``"2MiB"``; 0 gives a valid empty buffer. Addresses are multiples of 512
+            bytes.
         stream
             The stream that orders the allocation: a :class:`Stream`, an object with ``__cuda_stream__``, or a CuPy,
             PyTorch or Numba stream. It may be of another device of the same driver.
@@ -109,7 +111,7 @@ class Allocator(Unique):
             if owner is not stream:
                 ordered = library_stream(stream, session)
         if type(nbytes) is not int or nbytes >> 64:  # negative, or too large for the driver
-            nbytes = checked_size("nbytes", nbytes)
+            nbytes = size_of("nbytes", nbytes)
         handle = ordered.direct or ordered.ready()
         if handle is None or ordered._session is not session:
             return self._allocate_checked(nbytes, stream)
@@ -127,6 +129,29 @@ class Allocator(Unique):
         result, buffer._ptr = alloc(nbytes, self._raw, handle)
         if result:
             self._recover(result, buffer)
+        return buffer
+
+    def to_device(self, data: Any, stream: StreamLike) -> Buffer:
+        """Allocate memory of the size of ``data``, and copy that to it in stream order.
+
+        Parameters
+        ----------
+        data
+            What :meth:`Memory.copy_from` takes: bytes, a numpy array, memory, an array of another library.
+        stream
+            As for :meth:`allocate`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``data`` is none of these.
+        OutOfMemoryError
+            There is no memory.
+        """
+        side = CopySide.readable(data, self._session)
+        buffer = self.allocate(side.nbytes, stream)
+        with undoing(buffer.free):
+            buffer.copy_from(data)
         return buffer
 
     def _allocate_checked(self, nbytes: int, stream: StreamLike) -> Buffer:

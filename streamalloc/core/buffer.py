@@ -25,6 +25,7 @@ from streamalloc.core.errors import (
     error_from,
     refused,
     size_text,
+    undoing,
 )
 from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
@@ -100,6 +101,12 @@ class BufferSource(Protocol):
     def _pool_of(self, buffer: Buffer, /) -> object: ...
 
     def _reachable_from(self, device: Device, /) -> bool: ...
+
+
+class Allocates(Protocol):
+    """An allocator."""
+
+    def allocate(self, nbytes: int, stream: Any, /) -> Buffer: ...
 
 
 class Buffer(Memory, Closes):
@@ -199,8 +206,57 @@ class Buffer(Memory, Closes):
 
     @property
     def stream(self) -> Stream:
-        """Stream of the allocation. Operations that name no other stream use it."""
+        """Stream of operations that name no other, and of the free of a dropped buffer; at first that of the
+        allocation.
+
+        Assign another stream to order a drop after its work. The caller orders the new stream after what the earlier
+        one has queued. Memory of a cache then returns to the pool.
+        """
         return self._stream
+
+    @stream.setter
+    def stream(self, stream: StreamLike) -> None:
+        self._check_usable()
+        ordered = as_stream(stream, self._allocator._session)
+        ordered._checked_raw()
+        self._past_caches()._stream = self._stream = ordered
+
+    def copy(
+        self, stream: StreamLike | None = None, *, nbytes: int | None = None, allocator: Allocates | None = None
+    ) -> Buffer:
+        """Allocate memory and copy the bytes to it, in stream order.
+
+        Parameters
+        ----------
+        stream
+            The stream of the allocation and the copy (default: the buffer's own).
+        nbytes
+            Size of the new memory, if it is to be another one: the bytes that both have are copied.
+        allocator
+            The allocator of the new memory (default: the buffer's own).
+
+        Raises
+        ------
+        ValueError
+            The buffer has no allocator of this package, and none is named.
+        OutOfMemoryError
+            There is no memory.
+
+        Examples
+        --------
+        >>> larger = buffer.copy(nbytes=2 * buffer.nbytes)  # with buffer.free(), a resize
+        >>> larger.nbytes // buffer.nbytes
+        2
+        """
+        source: Any = self._allocator if allocator is None else allocator
+        if not hasattr(source, "allocate"):
+            raise ValueError(f"{self!r} has no allocator of this package: name one")
+        ordered = self._ordered_on(stream)
+        made: Buffer = source.allocate(self.nbytes if nbytes is None else nbytes, ordered)
+        both = min(made.nbytes, self.nbytes)
+        with undoing(made.free):
+            made[:both].copy_from(self[:both], ordered)
+        return made
 
     @property
     def owner(self) -> object:
@@ -425,10 +481,19 @@ class PlainBuffer(Buffer):
 
     __slots__ = ("_end",)
 
+    @property
+    def _stream(self) -> Stream:
+        """That of the end, after whose work the memory ends."""
+        return self._end.stream
+
+    @_stream.setter
+    def _stream(self, stream: Stream) -> None:
+        self._end.stream = stream
+
     def __init__(self, end: PlainEnd, nbytes: int) -> None:
         self._end = end
         self._allocator, self._nbytes, self._shared = end.source, nbytes, None
-        self._stream, self._ptr = end.stream, cuda.CUdeviceptr(int(end))
+        self._ptr = cuda.CUdeviceptr(int(end))
         deferred_queue(end.source._session).end_with(self, end)
 
     @property

@@ -78,7 +78,17 @@ class Copyable(MemoryBase):
             hint = functools.partial(self._access_hint, ordered)
             ordered._in_context(self._session.call, _FILLS[width], *wanted, hint=hint)
 
-    def copy_to(self, target: Any, stream: StreamLike | None = None) -> None:
+    def tobytes(self, stream: StreamLike | None = None) -> bytes:
+        """Copy to the host, wait for the stream, and return the bytes.
+
+        ``pickle.dumps(memory.tobytes())`` pickles the contents; :meth:`MemoryPool.to_device` is the way back.
+        """
+        host, ordered = np.empty(self.nbytes, np.uint8), self._ordered_on(stream)
+        Copyable.copy_to(self, host, ordered)
+        ordered.synchronize()
+        return host.tobytes()
+
+    def copy_to(self, target: Any, stream: StreamLike | None = None, *, options: CopyOptions | None = None) -> None:
         """Copy all bytes to ``target``, which must have the same size (``cuMemcpyAsync``, ``cuMemcpyPeerAsync``).
 
         Parameters
@@ -88,24 +98,30 @@ class Copyable(MemoryBase):
             contiguous object with the buffer protocol (a numpy array, a bytearray, a memoryview).
         stream
             The stream to queue on (default: the memory's own). The copy runs under its device's context.
+        options
+            As for :func:`copy_batch`, which then makes the copy.
 
         Raises
         ------
         TypeError, ValueError
             The target is none of these, is read-only or not contiguous, or has another size.
         """
-        if not _copied(self, target, stream, False):
+        if options is not None:
+            copy_batch(self._ordered_on(stream), [self], [target], options=options)
+        elif not _copied(self, target, stream, False):
             ordered = self._ordered_on(stream)
             copy_bytes(CopySide.writable(target, self._session), CopySide.readable(self, self._session), ordered)
 
-    def copy_from(self, source: Any, stream: StreamLike | None = None) -> None:
+    def copy_from(self, source: Any, stream: StreamLike | None = None, *, options: CopyOptions | None = None) -> None:
         """Copy all bytes from ``source``, which must have the same size. Otherwise as :meth:`copy_to`.
 
         A pageable host source may be changed or freed once the call returns: the driver has read it. A source in pinned
         or pool memory is read in stream order. In a capture each launch reads the source and writes the target; the
         graph keeps both alive.
         """
-        if not _copied(self, source, stream, True):
+        if options is not None:
+            copy_batch(self._ordered_on(stream), [source], [self], options=options)
+        elif not _copied(self, source, stream, True):
             ordered = self._ordered_on(stream)
             copy_bytes(CopySide.writable(self, self._session), CopySide.readable(source, self._session), ordered)
 

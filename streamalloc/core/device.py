@@ -248,7 +248,11 @@ FABRIC_NEEDS = "fabric handles need a device that offers them and an IMEX channe
 
 
 def location_of(name: str, where: object, allowed: str = "a Device or a MemLocation") -> MemLocation:
-    """Return the location of a device, or the given location. ``name``: the argument's name, for errors."""
+    """Return the location of a device or of its ordinal, or the given location. ``name``: the argument's name, for
+    errors.
+    """
+    if type(where) is int:
+        return MemLocation.device(where)
     location = where.location if isinstance(where, Device) else where
     if not isinstance(location, MemLocation):
         raise TypeError(f"{name} must be {allowed}, not {type(where).__name__} ({where!r})")

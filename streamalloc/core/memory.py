@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 import numpy as np
 
 from streamalloc.core.array_interfaces import Exportable, HasCudaArrayInterface, array_form, form_of
-from streamalloc.core.copies import Copyable
+from streamalloc.core.copies import Copyable, CopyOptions
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.memory_base import Migrating
 from streamalloc.core.properties import MemLocation
@@ -299,6 +299,8 @@ class TypedView(BufferView, Generic[ScalarT]):
         self,
         target: TypedView[ScalarT] | npt.NDArray[ScalarT] | HasCudaArrayInterface,
         stream: StreamLike | None = None,
+        *,
+        options: CopyOptions | None = None,
     ) -> None:
         """Copy all elements to ``target``, which has the same type and shape. Otherwise as :meth:`Memory.copy_to`.
 
@@ -313,7 +315,7 @@ class TypedView(BufferView, Generic[ScalarT]):
             The target has another shape.
         """
         self._check_form(target, "target")
-        super().copy_to(target, stream)
+        super().copy_to(target, stream, options=options)
         listener = self._session.listener
         if listener is not None and self._nbytes:
             listener.typed(self._at, self._nbytes, self.dtype, False)
@@ -322,10 +324,12 @@ class TypedView(BufferView, Generic[ScalarT]):
         self,
         source: TypedView[ScalarT] | npt.NDArray[ScalarT] | HasCudaArrayInterface,
         stream: StreamLike | None = None,
+        *,
+        options: CopyOptions | None = None,
     ) -> None:
         """Copy all elements from ``source``, which has the same type and shape. Errors as for :meth:`copy_to`."""
         self._check_form(source, "source")
-        super().copy_from(source, stream)
+        super().copy_from(source, stream, options=options)
 
     def _check_form(self, other: object, name: str) -> None:
         form = form_of(other)

@@ -7,7 +7,7 @@ define them, and :class:`~streamalloc.core.memory.Memory` combines both.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,17 +229,13 @@ class Migrating(MemoryBase):
         Until the memory is written, reads return indeterminate values. Other arguments and errors as for
         :meth:`prefetch`; the legacy default stream is refused with ``ValueError``.
         """
-        self._check_managed()
-        self._queue(stream, "cuMemDiscardBatchAsync", [cuda.CUdeviceptr(self._at)], [self.nbytes], 1, 0)
+        discard_batch(stream or self.stream, [self])
 
     def discard_prefetch(self, location: Device | MemLocation, stream: StreamLike | None = None) -> None:
         """:meth:`discard` and :meth:`prefetch` in one call, which copies nothing
         (``cuMemDiscardAndPrefetchBatchAsync``).
         """
-        self._check_managed()
-        place = self._known("location", location).to_driver()
-        name, pointers = "cuMemDiscardAndPrefetchBatchAsync", [cuda.CUdeviceptr(self._at)]
-        self._queue(stream, name, pointers, [self.nbytes], 1, [place], [0], 1, 0)
+        discard_prefetch_batch(stream or self.stream, [self], location)
 
     def advise(self, advice: MemAdvise, location: Device | MemLocation | None = None) -> None:
         """Advise the driver on the use of managed memory (``cuMemAdvise``). The advice takes effect at once, for whole
@@ -282,6 +278,40 @@ class Migrating(MemoryBase):
         by = (MemLocation.host() if one == _CPU else MemLocation.device(one) for one in users if one != _NONE)
         return MemRangeAttributes(bool(mostly), _place(*places[:2]), _place(*places[2:]), tuple(by))
 
+    @property
+    def read_mostly(self) -> bool:
+        """Whether each reader of the managed memory gets a copy of its own; assign to advise it."""
+        return self.range_attributes().read_mostly
+
+    @read_mostly.setter
+    def read_mostly(self, value: bool) -> None:
+        self.advise(MemAdvise.SET_READ_MOSTLY if checked_type("value", value, bool) else MemAdvise.UNSET_READ_MOSTLY)
+
+    @property
+    def preferred_location(self) -> MemLocation | None:
+        """Preferred location of the managed memory; None if there is none. Assign to advise it."""
+        return self.range_attributes().preferred_location
+
+    @preferred_location.setter
+    def preferred_location(self, where: Device | MemLocation | None) -> None:
+        if where is not None:
+            self.advise(MemAdvise.SET_PREFERRED_LOCATION, where)
+        else:
+            self.advise(MemAdvise.UNSET_PREFERRED_LOCATION)
+
+    @property
+    def accessed_by(self) -> frozenset[MemLocation]:
+        """Devices, or the host, whose page tables keep the managed memory mapped; assign those that are to."""
+        return frozenset(self.range_attributes().accessed_by)
+
+    @accessed_by.setter
+    def accessed_by(self, places: Iterable[Device | MemLocation]) -> None:
+        before, wanted = self.accessed_by, {location_of("places", one) for one in places}
+        for one in before - wanted:
+            self.advise(MemAdvise.UNSET_ACCESSED_BY, one)
+        for one in wanted - before:
+            self.advise(MemAdvise.SET_ACCESSED_BY, one)
+
     def _check_managed(self) -> None:
         self._check_usable()
         if not self.managed:
@@ -298,9 +328,62 @@ class Migrating(MemoryBase):
         ordered = self._ordered_on(stream)
         if not self.nbytes:
             return
-        if name.endswith("BatchAsync"):
-            refuse_legacy(ordered, name)
         ordered._in_context(self._session.call, name, *args, ordered._checked_raw())
+
+
+def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: Device | MemLocation) -> None:
+    """Migrate several managed memories in one call (``cuMemPrefetchBatchAsync``), as :meth:`Memory.prefetch` does.
+
+    Parameters
+    ----------
+    stream
+        The stream to queue on: not the legacy default stream.
+    memories
+        The managed memories, at least one.
+    location
+        As for :meth:`Memory.prefetch`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A memory is not managed, there is none, or they are of several drivers.
+    """
+    _queue_batch("cuMemPrefetchBatchAsync", stream, memories, location)
+
+
+def discard_batch(stream: StreamLike, memories: Sequence[Migrating]) -> None:
+    """Discard the contents of several managed memories in one call (``cuMemDiscardBatchAsync``), see
+    :func:`prefetch_batch` and :meth:`Memory.discard`.
+    """
+    _queue_batch("cuMemDiscardBatchAsync", stream, memories, None)
+
+
+def discard_prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: Device | MemLocation) -> None:
+    """:func:`discard_batch` and :func:`prefetch_batch` in one call (``cuMemDiscardAndPrefetchBatchAsync``)."""
+    _queue_batch("cuMemDiscardAndPrefetchBatchAsync", stream, memories, location)
+
+
+def _queue_batch(
+    call: str, stream: StreamLike, memories: Sequence[Migrating], location: Device | MemLocation | None
+) -> None:
+    if not memories:
+        raise ValueError("memories is empty: a batch has at least one")
+    for one in memories:
+        if not isinstance(one, Migrating):
+            raise TypeError(f"memories must be managed memory, not {type(one).__name__} ({one!r})")
+        one._check_managed()
+    session = memories[0]._session
+    if any(one._session is not session for one in memories):
+        raise ValueError("memories are of several drivers: a batch is of one")
+    ordered = as_stream(stream, session)
+    refuse_legacy(ordered, call)
+    places: tuple[Any, ...] = ()
+    if location is not None:
+        places = [memories[0]._known("location", location).to_driver()], [0], 1
+    filled = [one for one in memories if one.nbytes]
+    pointers, sizes = [cuda.CUdeviceptr(one._at) for one in filled], [one.nbytes for one in filled]
+    if filled:
+        ordered._in_context(session.call, call, pointers, sizes, len(filled), *places, 0, ordered._checked_raw())
 
 
 _ATTRIBUTES = (

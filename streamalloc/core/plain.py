@@ -100,7 +100,7 @@ class PlainEnd(HandleEnd):
 
     __slots__ = ("_use", "owner", "source", "stream")
 
-    def __init__(self, source: Any, call: str, address: int, stream: Stream, owner: object) -> None:
+    def __init__(self, source: Any, call: str, address: int | None, stream: Stream, owner: object) -> None:
         """``call``: the driver function that frees the memory; empty if ``owner`` does. ``source``: the allocator."""
         super().__init__(source._session, call, address)
         self.source = source
@@ -116,7 +116,8 @@ class PlainEnd(HandleEnd):
     def end(self) -> None:
         """End the memory. The host waits for the stream if a driver call frees it."""
         if self._call:
-            self.stream.synchronize()
+            if not self.stream.closed:  # that of a dropped buffer may be; its work is done
+                self.stream.synchronize()
             self._session.release(self, self._call)
         else:
             self._use = Fence(self._session, [self.stream])

@@ -21,6 +21,7 @@ BINDINGS_VERSION: str = _version
 _ADDED = {
     "13.0": """
         cuMemGetDefaultMemPool cuMemGetMemPool cuMemSetMemPool cuMemDiscardBatchAsync cuMemDiscardAndPrefetchBatchAsync
+        cuMemPrefetchBatchAsync
         cuMemcpyBatchAsync CU_MEM_ALLOCATION_TYPE_MANAGED CU_MEM_LOCATION_TYPE_NONE
         CU_DEVICE_ATTRIBUTE_HOST_MEMORY_POOLS_SUPPORTED CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         """,

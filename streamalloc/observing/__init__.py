@@ -4,11 +4,12 @@
 """
 
 from streamalloc.observing.live_view import LiveView, live
-from streamalloc.observing.observer import Observer, observe
+from streamalloc.observing.observer import Counters, Observer, observe
 from streamalloc.observing.records import Allocation, Happening, LeakError, LeakReport, Phase
 
 __all__ = [
     "Allocation",
+    "Counters",
     "Happening",
     "LeakError",
     "LeakReport",

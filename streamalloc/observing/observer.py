@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text, warn
 from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
@@ -39,6 +39,30 @@ if TYPE_CHECKING:
     from streamalloc.driver import Driver
 
 Hook = Callable[[Allocation], object]
+
+class Counters(NamedTuple):
+    """Numbers of what was allocated while an observer recorded.
+
+    :meth:`Observer.counters` returns it.
+    """
+
+    nbytes: int
+    """Bytes allocated now."""
+    peak: int
+    """Most bytes allocated at once."""
+    live: int
+    """Allocations that live now."""
+    allocations: int
+    """Allocations in total."""
+    total: int
+    """Bytes allocated in total."""
+    live_high: int
+    """Most allocations that lived at once."""
+    largest: int
+    """Bytes of the largest allocation."""
+    failures: int
+    """Attempts that the driver has refused, also those that succeeded at another attempt, once memory was released."""
+
 
 # Kinds of notes.
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
@@ -67,6 +91,8 @@ class Account:
     """Live allocations, by address."""
     nbytes: int = 0
     peak: int = 0
+    counts: list[int] = field(default_factory=lambda: [0] * 5)
+    """The last five fields of :class:`Counters`."""
     open: tuple[Phase, ...] = ()
     """Phases that have not ended."""
     _log: export.Log | None = None
@@ -317,6 +343,7 @@ class Account:
         elif kind == _FREE_FAILED and what not in self.live:
             added = next((one for one in reversed(self._gone) if one.address == what), None)
         elif kind == _ALLOCATION_FAILED:
+            self.counts[4] += 1
             self._happen("failure", what, now, stream, thread)
         if freed is not None:
             self.nbytes -= freed.nbytes
@@ -328,6 +355,11 @@ class Account:
         if added is not None:
             self.live[added.address] = added
             self.nbytes += added.nbytes
+            if kind == _ALLOCATED:
+                self.counts[0] += 1
+                self.counts[1] += added.nbytes
+                self.counts[2] = max(self.counts[2], len(self.live))
+                self.counts[3] = max(self.counts[3], added.nbytes)
             self._happen("allocate", added, now, added.stream, thread)
         for phase in self.open:
             phase.peak = max(phase.peak, self.nbytes)
@@ -432,6 +464,12 @@ class Observer(Drawn, Leaves):
         """Most bytes allocated at once."""
         self._account.settle()
         return self._account.peak
+
+    def counters(self) -> Counters:
+        """The number of allocations and of bytes: now, at most and in total; and of refused allocations."""
+        account = self._account
+        account.settle()
+        return Counters(account.nbytes, account.peak, len(account.live), *account.counts)
 
     @property
     def history(self) -> tuple[Happening, ...]:

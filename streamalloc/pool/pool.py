@@ -51,8 +51,8 @@ from streamalloc.core.properties import (
     MemHandleType,
     MemLocation,
     MemLocationType,
-    checked_size,
     checked_type,
+    size_of,
 )
 from streamalloc.core.resource import Closes, Leaves, Shareable, made_for_sharing
 from streamalloc.core.session import Session, members
@@ -100,12 +100,16 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
     where
         A device (or location) whose memory the pool manages, or complete :class:`MemPoolProps`.
     max_size
-        The most bytes it may reserve; 0 for the system's limit. Only with a device or location.
+        The most bytes it may reserve; 0 for the system's limit. Only with a device or location. A size may be text, as
+        ``"2GiB"``; a float is a share of the device's memory, as 0.5.
     handle_types
         Kinds of handles for sharing the pool with other processes; no graph allocates from such a pool. Only with a
         device or location.
     release_threshold
         Bytes that stay reserved when the host synchronises; None leaves the driver's default, 0.
+    initial_size
+        Bytes that the pool reserves at once, in steps of the driver, by an allocation that is freed again. By default
+        the ``release_threshold`` is then what the pool reserves.
     name
         A name for people, which ``repr``, reports, leaks and errors show.
     on_oom
@@ -143,11 +147,12 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
 
     def __init__(
         self,
-        where: Device | MemLocation | MemPoolProps,
-        max_size: int = 0,
+        where: Device | MemLocation | MemPoolProps | int,
+        max_size: int | float | str = 0,
         handle_types: MemHandleType = MemHandleType.NONE,
-        release_threshold: int | None = None,
+        release_threshold: int | str | None = None,
         *,
+        initial_size: int | str = 0,
         name: str = "",
         on_oom: OutOfMemoryPolicy = "raise",
         driver: Driver | None = None,
@@ -156,15 +161,17 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         if not callable(on_oom) and on_oom not in _POLICIES:
             raise ValueError(f"on_oom={on_oom!r}: allowed are {', '.join(map(repr, _POLICIES))} and a function")
         checked_type("name", name, str)
+        initial_size = size_of("initial_size", initial_size)
         if release_threshold is not None:
-            checked_size("release_threshold", release_threshold)
+            release_threshold = size_of("release_threshold", release_threshold)
         if isinstance(where, MemPoolProps):
             if max_size or handle_types:
                 raise ValueError("max_size and handle_types are fields of MemPoolProps: set them there")
             properties = where
         else:
             location = location_of("where", where, "a Device, MemLocation or MemPoolProps")
-            properties = MemPoolProps(location=location, max_size=max_size, handle_types=handle_types)
+            limit = _limit_of(location, max_size, session_for(where, driver))
+            properties = MemPoolProps(location=location, max_size=limit, handle_types=handle_types)
         session = session_for(where, driver)
         check_location(session, properties.location)
         work(session)
@@ -178,11 +185,23 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         self.on_oom = on_oom
         if properties.handle_types:
             made_for_sharing()
-        if release_threshold is not None:
+        if release_threshold is not None or initial_size:
             # Not by close(): the error's traceback keeps this object, and the queue must end the pool even if a call
             # fails.
             with undoing(lambda: deferred_queue(session).end(end)), undoing(self._shut):
-                self.attributes.release_threshold = release_threshold
+                if release_threshold is not None:
+                    self.attributes.release_threshold = release_threshold
+                if initial_size:
+                    self._prime(initial_size, release_threshold is None)
+
+    def _prime(self, nbytes: int, keep: bool) -> None:
+        """Reserve memory by an allocation; ``keep``: set the release threshold to what is then reserved."""
+        ordinal = self.location.id if self.location.type is MemLocationType.DEVICE else 0
+        with Device(ordinal, driver=self._session.driver).create_stream() as stream:
+            with self.allocate(nbytes, stream):
+                if keep:
+                    self.attributes.release_threshold = self.attributes.reserved_mem_current
+            stream.synchronize()
 
     def _open(self, session: Session, raw: Any, location: MemLocation, allocation_type: MemAllocationType) -> None:
         self.location = location
@@ -198,7 +217,7 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
     @classmethod
     def default(
         cls,
-        where: Device | MemLocation,
+        where: Device | MemLocation | int,
         allocation_type: MemAllocationType = MemAllocationType.PINNED,
         *,
         driver: Driver | None = None,
@@ -209,7 +228,7 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
     @classmethod
     def current(
         cls,
-        where: Device | MemLocation,
+        where: Device | MemLocation | int,
         allocation_type: MemAllocationType = MemAllocationType.PINNED,
         *,
         driver: Driver | None = None,
@@ -219,7 +238,7 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
 
     @classmethod
     def _existing(
-        cls, which: str, where: Device | MemLocation, allocation_type: MemAllocationType, driver: Driver | None
+        cls, which: str, where: Device | MemLocation | int, allocation_type: MemAllocationType, driver: Driver | None
     ) -> MemoryPool:
         location = location_of("where", where)
         checked_type("allocation_type", allocation_type, MemAllocationType)
@@ -370,13 +389,32 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         for peak in (PoolAttributes.reserved_mem_high, PoolAttributes.used_mem_high):
             self.attributes._set(peak, cuda.cuuint64_t(0))
 
-    def trim(self, keep: int = 0) -> int:
+    @property
+    def peers(self) -> frozenset[Device]:
+        """Further devices that have access to the pool's memory (``cuMemPoolGetAccess``).
+
+        Assign devices to grant them access and to revoke that of others (``cuMemPoolSetAccess``), as
+        :meth:`set_access` does, with its errors.
+        """
+        others = (one for one in Device.all(self._session.driver) if one.location != self.location)
+        return frozenset(one for one in others if self.access(one) is not MemAccess.NONE)
+
+    @peers.setter
+    def peers(self, devices: Iterable[Device | int]) -> None:
+        before, driver = self.peers, self._session.driver
+        wanted = {Device(one, driver=driver) if isinstance(one, int) else one for one in devices}
+        wanted = {one for one in wanted if self._location_of(one, check_peer=False) != self.location}
+        for several, access in ((wanted - before, MemAccess.READWRITE), (before - wanted, MemAccess.NONE)):
+            if several:
+                self.set_access(several, access)
+
+    def trim(self, keep: int | str = 0) -> int:
         """Release unused memory, down to ``keep`` bytes (``cuMemPoolTrimTo``). Returns the number of bytes released.
 
         Memory is unused once the host has synchronised with its free. If frees are still pending, the pool releases
         less, with a :class:`PendingFreesWarning`.
         """
-        checked_size("keep", keep)
+        keep = size_of("keep", keep)
         work(self._session)
         before = self.attributes.reserved_mem_current
         self._call("cuMemPoolTrimTo", keep)
@@ -391,13 +429,15 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
             warn(text, PendingFreesWarning)
         return max(int(before - after), 0)
 
-    def set_access(self, who: Device | MemLocation | Iterable[Device | MemLocation], access: MemAccess) -> None:
+    def set_access(
+        self, who: Device | MemLocation | int | Iterable[Device | MemLocation | int], access: MemAccess
+    ) -> None:
         """Grant or revoke access of devices to all allocations of the pool, past and future (``cuMemPoolSetAccess``).
 
         Parameters
         ----------
         who
-            One or several devices (or locations). The peer access of each device is checked first.
+            One or several devices, their ordinals, or locations. The peer access of each device is checked first.
         access
             READWRITE or NONE; drivers refuse READ for pools.
 
@@ -410,18 +450,18 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         """
         self._checked_raw()
         checked_type("access", access, MemAccess)
-        several = [who] if isinstance(who, (Device, MemLocation)) else list(who)
+        several = [who] if isinstance(who, (Device, MemLocation, int)) else list(who)
         descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
         why = "pools grant READWRITE or NONE, to the host in host memory only, and the owner's access stays"
         self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
 
-    def access(self, who: Device | MemLocation) -> MemAccess:
+    def access(self, who: Device | MemLocation | int) -> MemAccess:
         """Permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``)."""
         self._checked_raw()
         location = self._location_of(who, check_peer=False)
         return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))
 
-    def _location_of(self, who: Device | MemLocation, *, check_peer: bool = True) -> MemLocation:
+    def _location_of(self, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
         location = location_of("who", who)
         if isinstance(who, Device) and who.driver is not self._session.driver:
             raise ValueError(f"{who!r} belongs to another driver than {self!r}")
@@ -665,6 +705,16 @@ def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocatio
         kind = pool.attributes.allocation_type
         return MemLocation(pool.attributes.location_type, pool.attributes.location_id), kind
     return location_of_pool(session, raw, on_host, kind), kind
+
+
+def _limit_of(location: MemLocation, max_size: float | str, session: Session) -> int:
+    """Return the most bytes of a pool: a size, or a share of the device's memory."""
+    if not isinstance(max_size, float):
+        return size_of("max_size", max_size)
+    if not 0 < max_size <= 1 or location.type is not MemLocationType.DEVICE:
+        raise ValueError(f"max_size={max_size}: a float is a share, above 0 and up to 1, of a device's memory")
+    check_location(session, location)
+    return int(max_size * Device(location.id, driver=session.driver).memory_info().total)
 
 
 def _refuse(pool: str, *_: object) -> Any:

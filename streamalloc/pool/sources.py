@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from streamalloc.core.errors import undoing
 from streamalloc.core.internal import (
     Allocator,
     Buffer,
     Device,
+    HandleEnd,
     Memory,
     PlainBuffer,
     PlainEnd,
@@ -16,6 +18,7 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     check_location,
+    deferred_queue,
     end_plain,
     location_of,
     number_of_handle,
@@ -23,7 +26,7 @@ from streamalloc.core.internal import (
     refuse_capture,
     session_for,
 )
-from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.properties import MemLocation, size_of
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -48,7 +51,7 @@ class _Source(Allocator):
         check_location(session, self.location)
         self._bind(session, _obtain, None, end_plain)
 
-    def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
+    def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
         """Allocate memory; a stream orders only its end.
 
         Parameters
@@ -67,7 +70,7 @@ class _Source(Allocator):
         TypeError, ValueError
             The size or the stream is none.
         """
-        return self._buffer(checked_size("nbytes", nbytes), as_stream(stream, self._session))
+        return self._buffer(size_of("nbytes", nbytes), as_stream(stream, self._session))
 
     def _buffer(self, nbytes: int, ordered: Stream) -> Buffer:
         if not nbytes:
@@ -153,9 +156,18 @@ class PlainMemory(_Source):
         on_host = self.location.on_host
         name = "cuMemHostAlloc" if on_host else "cuMemAllocManaged" if self._managed else "cuMemAlloc"
         more = () if name == "cuMemAlloc" else (self._flags,)
-        ordinal = stream.device.ordinal if on_host else self.location.id
-        address = self._session.call_in(ordinal, name, nbytes, *more)
-        return PlainEnd(self, "cuMemFreeHost" if on_host else "cuMemFree", int(address), stream, self)
+        return self._create(stream, name, nbytes, *more)[0]
+
+    def _create(self, stream: Stream, name: str, *args: int) -> tuple[PlainEnd, int]:
+        """Call the driver function that allocates; return the end of the memory, and the pitch if there is one."""
+        session, on_host, pitch = self._session, self.location.on_host, 0
+        end = PlainEnd(self, "cuMemFreeHost" if on_host else "cuMemFree", None, stream, self)
+        # If the context cannot be restored, the memory is freed all the same.
+        ordinal, queue = stream.device.ordinal if on_host else self.location.id, deferred_queue(session)
+        with undoing(lambda: queue.end(HandleEnd(session, end._call, end._raw))), session.current(ordinal):
+            given = session.call(name, *args)
+            end._raw, pitch = given if isinstance(given, tuple) else (given, 0)
+        return end, int(pitch)
 
     def allocate_pitched(self, width: int, height: int, stream: StreamLike, *, element: int = 4) -> tuple[Buffer, int]:
         """Allocate rows for two-dimensional copies (``cuMemAllocPitch``). Returns the buffer and the pitch in bytes.
@@ -180,8 +192,8 @@ class PlainMemory(_Source):
             raise ValueError(f"{self!r} has no rows with a pitch: device memory has")
         ordered = as_stream(stream, self._session)
         refuse_capture(ordered, "cuMemAllocPitch", "only pools of device memory allocate in a capture")
-        address, pitch = self._session.call_in(self.location.id, "cuMemAllocPitch", width, height, element)
-        return PlainBuffer(PlainEnd(self, "cuMemFree", int(address), ordered, self), int(pitch) * height), int(pitch)
+        end, pitch = self._create(ordered, "cuMemAllocPitch", width, height, element)
+        return PlainBuffer(end, pitch * height), pitch
 
 
 class _GivenEnd(PlainEnd):

@@ -23,12 +23,14 @@ from streamalloc.core.internal import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,
     THIS,
+    Deferred,
     Device,
     Fd,
     Memory,
     check_handle,
     check_location,
     check_usable,
+    deferred_queue,
     holders,
     is_ours,
     location_of,
@@ -513,20 +515,42 @@ def _most_bytes(memory: PhysicalMemory) -> int:
     return os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
+class _Trial(Deferred):
+    """Addresses in which sizes of memory are tried."""
+
+    __slots__ = ("_session", "mapped", "reserved", "start")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.start: Any = None
+        self.reserved = self.mapped = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve so many bytes, in place of those before."""
+        self.attempt()
+        self.start = self._session.call("cuMemAddressReserve", nbytes, 0, 0, 0)
+        self.reserved = nbytes
+
+    def attempt(self) -> bool:
+        if self.mapped:
+            self._session.call("cuMemUnmap", self.start, self.mapped)
+            self.mapped = 0
+        if self.reserved:
+            self._session.call("cuMemAddressFree", self.start, self.reserved)
+            self.reserved = 0
+        return True
+
+
 def _size_among(session: Session, raw: Any, sizes: Iterable[int]) -> int:
     """Return the first of ascending sizes in which the driver maps memory, at new addresses; 0 if there is none."""
-    start = reserved = 0
+    trial = _Trial(session)
     try:
         for size in sizes:
-            if size > reserved:
-                if reserved:
-                    session.call("cuMemAddressFree", start, reserved)
-                reserved = 0  # a call may raise
-                start = session.call("cuMemAddressReserve", _ROOM * size, 0, 0, 0)
-                reserved = _ROOM * size
-            result = session.driver.cuMemMap(start, size, 0, raw, 0)[0]
+            if size > trial.reserved:
+                trial.reserve(_ROOM * size)
+            result = session.driver.cuMemMap(trial.start, size, 0, raw, 0)[0]
             if not result:
-                session.call("cuMemUnmap", start, size)
+                trial.mapped = size
                 return size
             error = error_from(result, "cuMemMap")
             if isinstance(error, InvalidValueError):
@@ -534,8 +558,7 @@ def _size_among(session: Session, raw: Any, sizes: Iterable[int]) -> int:
             if not isinstance(error, NotSupportedError):  # the answer to other sizes than that of the memory
                 raise error
     finally:
-        if reserved:
-            session.call("cuMemAddressFree", start, reserved)
+        deferred_queue(session).end(trial)
     return 0
 
 

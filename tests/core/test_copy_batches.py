@@ -114,4 +114,4 @@ class TestRefused:
             with pytest.raises(ValueError, match="allowed are"):
                 CopyOptions(**wrong)
         with pytest.raises(TypeError, match="src_location_hint must be"):
-            CopyOptions(src_location_hint=0)  # type: ignore[arg-type]
+            CopyOptions(src_location_hint=0.5)  # type: ignore[arg-type]

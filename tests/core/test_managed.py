@@ -124,7 +124,7 @@ def test_arguments_that_do_not_fit(buffer: sa.Buffer, device: sa.Device) -> None
     uses: list[tuple[Callable[..., None], tuple[Any, ...], type[Exception], str]] = [
         (buffer.prefetch, (sa.MemLocation.device(99),), ValueError, "location"),
         (buffer.prefetch, (sa.MemLocation.none(),), ValueError, "location"),
-        (buffer.prefetch, (0,), TypeError, "location must be a Device or a MemLocation"),
+        (buffer.prefetch, (0.5,), TypeError, "location must be a Device or a MemLocation"),
         (buffer.advise, (1,), TypeError, "advice must be a MemAdvise"),
         (buffer.advise, (ADVISE.SET_ACCESSED_BY,), ValueError, "it needs a location"),
         (buffer.advise, (ADVISE.SET_READ_MOSTLY, device), ValueError, "it takes no location"),

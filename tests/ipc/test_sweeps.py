@@ -128,6 +128,10 @@ SHARED_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "evict": lambda world, one: None,  # refused before the driver is asked
     "carried": lambda world, one: (one.carried(lambda: True), None)[1],
     "set_chunks": lambda world, one: world.open("grown"),
+    "ImportedPool.from_handle": lambda world, one: one.from_handle(
+        world.of_theirs["pool"].handles().fds[0], driver=world.driver
+    ),
+    "ImportedPool.open": lambda world, one: one.open(world.of_theirs["buffer"].handles().data, stream=world.stream),
     "to_bytes": lambda world, one: (one.to_bytes(), None)[1],
 }
 MAKERS: dict[str, Callable[[Sharing], Any]] = {

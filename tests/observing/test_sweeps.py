@@ -70,6 +70,7 @@ OBSERVER_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     **ACTS,
     "assert_nothing_left": lambda world, one: None,  # it raises
     "raise_if_any": lambda world, one: None,
+    "counters": lambda world, one: one.counters(),
     "figures": lambda world, one: one.figures(),
     "LiveView.start": lambda world, one: None,  # what it shows are the figures
     "LiveView.stop": lambda world, one: one.stop(),

@@ -27,6 +27,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import interop, ipc, multicast, observing, vmm
 from streamalloc.driver.account import ENDERS
+from streamalloc.driver.bindings import cuda
 from streamalloc.pool import CachingAllocator
 from tests.processes import eventually
 from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, sampled
@@ -54,6 +55,8 @@ CLASSES: list[type] = [
     vmm.GrowableBuffer,
     vmm.SleepGroup,
     CachingAllocator,
+    sa.PlainMemory,
+    sa.CallbackAllocator,
 ]
 
 
@@ -201,6 +204,8 @@ class World(Faults):
             sa.PoolAttributes: self.pool.attributes,
             sa.TypedView: self.buffer.view_as(np.uint8),
             CachingAllocator: self.cache,
+            sa.PlainMemory: sa.PlainMemory(self.device),
+            sa.CallbackAllocator: sa.CallbackAllocator(self.pool.allocate, where=self.device),
             object: None,
             type(None): None,
         }
@@ -288,6 +293,16 @@ def _made_current(world: World, one: Any) -> None:
         pass
 
 
+def _from_handle(world: World, one: Any) -> Any:
+    return one.from_handle(world.buffer.address, 8, owner=world.buffer, stream=world.stream)
+
+
+def _added_to(world: World, one: Any) -> None:
+    with sa.Graph.create(world.device) as graph:
+        buffer = one.add_to(graph, 64, world.stream)
+        buffer.add_free(after=[buffer.node])
+
+
 def _in_context(world: World, one: Any) -> None:
     with one.current():
         pass
@@ -342,6 +357,18 @@ ACTS: dict[str, Act] = {
     "prefetch": lambda world, one: one.prefetch(world.device),
     "range_attributes": lambda world, one: one.range_attributes(),
     "used": lambda world, one: one.used(),
+    "copy": lambda world, one: one.copy(),
+    "tobytes": lambda world, one: (one.tobytes(), None)[1],
+    "handles": lambda world, one: None,  # with raw_handles
+    "Buffer.from_handle": _from_handle,
+    "GraphBuffer.from_handle": _from_handle,
+    "MemoryPool.from_handle": lambda world, one: one.from_handle(
+        world.machine.cuDeviceGetDefaultMemPool(0)[1], owner=None, driver=world.driver
+    ),
+    "PhysicalMemory.from_handle": lambda world, one: one.from_handle(
+        cuda.CUmemGenericAllocationHandle(world.free_memory.handle), owner=world.free_memory, driver=world.driver
+    ),
+    "Event.from_handle": lambda world, one: None,  # of another process, in tests/ipc
     "view": lambda world, one: one.view(0, 8),
     "AddressRange.view": lambda world, one: one.view(0, 4096),
     "view_as": lambda world, one: one.view_as(np.uint8),
@@ -356,7 +383,12 @@ ACTS: dict[str, Act] = {
     "statistics": lambda world, one: one.statistics(),
     "trim": lambda world, one: one.trim(),
     "CachingAllocator.allocate": lambda world, one: one.allocate(4096, world.stream),
+    "to_device": lambda world, one: one.to_device(bytes(64), world.stream),
+    "allocate_pitched": lambda world, one: one.allocate_pitched(64, 2, world.stream)[0],
     # graphs
+    "Graph.create": lambda world, one: one.create(world.device),
+    "add_to": _added_to,
+    "add_free": lambda world, one: None,  # with add_to
     "instantiate": lambda world, one: one.instantiate(),
     "launch": lambda world, one: one.launch(world.stream),
     # virtual memory
@@ -440,6 +472,7 @@ MAKERS: dict[str, Callable[[World], Any]] = {
     "CachingAllocator": lambda world: CachingAllocator(world.pool),
     "copy_batch": lambda world: sa.copy_batch(world.stream, [world.buffer[:8]], [world.buffer[8:16]]),
     "share": lambda world: ipc.share(world.event_to_share),
+    "raw_handles": lambda world: (ipc.raw_handles(world.event_to_share), None)[1],
 }
 """Operations that make objects, and functions beside classes."""
 
@@ -622,6 +655,15 @@ NOT_SWEPT = {
     "live": "as LiveView",
     "StoreServer": "makes no driver calls",
     "PageBudget": "makes no driver calls",
+    "RawHandles": "makes no driver calls",
+    "MemPoolPtrExportData": "bytes",
+    "MemFabricHandle": "bytes",
+    "IpcMemHandle": "bytes",
+    "IpcEventHandle": "bytes",
+    "open_memory_handle": "of another process, as ipc.open of such memory",
+    "prefetch_batch": "one call, of managed memory",
+    "discard_batch": "one call, of managed memory",
+    "discard_prefetch_batch": "one call, of managed memory",
 }
 """The other public names, and why."""
 

@@ -59,7 +59,7 @@ class TestSizes:
             (64.0, TypeError),
             (1.5, TypeError),
             (np.float32(64), TypeError),
-            ("64", TypeError),
+            ("64 sixes", ValueError),
             (None, TypeError),
             (True, TypeError),
             (b"a", TypeError),

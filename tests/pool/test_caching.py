@@ -272,7 +272,7 @@ MISTAKES: dict[str, Callable[[Any, sa.Stream], object]] = {
     "a size that no device has": lambda from_, stream: from_.allocate(1 << 50, stream),
     "True": lambda from_, stream: from_.allocate(True, stream),
     "a float": lambda from_, stream: from_.allocate(4096.0, stream),
-    "text": lambda from_, stream: from_.allocate("4096", stream),
+    "text": lambda from_, stream: from_.allocate("4096 of them", stream),
     "no stream": lambda from_, stream: from_.allocate(SIZE, None),
     "a list for a stream": lambda from_, stream: from_.allocate(SIZE, []),
     "a stream of another driver": lambda from_, stream: from_.allocate(

@@ -83,11 +83,11 @@ BAD: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "nowhere": (lambda _: ANY(sa.MemLocation.none()), ValueError, "location=NONE"),
     "negative limit": (lambda device: ANY(device, max_size=-1), ValueError, "max_size=-1"),
     "limit that no device has": (lambda device: ANY(device, (1 << 64) - 1), ValueError, "max_size"),
-    "limit that is no number": (lambda device: ANY(device, max_size=1.5), TypeError, "max_size"),
+    "limit that is no number": (lambda device: ANY(device, max_size=1.5), ValueError, "max_size"),
     "handle types that are a number": (lambda device: ANY(device, 0, 1), TypeError, "handle_types"),
     "negative threshold": (lambda device: ANY(device, release_threshold=-1), ValueError, "threshold=-1"),
     "policy": (lambda device: ANY(device, on_oom="retry"), ValueError, "sync-trim-retry"),
-    "a number for a place": (lambda _: ANY(0), TypeError, "where"),
+    "a number for a place": (lambda _: ANY(0.5), TypeError, "where"),
 }
 
 

@@ -44,7 +44,7 @@ from streamalloc.core.internal import (
     record_uncaptured,
     shared_state,
 )
-from streamalloc.core.properties import MemLocation, checked_size, checked_type
+from streamalloc.core.properties import MemLocation, checked_size, checked_type, size_of
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
@@ -161,7 +161,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         """Whether :meth:`close` was called, or the pool was closed."""
         return self._state.closed
 
-    def allocate(self, nbytes: int, stream: StreamLike) -> Buffer:
+    def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
         """Allocate in stream order: from the cache if it has a block, otherwise as :meth:`MemoryPool.allocate` does.
 
         Parameters
@@ -213,6 +213,11 @@ class CachingAllocator(Allocator, Closes, Shown):
                 return buffer
         return self._allocate_checked(nbytes, stream, ordered if usable else None)
 
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that the cache holds, free or in buffers."""
+        return len(self._state.blocks)
+
     def statistics(self) -> CacheStatistics:
         """Return the pool's figures, and the bytes that are cached and in use."""
         self._state.collect_dropped()
@@ -250,7 +255,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._state.collect_dropped()
         deferred_queue(self._session).end(self._state)
 
-    def _allocate_checked(self, nbytes: int, stream: StreamLike, ready: Stream | None = None) -> Buffer:
+    def _allocate_checked(self, nbytes: int | str, stream: StreamLike, ready: Stream | None = None) -> Buffer:
         """Allocate what no free list serves directly. ``ready``: the stream if it is ready and not captured."""
         state = self._state
         state.session.check_process()
@@ -258,7 +263,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             state.collect_dropped()
         if state.closed:
             self._check_open()
-        nbytes = checked_size("nbytes", nbytes)
+        nbytes = size_of("nbytes", nbytes)
         for watcher in state.watchers:
             watcher.asked(self, nbytes)
         if ready is None or session_of(ready) is not state.session:
