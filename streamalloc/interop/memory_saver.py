@@ -29,7 +29,7 @@ from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.interop.bridge import Sources, library
-from streamalloc.interop.torch import TorchBridge, collect, expandable, refuse_capture, unrouted
+from streamalloc.interop.torch import TorchBridge, collect, expandable, plain, refuse_capture, unrouted
 from streamalloc.vmm import DiskTier, SleepGroup, VirtualBuffer
 from streamalloc.vmm.internal import pinned_array, zeroed_array
 
@@ -189,12 +189,8 @@ class TorchMemorySaver:
         self._ensure_initialized()
         if not self._regions:
             raise RuntimeError("disable() is for use inside region(), and no region is active")
-        cuda = library("torch").cuda
-        with unrouted():
-            pool = cuda.MemPool()
-            with cuda.use_mem_pool(pool):
-                yield
-            del pool
+        with plain():
+            yield
 
     def pause(self, tag: str | None = None) -> None:
         """Release the device memory of a tag, or of all tags; the addresses stay. Unknown tags are ignored.

@@ -247,6 +247,21 @@ def unrouted() -> Iterator[None]:
             routes[-1].enter()
 
 
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """A ``with`` block in which this thread allocates from PyTorch's own memory, in a pool that ends with the block."""
+    cuda = library("torch").cuda
+    with unrouted():
+        pool = _immortal(cuda.MemPool())
+        try:
+            with cuda.use_mem_pool(pool):
+                yield
+        finally:
+            _ended.append(pool)
+            del pool
+            collect()
+
+
 def collect() -> int:
     """Return the segments that PyTorch has freed to the sources, and release the pools of closed bridges; returns the
     number of bytes.
