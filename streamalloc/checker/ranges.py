@@ -18,6 +18,7 @@ from typing import Any
 from streamalloc.checker.clocks import CERTAIN, UNORDERED, Actor, Clock
 from streamalloc.checker.report import Notes
 from streamalloc.driver.reports import Stack, function_of
+from streamalloc.formats.sizes import size_text
 
 NEVER = 1 << 62
 """Time of an operation that has not run yet."""
@@ -290,14 +291,6 @@ Piece = tuple[Range, int, int]
 """A range, and the first and end address of a part."""
 Pieces = list[tuple[Piece, bool]]
 """Parts of ranges, and whether they are written."""
-
-
-def size_text(nbytes: int) -> str:
-    """A size with its unit, such as ``4 KiB``."""
-    for step, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= step and nbytes % step == 0:
-            return f"{nbytes // step} {unit}"
-    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
 
 
 class AddressMap:

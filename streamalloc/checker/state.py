@@ -12,10 +12,11 @@ from streamalloc.checker.clocks import Obstacle, Timeline, TrackedStream
 from streamalloc.checker.contents import ElementTypes, QueuedSources, WaitValues
 from streamalloc.checker.interprocess import Interprocess, OpenFiles
 from streamalloc.checker.judge import Judge
-from streamalloc.checker.ranges import Access, AddressMap, BoundBytes, Bytes, Piece, Range, size_text
+from streamalloc.checker.ranges import Access, AddressMap, BoundBytes, Bytes, Piece, Range
 from streamalloc.checker.streams import MEMORY_TYPE, Questions, Streams
 from streamalloc.driver.account import HandleCounts
 from streamalloc.driver.reports import Hazard, Stack
+from streamalloc.formats.sizes import size_text
 
 OPENED = "memory of another process"
 """Kind of a range from ``cuIpcOpenMemHandle``."""

@@ -20,8 +20,8 @@ from streamalloc.cli.machine import POSIX, Chosen, cuda_version
 from streamalloc.cli.terminal import Terminal, add_json_argument
 from streamalloc.cli.worker import Worker, WorkerBase, WorkerError, read
 from streamalloc.core.errors import size_text
-from streamalloc.core.internal import address_space_limit, imex_channels, missing_for
-from streamalloc.driver.internal import BINDINGS_VERSION
+from streamalloc.core.internal import imex_channels
+from streamalloc.driver.internal import BINDINGS_VERSION, address_space_limit, enum_member, version_that_added
 
 _ULIMIT = (
     "ulimit -v limits this process to {limit} of address space. The stream-ordered allocator reserves much more than "
@@ -399,3 +399,28 @@ def _query_multicast(devices: list[sa.Device]) -> dict[str, Any]:
         # A single GPU never supports it, so the administrator cannot help.
         lines.append(f"if NVSwitch joins the GPUs, {_ADMINISTRATOR}")
     return {"largest_team": team, "needs": lines or ["needs at least two GPUs that NVSwitch joins"]}
+
+
+def missing_for(capabilities: sa.Capabilities) -> list[str]:
+    """Return reasons and remedies for missing fabric handles, multicast or newer calls, one line each."""
+    lines = []
+    if capabilities.fabric_handles is False:
+        lines.append("fabric handles: this device or driver does not offer them")
+    elif capabilities.fabric_handles and not capabilities.imex_channel:
+        present = imex_channels()
+        lines.append(
+            "fabric handles: the device offers them, but "
+            + (
+                f"this user may not open {present[0]}: ask the administrator for read and write permission on it"
+                if present
+                else "there is no IMEX channel: ask the administrator to load the driver with one "
+                "(NVreg_CreateImexChannel0=1) or to create /dev/nvidia-caps-imex-channels/channel0"
+            )
+        )
+    if capabilities.multicast is False:
+        lines.append("multicast: needs at least two GPUs joined by NVSwitch, visible to this process")
+    for item in dataclasses.fields(capabilities):
+        name = item.metadata["attribute"]
+        if name and enum_member("CUdevice_attribute", name) is None:
+            lines.append(f"{item.name}: needs cuda-bindings {version_that_added(name)}, found {BINDINGS_VERSION}")
+    return lines

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from streamalloc.core.errors import InvalidValueError
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.session import Session
-from streamalloc.driver.internal import BINDINGS_VERSION, enum_member, version_that_added
+from streamalloc.driver.internal import enum_member
 from streamalloc.formats.html import code, table
 
 
@@ -140,38 +139,3 @@ def _managed_memory_pools(session: Session) -> bool | None:
 def imex_channels() -> list[str]:
     """The IMEX channel files of this machine, readable or not."""
     return sorted(glob.glob("/dev/nvidia-caps-imex-channels/channel*"))
-
-
-def missing_for(capabilities: Capabilities) -> list[str]:
-    """Return reasons and remedies for missing fabric handles, multicast or newer calls, one line each."""
-    lines = []
-    if capabilities.fabric_handles is False:
-        lines.append("fabric handles: this device or driver does not offer them")
-    elif capabilities.fabric_handles and not capabilities.imex_channel:
-        present = imex_channels()
-        lines.append(
-            "fabric handles: the device offers them, but "
-            + (
-                f"this user may not open {present[0]}: ask the administrator for read and write permission on it"
-                if present
-                else "there is no IMEX channel: ask the administrator to load the driver with one "
-                "(NVreg_CreateImexChannel0=1) or to create /dev/nvidia-caps-imex-channels/channel0"
-            )
-        )
-    if capabilities.multicast is False:
-        lines.append("multicast: needs at least two GPUs joined by NVSwitch, visible to this process")
-    for item in dataclasses.fields(capabilities):
-        name = item.metadata["attribute"]
-        if name and enum_member("CUdevice_attribute", name) is None:
-            lines.append(f"{item.name}: needs cuda-bindings {version_that_added(name)}, found {BINDINGS_VERSION}")
-    return lines
-
-
-def address_space_limit() -> int | None:
-    """The limit of ``ulimit -v`` on this process's address space, in bytes; None for no limit.
-
-    The stream-ordered allocator reserves much more address space than it uses, so NVIDIA does not support such a limit
-    (programming guide, "CPU Virtual Memory").
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if soft == resource.RLIM_INFINITY else soft

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
+from streamalloc.formats.sizes import size_text as size_text  # one of the words of this package's errors
+
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 E = TypeVar("E", bound="CudaError")
@@ -355,14 +357,6 @@ def warn(text: str, kind: type[Warning]) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(text, kind, stacklevel=level)
-
-
-def size_text(nbytes: int) -> str:
-    """A size as text: ``64 MiB`` for a whole number of a unit, else ``1,234,567 bytes``."""
-    for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes and nbytes % scale == 0:
-            return f"{nbytes // scale:,} {unit}"
-    return f"{nbytes:,} byte{'' if nbytes == 1 else 's'}"
 
 
 def attach(first: BaseException, later: BaseException) -> None:

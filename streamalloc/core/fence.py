@@ -402,7 +402,7 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
         refuse_capture(stream, "cuMemFreeAsync", "try again once that has ended")
         return (act(stream),)
 
-    used = _held_open(stream, use)
+    used = _while_open(stream, use)
     if used is not None:
         return used[0]
     if isinstance(stream, LibraryStream):
@@ -466,7 +466,7 @@ def queue_if_allowed(stream: Stream, act: Callable[[], object], *, mine: bool = 
         act()
         return True
 
-    return _held_open(stream, use)
+    return _while_open(stream, use)
 
 
 def record_uncaptured(stream: Stream) -> Event | None:
@@ -479,10 +479,10 @@ def record_uncaptured(stream: Stream) -> Event | None:
         # If other code began a capture meanwhile, the record became a node of its graph.
         return None if stream._captured() else event
 
-    return _held_open(stream, record)
+    return _while_open(stream, record)
 
 
-def _held_open(stream: Stream, act: Callable[[], T]) -> T:
+def _while_open(stream: Stream, act: Callable[[], T]) -> T:
     """Call ``act`` while no other thread closes a stream or begins to capture it through this library.
 
     Work on a default stream would invalidate captures of blocking streams, so for one this package begins no capture at

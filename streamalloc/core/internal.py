@@ -22,7 +22,7 @@ from streamalloc.core.buffer import (
     shared_state,
     take_pointer,
 )
-from streamalloc.core.capabilities import address_space_limit, imex_channels, missing_for
+from streamalloc.core.capabilities import imex_channels
 from streamalloc.core.copies import CopySide, copy_bytes, queue_batch
 from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, unless_busy, work
 from streamalloc.core.device import (
@@ -81,7 +81,6 @@ from streamalloc.core.stream import (
     StreamLike,
     as_stream,
     direct_handle,
-    direct_view,
     end_of,
     end_with_stream,
     in_context,

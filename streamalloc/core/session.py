@@ -274,9 +274,9 @@ class Session(_Direct):
         """
         return _Relaxed(self)
 
-    def shut_with_me(self, holder: _ShutsAfterFork) -> None:
+    def shut_with_me(self, bound: _ShutsAfterFork) -> None:
         """Register an object with bound driver functions, to replace them in a forked child."""
-        self._bound.add(holder)
+        self._bound.add(bound)
 
     def bound_objects(self) -> list[Any]:
         """The objects that have bound driver functions."""
@@ -288,8 +288,8 @@ class Session(_Direct):
         self._lock = RLock()
         for name in DIRECT:
             setattr(self, name, refuse_after_fork)
-        for holder in tuple(self._bound):
-            holder._shut_after_fork()
+        for bound in tuple(self._bound):
+            bound._shut_after_fork()
 
 
 def members(several: weakref.WeakSet[T]) -> list[T]:

@@ -949,13 +949,6 @@ def direct_handle(stream: object, session: Session) -> Any | None:
     return None
 
 
-def direct_view(stream: object, session: Session) -> tuple[Any | None, bool]:
-    """The results of :func:`direct_handle` and :func:`sees_all_work`, by one call."""
-    if isinstance(stream, Stream) and stream._session is session and not stream.capturable:
-        return stream.direct, stream._sees_all
-    return None, False
-
-
 # -- what the areas need of streams --------------------------------------------------------------------------
 
 

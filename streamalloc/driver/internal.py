@@ -21,6 +21,7 @@ from streamalloc.driver.bindings import (
 )
 from streamalloc.driver.locks import Lock, RLock
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
+from streamalloc.driver.processes import address_space_limit
 from streamalloc.driver.selection import RealFunctions, as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""Processes: whether others run, and the memory that is mapped in this one."""
+"""Processes: whether others run, and the memory and addresses of this one."""
 
 from __future__ import annotations
 
 import errno
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,3 +35,13 @@ def mapped_ranges() -> Iterator[tuple[int, int, str]]:
             bounds, rights, _ = line.split(" ", 2)
             start, _, end = bounds.partition("-")
             yield int(start, 16), int(end, 16), rights
+
+
+def address_space_limit() -> int | None:
+    """The limit of ``ulimit -v`` on this process's address space, in bytes; None for no limit.
+
+    The stream-ordered allocator reserves much more address space than it uses, so NVIDIA does not support such a limit
+    (programming guide, "CPU Virtual Memory").
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft

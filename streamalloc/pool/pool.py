@@ -55,7 +55,7 @@ from streamalloc.core.properties import (
     size_of,
 )
 from streamalloc.core.resource import Closes, Leaves, Shareable, made_for_sharing
-from streamalloc.core.session import Session, members
+from streamalloc.core.session import Session, members, session_of
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Drawn, Row, gauge, place
@@ -403,7 +403,7 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
     def peers(self, devices: Iterable[Device | int]) -> None:
         before, driver = self.peers, self._session.driver
         wanted = {Device(one, driver=driver) if isinstance(one, int) else one for one in devices}
-        wanted = {one for one in wanted if self._location_of(one, check_peer=False) != self.location}
+        wanted = {one for one in wanted if _location_for(self, one, check_peer=False) != self.location}
         for several, access in ((wanted - before, MemAccess.READWRITE), (before - wanted, MemAccess.NONE)):
             if several:
                 self.set_access(several, access)
@@ -451,27 +451,15 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         self._checked_raw()
         checked_type("access", access, MemAccess)
         several = [who] if isinstance(who, (Device, MemLocation, int)) else list(who)
-        descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
+        descriptors = [MemAccessDesc(_location_for(self, one), access).to_driver() for one in several]
         why = "pools grant READWRITE or NONE, to the host in host memory only, and the owner's access stays"
         self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
 
     def access(self, who: Device | MemLocation | int) -> MemAccess:
         """Permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``)."""
         self._checked_raw()
-        location = self._location_of(who, check_peer=False)
+        location = _location_for(self, who, check_peer=False)
         return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))
-
-    def _location_of(self, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
-        location = location_of("who", who)
-        if isinstance(who, Device) and who.driver is not self._session.driver:
-            raise ValueError(f"{who!r} belongs to another driver than {self!r}")
-        check_location(self._session, location)
-        if check_peer and location.type is self.location.type is MemLocationType.DEVICE:
-            peer = Device(location.id, driver=self._session.driver)
-            if not peer.can_access(Device(self.location.id, driver=self._session.driver)):
-                why = f"device {location.id} cannot reach the memory of device {self.location.id}"
-                raise refused(PeerAccessError, "cuMemPoolSetAccess", f"{why} (cuDeviceCanAccessPeer)")
-        return location
 
     def _reachable_from(self, device: Device) -> bool:
         if self.managed or self.location == device.location:
@@ -575,6 +563,21 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         yield "memory of", place(self.location)
         yield "handle", f"{int(self._raw):#x}"
         yield from ((name.replace("_", " "), gauge(value, now.reserved_high)) for name, value in now._asdict().items())
+
+
+def _location_for(pool: MemoryPool, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
+    """The location of an argument of access to a pool."""
+    session, own = session_of(pool), pool.location
+    location = location_of("who", who)
+    if isinstance(who, Device) and who.driver is not session.driver:
+        raise ValueError(f"{who!r} belongs to another driver than {pool!r}")
+    check_location(session, location)
+    if check_peer and location.type is own.type is MemLocationType.DEVICE:
+        peer = Device(location.id, driver=session.driver)
+        if not peer.can_access(Device(own.id, driver=session.driver)):
+            why = f"device {location.id} cannot reach the memory of device {own.id}"
+            raise refused(PeerAccessError, "cuMemPoolSetAccess", f"{why} (cuDeviceCanAccessPeer)")
+    return location
 
 
 class MadeCurrent(Leaves):

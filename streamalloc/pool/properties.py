@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,29 +75,30 @@ class MemPoolProps:
         if not 0 <= checked_size("usage", self.usage) < 1 << 16:
             raise ValueError(f"usage={self.usage:#x}: the field has 16 bits")
         refuse_windows("handle_types", self.handle_types)
-        for message in self._broken():
-            raise ValueError(message)
-
-    def _broken(self) -> Iterator[str]:
-        """Texts about the rules that the fields break."""
-        managed, where = self.alloc_type is MemAllocationType.MANAGED, self.location.type
+        managed, where, shared = self.alloc_type is MemAllocationType.MANAGED, self.location.type, self.handle_types
         windows: object = self.win32_security_attributes
-        if self.alloc_type is MemAllocationType.INVALID:
-            yield "alloc_type=INVALID: allowed are PINNED and MANAGED"
-        if where is MemLocationType.HOST_NUMA_CURRENT:
-            yield "location=HOST_NUMA_CURRENT: a pool must name its NUMA node (HOST_NUMA) or take any (HOST)"
-        if where is MemLocationType.NONE and not managed:
-            yield "location=NONE: only managed pools may have no preferred location"
-        if self.handle_types and managed:
-            yield f"handle_types={self.handle_types}: managed pools cannot be shared between processes"
-        if self.handle_types and where is MemLocationType.HOST:
-            yield f"handle_types={self.handle_types}: pools on HOST cannot be shared; use HOST_NUMA, or no handle types"
-        if managed and self.max_size:
-            yield f"max_size={size_text(self.max_size)}: a managed pool's must be 0"
-        if managed and self.usage:
-            yield f"usage={self.usage:#x}: a managed pool's must be 0"
-        if windows is not None:
-            yield "win32_security_attributes: only None is allowed on Linux"
+        rules: tuple[tuple[object, str], ...] = (
+            (self.alloc_type is MemAllocationType.INVALID, "alloc_type=INVALID: allowed are PINNED and MANAGED"),
+            (
+                where is MemLocationType.HOST_NUMA_CURRENT,
+                "location=HOST_NUMA_CURRENT: a pool must name its NUMA node (HOST_NUMA) or take any (HOST)",
+            ),
+            (
+                where is MemLocationType.NONE and not managed,
+                "location=NONE: only managed pools may have no preferred location",
+            ),
+            (shared and managed, f"handle_types={shared}: managed pools cannot be shared between processes"),
+            (
+                shared and where is MemLocationType.HOST,
+                f"handle_types={shared}: pools on HOST cannot be shared; use HOST_NUMA, or no handle types",
+            ),
+            (managed and self.max_size, f"max_size={size_text(self.max_size)}: a managed pool's must be 0"),
+            (managed and self.usage, f"usage={self.usage:#x}: a managed pool's must be 0"),
+            (windows is not None, "win32_security_attributes: only None is allowed on Linux"),
+        )
+        for broken, text in rules:
+            if broken:
+                raise ValueError(text)
 
     def to_driver(self) -> Any:
         """These properties as a ``CUmemPoolProps``."""

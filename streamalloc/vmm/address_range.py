@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
-from streamalloc.core.internal import BufferView, Device, Memory, Stream, address_space_limit, location_of, session_for
+from streamalloc.core.internal import BufferView, Device, Memory, Stream, location_of, session_for
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
 from streamalloc.driver import Driver
+from streamalloc.driver.internal import address_space_limit
 from streamalloc.formats.html import Html, Row, mib, place, strip, table
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
 from streamalloc.vmm.ownership import GenericAllocation, Kind, OwnsNode

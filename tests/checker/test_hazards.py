@@ -13,8 +13,9 @@ from hypothesis import strategies as some
 
 import streamalloc.driver as sd
 from streamalloc.checker.clocks import CERTAIN, Timeline
-from streamalloc.checker.ranges import Access, AddressMap, Bytes, Moment, Range, size_text
+from streamalloc.checker.ranges import Access, AddressMap, Bytes, Moment, Range
 from streamalloc.driver.bindings import cuda
+from streamalloc.formats.sizes import size_text
 
 LENGTH = 12
 USES = some.lists(
@@ -91,7 +92,7 @@ def test_many_readers_leave_nothing_that_the_host_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(1, "1 byte"), (1000, "1000 bytes"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")]
+    ("nbytes", "text"), [(1, "1 byte"), (1000, "1,000 bytes"), (4096, "4 KiB"), (3 << 20, "3 MiB"), (1 << 30, "1 GiB")]
 )
 def test_sizes(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text

@@ -13,7 +13,7 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.core.capabilities import missing_for
+from streamalloc.cli.info import missing_for
 from streamalloc.driver.bindings import cuda, enum_member
 from streamalloc.testing import Faults
 from tests.support import MiB, names
@@ -125,9 +125,11 @@ class TestCapabilities:
         assert device.supports.managed_memory_pools is (every and version >= 13000)
 
     def test_unknown_is_none(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        import streamalloc.cli.info as info
         import streamalloc.core.capabilities as module
 
-        monkeypatch.setattr(module, "enum_member", lambda enum, name: None)
+        for one in (module, info):
+            monkeypatch.setattr(one, "enum_member", lambda enum, name: None)
         found = device.supports
         assert found.memory_pools is None and found.pool_handle_types is None and found.managed_memory_pools is None
         assert "unknown" in str(found)

@@ -22,7 +22,7 @@ PACKAGE = Path(streamalloc.__file__).parent
 
 # From the bottom to the top. Each part may take from those before it.
 LAYERS = (
-    "driver", "simulator", "checker", "cupti", "formats", "core", "pool", "vmm", "ipc", "multicast", "observing",
+    "driver", "formats", "simulator", "checker", "cupti", "core", "pool", "vmm", "ipc", "multicast", "observing",
     "interop", "traces", "plots", "testing", "cli",
 )  # fmt: skip
 # Rooms of one place take nothing from each other.
@@ -30,7 +30,7 @@ ROOMS = {"ipc": ("transport", "wire", "exporter importer", "ring store"), "multi
 # Modules of core that are faces beside ``internal``: the words in which all areas speak of memory and of failures.
 VOCABULARY = ("errors", "properties", "resource", "session")
 # Modules of other people's formats, which know nothing of ours.
-FORMATS = ("arrays", "html")
+FORMATS = ("arrays", "html", "sizes")
 # They name each other in their types, which no order of files could change; no import at the top goes in a circle.
 KNOW_EACH_OTHER = [{f"streamalloc.core.{name}" for name in names.split()} for names in ("device event graph stream",)]
 

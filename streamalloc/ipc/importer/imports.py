@@ -29,7 +29,7 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     deferred_queue,
-    direct_view,
+    direct_handle,
     ordered_after,
     raw_handle,
     sees_all_work,
@@ -430,12 +430,12 @@ class ImportUse(Deferred):
                 return
             for event in imported.passed:
                 stream.wait(event)
-            handle, sees_all = direct_view(stream, session)
+            handle, sees_all = direct_handle(stream, session), sees_all_work(stream)
             if handle is not None:
                 imported.end(stream, handle, sees_all)
             else:
                 with stream.device.current():
-                    imported.end(stream, raw_handle(stream), sees_all_work(stream))
+                    imported.end(stream, raw_handle(stream), sees_all)
             self.over = True
 
     def attempt(self) -> bool:

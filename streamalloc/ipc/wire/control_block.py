@@ -81,7 +81,6 @@ from streamalloc.core.internal import (
     Fd,
     Stream,
     direct_handle,
-    direct_view,
     raw_handle,
     refuse_capture,
     sees_all_work,
@@ -410,9 +409,9 @@ class ControlBlock:
 
     def write(self, stream: Stream, word: Word, value: int) -> None:
         """Write a word after a stream's queued work, see :meth:`write_by`."""
-        handle, sees_all = direct_view(stream, self.session)
+        handle = direct_handle(stream, self.session)
         if handle is not None:
-            self.write_by(handle, sees_all, word, value)
+            self.write_by(handle, sees_all_work(stream), word, value)
             return
         refuse_capture(stream, "cuStreamWriteValue32", _NOT_IN_A_CAPTURE)
         with stream.device.current():

@@ -42,7 +42,7 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, Unique
-from streamalloc.core.session import session_of
+from streamalloc.core.session import drained, session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import After, copying_stream, ends_of
 
@@ -110,9 +110,7 @@ class Chunk:
             # Taken off the list first: a signal handler that takes room meanwhile cannot take the same.
             free: list[tuple[Addresses, Sequence[Fence]]] = []
             try:
-                with contextlib.suppress(IndexError):
-                    while True:
-                        free.append(self._free.pop())
+                free.extend(drained(self._free.pop))
                 if sum(len(one) for one, _ in free) == self.count:
                     # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one
                     # copy. Forget completed copies: contents that reuse only some addresses would keep them forever.
