@@ -7,6 +7,7 @@ from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.space import PageSpace
 from streamalloc.vmm.pages.table import PageTable
 from streamalloc.vmm.physical_memory import PhysicalMemory, dma_buf
+from streamalloc.vmm.properties import ArrayMapInfo
 from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.sleep import RankRefusedError, SleepGroup
 from streamalloc.vmm.sparse import SparseArray, TilePool
@@ -18,6 +19,7 @@ from streamalloc.vmm.virtual_buffer import VirtualBuffer
 __all__ = [
     "AddressRange",
     "ArenaStatistics",
+    "ArrayMapInfo",
     "DamagedBackupError",
     "DiskTier",
     "GrowableBuffer",

@@ -1,4 +1,4 @@
-"""The properties of physical memory: dataclasses that mirror ``CUmemAllocationProp``."""
+"""Dataclasses that mirror ``CUmemAllocationProp``, the properties of physical memory, and ``CUarrayMapInfo``."""
 
 from __future__ import annotations
 
@@ -118,4 +118,97 @@ class MemAllocationProp:
             alloc_flags=MemAllocFlags(
                 as_int(flags.compressionType), bool(as_int(flags.gpuDirectRDMACapable)), int(flags.usage)
             ),
+        )
+
+
+_SPARSE_LEVEL, _MIPTAIL = (
+    getattr(cuda.CUarraySparseSubresourceType, f"CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_{name}")
+    for name in ("SPARSE_LEVEL", "MIPTAIL")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayMapInfo:
+    """One change of the memory under an array (``CUarrayMapInfo``), for ``cuMemMapArrayAsync``.
+
+    :class:`~streamalloc.vmm.SparseArray` makes such changes; raw calls take ``to_driver()``.
+
+    Attributes
+    ----------
+    resource
+        Number of the ``CUarray``, or of the ``CUmipmappedArray`` if ``mipmapped``.
+    mipmapped
+        Whether the array has levels.
+    level, layer
+        Level and layer of the part.
+    offsets, extents
+        The first element of the part, and its elements, in x, y and z; of a sparse level.
+    mip_tail
+        Offset and size in bytes of a part of the mip tail, in place of a level's; None for a level.
+    mem_handle
+        Number of the ``CUmemGenericAllocationHandle`` to map; 0 unmaps.
+    offset
+        Bytes from the beginning of that memory.
+    device_bit_mask
+        One bit, that of the device.
+    """
+
+    resource: int
+    mipmapped: bool = False
+    level: int = 0
+    layer: int = 0
+    offsets: tuple[int, int, int] = (0, 0, 0)
+    extents: tuple[int, int, int] = (0, 0, 0)
+    mip_tail: tuple[int, int] | None = None
+    mem_handle: int = 0
+    offset: int = 0
+    device_bit_mask: int = 1
+
+    def to_driver(self) -> Any:
+        """This change as a ``CUarrayMapInfo``."""
+        info = cuda.CUarrayMapInfo()
+        if self.mipmapped:
+            info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
+            info.resource.mipmap = cuda.CUmipmappedArray(self.resource)
+        else:
+            info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
+            info.resource.array = cuda.CUarray(self.resource)
+        if self.mip_tail is not None:
+            info.subresourceType, tail = _MIPTAIL, info.subresource.miptail
+            tail.layer, (tail.offset, tail.size) = self.layer, self.mip_tail
+        else:
+            info.subresourceType, part = _SPARSE_LEVEL, info.subresource.sparseLevel
+            part.level, part.layer = self.level, self.layer
+            part.offsetX, part.offsetY, part.offsetZ = self.offsets
+            part.extentWidth, part.extentHeight, part.extentDepth = self.extents
+        info.memHandleType = cuda.CUmemHandleType.CU_MEM_HANDLE_TYPE_GENERIC
+        kinds = cuda.CUmemOperationType
+        info.memOperationType = kinds.CU_MEM_OPERATION_TYPE_UNMAP
+        if self.mem_handle:
+            info.memOperationType = kinds.CU_MEM_OPERATION_TYPE_MAP
+            info.memHandle.memHandle = cuda.CUmemGenericAllocationHandle(self.mem_handle)
+        info.offset, info.deviceBitMask = self.offset, self.device_bit_mask
+        return info
+
+    @classmethod
+    def from_driver(cls, struct: Any) -> Self:
+        """The change that a ``CUarrayMapInfo`` holds."""
+        mipmapped = struct.resourceType == cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
+        tail, part = struct.subresource.miptail, struct.subresource.sparseLevel
+        maps = struct.memOperationType == cuda.CUmemOperationType.CU_MEM_OPERATION_TYPE_MAP
+        common = {
+            "resource": int(struct.resource.mipmap if mipmapped else struct.resource.array),
+            "mipmapped": mipmapped,
+            "mem_handle": int(struct.memHandle.memHandle) if maps else 0,
+            "offset": int(struct.offset),
+            "device_bit_mask": int(struct.deviceBitMask),
+        }
+        if struct.subresourceType == _MIPTAIL:
+            return cls(layer=int(tail.layer), mip_tail=(int(tail.offset), int(tail.size)), **common)
+        return cls(
+            level=int(part.level),
+            layer=int(part.layer),
+            offsets=(int(part.offsetX), int(part.offsetY), int(part.offsetZ)),
+            extents=(int(part.extentWidth), int(part.extentHeight), int(part.extentDepth)),
+            **common,
         )

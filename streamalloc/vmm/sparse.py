@@ -34,6 +34,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.ownership import HandleNode, Kind, OwnsNode, allocations_of
 from streamalloc.vmm.physical_memory import PhysicalMemory
+from streamalloc.vmm.properties import ArrayMapInfo
 
 _LAYERED, _SPARSE, _DEFERRED = 0x01, 0x40, 0x80  # CUDA_ARRAY3D_*
 _SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
@@ -503,43 +504,24 @@ class SparseArray(OwnsNode):
 
     # -- the driver's structs --------------------------------------------------------------------------------
 
-    def _info(self, tile: _Tile, pool: TilePool | None, slot: int) -> Any:
-        """Make the ``CUarrayMapInfo`` that maps a tile to memory of a pool, or unmaps it if ``pool`` is None."""
-        info = cuda.CUarrayMapInfo()
-        if self.levels:
-            info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
-            info.resource.mipmap = self._node.raw
-        else:
-            info.resourceType = cuda.CUresourcetype.CU_RESOURCE_TYPE_ARRAY
-            info.resource.array = self._node.raw
-        info.memHandleType = cuda.CUmemHandleType.CU_MEM_HANDLE_TYPE_GENERIC
-        info.memOperationType = cuda.CUmemOperationType.CU_MEM_OPERATION_TYPE_UNMAP
+    def _info(self, tile: _Tile, pool: TilePool | None, slot: int) -> ArrayMapInfo:
+        """Make the change that maps a tile to memory of a pool, or unmaps it if ``pool`` is None."""
+        common: dict[str, Any] = {"mipmapped": bool(self.levels), "device_bit_mask": 1 << self.device.ordinal}
         if pool is not None:
-            info.memOperationType = cuda.CUmemOperationType.CU_MEM_OPERATION_TYPE_MAP
-            info.memHandle.memHandle = pool.memory._checked_raw()
-            info.offset = slot * _TILE
-        info.deviceBitMask = 1 << self.device.ordinal
-        if self.deferred:
-            return info
-        kinds = cuda.CUarraySparseSubresourceType
+            common |= {"mem_handle": pool.memory.handle, "offset": slot * _TILE}
         if tile.level == _TAIL:
-            info.subresourceType = kinds.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_MIPTAIL
-            tail = info.subresource.miptail
-            tail.layer, tail.offset, tail.size = tile.layer, tile.x * _TILE, _TILE
-            return info
-        info.subresourceType = kinds.CU_ARRAY_SPARSE_SUBRESOURCE_TYPE_SPARSE_LEVEL
-        part = info.subresource.sparseLevel
-        shape, steps = self.level_shape(tile.level), self.tile
-        starts = [index * step for index, step in zip(tile[-len(steps) :], steps, strict=True)]
-        # The last tile ends where the level does.
-        extents = [min(step, extent - start) for start, step, extent in zip(starts, steps, shape, strict=True)]
-        part.level, part.layer = tile.level, tile.layer
-        part.offsetX, part.extentWidth = starts[-1], extents[-1]
-        part.offsetY, part.extentHeight = starts[-2], extents[-2]
-        part.offsetZ, part.extentDepth = (starts[0], extents[0]) if len(steps) == 3 else (0, 1)
-        return info
+            common |= {"layer": tile.layer, "mip_tail": (tile.x * _TILE, _TILE)}
+        elif tile.level != _WHOLE:
+            shape, steps = self.level_shape(tile.level), self.tile
+            starts = [index * step for index, step in zip(tile[-len(steps) :], steps, strict=True)]
+            # The last tile ends where the level does.
+            extents = [min(step, extent - start) for start, step, extent in zip(starts, steps, shape, strict=True)]
+            common |= {"level": tile.level, "layer": tile.layer}
+            common |= {"offsets": (*starts[::-1], 0)[:3], "extents": (*extents[::-1], 1)[:3]}
+        return ArrayMapInfo(self.handle, **common)
 
-    def _submit(self, stream: Stream, infos: list[Any]) -> None:
+    def _submit(self, stream: Stream, changes: list[ArrayMapInfo]) -> None:
+        infos = [one.to_driver() for one in changes]
         with self.device.current():
             session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 

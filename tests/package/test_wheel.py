@@ -146,7 +146,7 @@ with sa.MemoryPool(device) as pool, device.create_stream() as stream:
         gate.hold(stream)
     with multicast.SymmetricMemory.local([device], 1 << 20) as memory:
         assert_type(memory.buffers[0].address, int)
-    pool.allocate("16", stream)  # wrong
+    pool.allocate(b"16", stream)  # wrong
 
 def test_faults(streamalloc_faults: Faults, streamalloc_machine: sd.Driver) -> None:
     streamalloc_faults.fail("cuMemCreate", nth="2")  # wrong

@@ -186,7 +186,7 @@ class TestAccess:
         with pytest.raises(TypeError, match="access"):
             pool.set_access(device, access)
 
-    @pytest.mark.parametrize("who", [[0], ["a"], [None]])
+    @pytest.mark.parametrize("who", [[0.5], ["a"], [None]])
     def test_what_is_nobody(self, pool: sa.MemoryPool, who: Any) -> None:
         with pytest.raises(TypeError, match="who"):
             pool.set_access(who, READWRITE)

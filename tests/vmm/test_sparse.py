@@ -670,6 +670,21 @@ class TestTwoDevices:
         assert tiles.free_tiles == TILES
 
 
+@pytest.mark.parametrize(
+    "info",
+    [
+        vmm.ArrayMapInfo(5, level=2, layer=1, offsets=(256, 128, 0), extents=(256, 64, 1), mem_handle=7, offset=TILE),
+        vmm.ArrayMapInfo(5, True, layer=3, mip_tail=(TILE, TILE), device_bit_mask=2),
+    ],
+    ids=["map", "unmap"],
+)
+def test_changes_as_structs(info: vmm.ArrayMapInfo) -> None:
+    struct = info.to_driver()
+    assert vmm.ArrayMapInfo.from_driver(struct) == info
+    assert int(struct.memOperationType) == (1 if info.mem_handle else 2)
+    assert int(struct.resourceType) == int(info.mipmapped)
+
+
 class TestWholeArrays:
     """Arrays of deferred mapping: all of their memory at once, at tiles in a row."""
 

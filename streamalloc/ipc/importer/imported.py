@@ -175,14 +175,15 @@ class ImportedPool(Foreign, Closes):
         imports = imports_of(session)
         imports.release_ended()
         try:
-            pool = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
+            with imports.lock:  # until the object uses the pool, another thread's import would destroy it
+                pool = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
+                place = location_of_pool(session, pool._raw, False, MemAllocationType.PINNED)
+                if place is None:
+                    raise ValueError(f"handle={handle!r} is of a pool of host memory, or of a device not visible here")
+                return cls(pool, Device(place.id, driver=session.driver))
         finally:
             if isinstance(handle, Fd):
                 handle.close()
-        place = location_of_pool(session, pool._raw, False, MemAllocationType.PINNED)
-        if place is None:
-            raise ValueError(f"handle={handle!r} is of a pool of host memory, or of a device that is not visible here")
-        return cls(pool, Device(place.id, driver=session.driver))
 
     def open(self, export_data: bytes | Any, *, stream: StreamLike | None = None) -> ImportedBuffer:
         """Open an allocation by the driver's data alone (``cuMemPoolImportPointer``).
@@ -206,10 +207,11 @@ class ImportedPool(Foreign, Closes):
         InvalidValueError
             The data are of another pool, or damaged. Those of memory that its owner has freed are not refused.
         """
-        self._check_open()
         data = bytes(MemPoolPtrExportData(export_data))
         described = Descriptor(Mechanism.POOL_POINTER, NOWHERE, payload=data)
-        return _raw_import(PoolImport(self._pool, self.device, None, described), described, stream)
+        with self._pool.imports.lock:  # a close in between would destroy the pool
+            self._check_open()
+            return _raw_import(PoolImport(self._pool, self.device, None, described), described, stream)
 
     @property
     def closed(self) -> bool:
