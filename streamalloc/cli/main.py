@@ -29,6 +29,8 @@ _COMMANDS = {
     "store": "list, show or remove what stores hold",
     "run": "run a program on the simulated driver",
     "check": "run a program and report missing order among all its GPU work",
+    "memory": "run a program and show which library and line takes its device memory",
+    "record": "run a program and record its allocations for replay",
 }
 """Help text by module; modules are imported on use."""
 
@@ -122,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: cannot write the output: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if options.command in ("run", "check"):
+        if options.command in ("run", "check", "memory", "record"):
             raise  # it is the program's
         return _INTERRUPTED
 

@@ -46,21 +46,20 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     return 0
 
 
-def run_on(driver: Any, options: argparse.Namespace) -> None:
-    """Run the program with a machine in place of the functions of ``cuda.bindings``."""
+def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the program with a machine in place of the functions of ``cuda.bindings``; return its variables."""
     _for_good.enter_context(install(driver, kernels=options.kernels))
     with use(driver):
-        run_program(options)
+        return run_program(options)
 
 
-def run_program(options: argparse.Namespace) -> None:
-    """Run the program in this process, as Python does."""
+def run_program(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the program in this process, as Python does; return its variables."""
     sys.argv = [options.program, *options.arguments]
     if options.module:
         sys.path.insert(0, os.getcwd())
         if importlib.util.find_spec(options.program.partition(".")[0]) is None:
             raise UsageError(f"there is no module {options.program!r}")
-        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
-        runpy.run_path(options.program, run_name="__main__")
+        return runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
+    return runpy.run_path(options.program, run_name="__main__")

@@ -27,9 +27,14 @@ _ACTIONS = {"alloc": ALLOCATED, "free_completed": FREED, "segment_alloc": SEGMEN
 class Libraries:
     """The allocators of the libraries that the program imports, from their import on."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: Callable[[Event], object] | None = None, stacks: str | None = "all") -> None:
         self._torch: Any = None
         self._events: list[Event] = []
+        self._take = take or self._events.append
+        """Gets CuPy's events."""
+        self._stacks = stacks
+        """The acts of which PyTorch records the frames."""
+        self.most_entries: int = _MOST_ENTRIES
         self._open = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -64,16 +69,21 @@ class Libraries:
         torch.cuda._lazy_call(self._record)
 
     def _record(self, **more: bool) -> None:
-        torch, skipped = self._torch, ["free_requested"]
+        torch, skipped, most = self._torch, ["free_requested"], self.most_entries
         torch.cuda.memory._record_memory_history(
-            "all", context="all", stacks="python", max_entries=_MOST_ENTRIES, skip_actions=skipped, **more
+            "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
         )
 
-    def _of_torch(self) -> list[Event]:
+    def snapshot(self) -> dict[str, Any]:
+        """PyTorch's segments with their blocks, and its latest history; empty without PyTorch."""
         torch = self._torch
         if torch is None or not torch.cuda.is_initialized():
-            return []
-        traces = torch.cuda.memory._snapshot()["device_traces"]
+            return {}
+        found: dict[str, Any] = torch.cuda.memory._snapshot()
+        return found
+
+    def _of_torch(self) -> list[Event]:
+        traces = self.snapshot().get("device_traces", ())
         if any(traces):
             self._record(clear_history=True)
         entries = (one for trace in traces for one in trace if one["action"] in _ACTIONS)
@@ -85,7 +95,7 @@ class Libraries:
                 one["size"],
                 one["stream"],
                 "PyTorch",
-                partial(_place_of, one.get("frames") or ()),
+                partial(place_in_history, one.get("frames") or ()),
             )
             for one in entries
         ]
@@ -98,7 +108,7 @@ class Libraries:
             stream = int(cupy.cuda.get_current_stream().ptr)
             return Event(time_ns(), kind, address, nbytes, stream, "CuPy", lambda: place)
 
-        add = self._events.append
+        add = self._take
 
         class Hook(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
             name = "streamalloc"
@@ -150,7 +160,7 @@ class _Following(Loader):
         self._then(module)
 
 
-def _place_of(frames: Sequence[dict[str, Any]]) -> Stack:
+def place_in_history(frames: Sequence[dict[str, Any]]) -> Stack:
     """The innermost frames of the program, from those of the history."""
     theirs = [one for one in frames if not is_library(one["filename"])]
     return tuple((_code(one["filename"], one["name"], one["line"]), -1) for one in theirs[:_DEPTH])

@@ -61,8 +61,12 @@ class Library:
                 "; CUPTI takes one: end the other (a profiler, a debugger, another check)" if result == _ALREADY else ""
             )
             raise CuptiError(f"cuptiSubscribe answered {self._text(result)}{more}")
+        self.enable(functions, True)
+
+    def enable(self, functions: Iterable[int], on: bool) -> None:
+        """Have these functions shown, or not."""
         for number in functions:
-            self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
+            self._library.cuptiEnableCallback(int(on), self._subscriber, _DRIVER_API, number)
 
     def unsubscribe(self) -> None:
         """End the callbacks. A callback that runs on another thread may still end after this call."""

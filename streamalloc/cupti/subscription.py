@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
-from time import time_ns
+from time import sleep, time_ns
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKe
 _CONFIG_STREAM = 32
 """Offset of the stream in a ``CUlaunchConfig``."""
 _DEEPEST = 8
+SETTLE = 0.002
+"""Seconds in which callbacks that have begun come to their end."""
 _PATIENCE = 2.0
 """Seconds to wait for what the driver says about a kernel."""
 
@@ -92,6 +94,16 @@ class Subscription:
     def open(self) -> None:
         """Begin to listen."""
         self._library.subscribe(self._called, self._functions)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No callbacks in the block; those that have begun before are over."""
+        self._library.enable(self._functions, False)
+        sleep(SETTLE)
+        try:
+            yield
+        finally:
+            self._library.enable(self._functions, True)
 
     def close(self) -> None:
         """End the subscription."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Hook = Callable[[Allocation], object]
 
+
 class Counters(NamedTuple):
     """Numbers of what was allocated while an observer recorded.
 

@@ -29,6 +29,9 @@ class Library:
     def subscribe(self, callback: Callback, functions: Iterable[int]) -> None:
         self._callback, self._wanted = callback, set(functions)
 
+    def enable(self, functions: Iterable[int], on: bool) -> None:
+        self._wanted = set(functions) if on else set()
+
     def unsubscribe(self) -> None:
         self._callback = None
 

@@ -1,0 +1,226 @@
+"""Run a Python program, unchanged, and account for the device memory that its process takes, by library and line: now,
+which is the end of the program or its exception; at the peak; and when the driver refused memory.
+
+On a GPU it follows the calls of all libraries (PyTorch, CuPy, cuBLAS and others) through NVIDIA's CUPTI. On the
+simulated driver it follows programs that call cuda.bindings. The exit status is that of the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from streamalloc.cli import run as running
+from streamalloc.cli.machine import Chosen
+from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, write_file
+from streamalloc.core.errors import size_text
+from streamalloc.driver.internal import line_of
+from streamalloc.formats.html import escape, mib
+
+if TYPE_CHECKING:
+    from streamalloc.cupti import Memory, Moment, Row
+
+_MOST_LINES = 20
+_ROW = 20
+"""Height of a frame in pixels."""
+_SMALLEST = 1 / 2000
+"""Share of the whole from which a frame is drawn."""
+_COLORS = ("#e0923d", "#3f78b5", "#5f9467", "#8a6fb0", "#c45d7c", "#4a9aa5", "#a3863c", "#7d8794")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_json_argument(parser)
+    parser.add_argument("--html", metavar="FILE", help="write a flame graph by line as a page of its own")
+    parser.add_argument("--picture", metavar="FILE", help="write it as a picture (.png, .svg, .pdf; needs matplotlib)")
+    running.add_arguments(parser)
+
+
+def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
+    """Run the program under the account; its exceptions and exit codes are those of the command."""
+    from streamalloc import cupti
+    from streamalloc.cupti import internal
+
+    if chosen.is_simulated:
+        account = cupti.Memory(chosen.driver)
+        driver: Any = internal.Followed(chosen.driver, account, internal.FUNCTIONS)  # type: ignore[abstract]
+        _run(terminal, options, account, lambda: running.run_on(driver, options))
+    else:
+        with cupti.memory() as account:
+            _run(terminal, options, account, lambda: running.run_program(options))
+    return 0
+
+
+def _run(terminal: Terminal, options: argparse.Namespace, account: Memory, program: Any) -> None:
+    kept: Any = None
+    try:
+        kept = program()  # its variables hold memory
+    except UsageError:
+        raise
+    except BaseException as error:
+        kept = error  # so do those of its functions
+        raise
+    finally:
+        if not isinstance(kept, UsageError):
+            _report(terminal, options, account)
+
+
+def _report(terminal: Terminal, options: argparse.Namespace, account: Memory) -> None:
+    found = account.moments()
+    _show(terminal, options.program, found)
+    if account.error is not None:
+        terminal.paragraph(f"the account ended early: {type(account.error).__name__}: {account.error}")
+    terminal.write_json({"moments": [_plain(moment) for moment in found]})
+    if options.html:
+        write_file(options.html, page(options.program, found))
+    if options.picture:
+        picture(options.picture, found[1])
+
+
+def _plain(moment: Moment) -> dict[str, Any]:
+    places = ([f"{file}:{line} in {function}" for file, line, function in _lines(row)] for row in moment.rows)
+    rows = [row._asdict() | {"place": place} for row, place in zip(moment.rows, places, strict=True)]
+    return {"name": moment.name, "bytes": moment.nbytes, "driver": moment.driver, "rows": rows}
+
+
+def _lines(row: Row) -> list[tuple[str, int, str]]:
+    """File, line and function of the frames of a row, innermost first."""
+    return [(code.co_filename, line_of(code, at), getattr(code, "co_qualname", code.co_name)) for code, at in row.place]
+
+
+def _line(row: Row) -> str:
+    return next((f"{Path(file).name}:{line} in {function}" for file, line, function in _lines(row)), "")
+
+
+def _show(terminal: Terminal, program: str, moments: list[Moment]) -> None:
+    now = moments[0]
+    terminal.heading(f"Device memory of {program}")
+    for device, figure in sorted(now.driver.items()):
+        ours = sum(row.nbytes for row in now.rows if row.device == device)
+        terminal.line(terminal.dim(f"GPU {device}: {mib(ours)} here, {mib(figure)} by the driver"))
+    if not now.driver:
+        terminal.line(terminal.dim("the program has made no context that is still there"))
+    columns = ["now", *(one.name if one.name == "peak" else "when refused" for one in moments[1:])]
+    terminal.line()
+    keys = ("GPU", "library", "memory")
+    rows = [(str(device), library, what) for device, library, what in _grouped(moments, lambda one: one[:3])]
+    amounts = _grouped(moments, lambda one: one[:3]).values()
+    total = ("", "all", "", *(mib(one.nbytes) for one in moments))
+    cells = [(*row, *map(mib, amount)) for row, amount in zip(rows, amounts, strict=True)]
+    terminal.table([*cells, total], header=(*keys, *columns), align="lll" + "r" * len(columns))
+    lines = [
+        (key, amount) for key, amount in _grouped(moments, lambda one: (one.library, _line(one))).items() if key[1]
+    ]
+    if lines:
+        terminal.line()
+        cells = [(*map(mib, amount), library, line) for (library, line), amount in lines[:_MOST_LINES]]
+        terminal.table(cells, header=(*columns, "library", "line"), align="r" * len(columns) + "ll")
+        if len(lines) > _MOST_LINES:
+            terminal.line(terminal.dim(f"  and {len(lines) - _MOST_LINES} more lines: --json has them"))
+    for moment in moments[2:]:
+        terminal.line()
+        terminal.paragraph(f"refused: {moment.name}")
+
+
+def _grouped(moments: list[Moment], key: Any) -> dict[Any, list[int]]:
+    """Bytes at each moment by a key of the rows, most first."""
+    found: dict[Any, list[int]] = {}
+    for number, moment in enumerate(moments):
+        for row in moment.rows:
+            found.setdefault(key(row), [0] * len(moments))[number] += row.nbytes
+    return dict(sorted(found.items(), key=lambda item: -max(item[1])))
+
+
+# --- flame graph ----------------------------------------------------------------------------------------------------
+
+
+class Frame(NamedTuple):
+    """A frame of a flame graph: all memory of the lines below it."""
+
+    depth: int
+    start: int
+    nbytes: int
+    label: str
+    color: str
+
+
+def frames(moment: Moment) -> list[Frame]:
+    """The frames of a moment: the whole, the GPU, the library, the kind of memory, and the lines, outermost first."""
+    paths = []
+    for row in moment.rows:
+        lines = [f"{Path(file).name}:{line} {function}" for file, line, function in reversed(_lines(row))]
+        paths.append((row.nbytes, ("device memory", f"GPU {row.device}", row.library, row.what, *lines)))
+    libraries = {row.library: color for row, color in zip(_by_library(moment), _COLORS * len(paths), strict=False)}
+    return list(_frames_of(paths, 0, 0, max(moment.nbytes, 1), libraries, _COLORS[-1]))
+
+
+def _by_library(moment: Moment) -> Iterable[Row]:
+    return {row.library: row for row in moment.rows}.values()
+
+
+def _frames_of(
+    paths: list[tuple[int, tuple[str, ...]]], depth: int, start: int, whole: int, colors: dict[str, str], color: str
+) -> Iterator[Frame]:
+    groups: dict[str, list[tuple[int, tuple[str, ...]]]] = {}
+    for one in paths:
+        if len(one[1]) > depth:
+            groups.setdefault(one[1][depth], []).append(one)
+    for label, group in sorted(groups.items(), key=lambda item: -sum(one[0] for one in item[1])):
+        nbytes = sum(one[0] for one in group)
+        if nbytes < whole * _SMALLEST:
+            continue
+        own = colors.get(label, color) if depth == _LIBRARY_DEPTH else color
+        yield Frame(depth, start, nbytes, label, own)
+        yield from _frames_of(group, depth + 1, start, whole, colors, own)
+        start += nbytes
+
+
+_LIBRARY_DEPTH = 2
+_STYLE = """body{font:13px sans-serif;color:#24292f;margin:24px}.g{position:relative;margin-bottom:32px}
+.g div{position:absolute;box-sizing:border-box;overflow:hidden;white-space:nowrap;color:#fff;
+font-size:11px;padding:2px 4px;border:1px solid #fff;border-radius:2px}.g div:hover{filter:brightness(1.2)}"""
+
+
+def page(program: str, moments: list[Moment]) -> str:
+    """A page with a flame graph of each moment, which needs no other file."""
+    parts = []
+    for moment in moments:
+        found = frames(moment)
+        whole = max(moment.nbytes, 1)
+        boxes = "".join(
+            f"<div title='{escape(f'{one.label}: {mib(one.nbytes)}, {one.nbytes / whole:.1%}')}' style='"
+            f"left:{100 * one.start / whole:.3f}%;width:{100 * one.nbytes / whole:.3f}%;top:{one.depth * _ROW}px;"
+            f"height:{_ROW}px;background:{one.color}'>{escape(f'{one.label} ({size_text(one.nbytes)})')}</div>"
+            for one in found
+        )
+        height = _ROW * (1 + max((one.depth for one in found), default=0))
+        title = f"<h2>{escape(moment.name)}: {mib(moment.nbytes)}</h2>"
+        parts.append(f"{title}<div class='g' style='height:{height}px'>{boxes}</div>")
+    name = escape(f"Device memory of {program}")
+    head = f"<meta charset='utf-8'><title>{name}</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html><head>{head}</head><body><h1>{name}</h1>{''.join(parts)}</body></html>\n"
+
+
+def picture(path: str, moment: Moment) -> None:
+    """Draw the flame graph of a moment with matplotlib."""
+    from streamalloc import plots
+
+    found = frames(moment)
+    depth = 1 + max((one.depth for one in found), default=0)
+    with plots.drawing(None, height=0.5 + 0.3 * depth) as (made, ax):
+        for one in found:
+            start, width = one.start / 2**20, one.nbytes / 2**20
+            ax.barh(one.depth, width, 0.95, left=start, color=one.color, ec="white")
+            if one.nbytes * depth > moment.nbytes:
+                text = ax.text(start, one.depth, f" {one.label}", color="white", va="center", fontsize=7, clip_on=True)
+                text.set_parse_math(False)
+        ax.invert_yaxis()
+        ax.set_yticks([])
+        ax.set_xlabel("MiB")
+        ax.set_title(f"Device memory, {moment.name}: {mib(moment.nbytes)}", parse_math=False)
+        try:
+            made.savefig(path)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot write {path}: {error}") from None

@@ -1,0 +1,61 @@
+"""Run a Python program, unchanged, and record its allocations and frees of device memory as a trace for `streamalloc
+replay`: the blocks of PyTorch and CuPy, allocations from pools, and those of cuMemAlloc.
+
+On a GPU it follows the calls of all libraries through NVIDIA's CUPTI. On the simulated driver it follows programs that
+call cuda.bindings. The exit status is that of the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from streamalloc import traces
+from streamalloc.cli import run as running
+from streamalloc.cli.machine import Chosen
+from streamalloc.cli.terminal import Terminal, UsageError
+
+if TYPE_CHECKING:
+    from streamalloc.cupti.internal import Recording
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    about = "trace to write, compressed if its name ends in .gz"
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help=about)
+    running.add_arguments(parser)
+
+
+def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
+    """Run the program and write the trace; its exceptions and exit codes are those of the command."""
+    from streamalloc.cupti import internal
+
+    recording = internal.Recording()
+    try:
+        if chosen.is_simulated:
+            driver: Any = internal.Followed(chosen.driver, recording, internal.ALLOCATIONS)  # type: ignore[abstract]
+            running.run_on(driver, options)
+        else:
+            with recording.running():
+                running.run_program(options)
+    except UsageError:
+        raise
+    except BaseException:
+        _save(terminal, options, recording)
+        raise
+    _save(terminal, options, recording)
+    return 0
+
+
+def _save(terminal: Terminal, options: argparse.Namespace, recording: Recording) -> None:
+    trace = dataclasses.replace(traces.from_calls(recording.calls()), source=f"streamalloc record {options.program}")
+    try:
+        trace.save(options.output)
+    except OSError as error:
+        raise UsageError(f"cannot write {options.output}: {error.strerror}") from None
+    terminal.line(f"{options.output}: {trace!r}")
+    if recording.error is not None:
+        terminal.line(f"the recording ended early: {type(recording.error).__name__}: {recording.error}")
+    for what, number in trace.skipped.items():
+        terminal.line(terminal.dim(f"left out: {number:,} {what}"))

@@ -1,0 +1,535 @@
+"""Device memory of the process by library and line, from the driver calls that take it and give it back.
+
+Callbacks make no driver call. So they keep sums by place, and the figures that only the driver knows (reserves of
+pools, memory of graphs, free memory) are asked at the moments of which a table is wanted. The blocks within segments of
+PyTorch and CuPy come from these libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from time import time_ns
+from typing import Any, NamedTuple
+
+from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
+from streamalloc.cupti.callers import caller, free_bytes, uuid_text
+from streamalloc.cupti.libraries import Libraries
+from streamalloc.cupti.segments import Split, Torch, split
+from streamalloc.cupti.subscription import DriverCall, Subscription
+from streamalloc.driver.bindings import cuda, number_of
+from streamalloc.driver.internal import Stack, Wrapper, here
+from streamalloc.driver.wrappers import Function
+
+_MOST_ENTRIES = 200_000
+"""Entries of PyTorch's history that are kept: two seconds to read."""
+_OUT_OF_MEMORY = int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+_DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
+_UUID_BYTES = 16
+_WORDS = {"HALF": 16, "FLOAT": 32}
+REST = "context, modules and the driver's own"
+POOL, RESERVE, GRAPHS = "pool allocations", "pools' reserve", "memory of graphs"
+LIVE, CACHED, FRAGMENTS, FREE = "live blocks", "cached blocks", "fragments", "cached blocks and fragments"
+
+
+def _array_bytes(desc: Any) -> int:
+    words = str(getattr(desc.Format, "name", cuda.CUarray_format(int(desc.Format)).name))
+    numbers = re.findall(r"\d+", words)
+    bits = int(numbers[-1]) if numbers else _WORDS.get(words.rsplit("_", 1)[-1], 8)
+    count = int(desc.Width) * max(int(desc.Height), 1) * max(int(getattr(desc, "Depth", 0)), 1)
+    return count * int(desc.NumChannels) * max(bits, 8) // 8
+
+
+def _mipmap_bytes(desc: Any, levels: int) -> int:
+    whole, most = _array_bytes(desc), max(int(desc.Width), int(desc.Height), int(desc.Depth), 1)
+    shrinks = 1 + (int(desc.Height) > 0) + (int(desc.Depth) > 0)
+    return sum(max(whole >> (level * shrinks), 1) for level in range(min(int(levels), most.bit_length())))
+
+
+_MAKERS: dict[str, tuple[str, str, Callable[[Any, Any], int]]] = {
+    "cuMemAlloc": ("memory", "cuMemAlloc", lambda args, answer: args[0]),
+    "cuMemAllocPitch": ("memory", "cuMemAlloc", lambda args, answer: answer[2] * args[1]),
+    "cuMemAllocAsync": ("memory", POOL, lambda args, answer: args[0]),
+    "cuMemAllocFromPoolAsync": ("memory", POOL, lambda args, answer: args[0]),
+    "cuMemCreate": ("physical", "cuMemCreate", lambda args, answer: args[0]),
+    "cuArrayCreate": ("array", "arrays", lambda args, answer: _array_bytes(args[0])),
+    "cuArray3DCreate": ("array", "arrays", lambda args, answer: _array_bytes(args[0])),
+    "cuMipmappedArrayCreate": ("array", "arrays", lambda args, answer: _mipmap_bytes(*args[:2])),
+}
+"""Kind of the handle that a function makes, name of the memory, and its bytes."""
+_ENDERS = {
+    "cuMemFree": "memory",
+    "cuMemFreeAsync": "memory",
+    "cuMemRelease": "physical",
+    "cuArrayDestroy": "array",
+    "cuMipmappedArrayDestroy": "array",
+}
+
+
+class Line:
+    """A place that takes memory of one kind."""
+
+    __slots__ = ("library", "place", "what", "where")
+
+    def __init__(self, where: int, library: str, what: str, place: Stack) -> None:
+        self.where = where
+        """Context of the call; a device with ordinal ``n`` is ``-1 - n``."""
+        self.library, self.what, self.place = library, what, place
+
+
+class Row(NamedTuple):
+    """Device memory of one place. A :class:`Moment` lists them."""
+
+    device: int
+    library: str
+    """Name of the library that took it: ``"PyTorch"``, ``"cuBLAS"``, ``"the program"``, ``"the driver"``."""
+    what: str
+    """Kind of the memory: ``"cuMemAlloc"``, ``"pool allocations"``, ``"live blocks"``."""
+    place: Stack
+    nbytes: int
+
+
+class Moment(NamedTuple):
+    """Device memory of the process at one moment.
+
+    :class:`Memory` returns it.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    driver: dict[int, int]
+    """The driver's figure of the memory of the process, by device; empty if it was not asked at this moment."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return sum(row.nbytes for row in self.rows)
+
+
+class _Held:
+    """Memory that is held until its handles and mappings have ended."""
+
+    __slots__ = ("address", "handles", "keys", "line", "maps", "nbytes")
+
+    def __init__(self, line: Line, nbytes: int, key: tuple[str, int]) -> None:
+        self.line, self.nbytes, self.address = line, nbytes, key[1]
+        self.keys, self.handles, self.maps = {key}, 1, 0
+
+
+class Sums:
+    """Bytes by line, now and at a marked moment."""
+
+    def __init__(self) -> None:
+        self.now: Counter[Line] = Counter()
+        self.total = 0
+        self._since: Counter[Line] = Counter()
+        """Changes since the mark: as many as there are places, however long the program runs."""
+
+    def add(self, line: Line, nbytes: int) -> None:
+        """Add bytes of a line; negative ones are given back."""
+        self.now[line] += nbytes
+        self._since[line] += nbytes
+        self.total += nbytes
+
+    def mark(self) -> None:
+        """Mark this moment."""
+        self._since.clear()
+
+    def marked(self) -> Counter[Line]:
+        """Bytes by line at the mark."""
+        found = self.now.copy()
+        found.subtract(self._since)
+        return found
+
+
+class Memory:
+    """The account of all device memory of the process, see :func:`memory`."""
+
+    def __init__(self, driver: Any = cuda) -> None:
+        self._driver = driver
+        self.libraries: Libraries = Libraries(self._library_has, "alloc")
+        self.libraries.most_entries = _MOST_ENTRIES
+        self.error: BaseException | None = None
+        """The error that has ended the account before its time; None if all went well."""
+        self._on_gpu = driver is cuda
+        self._free_before = free_bytes() if self._on_gpu else {}
+        self._lock = threading.RLock()  # a finaliser may free memory in a callback
+        self._lines: dict[tuple[Any, ...], Line] = {}
+        self._held: dict[tuple[str, int], _Held] = {}
+        self._mapped: dict[int, tuple[int, _Held]] = {}
+        self._blocks: dict[int, tuple[Line, int]] = {}
+        """CuPy's live blocks by address."""
+        self._sums, self._block_sums = Sums(), Sums()
+        self._peak = self._peak_blocks = 0
+        self._peak_from = self._peak_to = 0
+        """The times between which the driver's memory was at its peak; until now if the second is 0."""
+        self._pools: dict[int, int] = {}
+        """Devices of pools that were made; -1 for pools of host memory."""
+        self._capturing: dict[int, int] = {}
+        """Threads of streams that capture."""
+        self._contexts: set[int] = set()
+        self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
+        self._pausing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+    # -- in callbacks ----------------------------------------------------------------------------------------------
+
+    def called(self, call: DriverCall) -> None:
+        """Take a driver call into account."""
+        name, result = call.function, int(call.answer[0])
+        with self._lock:
+            self._contexts.add(call.context)
+            if name == "cuStreamEndCapture":
+                self._capturing.pop(number_of(call.args[0]), None)
+            elif result:
+                if result == _OUT_OF_MEMORY and name in _MAKERS:
+                    self._refused(call)
+            elif name in _MAKERS:
+                self._made(call)
+            elif name in _ENDERS:
+                if not self._is_captured(call):
+                    self._end((_ENDERS[name], number_of(call.args[0])), call.time)
+            else:
+                _OTHERS[name](self, call)
+
+    def _is_captured(self, call: DriverCall) -> bool:
+        if not self._capturing or not call.function.endswith("Async"):
+            return False
+        return number_of(call.args[-1]) in self._capturing or call.thread in self._capturing.values()
+
+    def _line(self, where: int, what: str, place: Stack) -> Line:
+        key = where, caller(sys._getframe(2)), what, place
+        return self._lines.setdefault(key, Line(*key[:3], place))
+
+    def _made(self, call: DriverCall) -> None:
+        kind, what, size = _MAKERS[call.function]
+        where = call.context
+        if call.function == "cuMemCreate":
+            location = call.args[1].location
+            if int(location.type) != _DEVICE:
+                return
+            where = -1 - int(location.id)
+        elif call.function == "cuMemAllocFromPoolAsync" and (number := number_of(call.args[1])) in self._pools:
+            if self._pools[number] < 0:
+                return
+            where = -1 - self._pools[number]
+        handle = number_of(call.answer[1])
+        if not handle or self._is_captured(call):
+            return
+        self._end((kind, handle), call.time)  # a graph or the end of its pool has freed it
+        held = _Held(self._line(where, what, call.place), int(size(call.args, call.answer)), (kind, handle))
+        self._held[kind, handle] = held
+        self._changed(held.line, held.nbytes, call.time)
+
+    def _end(self, key: tuple[str, int], time: int) -> None:
+        held = self._held.get(key)
+        if held is not None:
+            held.handles -= 1
+            if not held.handles:
+                for one in held.keys:
+                    self._held.pop(one, None)
+                self._drop_unowned(held, time)
+
+    def _drop_unowned(self, held: _Held, time: int) -> None:
+        if not held.handles and not held.maps:
+            self._changed(held.line, -held.nbytes, time)
+
+    def _changed(self, line: Line, nbytes: int, time: int) -> None:
+        was = self._sums.total
+        self._sums.add(line, nbytes)
+        if self._sums.total > self._peak:
+            self._peak, self._peak_from, self._peak_to = self._sums.total, time, 0
+            self._mark()
+        elif was == self._peak > self._sums.total and not self._peak_to:
+            self._peak_to = time
+
+    def _mark(self) -> None:
+        self._peak_blocks = self._block_sums.total
+        self._sums.mark()
+        self._block_sums.mark()
+
+    def _refused(self, call: DriverCall) -> None:
+        size = _MAKERS[call.function][2]
+        asked = int(size(call.args, call.answer)) if call.function != "cuMemAllocPitch" else call.args[0] * call.args[1]
+        what = f"{call.function} of {asked:,} bytes was refused"
+        self._refusal = what, call.time, self._sums.now.copy(), self._block_sums.now.copy()
+
+    def _map(self, call: DriverCall) -> None:
+        held = self._held.get(("physical", number_of(call.args[3])))
+        if held is not None:
+            held.maps += 1
+            held.address = number_of(call.args[0])
+            self._mapped[held.address] = int(call.args[1]), held
+
+    def _unmap(self, call: DriverCall) -> None:
+        start, size = number_of(call.args[0]), int(call.args[1])
+        found = self._mapped.get(start)
+        ends = [start] if found and found[0] == size else [at for at in self._mapped if start <= at < start + size]
+        for at in ends:
+            held = self._mapped.pop(at)[1]
+            held.maps -= 1
+            self._drop_unowned(held, call.time)
+
+    def _retain(self, call: DriverCall) -> None:
+        found = self._mapped.get(number_of(call.args[0]))
+        if found is not None:
+            key = "physical", number_of(call.answer[1])
+            found[1].handles += 1
+            found[1].keys.add(key)
+            self._held[key] = found[1]
+
+    def _made_pool(self, call: DriverCall) -> None:
+        location = call.args[0].location
+        self._pools[number_of(call.answer[1])] = int(location.id) if int(location.type) == _DEVICE else -1
+
+    def _destroyed_pool(self, call: DriverCall) -> None:
+        self._pools.pop(number_of(call.args[0]), None)
+
+    def _began_capture(self, call: DriverCall) -> None:
+        self._capturing[number_of(call.args[0])] = call.thread
+
+    def _context(self, call: DriverCall) -> None:
+        self._contexts.add(number_of(call.answer[1]))
+
+    def _library_has(self, event: Event) -> None:
+        """Take an act of CuPy's allocator into account."""
+        with self._lock:
+            segment = self._held.get(("memory", event.address))
+            if event.kind == SEGMENT and segment is not None:
+                segment.line.library = event.owner
+            elif event.kind == ALLOCATED:
+                place = event.place()
+                where = segment.line.where if segment is not None else next(iter(self._contexts), 0)
+                key = where, event.owner, LIVE, place
+                line = self._lines.setdefault(key, Line(where, event.owner, LIVE, place))
+                self._blocks[event.address] = line, event.nbytes
+                self._block_sums.add(line, event.nbytes)
+                if self._sums.total == self._peak and self._block_sums.total > self._peak_blocks:
+                    self._mark()  # the moment of a plateau at which the blocks were largest
+            elif event.kind == FREED and (block := self._blocks.pop(event.address, None)) is not None:
+                self._block_sums.add(block[0], -block[1])
+
+    # -- outside of callbacks --------------------------------------------------------------------------------------
+
+    def moments(self) -> list[Moment]:
+        """The memory now, at the peak, and when the driver last refused memory, if it has.
+
+        The peak is that of the memory that calls have taken. Where it lasted, the time is that at which the blocks of
+        the libraries were largest. Reserves of pools at the peak are taken as the largest so far.
+        """
+        with self._pausing():
+            # PyTorch keeps Python's lock while it waits for that of its allocator, and a callback on another thread
+            # may have the second while it waits for the first.
+            torch = Torch(self.libraries.snapshot())
+        with self._lock:
+            ask = _Asked(self._driver, self._contexts)
+            self._forget_lost(ask)
+            present = self._now(torch, ask)
+            rest = tuple(row for row in present.rows if row.what.startswith(REST))
+            span = self._peak_from, self._peak_to or sys.maxsize
+            sums = self._sums.marked()
+            peak = self._then("peak", span, sums, self._block_sums.marked(), torch, ask)
+            peak = peak._replace(rows=(*peak.rows, *ask.reserves(sums, self._pools, True), *rest))
+            found = [present, peak if peak.nbytes > present.nbytes else present._replace(name="peak")]
+            if self._refusal is not None:
+                what, time, sums, blocks = self._refusal
+                then = self._then(what, (time, time), sums, blocks, torch, ask)
+                found.append(then._replace(rows=(*then.rows, *rest)))
+        return found
+
+    def now(self) -> Moment:
+        """The memory now. It makes driver calls, so it is for code of the program, not for finalisers."""
+        return self.moments()[0]
+
+    def _now(self, torch: Torch, ask: _Asked) -> Moment:
+        sums = self._sums.now.copy()
+        rows: list[Row] = []
+        segments: dict[int, dict[int, int]] = {}
+        for held in {*self._held.values(), *(one for _, one in self._mapped.values())}:
+            if torch.has(held.address):
+                held.line.library = "PyTorch"
+            elif _is_segment(held.line, "CuPy"):
+                segments.setdefault(ask.device(held.line.where), {})[held.address] = held.nbytes
+            else:
+                continue
+            sums[held.line] -= held.nbytes
+        for device in torch.devices():
+            rows += _rows_of(device, "PyTorch", torch.split(device))
+        blocks = {address: (nbytes, line.place) for address, (line, nbytes) in self._blocks.items()}
+        for device, found in segments.items():
+            rows += _rows_of(device, "CuPy", split(found, blocks))
+        rows += ask.rows(sums)
+        rows += ask.reserves(sums, self._pools, False)
+        figures = {}
+        for device, (free, total, name) in ask.free.items():
+            figures[device] = self._free_before.get(name, total) - free
+            known = sum(row.nbytes for row in rows if row.device == device)
+            rest = REST if name in self._free_before or not self._on_gpu else f"{REST}, and other processes"
+            rows.append(Row(device, "the driver", rest, (), max(figures[device] - known, 0)))
+        return Moment("now", tuple(row for row in rows if row.nbytes), figures)
+
+    def _then(
+        self, name: str, span: tuple[int, int], sums: Counter[Line], blocks: Counter[Line], now: Torch, ask: _Asked
+    ) -> Moment:
+        """An earlier moment, of which the places of memory are known but not its addresses."""
+        rows: list[Row] = []
+        theirs = [line for line in sums if _is_segment(line, "PyTorch")]
+        torch = now.at_most(*span, sum(sums[line] for line in theirs))
+        if torch is not None:
+            for device in torch.devices():
+                rows += _rows_of(device, "PyTorch", torch.split(device))
+            for line in theirs:
+                del sums[line]
+        free: Counter[int] = Counter()
+        for line in [line for line in sums if _is_segment(line, "CuPy")]:
+            free[ask.device(line.where)] += sums.pop(line)
+        for row in ask.rows(blocks):
+            rows.append(row)
+            free[row.device] -= row.nbytes
+        rows += [Row(device, "CuPy", FREE, (), nbytes) for device, nbytes in free.items()]
+        rows += ask.rows(sums)
+        return Moment(name, tuple(row for row in rows if row.nbytes > 0), {})
+
+    def _forget_lost(self, ask: _Asked) -> None:
+        """Forget memory of contexts that have ended."""
+        for key, held in [*self._held.items()]:
+            if held.line.where in ask.lost:
+                self._end(key, 0)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Memory]:
+        """Follow the process in the block."""
+        subscription = Subscription(self.called, FUNCTIONS)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self.libraries.followed())
+            subscription.open()
+            undo.callback(subscription.close)
+            self._pausing = subscription.paused
+            yield self
+        self.error = subscription.error
+
+
+class _Asked:
+    """What the driver tells at one moment, outside of callbacks."""
+
+    def __init__(self, driver: Any, contexts: set[int]) -> None:
+        self._driver = driver
+        self._devices: dict[int, int] = {}
+        self.lost: set[int] = set()
+        """Contexts that have ended."""
+        self.free: dict[int, tuple[int, int, str]] = {}
+        """Free and total bytes, and the UUID, by device."""
+        for context in contexts - {0}:
+            if int(driver.cuCtxPushCurrent(cuda.CUcontext(context))[0]):
+                self.lost.add(context)
+                continue
+            found, (_, device), uuid = driver.cuMemGetInfo(), driver.cuCtxGetDevice(), b""
+            if int(found[0]):
+                self.lost.add(context)
+            else:
+                self._devices[context] = number = int(device)
+                data = driver.cuDeviceGetUuid(device)[1]
+                uuid = bytes(data.bytes)[:_UUID_BYTES] if data is not None else bytes(_UUID_BYTES)
+                self.free[number] = int(found[1]), int(found[2]), uuid_text(uuid)
+            driver.cuCtxPopCurrent()
+
+    def device(self, where: int) -> int:
+        """The device of a line."""
+        return -1 - where if where < 0 else self._devices.get(where, 0)
+
+    def rows(self, sums: Counter[Line]) -> Iterator[Row]:
+        """The rows of lines that nothing divides."""
+        for line, nbytes in sums.items():
+            if nbytes:
+                yield Row(self.device(line.where), line.library, line.what, line.place, nbytes)
+
+    def reserves(self, sums: Counter[Line], pools: dict[int, int], high: bool) -> Iterator[Row]:
+        """The memory that pools hold beyond their allocations, and that of graphs."""
+        kind = "HIGH" if high else "CURRENT"
+        reserved: Counter[int] = Counter()
+        of_pool = getattr(cuda.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_RESERVED_MEM_{kind}")
+        of_graph = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_RESERVED_MEM_{kind}")
+        for device in self.free:
+            for ask in (self._driver.cuDeviceGetDefaultMemPool, self._driver.cuDeviceGetMemPool):
+                found = ask(cuda.CUdevice(device))
+                if not int(found[0]):
+                    pools = {number_of(found[1]): device} | pools
+            graphs = self._driver.cuDeviceGetGraphMemAttribute(cuda.CUdevice(device), of_graph)
+            if not int(graphs[0]) and int(graphs[1]):
+                yield Row(device, "the driver", GRAPHS, (), int(graphs[1]))
+        for pool, device in pools.items():
+            found = self._driver.cuMemPoolGetAttribute(cuda.CUmemoryPool(pool), of_pool)
+            if device >= 0 and not int(found[0]):
+                reserved[device] += int(found[1])
+        for device, nbytes in reserved.items():
+            used = sum(size for line, size in sums.items() if line.what == POOL and self.device(line.where) == device)
+            if nbytes > used:
+                yield Row(device, "the driver", RESERVE, (), nbytes - used)
+
+
+def _is_segment(line: Line, library: str) -> bool:
+    return line.library == library and line.what in ("cuMemAlloc", "cuMemCreate")
+
+
+def _rows_of(device: int, library: str, found: Split) -> list[Row]:
+    rows = [Row(device, library, LIVE, place, nbytes) for place, nbytes in found.live.items()]
+    return [
+        *rows,
+        Row(device, library, CACHED, (), found.cached),
+        Row(device, library, FRAGMENTS, (), found.fragments),
+    ]
+
+
+_OTHERS: dict[str, Callable[[Memory, DriverCall], None]] = {
+    "cuMemMap": Memory._map,
+    "cuMemUnmap": Memory._unmap,
+    "cuMemRetainAllocationHandle": Memory._retain,
+    "cuMemPoolCreate": Memory._made_pool,
+    "cuMemPoolDestroy": Memory._destroyed_pool,
+    "cuStreamBeginCapture": Memory._began_capture,
+    "cuStreamBeginCaptureToGraph": Memory._began_capture,
+    "cuDevicePrimaryCtxRetain": Memory._context,
+    "cuCtxCreate": Memory._context,
+}
+FUNCTIONS = frozenset((*_MAKERS, *_ENDERS, *_OTHERS, "cuStreamEndCapture"))
+"""The functions that take device memory and give it back."""
+
+
+@contextlib.contextmanager
+def memory() -> Iterator[Memory]:
+    """Account for the device memory that code of this process takes in the block, whoever it is.
+
+    The libraries should be imported, and CUDA initialised, in the block: memory from before is a part of what "context,
+    modules and the driver's own" names.
+
+    Raises
+    ------
+    CuptiError
+        CUPTI's library is missing, or another tool has subscribed. It takes one at a time.
+
+    Reference: CUPTI's callback API, ``cuptiSubscribe``; ``cuMemGetInfo``, ``cuMemPoolGetAttribute``.
+    """
+    with Memory().running() as running:
+        yield running
+
+
+class Followed(Wrapper):
+    """A driver whose calls a listener gets, as :func:`subscribe` gives them: for programs of ``cuda.bindings``."""
+
+    def __init__(self, driver: Any, account: Any, functions: frozenset[str]) -> None:
+        super().__init__(driver)
+        self._account, self._functions = account, functions
+
+    def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        answer = function(*args)
+        if name in self._functions and self._account.error is None:
+            found = self.wrapped.cuCtxGetCurrent()
+            context, now = 0 if int(found[0]) else number_of(found[1]), time_ns()
+            try:
+                self._account.called(DriverCall(name, args, answer, threading.get_ident(), context, here(), now))
+            except Exception as error:  # the program goes on, as under a subscription
+                self._account.error = error
+        return answer

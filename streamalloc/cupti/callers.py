@@ -1,0 +1,124 @@
+"""The library that makes a driver call, and the memory that was taken before the program began."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import uuid
+from types import FrameType
+from typing import Any
+
+from streamalloc.cupti.subscription import is_library
+
+PROGRAM = "the program"
+_NAMES = {
+    **{"torch": "PyTorch", "cupy": "CuPy", "cupy_backends": "CuPy", "rmm": "RMM", "numba": "Numba", "jax": "JAX"},
+    **{"numba_cuda": "Numba", "cuda": "cuda.core", "jaxlib": "JAX", "triton": "Triton", "streamalloc": "streamalloc"},
+}
+"""Names of libraries by the folder in which Python finds them."""
+_NATIVE = re.compile(r"/lib(cublas|cudnn|nccl|cufft|cusparse|cusolver|curand|cutensor)[\w-]*\.so")
+_NATIVE_NAMES = {"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL", "cufft": "cuFFT", "cusparse": "cuSPARSE"}
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
+_DRIVER = re.compile(r"/libcuda\.so")
+_BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
+"""Files of frames between the driver and the library that calls it."""
+_PYTHON = re.compile(r"/(lib)?python[\d.]*[^/]*$")
+_MOST_FRAMES = 64
+
+
+class _Symbol(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("at", ctypes.c_void_p),
+    )
+
+
+_frames = (ctypes.c_void_p * _MOST_FRAMES)()
+# Not by CDLL, which would give up Python's lock: another thread would use the same array.
+_c = ctypes.PyDLL(None)
+_backtrace: Any = getattr(_c, "backtrace", None)  # of glibc
+if _backtrace is not None:
+    _backtrace(_frames, 1)  # the first call loads a library, and takes memory
+
+
+@functools.cache
+def _file(address: int) -> str:
+    """The library file that has a machine instruction."""
+    found = _Symbol()
+    return (found.file or b"").decode(errors="replace") if _c.dladdr(ctypes.c_void_p(address), _at(found)) else ""
+
+
+def _at(thing: Any) -> Any:
+    return ctypes.byref(thing)
+
+
+def caller(frame: FrameType | None) -> str:
+    """The library that has called the driver, in whose callback this is: by C's stack, else by that of Python."""
+    count = _backtrace(_frames, _MOST_FRAMES) if _backtrace is not None else 0
+    seen_driver = False
+    for address in _frames[:count]:
+        file = _file(address) if address else ""
+        if not seen_driver:
+            seen_driver = bool(_DRIVER.search(file))
+        elif not file or _BETWEEN.search(file):
+            continue
+        elif _PYTHON.search(file):
+            break
+        else:
+            return _name(file)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_library(file):
+            return PROGRAM
+        if _INSTALLED.search(file) and "/cuda/bindings/" not in file:
+            return _name(file)
+        frame = frame.f_back
+    return PROGRAM
+
+
+def _name(file: str) -> str:
+    native, installed = _NATIVE.search(file), _INSTALLED.search(file)
+    if native:
+        return _NATIVE_NAMES.get(native[1], native[1])
+    if installed:
+        return _NAMES.get(installed[1], installed[1])
+    return os.path.basename(file).partition(".")[0]
+
+
+class _Info(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def free_bytes() -> dict[str, int]:
+    """Free memory of the GPUs by UUID, from NVML, which needs no context; empty without it.
+
+    The driver itself is not called: a program that forks before its first CUDA call must find CUDA not initialised.
+    """
+    try:
+        nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {}
+    found: dict[str, int] = {}
+    count, device, info = ctypes.c_uint(), ctypes.c_void_p(), _Info()
+    name = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(_at(count)):
+        return {}
+    for index in range(count.value):
+        asked = (
+            (nvml.nvmlDeviceGetHandleByIndex_v2, index, _at(device)),
+            (nvml.nvmlDeviceGetUUID, device, name, ctypes.c_uint(96)),
+            (nvml.nvmlDeviceGetMemoryInfo, device, _at(info)),
+        )
+        if not any(function(*args) for function, *args in asked):
+            found[name.value.decode()] = info.free
+    nvml.nvmlShutdown()
+    return found
+
+
+def uuid_text(data: bytes) -> str:
+    """The UUID of a GPU as NVML writes it."""
+    return f"GPU-{uuid.UUID(bytes=data)}"

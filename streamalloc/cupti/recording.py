@@ -1,0 +1,81 @@
+"""Allocations and frees of a process in the order of time: of the driver, and of the blocks of PyTorch and CuPy."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from time import sleep
+
+from streamalloc.cupti.blocks import ALLOCATED, FREED
+from streamalloc.cupti.libraries import Libraries
+from streamalloc.cupti.subscription import SETTLE, DriverCall, Subscription
+from streamalloc.driver import Call
+from streamalloc.driver.bindings import cuda, number_of
+
+_MOST_ENTRIES = 5_000_000
+"""Entries of PyTorch's history that are kept: some GB of host memory."""
+ALLOCATIONS = frozenset(("cuMemAlloc", "cuMemAllocAsync", "cuMemAllocFromPoolAsync", "cuMemFree", "cuMemFreeAsync"))
+"""Functions whose calls are recorded."""
+_SUCCESS = cuda.CUresult.CUDA_SUCCESS
+
+
+class Recording:
+    """The allocations of a process while it :meth:`runs <running>`."""
+
+    def __init__(self) -> None:
+        self.libraries: Libraries = Libraries(stacks=None)
+        self.libraries.most_entries = _MOST_ENTRIES
+        self.error: BaseException | None = None
+        """The error that has ended the recording before its time; None if all went well."""
+        self._calls: list[Call] = []
+
+    def called(self, call: DriverCall) -> None:
+        """Record a driver call."""
+        self._calls.append(Call(call.function, call.args, call.answer, call.thread, call.time))
+
+    def calls(self) -> list[Call]:
+        """All allocations and frees. Those of blocks are calls of ``cuMemAllocAsync``; segments are left out."""
+        blocks = []
+        for event in self.libraries.events():
+            stream = cuda.CUstream(event.stream)
+            if event.kind == ALLOCATED:
+                args, answer = (event.nbytes, stream), (_SUCCESS, event.address)
+                blocks.append(Call("cuMemAllocAsync", args, answer, 0, event.time))
+            elif event.kind == FREED:
+                blocks.append(Call("cuMemFreeAsync", (event.address, stream), (_SUCCESS,), 0, event.time))
+        addresses = sorted({int(one.answer[1]) for one in blocks if len(one.answer) > 1})
+        segments: set[int] = set()
+        kept = []
+        for call in self._calls:
+            if "Alloc" not in call.name:
+                address = number_of(call.args[0])
+                if address not in segments:
+                    kept.append(call)
+                elif not int(call.answer[0]):
+                    segments.discard(address)
+            elif int(call.answer[0]) or not _has_any(addresses, int(call.answer[1]), int(call.args[0])):
+                kept.append(call)
+            else:
+                segments.add(int(call.answer[1]))
+        return sorted((*kept, *blocks), key=lambda call: call.time)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Record the process in the block."""
+        subscription = Subscription(self.called, ALLOCATIONS)
+        with self.libraries.followed():
+            subscription.open()
+            try:
+                yield
+            finally:
+                subscription.close()
+                self.error = subscription.error
+                # PyTorch forgets at the end of the block. Callbacks that have begun are over then.
+                sleep(SETTLE)
+                self._calls = self.calls()
+
+
+def _has_any(addresses: list[int], start: int, nbytes: int) -> bool:
+    at = bisect_left(addresses, start)
+    return at < len(addresses) and addresses[at] < start + nbytes

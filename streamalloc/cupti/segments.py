@@ -1,0 +1,157 @@
+"""The segments of a library's allocator, split into live blocks, cached blocks and fragments; now and earlier."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from streamalloc.cupti.libraries import place_in_history
+from streamalloc.driver.internal import Stack
+
+Blocks = dict[int, tuple[int, Any]]
+"""Size and origin of live blocks by address."""
+
+
+class Split(NamedTuple):
+    """The bytes of segments."""
+
+    cached: int
+    """Of segments without a live block, which the allocator could give back to the driver."""
+    fragments: int
+    """Of free parts of the other segments."""
+    live: Counter[Any]
+    """Of live blocks, by origin."""
+
+
+def split(segments: Mapping[int, int], blocks: Blocks) -> Split:
+    """Split segments (sizes by address)."""
+    bases = sorted(segments)
+    inside: Counter[int] = Counter()
+    live: Counter[Any] = Counter()
+    for address, (nbytes, origin) in blocks.items():
+        at = bisect_right(bases, address) - 1
+        if at >= 0 and address < bases[at] + segments[bases[at]]:
+            inside[bases[at]] += nbytes
+            live[origin] += nbytes
+    cached = sum(size for base, size in segments.items() if not inside[base])
+    return Split(cached, sum(segments.values()) - cached - live.total(), live)
+
+
+class Torch:
+    """PyTorch's allocator as a snapshot of it tells."""
+
+    def __init__(self, snapshot: dict[str, Any]) -> None:
+        self.segments: dict[int, int] = {}
+        self.blocks: dict[int, tuple[int, Any]] = {}
+        self.device_of: dict[int, int] = {}
+        """Device of each segment."""
+        for segment in snapshot.get("segments", ()):
+            self.segments[segment["address"]] = segment["total_size"]
+            self.device_of[segment["address"]] = segment["device"]
+            at = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"].startswith("active"):
+                    self.blocks[at] = block["size"], _Origin(block.get("frames") or ())
+                at += block["size"]
+        self._bases = sorted(self.segments)
+        traces = enumerate(snapshot.get("device_traces", ()))
+        found = [one | {"device": device} for device, trace in traces for one in trace if one["action"] in _SIGNS]
+        self._history: Sequence[dict[str, Any]] = sorted(found, key=lambda one: one["time_us"])
+
+    def at_most(self, start: int, stop: int, nbytes: int) -> Torch | None:
+        """The allocator when its live blocks were largest between two times, in nanoseconds, while its segments had
+        this size in all; None if the history does not tell.
+        """
+        reserved, live = sum(self.segments.values()), sum(size for size, _ in self.blocks.values())
+        best = (-1, -1)
+        for index in range(len(self._history), -1, -1):
+            # The history's clock is not that of the calls.
+            before = self._history[index - 1]["time_us"] * 1000 if index else 0
+            after = self._history[index]["time_us"] * 1000 if index < len(self._history) else stop
+            if reserved == nbytes and before <= stop + _SKEW and after >= start - _SKEW:
+                best = max(best, (live, index))
+            if index:
+                entry = self._history[index - 1]
+                change = _SIGNS[entry["action"]] * entry["size"]
+                reserved, live = (
+                    (reserved, live - change) if entry["action"] in _OF_BLOCKS else (reserved - change, live)
+                )
+        return self._before(best[1]) if best[1] >= 0 else None
+
+    def has(self, address: int) -> bool:
+        """Whether an address is in a segment."""
+        at = bisect_right(self._bases, address) - 1
+        return at >= 0 and address < self._bases[at] + self.segments[self._bases[at]]
+
+    def _before(self, index: int) -> Torch:
+        """The allocator before an entry of the history: later ones are undone."""
+        made = Torch({})
+        segments, blocks, device_of = dict(self.segments), dict(self.blocks), dict(self.device_of)
+        for entry in reversed(self._history[index:]):
+            address, nbytes, action = entry["addr"], entry["size"], entry["action"]
+            if action == "alloc":
+                blocks.pop(address, None)
+            elif action == "free_completed":
+                blocks[address] = nbytes, _Origin(())
+            elif _SIGNS[action] > 0:
+                _cut(segments, address, nbytes)
+            else:
+                segments[address] = nbytes
+                device_of[address] = entry["device"]
+        origins = {address: origin for address, (_, origin) in blocks.items() if not origin.frames}
+        for entry in reversed(self._history[:index]):  # the frames of a block are those of its allocation
+            if entry["action"] == "alloc" and (found := origins.pop(entry["addr"], None)) is not None:
+                found.frames = entry.get("frames") or ()
+        made.segments, made.blocks, made.device_of = segments, blocks, device_of
+        return made
+
+    def devices(self) -> set[int]:
+        """The devices that have segments."""
+        return {self.device_of.get(address, 0) for address in self.segments}
+
+    def split(self, device: int) -> Split:
+        """The split of the segments of a device, with live blocks by the place of their allocation."""
+        theirs = {one: size for one, size in self.segments.items() if self.device_of.get(one, 0) == device}
+        found = split(theirs, self.blocks)
+        live: Counter[Any] = Counter()
+        for origin, nbytes in found.live.items():
+            live[origin.place()] += nbytes
+        return found._replace(live=live)
+
+
+def _cut(segments: dict[int, int], address: int, nbytes: int) -> None:
+    """Take a range out of segments: a mapping is a part of an expandable segment."""
+    for base, size in segments.items():
+        if base <= address < base + size:
+            segments.pop(base)
+            rest = {base: address - base, address + nbytes: base + size - address - nbytes}
+            segments.update({one: left for one, left in rest.items() if left > 0})
+            return
+
+
+class _Origin:
+    """The frames of an allocation, which may be found later."""
+
+    __slots__ = ("frames",)
+
+    def __init__(self, frames: Iterable[dict[str, Any]]) -> None:
+        self.frames: Any = frames
+
+    def place(self) -> Stack:
+        return place_in_history(self.frames)
+
+
+_SKEW = 1_000_000
+"""Nanoseconds by which times of the history and of calls may differ."""
+_OF_BLOCKS = ("alloc", "free_completed")
+_SIGNS = {
+    "alloc": 1,
+    "free_completed": -1,
+    "segment_alloc": 1,
+    "segment_free": -1,
+    "segment_map": 1,
+    "segment_unmap": -1,
+}
+"""Entries that add to memory and that take from it."""
