@@ -29,7 +29,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
-from streamalloc.core.places import Address, Residence
+from streamalloc.core.places import Address, Residence, has_access
 from streamalloc.core.plain import PlainEnd, PlainSource, find, is_ours, number_of_handle, refuse_second_owner
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, checked_size
 from streamalloc.core.resource import Closes
@@ -503,12 +503,16 @@ class PlainBuffer(Buffer):
 
     @property
     def device_accessible(self) -> bool:
-        """Whether the stream's device may use the memory (``CU_POINTER_ATTRIBUTE_ACCESS_FLAGS``)."""
+        """Whether the stream's device may use the memory (``cuMemPoolGetAccess`` for memory of a pool, otherwise
+        ``CU_POINTER_ATTRIBUTE_ACCESS_FLAGS``).
+        """
         device = self._stream.device
         if self.managed or self.location == device.location:
             return True
+        ask = Address(device._session, self.address)
         with device.current():
-            return bool(Address(device._session, self.address).integer("ACCESS_FLAGS"))
+            pool = ask.value("MEMPOOL_HANDLE")
+            return has_access(ask.session, pool, device.location) if int(pool) else bool(ask.integer("ACCESS_FLAGS"))
 
     def free(
         self,

@@ -102,7 +102,7 @@ def location_of_pool(
     devices = list(map(MemLocation.device, range(int(session.call("cuDeviceGetCount")))))
     managed = allocation_type is MemAllocationType.MANAGED
     if not on_host and not managed:
-        candidates = [device for device in devices if _has_access(session, raw, device)]
+        candidates = [device for device in devices if has_access(session, raw, device)]
         if len(candidates) == 1:
             return candidates[0]
     else:
@@ -125,7 +125,8 @@ def _named_pools(session: Session, location: MemLocation, allocation_type: MemAl
         return []
 
 
-def _has_access(session: Session, raw: Any, device: MemLocation) -> bool:
+def has_access(session: Session, raw: Any, device: MemLocation) -> bool:
+    """Whether a device has access to a pool's memory; False where the driver does not tell."""
     try:
         flags = session.call("cuMemPoolGetAccess", raw, device.to_driver())
     except (InvalidValueError, InvalidDeviceError):

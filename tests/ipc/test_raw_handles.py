@@ -292,6 +292,72 @@ class TestOwners:
         assert device.driver.cuMemRelease(raw)[0].name == "CUDA_ERROR_INVALID_VALUE"
 
 
+@pytest.mark.gpus(2)
+class TestTwoDevices:
+    @pytest.fixture
+    def second(self, device: sa.Device) -> sa.Device:
+        return sa.Device(1, driver=device.driver)
+
+    def test_memory_is_where_the_driver_says(self, device: sa.Device, second: sa.Device, stream: sa.Stream) -> None:
+        with second.current():
+            address = second.driver.cuMemAlloc(4096)[1]
+        buffer = sa.Buffer.from_handle(address, 4096, owner="this", driver=device.driver)
+        assert (buffer.location, buffer.stream.device) == (second.location, second)
+        buffer.free()
+        with sa.MemoryPool(second) as pool, second.create_stream() as other, pool.allocate(4096, other) as made:
+            seen = sa.Buffer.from_handle(made.address, 4096, owner=made, stream=stream)
+            assert seen.location == second.location and not seen.device_accessible
+            seen.free()
+            stream.synchronize()
+
+    def test_a_pool_that_two_can_use(self, device: sa.Device, second: sa.Device) -> None:
+        """Some drivers do not tell which device has the memory: then it is said, and checked where it can be."""
+        raw = device.driver.cuMemPoolCreate(sa.MemPoolProps(location=second.location).to_driver())[1]
+        pool = sa.MemoryPool.from_handle(raw, owner=None, driver=device.driver)
+        assert pool.location == second.location
+        with pytest.raises(ValueError, match="memory is at DEVICE:1"):
+            sa.MemoryPool.from_handle(raw, owner=None, location=device.location, driver=device.driver)
+        pool.set_access(device, sa.MemAccess.READWRITE)
+        named = sa.MemoryPool.from_handle(raw, owner="this", location=second.location, driver=device.driver)
+        assert named.location == second.location and named.peers == {device}
+        named.close()
+
+    def test_an_imported_pool(self, device: sa.Device, second: sa.Device) -> None:
+        with shared_pool(second) as pool, second.create_stream() as stream, pool.allocate(4096, stream) as buffer:
+            buffer.fill(6)
+            stream.synchronize()
+            given = buffer.handles()
+            assert given.device == second.uuid.bytes
+            with ipc.ImportedPool.from_handle(given.fds[0], driver=device.driver) as imported:
+                assert imported.device == second
+                with imported.open(given.data) as opened:
+                    assert opened.location == second.location and holds(opened, 6)
+
+
+@pytest.mark.simulated_only("CUDA does not survive a fork")
+def test_a_forked_child_takes_no_handles(device: sa.Device, stream: sa.Stream) -> None:
+    with sa.MemoryPool(device) as pool, pool.allocate(4096, stream) as buffer:
+        plain = sa.PlainMemory(device)
+        calls: list[Callable[[], object]] = [
+            lambda: sa.Buffer.from_handle(buffer.address, 4, owner=buffer, stream=stream),
+            lambda: sa.MemoryPool.from_handle(pool._raw, owner=pool, driver=device.driver),
+            lambda: plain.allocate(4, stream),
+            lambda: ipc.open_memory_handle(bytes(64), stream=stream),
+        ]
+        child = os.fork()
+        if not child:
+            refused = 0
+            for call in calls:
+                try:
+                    call()
+                except sa.ForkedProcessError:
+                    refused += 1
+                except BaseException:
+                    pass
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+
+
 def _file() -> int:
     return os.open(__file__, os.O_RDONLY)
 
