@@ -39,8 +39,8 @@ from streamalloc.core.stream import (
     StreamLike,
     as_stream,
     direct_handle,
+    library_stream,
     of_this_thread,
-    queue_handle,
     refuse_capture,
 )
 from streamalloc.driver.internal import cuda
@@ -319,41 +319,34 @@ class Buffer(Memory, Closes):
             Another process has it open: ``"raise"`` raises at once, ``"wait"`` after ``timeout``. The buffer stays
             valid.
         """
-        own = self._stream
-        handle = (own.direct or own.ready()) if stream is None else queue_handle(stream, own._session)
-        if handle is None or still_imported is not _DEFER:
-            return self._free_checked(stream, still_imported, timeout)
-        ptr, self._ptr = self._ptr, None  # threads are not switched within this line: of two, only one frees
-        if ptr is None:  # shared, or freed already
-            return self._free_checked(stream, still_imported, timeout)
-        free = self._allocator._free
-        try:
-            result = free(ptr, handle)[0]
-        except NOT_CALLED:
-            self._ptr = ptr
-            raise
-        if result:
-            self._ptr = ptr
-            raise free_refused(result, self._ordered_on(stream))
-        return None
+        ordered = own = self._stream
+        if stream is not None:
+            ordered = stream if isinstance(stream, Stream) else library_stream(stream, own._session)
+        handle = ordered.direct or ordered.ready()
+        if handle is None or self._ptr is None or still_imported is not _DEFER or ordered._session is not own._session:
+            self._free_checked(stream, still_imported, timeout)
+        else:
+            self._free_on(ordered, handle)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:
         """Free the memory, shared or not, on a stream with this ``CUstream``. If the driver refuses, the buffer keeps
         it.
         """
-        kept, self._ptr, self._shared = (self._ptr, self._shared), None, None
-        ptr = kept[0] if kept[1] is None else kept[1][1]
-        if ptr is None:
+        # Cleared first, and no call in between: of two threads, only one frees.
+        ptr, shared = self._ptr, self._shared
+        self._ptr = self._shared = None
+        pointer = ptr if shared is None else shared[1]
+        if pointer is None:
             raise _freed_already(self)
         free = self._allocator._free
         try:
-            refused = free(ptr, handle)[0]
+            result = free(pointer, handle)[0]
         except NOT_CALLED:
-            self._ptr, self._shared = kept
+            self._ptr, self._shared = ptr, shared
             raise
-        if refused:
-            self._ptr, self._shared = kept
-            raise free_refused(refused, ordered)
+        if result:
+            self._ptr, self._shared = ptr, shared
+            raise free_refused(result, ordered)
 
     def close(self) -> None:
         """Free the memory on its own stream unless it was freed already. The end of a ``with`` block calls this.
