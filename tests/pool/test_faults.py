@@ -154,3 +154,23 @@ def test_an_allocation_whose_context_stays_is_freed_at_once(machine: Any, nth: i
             assert pool.statistics().used == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.simulated_only("a context that stays current")
+def test_a_miss_of_a_cache_whose_context_is_not_restored(machine: Any) -> None:
+    """The cache has the block; the next allocation takes it."""
+    faults: Any = Faults(machine)
+    device = sa.Device(0, driver=faults)
+    with sa.MemoryPool(device) as pool, sa.CachingAllocator(pool) as cache:
+        cache.allocate(64, device.default_stream).free()
+        faults.fail("cuCtxPopCurrent", result="CUDA_ERROR_UNKNOWN")
+        with pytest.raises(sa.CudaError, match="cuCtxPopCurrent"):
+            cache.allocate(MiB, device.default_stream)
+        faults.stop()
+        machine.cuCtxPopCurrent()
+        assert cache.statistics().cached >= MiB
+        misses = cache.statistics().misses
+        with cache.allocate(MiB, device.default_stream):
+            assert cache.statistics().misses == misses
+        cache.trim()
+        assert pool.statistics().used == 0
