@@ -72,10 +72,12 @@ class _Block:
     stream: TrackedStream
     previous: list[Range]
     """Earlier owners of its addresses that other streams have used."""
+    is_fresh: bool
+    """Whether nothing has used it."""
     first: Use | None = None
-    wrote: Use | None = None
-    last: Use | None = None
-    """First use, latest certain write and latest use by its own stream."""
+    wrote: tuple[Use, int] | None = None
+    last: tuple[Use, int] | None = None
+    """First use, and latest certain write and latest use by its own stream with their addresses."""
     seen: Use | None = None
     range: Range | None = None
     """Record of all uses, once another stream has used it."""
@@ -97,6 +99,8 @@ class Blocks:
         """Streams by handle: the program may have destroyed one before its uses are judged."""
         self._gone = AddressMap(state.notes)
         """Freed blocks that other streams have used."""
+        self._known_from = 0
+        """Time from which uses by one stream alone are known, too."""
         self._uses: list[Use] = []
         self._later: list[Event] = []
         self.log = self._uses.append
@@ -121,6 +125,7 @@ class Blocks:
         else:
             for act in acts:
                 self._happened_unused(act)
+            self._known_from = upto
 
     def _several(self, uses: list[Use], acts: list[Event]) -> bool:
         """Whether more than one stream has used or owned memory; otherwise all is in order."""
@@ -174,7 +179,8 @@ class Blocks:
             previous = [one for one in self._gone.overlapping(event.address, end) if one.ended is not None]
             for one in previous:
                 self._gone.remove(one.base)
-            found = self._live[event.address] = _Block(event, self._stream(event.stream), previous)
+            is_fresh = event.time > self._known_from
+            found = self._live[event.address] = _Block(event, self._stream(event.stream), previous, is_fresh)
         return found if found is not None and address < found.end else None
 
     def _used(self, use: Use) -> None:
@@ -183,31 +189,37 @@ class Blocks:
             if block is None or block.seen is use:
                 continue  # one call uses a block once: its write counts
             block.seen = use
-            if block.first is None:
-                block.first = use
+            if block.is_fresh:
+                block.is_fresh, block.first = False, use
                 if block.previous:
                     self._is_given_again(block, use)
-            if block.range is None and use.stream is block.stream and block.first.stream is use.stream:
-                block.last = use
+            if block.range is None and use.stream is block.stream:
+                block.last = use, address
                 if address in use.written:
-                    block.wrote = use
+                    block.wrote = block.last
             elif block.range is None or block.range.ended is None:
                 self._judge(block, use, address)
 
     def _judge(self, block: _Block, use: Use, address: int) -> None:
         """Compare a use with the earlier ones by other streams."""
-        judge = self._state.judge
         if block.range is None:
             event = block.event
             block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=event.place())
-            whole = ((block.range, block.range.base, block.range.end),)
-            own = {id(one): one for one in (block.first, block.wrote, block.last) if one is not None}
+            own = {id(one[0]): one for one in (block.wrote, block.last) if one is not None}
+            if block.first is not None:
+                own.pop(id(block.first), None)
+                whole = ((block.range, block.range.base, block.range.end),)
+                self._state.judge.use(whole, block.first.access(write=True), Clock(block.first.clock))
             for one in own.values():
-                judge.use(whole, one.access(one is block.first or one is block.wrote), Clock(one.clock))
+                self._compare(block.range, *one)
             if use is block.first:
                 return
-        high = min(address + (use.nbytes or _WORD), block.end)
-        judge.use(((block.range, address, high),), use.access(address in use.written), Clock(use.clock))
+        self._compare(block.range, use, address)
+
+    def _compare(self, range_: Range, use: Use, address: int) -> None:
+        high = min(address + (use.nbytes or _WORD), range_.end)
+        access = use.access(address in use.written)
+        self._state.judge.use(((range_, address, high),), access, Clock(use.clock))
 
     def _is_given_again(self, block: _Block, use: Use) -> None:
         """Report uses of the block's earlier owners that may not be over when the first use of the next one runs."""

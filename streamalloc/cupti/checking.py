@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from time import time_ns
 from typing import Any
@@ -118,13 +120,19 @@ class Check:
             self._recorder.show_at_once(None)
         with contextlib.ExitStack() as undo:
             if at_once:
-                undo.callback(self._recorder.show_rest)
+                undo.callback(self._show_rest)
             undo.callback(self._recorder.close)
             undo.enter_context(self._libraries.followed())
             undo.callback(self.merge)
             self._subscription.open()
             undo.callback(self._subscription.close)
             yield self
+
+    def _show_rest(self) -> None:
+        self._recorder.show_rest()
+        if self.error is not None:
+            text = "".join(traceback.format_exception(self.error))
+            print(f"streamalloc check: not checked: all that came after this error:\n{text}", file=sys.stderr)
 
     def merge(self) -> None:
         """Judge the logged uses with the blocks of the libraries that the program has imported."""
@@ -143,9 +151,9 @@ class Check:
         self._seen.saw(call)
         if call.function in _MAKE_SEGMENTS:
             self._has_new_segments = True
-        elif self._has_new_segments and call.function.startswith(_USES):
-            # Their blocks are judged, not the bytes of the whole. No library uses memory while it has its allocator's
-            # lock, which its history needs.
+        elif (self._has_new_segments or len(self._blocks) > _MOST_LOGGED) and call.function.startswith(_USES):
+            # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
+            # lock of its allocator, which its history needs.
             self._has_new_segments = False
             self.merge()
         if call.function in LAUNCHES:
@@ -160,8 +168,6 @@ class Check:
             self._recorder.feed_kernel(
                 CallingThread(call.thread, call.context, place), call.args[1], what, addresses, runs
             )
-            if len(self._blocks) > _MOST_LOGGED:
-                self.merge()
             return
         if call.function in _UNLOADS:
             self._subscription.kernels.forget()

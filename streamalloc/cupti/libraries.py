@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
 from time import time_ns
 from types import CodeType, ModuleType
 from typing import Any
@@ -45,6 +47,8 @@ class Libraries:
         for name, follow in found.items():
             if name in sys.modules:
                 follow(sys.modules[name])
+        if "torch" not in sys.modules:
+            _let_allocate_without_a_lock()
         sys.meta_path.insert(0, finder)
         try:
             yield self
@@ -121,6 +125,24 @@ class Libraries:
                 add(event(FREED, given["mem_ptr"], given["mem_size"]))
 
         self._open.enter_context(Hook())
+
+
+def _let_allocate_without_a_lock() -> None:
+    """Have PyTorch release the lock of its allocator while it calls ``cudaMalloc``.
+
+    The callback of that call waits for Python's lock. Its owner may wait for the allocator's, to drop a tensor.
+    """
+    try:
+        older = tuple(map(int, version("torch").split(".")[:2])) < (2, 9)
+    except (PackageNotFoundError, ValueError):
+        return
+    variable = "PYTORCH_CUDA_ALLOC_CONF" if older or "PYTORCH_CUDA_ALLOC_CONF" in os.environ else "PYTORCH_ALLOC_CONF"
+    settings = [one for one in os.environ.get(variable, "").split(",") if one]
+    if not any(one.startswith(_UNLOCKED) for one in settings):
+        os.environ[variable] = ",".join([*settings, f"{_UNLOCKED}:True"])
+
+
+_UNLOCKED = "release_lock_on_cudamalloc"
 
 
 class _Finder(MetaPathFinder):

@@ -207,3 +207,35 @@ def test_leaks_are_not_reported(checked: Any, shown: Any) -> None:
     assert check.hazards == []
     with sa.Device(0, driver=shown).current():
         shown.cuMemFree(leaked[0])
+
+
+def early(s: Scene, ordered: bool) -> None:
+    """An event is recorded before the work that it should stand for."""
+    tensor = s.torch.empty(s.first)
+    s.fill(tensor, s.first)
+    s.driver.cuCtxSynchronize()
+    if not ordered:
+        s.driver.cuEventRecord(s.event, s.side)
+    s.fill(tensor, s.side, 2)
+    if ordered:
+        s.driver.cuEventRecord(s.event, s.side)
+    s.driver.cuStreamWaitEvent(s.first, s.event, 0)
+    other = s.torch.empty(s.side)  # a new segment: the history is read in between
+    s.read(tensor, s.first)
+    s.fill(other, s.side)
+
+
+def parts(s: Scene, ordered: bool) -> None:
+    """Two streams write parts of a block that an earlier stream has made."""
+    tensor = s.torch.empty(s.first)
+    s.fill(tensor, s.first)
+    s.driver.cuCtxSynchronize()
+    s.torch.empty(s.side)
+    for part, stream in enumerate((s.first, s.side)):
+        s.driver.cuMemsetD8Async(tensor + part * 4096 * ordered, part, 4096, stream)
+
+
+@pytest.mark.parametrize("scene", [early, parts])
+def test_what_lies_before_a_reading_of_the_history_counts(checked: Any, scene: Any) -> None:
+    assert [one.kind for one in checked(scene, False).hazards] == ["race"]
+    assert checked(scene, True).hazards == []

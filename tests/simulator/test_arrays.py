@@ -115,6 +115,7 @@ def test_lines(arrays: Arrays) -> None:
     value(raw.cuMemcpyDtoH(back, memory, 32))
     assert np.array_equal(back[:32], data[4:36])
     value(raw.cuMemcpyDtoA(one, 60, memory, 4))
+    arrays.rig.synchronize()  # the copy is queued on the legacy default stream
     value(raw.cuMemcpyAtoHAsync(back, one, 56, 8, arrays.stream))
     arrays.rig.synchronize()
     assert list(back[:8]) == [*data[56:60], *data[4:8]]
