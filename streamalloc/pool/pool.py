@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -11,10 +11,8 @@ from streamalloc.core.errors import (
     ClosedError,
     CudaError,
     OutOfMemoryError,
-    PeerAccessError,
     PendingFreesWarning,
     error_from,
-    refused,
     size_text,
     undoing,
     warn,
@@ -46,7 +44,6 @@ from streamalloc.core.internal import (
 )
 from streamalloc.core.properties import (
     MemAccess,
-    MemAccessDesc,
     MemAllocationType,
     MemHandleType,
     MemLocation,
@@ -55,10 +52,11 @@ from streamalloc.core.properties import (
     size_of,
 )
 from streamalloc.core.resource import Closes, Leaves, Shareable, made_for_sharing
-from streamalloc.core.session import Session, members, session_of
+from streamalloc.core.session import Session, members
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Drawn, Row, gauge, place
+from streamalloc.pool.access import GrantsAccess
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.ending import PoolCache, PoolEnd, pools_of
 from streamalloc.pool.properties import MemPoolProps
@@ -79,7 +77,7 @@ POOL_STEP = 32 << 20
 """Bytes by which a pool of driver 580 grows on its device. ``trim`` uses it to detect pending frees."""
 
 
-class MemoryPool(Allocator, Closes, Shareable, Drawn):
+class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
     """A pool of stream-ordered memory (``cuMemPoolCreate``).
 
     Closing or dropping the object destroys a pool that was made here. Live allocations stay usable, and the driver
@@ -129,7 +127,7 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         Device, driver or bindings cannot make such a pool; the message says what is needed.
     """
 
-    __slots__ = ("_closed", "_end", "_owner", "allocation_type", "name", "on_oom", "properties")
+    __slots__ = ("_end", "_owner", "allocation_type", "name", "on_oom", "properties")
 
     _owner: object
     """Object of other code that owns the pool; unset or None without one."""
@@ -164,15 +162,8 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         initial_size = size_of("initial_size", initial_size)
         if release_threshold is not None:
             release_threshold = size_of("release_threshold", release_threshold)
-        if isinstance(where, MemPoolProps):
-            if max_size or handle_types:
-                raise ValueError("max_size and handle_types are fields of MemPoolProps: set them there")
-            properties = where
-        else:
-            location = location_of("where", where, "a Device, MemLocation or MemPoolProps")
-            limit = _limit_of(location, max_size, session_for(where, driver))
-            properties = MemPoolProps(location=location, max_size=limit, handle_types=handle_types)
         session = session_for(where, driver)
+        properties = _properties_of(where, max_size, handle_types, session)
         check_location(session, properties.location)
         work(session)
         struct = properties.to_driver()
@@ -361,15 +352,6 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         """The pool's attributes, live: read and assign."""
         return PoolAttributes(self)
 
-    def _checked_raw(self) -> Any:
-        if self._closed:
-            raise ClosedError(f"{self!r} was closed")
-        return self._raw
-
-    def _call(self, name: str, *args: Any, hint: str = "") -> Any:
-        """A driver call whose first argument is this pool."""
-        return self._session.call(name, self._checked_raw(), *args, hint=hint)
-
     def statistics(self) -> PoolStatistics:
         """Return bytes reserved and used, now and at most since the last reset (``cuMemPoolGetAttribute``).
 
@@ -388,25 +370,6 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         """Set both high-water marks to the present figures (``cuMemPoolSetAttribute``)."""
         for peak in (PoolAttributes.reserved_mem_high, PoolAttributes.used_mem_high):
             self.attributes._set(peak, cuda.cuuint64_t(0))
-
-    @property
-    def peers(self) -> frozenset[Device]:
-        """Further devices that have access to the pool's memory (``cuMemPoolGetAccess``).
-
-        Assign devices to grant them access and to revoke that of others (``cuMemPoolSetAccess``), as
-        :meth:`set_access` does, with its errors.
-        """
-        others = (one for one in Device.all(self._session.driver) if one.location != self.location)
-        return frozenset(one for one in others if self.access(one) is not MemAccess.NONE)
-
-    @peers.setter
-    def peers(self, devices: Iterable[Device | int]) -> None:
-        before, driver = self.peers, self._session.driver
-        wanted = {Device(one, driver=driver) if isinstance(one, int) else one for one in devices}
-        wanted = {one for one in wanted if _location_for(self, one, check_peer=False) != self.location}
-        for several, access in ((wanted - before, MemAccess.READWRITE), (before - wanted, MemAccess.NONE)):
-            if several:
-                self.set_access(several, access)
 
     def trim(self, keep: int | str = 0) -> int:
         """Release unused memory, down to ``keep`` bytes (``cuMemPoolTrimTo``). Returns the number of bytes released.
@@ -428,46 +391,6 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
             )
             warn(text, PendingFreesWarning)
         return max(int(before - after), 0)
-
-    def set_access(
-        self, who: Device | MemLocation | int | Iterable[Device | MemLocation | int], access: MemAccess
-    ) -> None:
-        """Grant or revoke access of devices to all allocations of the pool, past and future (``cuMemPoolSetAccess``).
-
-        Parameters
-        ----------
-        who
-            One or several devices, their ordinals, or locations. The peer access of each device is checked first.
-        access
-            READWRITE or NONE; drivers refuse READ for pools.
-
-        Raises
-        ------
-        PeerAccessError
-            A device cannot reach the memory of the pool's device.
-        NotSupportedError
-            The driver does not grant this access: READ, or the host on device memory.
-        """
-        self._checked_raw()
-        checked_type("access", access, MemAccess)
-        several = [who] if isinstance(who, (Device, MemLocation, int)) else list(who)
-        descriptors = [MemAccessDesc(_location_for(self, one), access).to_driver() for one in several]
-        why = "pools grant READWRITE or NONE, to the host in host memory only, and the owner's access stays"
-        self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
-
-    def access(self, who: Device | MemLocation | int) -> MemAccess:
-        """Permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``)."""
-        self._checked_raw()
-        location = _location_for(self, who, check_peer=False)
-        return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))
-
-    def _reachable_from(self, device: Device) -> bool:
-        if self.managed or self.location == device.location:
-            return True
-        # The handle of a closed pool is valid while buffers of it live.
-        with self._session.relaxed():
-            flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
-        return MemAccess(int(flags)) is not MemAccess.NONE
 
     @property
     def managed(self) -> bool:
@@ -563,21 +486,6 @@ class MemoryPool(Allocator, Closes, Shareable, Drawn):
         yield "memory of", place(self.location)
         yield "handle", f"{int(self._raw):#x}"
         yield from ((name.replace("_", " "), gauge(value, now.reserved_high)) for name, value in now._asdict().items())
-
-
-def _location_for(pool: MemoryPool, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
-    """The location of an argument of access to a pool."""
-    session, own = session_of(pool), pool.location
-    location = location_of("who", who)
-    if isinstance(who, Device) and who.driver is not session.driver:
-        raise ValueError(f"{who!r} belongs to another driver than {pool!r}")
-    check_location(session, location)
-    if check_peer and location.type is own.type is MemLocationType.DEVICE:
-        peer = Device(location.id, driver=session.driver)
-        if not peer.can_access(Device(own.id, driver=session.driver)):
-            why = f"device {location.id} cannot reach the memory of device {own.id}"
-            raise refused(PeerAccessError, "cuMemPoolSetAccess", f"{why} (cuDeviceCanAccessPeer)")
-    return location
 
 
 class MadeCurrent(Leaves):
@@ -708,6 +616,20 @@ def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocatio
         kind = pool.attributes.allocation_type
         return MemLocation(pool.attributes.location_type, pool.attributes.location_id), kind
     return location_of_pool(session, raw, on_host, kind), kind
+
+
+def _properties_of(
+    where: Device | MemLocation | MemPoolProps | int,
+    max_size: float | str,
+    handle_types: MemHandleType,
+    session: Session,
+) -> MemPoolProps:
+    if isinstance(where, MemPoolProps):
+        if max_size or handle_types:
+            raise ValueError("max_size and handle_types are fields of MemPoolProps: set them there")
+        return where
+    location = location_of("where", where, "a Device, MemLocation or MemPoolProps")
+    return MemPoolProps(location=location, max_size=_limit_of(location, max_size, session), handle_types=handle_types)
 
 
 def _limit_of(location: MemLocation, max_size: float | str, session: Session) -> int:

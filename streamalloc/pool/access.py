@@ -1,0 +1,100 @@
+"""Access of devices and of the host to the memory of pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from streamalloc.core.errors import ClosedError, PeerAccessError, refused
+from streamalloc.core.internal import Allocator, Device, check_location, location_of
+from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_type
+
+
+class GrantsAccess(Allocator):
+    """A pool as far as access to its memory goes; :class:`MemoryPool` is one."""
+
+    __slots__ = ("_closed",)
+
+    _closed: bool
+
+    def _checked_raw(self) -> Any:
+        if self._closed:
+            raise ClosedError(f"{self!r} was closed")
+        return self._raw
+
+    def _call(self, name: str, *args: Any, hint: str = "") -> Any:
+        """A driver call whose first argument is this pool."""
+        return self._session.call(name, self._checked_raw(), *args, hint=hint)
+
+    @property
+    def peers(self) -> frozenset[Device]:
+        """Further devices that have access to the pool's memory (``cuMemPoolGetAccess``).
+
+        Assign devices to grant them access and to revoke that of others (``cuMemPoolSetAccess``), as
+        :meth:`set_access` does, with its errors.
+        """
+        others = (one for one in Device.all(self._session.driver) if one.location != self.location)
+        return frozenset(one for one in others if self.access(one) is not MemAccess.NONE)
+
+    @peers.setter
+    def peers(self, devices: Iterable[Device | int]) -> None:
+        before, driver = self.peers, self._session.driver
+        wanted = {Device(one, driver=driver) if isinstance(one, int) else one for one in devices}
+        wanted = {one for one in wanted if self._location_of(one, check_peer=False) != self.location}
+        for several, access in ((wanted - before, MemAccess.READWRITE), (before - wanted, MemAccess.NONE)):
+            if several:
+                self.set_access(several, access)
+
+    def set_access(
+        self, who: Device | MemLocation | int | Iterable[Device | MemLocation | int], access: MemAccess
+    ) -> None:
+        """Grant or revoke access of devices to all allocations of the pool, past and future (``cuMemPoolSetAccess``).
+
+        Parameters
+        ----------
+        who
+            One or several devices, their ordinals, or locations. The peer access of each device is checked first.
+        access
+            READWRITE or NONE; drivers refuse READ for pools.
+
+        Raises
+        ------
+        PeerAccessError
+            A device cannot reach the memory of the pool's device.
+        NotSupportedError
+            The driver does not grant this access: READ, or the host on device memory.
+        """
+        self._checked_raw()
+        checked_type("access", access, MemAccess)
+        several = [who] if isinstance(who, (Device, MemLocation, int)) else list(who)
+        descriptors = [MemAccessDesc(self._location_of(one), access).to_driver() for one in several]
+        why = "pools grant READWRITE or NONE, to the host in host memory only, and the owner's access stays"
+        self._call("cuMemPoolSetAccess", descriptors, len(descriptors), hint=f"access={access.name}: {why}")
+
+    def access(self, who: Device | MemLocation | int) -> MemAccess:
+        """Permission of a device or the host to use the pool's memory (``cuMemPoolGetAccess``)."""
+        self._checked_raw()
+        location = self._location_of(who, check_peer=False)
+        return MemAccess(int(self._call("cuMemPoolGetAccess", location.to_driver())))
+
+    def _reachable_from(self, device: Device) -> bool:
+        if self.managed or self.location == device.location:
+            return True
+        # The handle of a closed pool is valid while buffers of it live.
+        with self._session.relaxed():
+            flags = self._session.call("cuMemPoolGetAccess", self._raw, device.location.to_driver())
+        return MemAccess(int(flags)) is not MemAccess.NONE
+
+    def _location_of(self, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
+        """The location of an argument of access to a pool."""
+        session, own = self._session, self.location
+        location = location_of("who", who)
+        if isinstance(who, Device) and who.driver is not session.driver:
+            raise ValueError(f"{who!r} belongs to another driver than {self!r}")
+        check_location(session, location)
+        if check_peer and location.type is own.type is MemLocationType.DEVICE:
+            peer = Device(location.id, driver=session.driver)
+            if not peer.can_access(Device(own.id, driver=session.driver)):
+                why = f"device {location.id} cannot reach the memory of device {own.id}"
+                raise refused(PeerAccessError, "cuMemPoolSetAccess", f"{why} (cuDeviceCanAccessPeer)")
+        return location
