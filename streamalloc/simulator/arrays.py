@@ -62,8 +62,19 @@ class ArrayLayout:
 
     @property
     def required(self) -> int:
-        """Bytes of memory to map for an array of deferred mapping (observed on H200: test_sparse_arrays)."""
-        return round_up(self.size, TILE_SIZE)
+        """Bytes of memory to map for an array of deferred mapping (observed on H200: test_sparse_arrays).
+
+        Rows are multiples of 64 bytes. They lie in blocks of 8, of up to 16 such blocks in a plane, and in a volume of
+        up to 16 planes; both numbers are powers of two.
+        """
+        total = 0
+        for level in range(self.levels):
+            width, height, depth = self.extent_of(level)
+            rows, most = -(-height // 8), 1 if self.solid else 16
+            rows = round_up(rows, min(most, 1 << (rows - 1).bit_length()))
+            planes = round_up(depth, min(16, 1 << (depth - 1).bit_length()))
+            total += round_up(width * self.element, 64) * 8 * rows * planes
+        return round_up(total * max(self.layers, 1), TILE_SIZE)
 
     def start_of(self, level: int) -> int:
         """Bytes of an ordinary array before a level."""

@@ -376,7 +376,7 @@ class PhysicalMemory(GenericAllocation):
             gets its own handle (``cuMemImportFromShareableHandle``), which it releases. An :class:`Fd` is closed by
             this call, even if it fails; a descriptor given as a number stays open. A fabric handle is a
             :class:`MemFabricHandle`, its bytes, or a ``CUmemFabricHandle``. Or a ``CUmemGenericAllocationHandle`` of
-            this process, which needs an ``owner``.
+            this process, which needs an ``owner``, and must not be released meanwhile: driver 580 may crash on it.
         nbytes
             Size in bytes. It is checked by a mapping at a new address, as the driver maps memory as a whole only.
             None: the driver is asked for the size, by an attempt for each multiple of the granularity.

@@ -175,12 +175,26 @@ class TestDeferredMapping:
     """Arrays that are mapped as a whole."""
 
     def test_requirements(self, arrays: Arrays) -> None:
-        sizes = {(100, 100): TILE, (1024, 1024): 4 << 20, (4096, 4096): 64 << 20, (64, 64, 64): 1 << 20, (999, 0): TILE}
-        for extent, size in sizes.items():
-            found = value(arrays.raw.cuArrayGetMemoryRequirements(arrays.array(*extent, flags=DEFERRED), 0))
-            assert (found.size, found.alignment) == (size, TILE)
-        mipmap = arrays.mipmap(4, 1024, 1024, flags=DEFERRED)
-        assert value(arrays.raw.cuMipmappedArrayGetMemoryRequirements(mipmap, 0)).size == 5570560
+        planes = {(100, 100): 1, (1024, 1024): 64, (4096, 4096): 1024, (1000, 0): 1, (4000, 100): 32, (4000, 129): 63}
+        planes |= {(4000, 768): 188}
+        volumes = {(64, 64, 64): 16, (33, 33, 5): 1, (33, 33, 33): 6, (64, 64, 33): 12, (100, 100, 16): 12}
+        wanted = [(extent, DEFERRED, tiles) for extent, tiles in (planes | volumes).items()]
+        wanted += [((256, 256, 3), DEFERRED | LAYERED, 12), ((100, 100, 5), DEFERRED | LAYERED, 5)]
+        for extent, flags, tiles in wanted:
+            found = value(arrays.raw.cuArrayGetMemoryRequirements(arrays.array(*extent, flags=flags), 0))
+            assert (extent, found.size, found.alignment) == (extent, tiles * TILE, TILE)
+        bytes_ = {(65, 768): 2, (200, 768): 3, (257, 129): 2, (257, 1000): 5, (1025, 100): 3, (1025, 1000): 17}
+        for extent, tiles in bytes_.items():
+            found = value(arrays.raw.cuArrayGetMemoryRequirements(arrays.array(*extent, flags=DEFERRED, channels=1), 0))
+            assert (extent, found.size) == (extent, tiles * TILE)
+        for levels, extent, tiles in (
+            (4, (1024, 1024), 85),
+            (1, (256, 200), 4),
+            (3, (256, 200), 6),
+            (9, (256, 200), 6),
+        ):
+            mipmap = arrays.mipmap(levels, *extent, flags=DEFERRED)
+            assert value(arrays.raw.cuMipmappedArrayGetMemoryRequirements(mipmap, 0)).size == tiles * TILE
         assert said(arrays.raw.cuArrayGetSparseProperties(arrays.array(100, 100, flags=DEFERRED))) == "INVALID_VALUE"
 
     def test_mapping(self, arrays: Arrays) -> None:
