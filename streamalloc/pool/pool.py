@@ -605,16 +605,16 @@ def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool
 
 def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocationType]:
     """Return location and kind of a pool, as the driver tells them; the location is None if it does not."""
-    pool = MemoryPool.__new__(MemoryPool)
-    pool._session, pool._raw, pool._closed = session, raw, False
+    made = MemoryPool.__new__(MemoryPool)
+    made._session, made._raw, made._closed = session, raw, False
     # First: driver 580 answers the other call for destroyed pools as well, or crashes.
     hint = "the pool was destroyed, is of another process, or was imported: see ipc.ImportedPool.from_handle"
     session.call("cuMemPoolGetAttribute", raw, _FIGURES[0], hint=hint)
     access = session.call("cuMemPoolGetAccess", raw, MemLocation.host().to_driver())
     on_host, kind = int(access) != MemAccess.NONE, MemAllocationType.PINNED
     with contextlib.suppress(CudaError):  # neither all bindings nor all drivers have these attributes
-        kind = pool.attributes.allocation_type
-        return MemLocation(pool.attributes.location_type, pool.attributes.location_id), kind
+        kind = made.attributes.allocation_type
+        return MemLocation(made.attributes.location_type, made.attributes.location_id), kind
     return location_of_pool(session, raw, on_host, kind), kind
 
 

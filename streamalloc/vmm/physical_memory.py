@@ -400,8 +400,8 @@ class PhysicalMemory(GenericAllocation):
                 raise TypeError(f"owner is missing: who releases {handle!r}? An object, None, or {THIS!r}")
             memory = cls._of_raw(session, handle, owner)
         else:
-            if owner is not _UNSAID:
-                raise TypeError("owner is for a CUmemGenericAllocationHandle: an import has a handle of its own")
+            if owner is not _UNSAID and not is_ours(owner):
+                raise TypeError(f"owner={owner!r} is for a CUmemGenericAllocationHandle: an import has its own handle")
             if isinstance(handle, cuda.CUmemFabricHandle):
                 handle = MemFabricHandle(handle)
             try:

@@ -418,7 +418,7 @@ class TestRefused:
             handle = cuda.CUmemGenericAllocationHandle(memory.handle)
             with pytest.raises(TypeError, match="owner is missing"):
                 vmm.PhysicalMemory.from_handle(handle, driver=device.driver)
-            with pytest.raises(TypeError, match="an import has a handle of its own"):
+            with pytest.raises(TypeError, match="an import has its own handle"):
                 vmm.PhysicalMemory.from_handle(memory.export(), owner=None, driver=device.driver)
             assert vmm.PhysicalMemory.from_handle(handle, owner=memory, driver=device.driver).nbytes == PAGE
         default = device.driver.cuDeviceGetDefaultMemPool(0)[1]

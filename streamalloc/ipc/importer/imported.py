@@ -176,11 +176,11 @@ class ImportedPool(Foreign, Closes):
         imports.release_ended()
         try:
             with imports.lock:  # until the object uses the pool, another thread's import would destroy it
-                pool = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
-                place = location_of_pool(session, pool._raw, False, MemAllocationType.PINNED)
+                found = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
+                place = location_of_pool(session, found._raw, False, MemAllocationType.PINNED)
                 if place is None:
                     raise ValueError(f"handle={handle!r} is of a pool of host memory, or of a device not visible here")
-                return cls(pool, Device(place.id, driver=session.driver))
+                return cls(found, Device(place.id, driver=session.driver))
         finally:
             if isinstance(handle, Fd):
                 handle.close()
