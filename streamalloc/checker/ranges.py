@@ -330,6 +330,9 @@ class AddressMap:
             self._most = max(_MANY_RANGES, 2 * len(self._at))
         self._insert(made)
 
+    def __len__(self) -> int:
+        return len(self._at)
+
     def _insert(self, made: Range) -> None:
         self._at[made.base] = made
         for bases in (self._bases, self._whole):

@@ -129,6 +129,8 @@ class Blocks:
 
     def _several(self, uses: list[Use], acts: list[Event]) -> bool:
         """Whether more than one stream has used or owned memory; otherwise all is in order."""
+        if len(self._gone) or any(isinstance(one, _Block) and one.range for one in self._live.values()):
+            return True
         owners = {one.stream for one in acts}
         owners |= {one.stream if isinstance(one, Event) else one.stream.handle for one in self._live.values()}
         return len({one.stream for one in uses} | {self._stream(one) for one in owners}) > 1

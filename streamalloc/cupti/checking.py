@@ -23,7 +23,7 @@ from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Subscription
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import Stack, cuda
 from streamalloc.driver.wrappers import Call
 
 _MOST_LOGGED = 20_000
@@ -169,12 +169,23 @@ class Check:
                 CallingThread(call.thread, call.context, place), call.args[1], what, addresses, runs
             )
             return
+        if call.function.startswith("cuMemset"):
+            self._is_initialised(call.args[0], call.place)
         if call.function in _UNLOADS:
             self._subscription.kernels.forget()
         try:
             self._recorder.feed(Call(call.function, call.args, call.answer, call.thread), call.context, call.place)
         except REFUSED:  # arguments of C that the bindings do not have, such as no pointer for an answer
             self._recorder.state.notes.add("calls", call.function, call.place)
+
+    def _is_initialised(self, address: int, place: Stack) -> None:
+        """Leave memory to the library that has allocated it and fills it, both for one line of the program: no line of
+        the program could order its uses. cuDNN does so, on a stream of its own.
+        """
+        addresses = self._recorder.state.addresses
+        found = addresses.find(address)
+        if found is not None and found.kind == "device memory" and found.stack == place:
+            addresses.divide(found)
 
     def _used(self, access: Access, piece: Piece, stream: TrackedStream, is_kernel: bool) -> None:
         _, low, high = piece

@@ -197,6 +197,24 @@ def test_frees_of_pools_are_checked_too(checked: Any) -> None:
     assert [one.kind for one in checked(scene, False).hazards] == ["free racing a use"]
 
 
+def test_memory_that_a_library_fills_for_itself_is_left_to_it(checked: Any) -> None:
+    """It allocates and fills for one line of the program."""
+
+    def scene(s: Scene, own: bool) -> None:
+        memory = 0
+        for name in ("cuMemAlloc", "cuMemsetD8Async"):
+            args = (MiB,) if not memory else (memory, 0, MiB, s.side)
+            by_hand = s.driver.cuMemsetD8Async if memory and not own else getattr(s.driver, name)
+            answer = by_hand(*args) if by_hand is not s.driver.cuMemAlloc or own else s.driver.cuMemAlloc(MiB)
+            memory = memory or int(answer[1])
+        s.read(memory, s.first)
+        s.driver.cuCtxSynchronize()
+        s.driver.cuMemFree(memory)
+
+    assert [one.kind for one in checked(scene, False).hazards] == ["race"]
+    assert checked(scene, True).hazards == []
+
+
 def test_leaks_are_not_reported(checked: Any, shown: Any) -> None:
     leaked: list[Any] = []
 
@@ -235,7 +253,20 @@ def parts(s: Scene, ordered: bool) -> None:
         s.driver.cuMemsetD8Async(tensor + part * 4096 * ordered, part, 4096, stream)
 
 
-@pytest.mark.parametrize("scene", [early, parts])
+def late(s: Scene, ordered: bool) -> None:
+    """The history is read between a use on a side stream and one on the block's own stream."""
+    tensor = s.torch.empty(s.first)
+    s.fill(tensor, s.first)
+    s.driver.cuCtxSynchronize()
+    s.fill(tensor, s.side, 2)
+    if ordered:
+        s.order(s.side, s.first)
+    s.fill(s.torch.empty(s.side), s.side)
+    s.driver.cuMemsetD8Async(s.pinned, 0, 16, s.first)
+    s.read(tensor, s.first)
+
+
+@pytest.mark.parametrize("scene", [early, late, parts])
 def test_what_lies_before_a_reading_of_the_history_counts(checked: Any, scene: Any) -> None:
     assert [one.kind for one in checked(scene, False).hazards] == ["race"]
     assert checked(scene, True).hazards == []
