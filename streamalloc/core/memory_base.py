@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from streamalloc.core.device import Device, check_location, location_of
 from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
@@ -164,6 +164,8 @@ class MemoryBase(Shareable, Shown, abc.ABC):
             f"grant it access: pool.set_access(device, MemAccess.READWRITE)"
         )
 
+
+Where: TypeAlias = "Device | MemLocation"
 
 _PROCESSOR = (MemAdvise.SET_ACCESSED_BY, MemAdvise.UNSET_ACCESSED_BY)
 _WITH_LOCATION = (MemAdvise.SET_PREFERRED_LOCATION, *_PROCESSOR)
@@ -331,7 +333,7 @@ class Migrating(MemoryBase):
         ordered._in_context(self._session.call, name, *args, ordered._checked_raw())
 
 
-def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: Device | MemLocation) -> None:
+def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: Where | Sequence[Where]) -> None:
     """Migrate several managed memories in one call (``cuMemPrefetchBatchAsync``), as :meth:`Memory.prefetch` does.
 
     Parameters
@@ -341,12 +343,12 @@ def prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: 
     memories
         The managed memories, at least one.
     location
-        As for :meth:`Memory.prefetch`.
+        As for :meth:`Memory.prefetch`; one for all, or a sequence with one for each.
 
     Raises
     ------
     TypeError, ValueError
-        A memory is not managed, there is none, or they are of several drivers.
+        A memory is not managed, there is none, they are of several drivers, or there are more or fewer locations.
     """
     _queue_batch("cuMemPrefetchBatchAsync", stream, memories, location)
 
@@ -358,13 +360,15 @@ def discard_batch(stream: StreamLike, memories: Sequence[Migrating]) -> None:
     _queue_batch("cuMemDiscardBatchAsync", stream, memories, None)
 
 
-def discard_prefetch_batch(stream: StreamLike, memories: Sequence[Migrating], location: Device | MemLocation) -> None:
+def discard_prefetch_batch(
+    stream: StreamLike, memories: Sequence[Migrating], location: Where | Sequence[Where]
+) -> None:
     """:func:`discard_batch` and :func:`prefetch_batch` in one call (``cuMemDiscardAndPrefetchBatchAsync``)."""
     _queue_batch("cuMemDiscardAndPrefetchBatchAsync", stream, memories, location)
 
 
 def _queue_batch(
-    call: str, stream: StreamLike, memories: Sequence[Migrating], location: Device | MemLocation | None
+    call: str, stream: StreamLike, memories: Sequence[Migrating], location: Where | Sequence[Where] | None
 ) -> None:
     if not memories:
         raise ValueError("memories is empty: a batch has at least one")
@@ -377,10 +381,15 @@ def _queue_batch(
         raise ValueError("memories are of several drivers: a batch is of one")
     ordered = as_stream(stream, session)
     refuse_legacy(ordered, call)
-    places: tuple[Any, ...] = ()
-    if location is not None:
-        places = [memories[0]._known("location", location).to_driver()], [0], 1
     filled = [one for one in memories if one.nbytes]
+    places: tuple[Any, ...] = ()
+    if isinstance(location, Sequence):
+        if len(location) != len(memories):
+            raise ValueError(f"{len(location)} locations for {len(memories)} memories")
+        known = [one._known("location", place) for one, place in zip(memories, location, strict=True) if one.nbytes]
+        places = [one.to_driver() for one in known], list(range(len(known))), len(known)
+    elif location is not None:
+        places = [memories[0]._known("location", location).to_driver()], [0], 1
     pointers, sizes = [cuda.CUdeviceptr(one._at) for one in filled], [one.nbytes for one in filled]
     if filled:
         ordered._in_context(session.call, call, pointers, sizes, len(filled), *places, 0, ordered._checked_raw())

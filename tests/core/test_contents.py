@@ -130,6 +130,11 @@ class TestManaged:
     def test_batches(self, device: sa.Device, stream: sa.Stream, memories: list[sa.Buffer]) -> None:
         sa.prefetch_batch(stream, memories, device)
         assert [one.range_attributes().last_prefetch_location for one in memories] == [device.location] * 2
+        sa.prefetch_batch(stream, memories, [sa.MemLocation.host(), device])
+        found = [one.range_attributes().last_prefetch_location for one in memories]
+        assert found == [sa.MemLocation.host(), device.location]
+        with pytest.raises(ValueError, match="1 locations for 2 memories"):
+            sa.prefetch_batch(stream, memories, [device])
         sa.discard_prefetch_batch(stream, memories, sa.MemLocation.host())
         sa.discard_batch(stream, memories)
         stream.synchronize()
