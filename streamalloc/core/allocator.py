@@ -104,12 +104,7 @@ class Allocator(Unique):
             The pool or the stream was closed.
         """
         session = self._session
-        if isinstance(stream, Stream):
-            ordered = stream
-        else:
-            owner, ordered = session.latest_library_stream
-            if owner is not stream:
-                ordered = library_stream(stream, session)
+        ordered = stream if isinstance(stream, Stream) else library_stream(stream, session)
         if type(nbytes) is not int or nbytes >> 64:  # negative, or too large for the driver
             nbytes = size_of("nbytes", nbytes)
         handle = ordered.direct or ordered.ready()

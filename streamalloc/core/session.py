@@ -121,7 +121,7 @@ class Session(_Direct):
         self.library_streams: dict[Any, Any] = {}
         """Library's object and its ``Stream``, see :func:`streamalloc.core.library_streams.keep`."""
         self.latest_library_stream: tuple[object, Any] = (object(), None)
-        """The entry that was found last, which allocations look at first."""
+        """The entry that was found last, which is looked at first."""
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self._bound: weakref.WeakSet[Any] = weakref.WeakSet()

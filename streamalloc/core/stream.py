@@ -891,11 +891,14 @@ def library_stream(stream: Any, session: Session) -> Stream:
 
     A library's object is resolved once, see :func:`~streamalloc.core.library_streams.keep`.
     """
-    entry = session.library_streams.get(KEYS.get(type(stream), id)(stream))
-    if entry is None:
-        return _resolve(stream, session)
-    session.latest_library_stream = stream, entry[1]
-    return cast("Stream", entry[1])
+    owner, found = session.latest_library_stream
+    if owner is not stream:
+        entry = session.library_streams.get(KEYS.get(type(stream), id)(stream))
+        if entry is None:
+            return _resolve(stream, session)
+        found = entry[1]
+        session.latest_library_stream = stream, found
+    return cast("Stream", found)
 
 
 def _resolve(stream: Any, session: Session) -> Stream:

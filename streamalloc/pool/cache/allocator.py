@@ -186,12 +186,7 @@ class CachingAllocator(Allocator, Closes, Shown):
         ClosedError
             The cache, its pool or the stream was closed.
         """
-        if isinstance(stream, Stream):
-            ordered = stream
-        else:
-            owner, ordered = self._session.latest_library_stream
-            if owner is not stream:
-                ordered = library_stream(stream, self._session)
+        ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
         if ordered.capturable:
             # A graph writes its memory at each launch: it must be the graph's own.
             handle, is_capturing = ordered.direct or ordered.ready(), self._session.cuStreamIsCapturing
