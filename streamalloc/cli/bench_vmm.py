@@ -14,8 +14,10 @@ from streamalloc import vmm
 from streamalloc.cli.machine import KEEP_ALL, need_host_pool, need_virtual_memory
 from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, undone, value_of
 from streamalloc.core.errors import size_text
+from streamalloc.core.internal import work
 from streamalloc.core.resource import close_all
-from streamalloc.vmm.internal import pinned_array
+from streamalloc.core.session import session_of
+from streamalloc.vmm.internal import HostSegment, host_segments
 
 STEPS = 16
 """Steps in which a buffer grows."""
@@ -196,12 +198,18 @@ def _segments_of_a_group(bench: Bench, *, wake: bool) -> Measured:
     buffers = [group.allocate(nbytes) for _ in range(SEGMENTS)]
     bench.resources.callback(close_all, buffers)
 
+    kept: list[HostSegment] = []
+
     def sleep() -> None:
-        group.sleep(backup=lambda buffer, _: pinned_array(bench.device, buffer.nbytes), stream=bench.stream)
+        kept.extend(host_segments(bench.device, [nbytes] * SEGMENTS, pinned=True))
+        arrays = [segment.array for segment in kept]
+        group.sleep(backup=lambda *_: arrays.pop(), stream=bench.stream)
 
     def back() -> None:
         group.wake(stream=bench.stream)
         bench.stream.synchronize()
+        kept.clear()
+        work(session_of(group))
 
     if wake:
         sleep()

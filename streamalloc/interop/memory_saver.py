@@ -16,12 +16,9 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from streamalloc.core.errors import EvictedError, OutOfMemoryError, refused, size_text
 from streamalloc.core.internal import Device, Memory, Stream, work
@@ -31,11 +28,9 @@ from streamalloc.driver import Driver
 from streamalloc.interop.bridge import Sources, library
 from streamalloc.interop.torch import TorchBridge, collect, expandable, plain, refuse_capture, unrouted
 from streamalloc.vmm import DiskTier, SleepGroup, VirtualBuffer
-from streamalloc.vmm.internal import pinned_array, zeroed_array
+from streamalloc.vmm.internal import HostSegment, host_segments
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "sglang_plugin", "torch_memory_saver"]
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _HOOK_MODES = ("preload", "torch")
 _BACKENDS = ("pinned", "mmap")
@@ -74,7 +69,7 @@ class TorchMemorySaver:
         """Sleep groups by device ordinal."""
         self._bridges: dict[tuple[int, str, object], TorchBridge] = {}
         """Bridges by device, tag and kind, and for graphs by the pool that they stand in for."""
-        self._hosts: weakref.WeakKeyDictionary[VirtualBuffer, Bytes] = weakref.WeakKeyDictionary()
+        self._hosts: weakref.WeakKeyDictionary[VirtualBuffer, HostSegment] = weakref.WeakKeyDictionary()
         """Backups in host memory, while they exist."""
         self._files: weakref.WeakKeyDictionary[VirtualBuffer, Path] = weakref.WeakKeyDictionary()
         """Backups on disk, which are removed with their buffers."""
@@ -210,11 +205,12 @@ class TorchMemorySaver:
         TypeError
             The tag is no text.
         """
-        made: dict[VirtualBuffer, Bytes] = {}
         chosen = self._chosen(tag)
+        if any(buffer.evicted for buffers in chosen.values() for buffer in buffers):
+            raise EvictedError(f"memory of tag={tag!r} is paused already: resume() it first")
+        made: dict[VirtualBuffer, HostSegment] = {}
         for buffers in chosen.values():
-            if any(buffer.evicted for buffer in buffers):
-                raise EvictedError(f"memory of tag={tag!r} is paused already: resume() it first")
+            made |= self._made(buffers)
         with contextlib.ExitStack() as undo:
             for group, buffers in chosen.items():
                 tags = set(buffers.values())
@@ -325,7 +321,7 @@ class TorchMemorySaver:
     def _backup_of(self, x: Any, buffer: VirtualBuffer, tag: str, part: slice, zero_copy: bool) -> Any:
         host = self._hosts.get(buffer)
         if host is not None:
-            found = library("torch").from_numpy(host[part]).view(x.dtype).view(x.shape)
+            found = library("torch").from_numpy(host.array[part]).view(x.dtype).view(x.shape)
             return found if zero_copy else found.clone()
         if buffer.evicted and tag.endswith(f":{_NONE}"):
             raise ValueError(f"the tensor at {x.data_ptr():#x} is paused without a backup")
@@ -394,18 +390,26 @@ class TorchMemorySaver:
         for buffer, tag in buffers.items():
             buffer.evict(self._place({}, buffer, tag))
 
-    def _place(self, made: dict[VirtualBuffer, Bytes], buffer: VirtualBuffer, tag: str) -> Any:
-        """Return the place for the bytes of a buffer. ``made`` gets new host memory."""
+    def _made(self, buffers: Mapping[VirtualBuffer, str]) -> dict[VirtualBuffer, HostSegment]:
+        """Return new host memory for those of the buffers of one device that need some."""
+        made: dict[VirtualBuffer, HostSegment] = {}
+        for kind in _BACKENDS:
+            new = [one for one, tag in buffers.items() if tag.endswith(f":{kind}") and one not in self._hosts]
+            if new:
+                sizes, pinned = [buffer.nbytes for buffer in new], kind == _BACKENDS[0]
+                made.update(zip(new, host_segments(new[0].device, sizes, pinned=pinned), strict=True))
+        return made
+
+    def _place(self, made: dict[VirtualBuffer, HostSegment], buffer: VirtualBuffer, tag: str) -> Any:
+        """Return the place for the bytes of a buffer. ``made`` has new host memory."""
         kind = tag.rpartition(":")[2]
         if kind == _NONE:
             return None
         if kind == _DISK:
             return self._on_disk(buffer)
-        host = self._hosts.get(buffer)
-        if host is None:
-            host = zeroed_array(buffer.nbytes) if kind == "mmap" else pinned_array(buffer.device, buffer.nbytes)
-            made[buffer] = host
-        return host
+        if buffer not in made and buffer not in self._hosts:  # another thread has made it since
+            made |= self._made({buffer: tag})
+        return (self._hosts.get(buffer) or made[buffer]).array
 
     def _on_disk(self, buffer: VirtualBuffer) -> Any:
         device, folder = buffer.device, self._folder

@@ -410,7 +410,7 @@ class TestMemory:
                 tensors.append(torch.make(N))
                 torch.fill(tensors[-1], ordinal + 1)
                 torch.module.cuda.current_stream().synchronize()
-        faults.fail("cuMemHostAlloc", nth=2)
+        faults.fail("cuMemHostRegister", nth=2)
         with pytest.raises(sa.OutOfMemoryError):
             saver.pause()
         faults.stop()
@@ -515,7 +515,7 @@ class TestRefused:
         with saver.region(enable_cpu_backup=True):
             tensors = [torch.make(N), torch.make(N)]
         torch.fill(tensors[1], 5)
-        faults.fail("cuMemHostAlloc", nth=2)
+        faults.fail("cuMemHostRegister", nth=2)
         with pytest.raises(sa.OutOfMemoryError):
             saver.pause()
         faults.stop()

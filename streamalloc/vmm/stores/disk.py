@@ -267,7 +267,8 @@ class DiskTier(BlockTier):
         staging = None
         with contextlib.suppress(IndexError):
             staging = self._idle.pop()
-        return kind(stream, staging or Staging(stream, _SLOTS, self.block), self._threads, self._take_back)
+        staging = staging or Staging(stream.device, aligned(_SLOTS * self.block), self.block)
+        return kind(stream, staging, self._threads, self._take_back)
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
         first = self._given

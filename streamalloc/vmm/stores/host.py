@@ -66,32 +66,12 @@ class MemoryChunk(Chunk):
         self._end = AfterCopies(release)
         deferred_queue(session).end_with(self, self._end)
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        """The memory as an array of bytes, which keeps it."""
-        size = self.nbytes * self.count
-        return {"version": 3, "data": (self.address, False), "shape": (size,), "typestr": "|u1"}
-
     def use(self, fence: Fence) -> None:
         """Keep the memory until copies have completed."""
         end = self._end
         end.fences[fence] = None
         if len(end.fences) > 64:
             end.forget_completed()
-
-
-def _pinned(device: Device, nbytes: int, count: int) -> MemoryChunk:
-    session = session_of(device)
-    end = HandleEnd(session, "cuMemFreeHost", None)
-    with undoing(lambda: deferred_queue(session).end(end)), session.relaxed(), device.current():
-        end._raw = int(session.call("cuMemHostAlloc", nbytes * count, _PORTABLE))
-    return MemoryChunk(session, nbytes, count, end.raw, end.attempt)
-
-
-def pinned_array(device: Device, nbytes: int) -> Bytes:
-    """Pinned host memory (``cuMemHostAlloc``), freed at the first point of work after its last view was dropped."""
-    found: Bytes = np.asarray(_pinned(device, nbytes, 1))
-    return found
 
 
 class InMemory(Stored):
@@ -196,7 +176,11 @@ class HostTier(BlockTier):
         self._check = check
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
-        return _pinned(self.device, nbytes, count)
+        session, size = session_of(self.device), nbytes * count
+        end = HandleEnd(session, "cuMemFreeHost", None)
+        with undoing(lambda: deferred_queue(session).end(end)), session.relaxed(), self.device.current():
+            end._raw = int(session.call("cuMemHostAlloc", size, _PORTABLE))
+        return MemoryChunk(session, nbytes, count, end.raw, end.attempt)
 
     def _stored(self, nbytes: int) -> Stored:
         return _HostContents(self, nbytes, self._check)
