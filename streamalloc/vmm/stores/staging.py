@@ -68,8 +68,9 @@ class HostSegment(NamedTuple):
 
 _HUGE, _POPULATE = 14, 23  # MADV_HUGEPAGE, MADV_POPULATE_WRITE
 _PART, _THREADS = 16 << 20, 8
-_madvise = ctypes.CDLL(None).madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+# mmap.madvise() keeps the GIL, so that no two threads could fill pages.
+_ADVISE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise = _ADVISE(("madvise", ctypes.pythonapi))
 
 
 def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list[HostSegment]:
