@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program under the check; its exceptions and exit codes are those of the command."""
+    running.check_files(options)
     if chosen.is_simulated:
         return _on_simulated(chosen, options)
     from streamalloc import cupti

@@ -43,6 +43,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     from streamalloc import cupti
     from streamalloc.cupti import internal
 
+    running.check_files(options)
     if chosen.is_simulated:
         account = cupti.Memory(chosen.driver)
         driver: Any = internal.Followed(chosen.driver, account, internal.FUNCTIONS)  # type: ignore[abstract]
@@ -54,17 +55,15 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _run(terminal: Terminal, options: argparse.Namespace, account: Memory, program: Any) -> None:
-    kept: Any = None
     try:
         kept = program()  # its variables hold memory
     except UsageError:
         raise
-    except BaseException as error:
-        kept = error  # so do those of its functions
+    except BaseException:  # its traceback holds the variables of functions
+        _report(terminal, options, account)
         raise
-    finally:
-        if not isinstance(kept, UsageError):
-            _report(terminal, options, account)
+    _report(terminal, options, account)
+    del kept
 
 
 def _report(terminal: Terminal, options: argparse.Namespace, account: Memory) -> None:
@@ -102,6 +101,8 @@ def _show(terminal: Terminal, program: str, moments: list[Moment]) -> None:
         terminal.line(terminal.dim(f"GPU {device}: {mib(ours)} here, {mib(figure)} by the driver"))
     if not now.driver:
         terminal.line(terminal.dim("the program has made no context that is still there"))
+    if not any(moment.rows for moment in moments):
+        return
     columns = ["now", *(one.name if one.name == "peak" else "when refused" for one in moments[1:])]
     terminal.line()
     keys = ("GPU", "library", "memory")

@@ -31,6 +31,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program and write the trace; its exceptions and exit codes are those of the command."""
     from streamalloc.cupti import internal
 
+    running.check_files(options)
     recording = internal.Recording()
     try:
         if chosen.is_simulated:
@@ -55,7 +56,7 @@ def _save(terminal: Terminal, options: argparse.Namespace, recording: Recording)
     except OSError as error:
         raise UsageError(f"cannot write {options.output}: {error.strerror}") from None
     terminal.line(f"{options.output}: {trace!r}")
-    if recording.error is not None:
-        terminal.line(f"the recording ended early: {type(recording.error).__name__}: {recording.error}")
+    if recording.failure is not None:
+        terminal.line(f"the recording ended early: {type(recording.failure).__name__}: {recording.failure}")
     for what, number in trace.skipped.items():
         terminal.line(terminal.dim(f"left out: {number:,} {what}"))

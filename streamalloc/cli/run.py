@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program; its exceptions and exit codes are those of the command."""
-    for file in (*options.kernels, *[options.program] * (not options.module)):
-        if not os.path.exists(file):
-            raise UsageError(f"there is no file {file!r}")
+    check_files(options)
     if chosen.not_found:
         print(chosen.headline, file=sys.stderr)
     driver: Any = chosen.driver
@@ -44,6 +42,13 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
             return 0
     run_on(as_asked(driver), options)
     return 0
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Refuse names of files that do not exist."""
+    for file in (*options.kernels, *[options.program] * (not options.module)):
+        if not os.path.exists(file):
+            raise UsageError(f"there is no file {file!r}")
 
 
 def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:

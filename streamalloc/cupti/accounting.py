@@ -153,8 +153,9 @@ class Memory:
         self._driver = driver
         self.libraries: Libraries = Libraries(self._library_has, "alloc")
         self.libraries.most_entries = _MOST_ENTRIES
-        self.error: BaseException | None = None
-        """The error that has ended the account before its time; None if all went well."""
+        self.failure: BaseException | None = None
+        """An error of the account without a subscription."""
+        self._subscription: Subscription | None = None
         self._on_gpu = driver is cuda
         self._free_before = free_bytes() if self._on_gpu else {}
         self._lock = threading.RLock()  # a finaliser may free memory in a callback
@@ -174,6 +175,11 @@ class Memory:
         self._contexts: set[int] = set()
         self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
         self._pausing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that has ended the account before its time; None if all went well."""
+        return self.failure or (self._subscription.error if self._subscription is not None else None)
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
@@ -333,7 +339,7 @@ class Memory:
             sums = self._sums.marked()
             peak = self._then("peak", span, sums, self._block_sums.marked(), torch, ask)
             peak = peak._replace(rows=(*peak.rows, *ask.reserves(sums, self._pools, True), *rest))
-            found = [present, peak if peak.nbytes > present.nbytes else present._replace(name="peak")]
+            found = [present, peak if peak.nbytes >= present.nbytes else present._replace(name="peak")]
             if self._refusal is not None:
                 what, time, sums, blocks = self._refusal
                 then = self._then(what, (time, time), sums, blocks, torch, ask)
@@ -402,14 +408,13 @@ class Memory:
     @contextlib.contextmanager
     def running(self) -> Iterator[Memory]:
         """Follow the process in the block."""
-        subscription = Subscription(self.called, FUNCTIONS)
+        subscription = self._subscription = Subscription(self.called, FUNCTIONS)
         with contextlib.ExitStack() as undo:
             undo.enter_context(self.libraries.followed())
             subscription.open()
             undo.callback(subscription.close)
             self._pausing = subscription.paused
             yield self
-        self.error = subscription.error
 
 
 class _Asked:
@@ -422,7 +427,8 @@ class _Asked:
         """Contexts that have ended."""
         self.free: dict[int, tuple[int, int, str]] = {}
         """Free and total bytes, and the UUID, by device."""
-        for context in contexts - {0}:
+        current = driver.cuCtxGetCurrent()
+        for context in (contexts | ({number_of(current[1])} if not int(current[0]) else set())) - {0}:
             if int(driver.cuCtxPushCurrent(cuda.CUcontext(context))[0]):
                 self.lost.add(context)
                 continue
@@ -525,11 +531,11 @@ class Followed(Wrapper):
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         answer = function(*args)
-        if name in self._functions and self._account.error is None:
+        if name in self._functions and self._account.failure is None:
             found = self.wrapped.cuCtxGetCurrent()
             context, now = 0 if int(found[0]) else number_of(found[1]), time_ns()
             try:
                 self._account.called(DriverCall(name, args, answer, threading.get_ident(), context, here(), now))
             except Exception as error:  # the program goes on, as under a subscription
-                self._account.error = error
+                self._account.failure = error
         return answer

@@ -26,7 +26,7 @@ class Recording:
     def __init__(self) -> None:
         self.libraries: Libraries = Libraries(stacks=None)
         self.libraries.most_entries = _MOST_ENTRIES
-        self.error: BaseException | None = None
+        self.failure: BaseException | None = None
         """The error that has ended the recording before its time; None if all went well."""
         self._calls: list[Call] = []
 
@@ -70,7 +70,7 @@ class Recording:
                 yield
             finally:
                 subscription.close()
-                self.error = subscription.error
+                self.failure = subscription.error
                 # PyTorch forgets at the end of the block. Callbacks that have begun are over then.
                 sleep(SETTLE)
                 self._calls = self.calls()

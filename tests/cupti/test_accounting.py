@@ -1,0 +1,409 @@
+"""Device memory of the process by library and line: now, at the peak, and when the driver refused it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+from streamalloc import cupti, traces
+from streamalloc.cupti import segments
+from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
+from streamalloc.cupti.internal import ALLOCATIONS, REST, Recording
+from streamalloc.cupti.libraries import Libraries
+from streamalloc.driver.bindings import cuda
+from streamalloc.driver.internal import line_of
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def memory(shown: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[cupti.Memory]:
+    """The account of all calls of the test, with a current context."""
+    monkeypatch.setattr(Libraries, "followed", lambda self: contextlib.nullcontext(self))
+    with sa.Device(0, driver=shown).current():
+        with cupti.Memory(shown).running() as running:
+            yield running
+        assert running.error is None
+
+
+def ok(answer: tuple[Any, ...]) -> Any:
+    assert not answer[0], answer
+    return answer[1] if len(answer) == 2 else answer[1:]
+
+
+def mine(moment: cupti.Moment) -> dict[str, int]:
+    """MiB of the test's calls by kind of memory."""
+    found: dict[str, int] = {}
+    for row in moment.rows:
+        if row.library != "the driver":
+            found[row.what] = found.get(row.what, 0) + row.nbytes // MiB
+    return found
+
+
+def marks(moment: cupti.Moment) -> dict[str, int]:
+    """MiB by the comment at the end of the line that took them."""
+    import linecache
+
+    found: dict[str, int] = {}
+    for row in moment.rows:
+        for code, at in [one for one in row.place if one[0].co_filename == __file__][:1]:
+            mark = linecache.getline(code.co_filename, line_of(code, at)).partition("# ")[2].strip()
+            found[mark] = found.get(mark, 0) + row.nbytes // MiB
+    return found
+
+
+def properties() -> Any:
+    prop = cuda.CUmemAllocationProp()
+    prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    return prop
+
+
+def array(depth: int = 0) -> Any:
+    desc = cuda.CUDA_ARRAY3D_DESCRIPTOR()
+    desc.Width, desc.Height, desc.Depth, desc.NumChannels = 1024, 1024 // (depth or 1), depth, 4
+    desc.Format = cuda.CUarray_format.CU_AD_FORMAT_FLOAT
+    return desc
+
+
+MAKERS: dict[str, tuple[str, int, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "cuMemAlloc": ("cuMemAlloc", 8, lambda d: ok(d.cuMemAlloc(8 * MiB)), lambda d, made: d.cuMemFree(made)),
+    "cuMemAllocPitch": (
+        "cuMemAlloc",
+        4,
+        lambda d: ok(d.cuMemAllocPitch(4096, 1024, 4))[0],
+        lambda d, made: d.cuMemFree(made),
+    ),
+    "cuMemAllocAsync": (
+        "pool allocations",
+        8,
+        lambda d: ok(d.cuMemAllocAsync(8 * MiB, 1)),
+        lambda d, made: d.cuMemFreeAsync(made, 1),
+    ),
+    "cuMemCreate": (
+        "cuMemCreate",
+        8,
+        lambda d: ok(d.cuMemCreate(8 * MiB, properties(), 0)),
+        lambda d, made: d.cuMemRelease(made),
+    ),
+    "cuArray3DCreate": (
+        "arrays",
+        16,
+        lambda d: ok(d.cuArray3DCreate(array())),
+        lambda d, made: d.cuArrayDestroy(made),
+    ),
+    "cuMipmappedArrayCreate": (
+        "arrays",
+        20,  # 16 MiB, and a quarter of it
+        lambda d: ok(d.cuMipmappedArrayCreate(array(), 2)),
+        lambda d, made: d.cuMipmappedArrayDestroy(made),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_memory_counts_from_its_call_to_its_end(shown: Any, memory: cupti.Memory, name: str) -> None:
+    what, size, make, end = MAKERS[name]
+    made = make(shown)
+    now = memory.now()
+    assert mine(now) == {what: size}
+    (row,) = (row for row in now.rows if row.what == what)
+    assert row.library == "the program" and row.place[-1][0].co_filename == __file__ and row.device == 0
+    ok((*end(shown, made), None))
+    now, peak = memory.moments()
+    assert mine(now) == {} and mine(peak) == {what: size}
+
+
+def test_the_sum_is_the_drivers_figure_and_the_rest_stays(shown: Any, memory: cupti.Memory) -> None:
+    def rest(moment: cupti.Moment) -> int:
+        return sum(row.nbytes for row in moment.rows if row.what.startswith(REST))
+
+    before = memory.now()
+    held = [ok(shown.cuMemAlloc(32 * MiB)) for _ in range(4)]
+    after = memory.now()
+    for one in held:
+        ok((*shown.cuMemFree(one), None))
+    assert before.nbytes == before.driver[0] and after.nbytes == after.driver[0]
+    grown = after.driver[0] - before.driver[0]
+    assert abs(grown - 128 * MiB) < grown / 100 and abs(rest(after) - rest(before)) < grown / 100
+
+
+def test_memory_is_counted_by_line_at_the_peak(shown: Any, memory: cupti.Memory) -> None:
+    first = ok(shown.cuMemAlloc(8 * MiB))  # first
+    ok((*shown.cuMemFree(first), None))
+    second = ok(shown.cuMemAlloc(24 * MiB))  # second
+    third = ok(shown.cuMemAllocAsync(4 * MiB, 1))  # third
+    ok((*shown.cuMemFree(second), None))
+    last = ok(shown.cuMemAlloc(2 * MiB))  # last
+    now, peak = memory.moments()
+    for one in (third, last):
+        ok((*shown.cuMemFree(one), None))
+    assert marks(now) == {"third": 4, "last": 2} and marks(peak) == {"second": 24, "third": 4}
+
+
+def test_sums_at_the_peak_are_those_of_a_model(shown: Any) -> None:
+    """Whatever is taken and given back: the sums of the moment with the most."""
+    random_ = random.Random(7)
+    account = cupti.Memory(shown)
+    places = [((compile(text, __file__, "exec"), 0),) for text in ("one()", "two()")]
+    live: dict[int, tuple[int, int]] = {}
+    most, then, time = 0, {0: 0, 1: 0}, 0
+
+    def call(name: str, args: tuple[Any, ...], answer: Any, place: int) -> None:
+        success = cuda.CUresult.CUDA_SUCCESS
+        account.called(cupti.DriverCall(name, args, (success, answer), 1, 0, places[place], time))
+
+    for time in range(2000):
+        if live and random_.random() < 0.49:
+            address = random_.choice([*live])
+            call("cuMemFree", (address,), None, live.pop(address)[1])
+        else:
+            nbytes, place = random_.randrange(1, 99), random_.randrange(2)
+            live[address := 1000 + time] = nbytes, place
+            call("cuMemAlloc", (nbytes,), address, place)
+        total = sum(nbytes for nbytes, _ in live.values())
+        if total > most:
+            most = total
+            then = {one: sum(nbytes for nbytes, place in live.values() if place == one) for one in (0, 1)}
+    now, peak = account.moments()
+    present = {one: sum(nbytes for nbytes, at in live.values() if at == one) for one in (0, 1)}
+    for moment, model in ((now, present), (peak, then)):
+        for number, stack in enumerate(places):
+            found = sum(row.nbytes for row in moment.rows if row.place == stack)
+            assert found == model[number], (moment.name, number)
+    assert peak.nbytes == most and most > now.nbytes
+
+
+def test_physical_memory_counts_until_its_last_mapping_ends(shown: Any, memory: cupti.Memory) -> None:
+    handle = ok(shown.cuMemCreate(4 * MiB, properties(), 0))
+    at = ok(shown.cuMemAddressReserve(8 * MiB, 0, 0, 0))
+    ok((*shown.cuMemMap(at, 4 * MiB, 0, handle, 0), None))
+    ok((*shown.cuMemMap(int(at) + 4 * MiB, 4 * MiB, 0, handle, 0), None))
+    ok((*shown.cuMemRelease(handle), None))
+    assert mine(memory.now()) == {"cuMemCreate": 4}
+    again = ok(shown.cuMemRetainAllocationHandle(at))
+    ok((*shown.cuMemUnmap(at, 8 * MiB), None))
+    assert mine(memory.now()) == {"cuMemCreate": 4}
+    ok((*shown.cuMemRelease(again), None))
+    assert mine(memory.now()) == {}
+    ok((*shown.cuMemAddressFree(at, 8 * MiB), None))
+
+
+def test_a_pool_has_a_reserve_beside_its_allocations(shown: Any, memory: cupti.Memory) -> None:
+    props = cuda.CUmemPoolProps()
+    props.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    pool = ok(shown.cuMemPoolCreate(props))
+    threshold = cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    ok((*shown.cuMemPoolSetAttribute(pool, threshold, cuda.cuuint64_t(1 << 40)), None))
+    kept, freed = (ok(shown.cuMemAllocFromPoolAsync(64 * MiB, pool, 1)) for _ in range(2))
+    ok((*shown.cuMemFreeAsync(freed, 1), None))
+    ok((*shown.cuStreamSynchronize(1), None))
+    now = memory.now()
+    reserve = sum(row.nbytes for row in now.rows if row.what == "pools' reserve")
+    reserved = int(ok(shown.cuMemPoolGetAttribute(pool, cuda.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)))
+    ok((*shown.cuMemFreeAsync(kept, 1), None))
+    ok((*shown.cuStreamSynchronize(1), None))
+    ok((*shown.cuMemPoolDestroy(pool), None))
+    assert mine(now) == {"pool allocations": 64} and reserve >= reserved - 64 * MiB >= 64 * MiB
+
+
+def test_a_refusal_keeps_what_was_held_then(shown: Any, memory: cupti.Memory) -> None:
+    held = ok(shown.cuMemAlloc(16 * MiB))  # held
+    assert shown.cuMemAlloc(1 << 45)[0] == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    ok((*shown.cuMemFree(held), None))
+    now, _, refused = memory.moments()
+    assert refused.name == f"cuMemAlloc of {1 << 45:,} bytes was refused"
+    assert marks(refused) == {"held": 16} and marks(now) == {}
+
+
+def test_allocations_of_a_capture_are_not_those_of_a_pool(shown: Any, memory: cupti.Memory) -> None:
+    stream = ok(shown.cuStreamCreate(1))
+    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    ok((*shown.cuStreamBeginCapture(stream, relaxed), None))
+    address = ok(shown.cuMemAllocAsync(8 * MiB, stream))
+    ok((*shown.cuMemFreeAsync(address, stream), None))
+    graph = ok(shown.cuStreamEndCapture(stream))
+    after = ok(shown.cuMemAllocAsync(2 * MiB, stream))
+    assert mine(memory.now()) == {"pool allocations": 2}
+    ok((*shown.cuMemFreeAsync(after, stream), None))
+    ok((*shown.cuGraphDestroy(graph), None))
+    ok((*shown.cuStreamDestroy(stream), None))
+
+
+def test_an_error_of_the_account_does_not_reach_the_program(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupti.Memory, "_made", lambda self, call: 1 / 0)
+    with sa.Device(0, driver=shown).current(), cupti.Memory(shown).running() as running:
+        ok((*shown.cuMemFree(ok(shown.cuMemAlloc(MiB))), None))
+    assert isinstance(running.error, ZeroDivisionError)
+
+
+# --- libraries ------------------------------------------------------------------------------------------------------
+
+
+class Torch:
+    """PyTorch's allocator: its state, its history, and a model of every state that was."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, tuple[int, dict[int, tuple[int, int]]]] = {}
+        """Size and blocks (size, line) by address."""
+        self.history: list[dict[str, Any]] = []
+        self.states: list[tuple[int, int, dict[str, int]]] = []
+        """Times in us, reserved bytes, and the split."""
+        self.cuda = types.SimpleNamespace(
+            is_initialized=lambda: True,
+            memory=types.SimpleNamespace(_snapshot=self._snapshot, _record_memory_history=lambda *_, **__: None),
+        )
+
+    def act(self, action: str, address: int, nbytes: int, line: int = 0, time: int = 0) -> None:
+        if action == "segment_alloc":
+            self.segments[address] = nbytes, {}
+        elif action == "segment_free":
+            del self.segments[address]
+        else:
+            (blocks,) = (found for at, (size, found) in self.segments.items() if at <= address < at + size)
+            if action == "alloc":
+                blocks[address] = nbytes, line
+            else:
+                del blocks[address]
+        time = time or 10_000 * (1 + len(self.history))
+        frames = [{"filename": "/model.py", "name": "forward", "line": line}] if action == "alloc" else []
+        entry = {"action": action, "addr": address, "size": nbytes, "stream": 0, "time_us": time, "frames": frames}
+        self.history.append(entry)
+        self.states.append((time, sum(size for size, _ in self.segments.values()), self.split()))
+
+    def split(self) -> dict[str, int]:
+        found = {"cached": 0, "fragments": 0}
+        for size, blocks in self.segments.values():
+            used = sum(nbytes for nbytes, _ in blocks.values())
+            found["fragments" if used else "cached"] += size - used
+            for nbytes, line in blocks.values():
+                found[f"line {line}"] = found.get(f"line {line}", 0) + nbytes
+        return found
+
+    def _snapshot(self) -> dict[str, Any]:
+        made = []
+        for address, (size, blocks) in self.segments.items():
+            listed, at = [], address
+            for start, (nbytes, line) in [*sorted(blocks.items()), (address + size, (0, 0))]:
+                if start > at:
+                    listed.append({"size": start - at, "state": "inactive"})
+                if nbytes:
+                    frames = [{"filename": "/model.py", "name": "forward", "line": line}]
+                    listed.append({"size": nbytes, "state": "active_allocated", "frames": frames})
+                at = start + nbytes
+            made.append({"address": address, "total_size": size, "device": 0, "blocks": listed})
+        return {"segments": made, "device_traces": [list(self.history)]}
+
+
+def split_of(torch: segments.Torch) -> dict[str, int]:
+    found = torch.split(0)
+    lines = {f"line {place[0][0].co_firstlineno}": nbytes for place, nbytes in found.live.items()}
+    return {"cached": found.cached, "fragments": found.fragments, **lines}
+
+
+def test_earlier_states_of_pytorchs_allocator_are_those_that_were() -> None:
+    """For random acts, and each span of time: the state with the most live bytes while the segments had their size."""
+    random_, torch = random.Random(3), Torch()
+    for _ in range(300):
+        free = [at for at, (_, blocks) in torch.segments.items() if not blocks]
+        live = [(at, one) for at, (_, blocks) in torch.segments.items() for one in blocks]
+        kind = random_.random()
+        if not torch.segments or kind < 0.1:
+            torch.act("segment_alloc", (1 + len(torch.history)) << 26, random_.choice((2, 20)) * MiB)
+        elif kind < 0.2 and free:
+            at = random_.choice(free)
+            torch.act("segment_free", at, torch.segments[at][0])
+        elif kind < 0.5 and live:
+            at, one = random_.choice(live)
+            torch.act("free_completed", one, torch.segments[at][1][one][0])
+        else:
+            at = random_.choice([*torch.segments])
+            places = [at + part * 65536 for part in range(torch.segments[at][0] // 65536)]
+            empty = [place for place in places if place not in torch.segments[at][1]]
+            if empty:
+                torch.act("alloc", random_.choice(empty), random_.choice((512, 65536)), random_.randrange(1, 9))
+    now = segments.Torch(torch._snapshot())
+    assert split_of(now) == torch.split()
+    for number in range(0, len(torch.states), 7):
+        time, reserved, _ = torch.states[number]
+        span = torch.states[number : number + 5]
+        stop = span[-1][0] * 1000 + 5_000_000  # between two entries
+        same = [split for _, size, split in span if size == reserved]
+        sizes = [sum(value for name, value in split.items() if name.startswith("line")) for split in same]
+        found = now.at_most(time * 1000 + 5_000_000, stop, reserved)
+        assert found is not None
+        best = [split for split, size in zip(same, sizes, strict=True) if size == max(sizes)]
+        assert split_of(found) in best, number
+    assert now.at_most(0, 10**18, 12345) is None  # segments that never had this size
+
+
+def test_pytorchs_segments_are_split(shown: Any, memory: cupti.Memory) -> None:
+    torch = Torch()
+    memory.libraries._torch = torch
+    one, two = (int(ok(shown.cuMemAlloc(20 * MiB))) for _ in range(2))
+    torch.act("segment_alloc", one, 20 * MiB)
+    torch.act("segment_alloc", two, 20 * MiB)
+    torch.act("alloc", one + 4 * MiB, 8 * MiB, line=7)
+    other = ok(shown.cuMemAlloc(MiB))
+    now = memory.now()
+    assert mine(now) == {"live blocks": 8, "cached blocks": 20, "fragments": 12, "cuMemAlloc": 1}
+    (live,) = (row for row in now.rows if row.what == "live blocks")
+    assert live.library == "PyTorch" and line_of(*live.place[0]) == 7
+    torch.act("segment_free", two, 20 * MiB)
+    for address in (one, two, other):
+        ok((*shown.cuMemFree(address), None))
+
+
+class CuPy:
+    """CuPy's hooks."""
+
+    def __init__(self) -> None:
+        self.cuda = types.SimpleNamespace(
+            MemoryHook=contextlib.nullcontext, get_current_stream=lambda: types.SimpleNamespace(ptr=0)
+        )
+
+
+def test_cupys_segments_are_split(shown: Any, memory: cupti.Memory) -> None:
+    def tell(kind: str, address: int, nbytes: int) -> None:
+        memory.libraries._take(Event(1, kind, address, nbytes, 0, "CuPy", tuple))
+
+    one, two = (int(ok(shown.cuMemAlloc(20 * MiB))) for _ in range(2))
+    for address, size in ((one, 20), (two, 5)):
+        tell(SEGMENT, address, size * MiB)
+        tell(ALLOCATED, address, size * MiB)
+    full = memory.now()
+    tell(FREED, one, 20 * MiB)
+    now, peak = memory.moments()
+    for address in (one, two):
+        ok((*shown.cuMemFree(address), None))
+    assert mine(full) == {"live blocks": 25, "fragments": 15}
+    assert mine(now) == {"live blocks": 5, "cached blocks": 20, "fragments": 15}
+    assert mine(peak) == {"live blocks": 25, "cached blocks and fragments": 15}
+
+
+def test_blocks_of_libraries_are_recorded_in_place_of_their_segments(shown: Any) -> None:
+    torch, recording = Torch(), Recording()
+    recording.libraries._torch = torch
+    with sa.Device(0, driver=shown).current(), cupti.subscribe(recording.called, ALLOCATIONS):
+        segment = int(ok(shown.cuMemAlloc(20 * MiB)))
+        torch.act("segment_alloc", segment, 20 * MiB)
+        for action in ("alloc", "free_completed", "alloc"):
+            torch.act(action, segment, MiB, line=1)
+        other = int(ok(shown.cuMemAlloc(4 * MiB)))
+        for address in (other, segment):
+            ok((*shown.cuMemFree(address), None))
+    trace = traces.from_calls(recording.calls())
+    assert [(event.action, event.nbytes // MiB) for event in trace.events] == [
+        ("allocate", 1),
+        ("free", 1),
+        ("allocate", 1),
+        ("allocate", 4),
+        ("free", 4),
+    ]
