@@ -190,13 +190,15 @@ class QueueEvent:
             # This counts as work of the stream even if the event has completed or was never recorded, but pools ignore
             # the order (observed on H200: test_events, test_placements).
             stream.submit(Operation(), () if record is None else ((record.stream, record.seq), *record.others))
-        elif record is not None and (record.stream is not stream or record.others):
-            # a wait for completed work is no work (observed on H200: test_events)
-            joins = stream.peers is not None or not record.complete
-            stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
+        elif record is not None:
             scheduler = stream.scheduler
-            if record.ranked:
-                scheduler.rank(stream)
+            if record.stream is not stream or record.others:
+                # a wait for completed work is no work (observed on H200: test_events)
+                joins = stream.peers is not None or not record.complete
+                stream.submit(Mark(), ((record.stream, record.seq), *record.others), joins=joins)
+                if record.ranked:
+                    scheduler.rank(stream)
+            # a recording knows the legacy stream's order, even if its own stream does not (H200: test_placements)
             merge(stream.clock, {number: seq for number, seq in record.clock.items() if number in scheduler.streams})
 
     def record_in(self, stream: Queue, after: Points = ()) -> None:

@@ -1,14 +1,14 @@
 """Memory of graphs: each graph has its own addresses, and the graphs of a device share physical memory.
 
-A graph that frees all its allocations needs memory only while a launch runs. Such launches share one slab of physical
-memory if each is ordered after the previous one, or that is done. A launch that could run concurrently with another
-gets a different slab. If allocations outlive a launch, their graph has a slab of its own while they live. Slabs stay
-until cuDeviceGraphMemTrim, even after the graphs are destroyed.
+The physical memory consists of *chunks*. A launch reserves a number of them, and maps those that it needs at the
+addresses of its graph. It may take a chunk after which it is ordered, or whose last use is done, if no allocation of
+another graph lives there. So a graph that frees all its allocations needs its chunks only while a launch runs. Chunks
+stay until cuDeviceGraphMemTrim, even after the graphs are destroyed.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,19 +38,34 @@ class LastUses:
         return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
 
 
+class Chunk:
+    """A piece of physical memory under addresses of graphs."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset: int = offset
+        """Its place in the file of the device."""
+        self.used: bool = False
+        """Whether it was ever mapped."""
+        self.owner: GraphHeap | None = None
+        """The graph whose allocations outlive a launch here."""
+        self.uses: LastUses = LastUses()
+
+    @property
+    def is_live(self) -> bool:
+        return self.owner is not None and self.owner.lives_in(self)
+
+
 @dataclass(eq=False)
 class DeviceGraphMemory:
-    """Graph memory of a device, with high-water marks. All memory that is mapped at addresses counts as used (observed
+    """Graph memory of a device, with high-water marks. All memory that was mapped at addresses counts as used (observed
     on H200: test_graph_memory, test_graph_nodes).
     """
 
     banks: Banks
     bank: Bank
-    size: int = 0
-    used: int = 0
     used_high: int = 0
     reserved_high: int = 0
-    slabs: list[Slab] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     memories: set[GraphHeap] = field(default_factory=set)
     _set_aside: Reservation | None = None
 
@@ -62,12 +77,38 @@ class DeviceGraphMemory:
     def __post_init__(self) -> None:
         self.banks.reserves.append((self.bank, self.trim))
 
-    def resize(self, change: int, used: int) -> None:
-        self.bank.used += change
-        self.size += change
-        self.used += used
+    @functools.cached_property
+    def physical(self) -> Physical:
+        return Physical("graph", 0)
+
+    @property
+    def size(self) -> int:
+        return len(self.chunks) * CHUNK
+
+    @property
+    def used(self) -> int:
+        return sum(chunk.used for chunk in self.chunks) * CHUNK
+
+    def take(self, reserved: int, mapped: int, clock: Clock, asking: GraphHeap, relaxed: bool) -> list[Chunk]:
+        """Choose ``mapped`` of at least ``reserved`` chunks for a launch that is ordered after ``clock``.
+
+        First are those that the graph had before, then the oldest, or if new ones are needed the newest. A graph that
+        was not captured in ``relaxed`` mode takes those of other graphs last (observed on H200: test_graph_memory).
+        """
+        free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
+        missing = max(reserved - len(free), 0)
+        check(self.banks.make_room(self.bank, missing * CHUNK), Result.CUDA_ERROR_OUT_OF_MEMORY)
+        new = [Chunk(self.physical.extend(CHUNK)) for _ in range(missing)]
+        self.chunks += new
+        self.bank.used += missing * CHUNK
+        ordered = [*new, *reversed(free)] if new else free
+        held = {chunk for memory in self.memories for chunk in memory.places if memory is not asking}
+        ordered.sort(key=lambda chunk: (chunk not in asking.places, not relaxed and chunk in held))
+        for chunk in ordered[:mapped]:
+            chunk.used = True
         self.used_high = max(self.used_high, self.used)
         self.reserved_high = max(self.reserved_high, self.size)
+        return ordered[:mapped]
 
     def collect(self) -> None:
         """Release the addresses of graphs that were destroyed while a launch was queued."""
@@ -75,78 +116,28 @@ class DeviceGraphMemory:
             memory.close_unless_needed()
 
     def trim(self) -> None:
-        """Release unused slabs, and unused ends of slabs."""
-        for slab in list(self.slabs):
-            if slab.idle:
-                for memory in self.memories:
-                    memory.lose(slab)
-                slab.close()
-            elif slab.owner is not None and not slab.uses.unfinished():
-                slab.shrink(slab.owner.chunks_in_use() * CHUNK)
+        """Release the chunks that no work and no live allocation uses."""
+        for chunk in list(self.chunks):
+            if not chunk.is_live and not chunk.uses.unfinished():
+                self._release(chunk)
         self.collect()
+
+    def _release(self, chunk: Chunk) -> None:
+        for memory in self.memories:
+            memory.lose(chunk)
+        self.chunks.remove(chunk)
+        self.bank.used -= CHUNK
+        self.physical.discard(chunk.offset, CHUNK)
 
     def close(self) -> None:
         for memory in list(self.memories):
             memory.close()
-        for slab in list(self.slabs):
-            slab.close()
+        self.bank.used -= self.size
+        self.chunks.clear()
+        if "physical" in vars(self):
+            self.physical.close()
         if self._set_aside is not None:
             self._set_aside.close()
-
-
-class Slab:
-    """Physical memory under graphs of one device."""
-
-    def __init__(self, shared: DeviceGraphMemory) -> None:
-        self._shared = shared
-        self.owner: GraphHeap | None = None
-        """The graph with exclusive use while its allocations outlive launches."""
-        self.size: int = 0
-        self.used: int = 0
-        self.uses: LastUses = LastUses()
-        self.physical: Physical = Physical("graph", round_up(shared.bank.total, CHUNK))
-        shared.slabs.append(self)
-
-    def grow(self, size: int, used: int) -> None:
-        """Grow to ``size`` bytes, ``used`` of them with addresses. Bytes of other slabs without addresses are taken
-        first.
-        """
-        missing, more = max(size - self.size, 0), max(used - self.used, 0)
-        for slab in self._shared.slabs:
-            if slab is not self:
-                spare = min(slab.size - slab.used, missing)
-                slab.size -= spare
-                self.size += spare
-                missing -= spare
-        bank = self._shared.bank
-        check(self._shared.banks.make_room(bank, missing), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        self._shared.resize(missing, more)
-        self.size += missing
-        self.used += more
-
-    def split(self, size: int, used: int) -> None:
-        """Release bytes beyond ``size``, and addresses beyond ``used``, for other graphs."""
-        if self.size > size:
-            rest = Slab(self._shared)
-            rest.size, rest.used = self.size - size, max(self.used - used, 0)
-            self.size, self.used = size, min(self.used, used)
-            for stream, seq in self.uses.unfinished():
-                rest.uses.add(stream, seq)
-
-    def shrink(self, size: int) -> None:
-        less, unused = max(self.size - size, 0), max(self.used - size, 0)
-        self._shared.resize(-less, -unused)
-        self.size -= less
-        self.used -= unused
-
-    @property
-    def idle(self) -> bool:
-        return not self.uses.unfinished() and not (self.owner is not None and self.owner.live)
-
-    def close(self) -> None:
-        self._shared.resize(-self.size, -self.used)
-        self._shared.slabs.remove(self)
-        self.physical.close()
 
 
 class Hole(NamedTuple):
@@ -164,7 +155,7 @@ class Hole(NamedTuple):
 
 
 class GraphHeap:
-    """The addresses of a graph's allocations on one device, and the slab of its latest launch there."""
+    """The addresses of a graph's allocations on one device, and the chunks of its latest launch there."""
 
     def __init__(self, shared: DeviceGraphMemory) -> None:
         shared.collect()
@@ -176,8 +167,9 @@ class GraphHeap:
         self._reserved = 0
         self.holes: list[Hole] = []
         """Holes in the order of their frees."""
-        self._slab: Slab | None = None
-        self._mapped: tuple[Slab, int] | None = None  # in stream order, for launches that are queued
+        self.places: dict[Chunk, int] = {}
+        """The chunks of the latest launch, with their numbers."""
+        self._mapped: dict[int, Chunk] = {}  # by place, in stream order, for launches that are queued
         self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}
         """Sizes of the allocations that outlived a launch, by address."""
@@ -231,35 +223,31 @@ class GraphHeap:
 
     # -- launches --------------------------------------------------------------------------------------------
 
-    def prepare(self, clock: Clock, outlives: bool) -> Slab:
-        """Choose the slab for a launch that is ordered after ``clock``. ``outlives``: its allocations outlive it."""
-        slabs = [slab for slab in self._shared.slabs if slab.owner in (None, self) or not slab.owner.live]
-        usable = [slab for slab in slabs if slab.uses.over_for(clock)]
-        # memory that no other graph has mapped is taken first (observed on H200: test_graph_memory)
-        held = {memory._slab for memory in self._shared.memories if memory is not self}
-        slab = max(usable, key=lambda one: (one is self._slab, one not in held, one.size), default=None)
-        spare = sum(one.size - one.used for one in self._shared.slabs)
-        if slab is None or (slab in held and slab is not self._slab and spare >= self._reserved):
-            slab = Slab(self._shared)
-        slab.owner = self if outlives else None
-        slab.grow(self._reserved, round_up(self._size, CHUNK))
-        if outlives:
-            slab.split(self._reserved, round_up(self._size, CHUNK))
-        self._slab = slab
-        return slab
-
-    def map(self, slab: Slab) -> None:
-        """Map the slab at the addresses. Runs in stream order, because earlier launches may use another slab."""
+    def prepare(self, clock: Clock, outlives: bool, relaxed: bool) -> dict[Chunk, int]:
+        """Choose the chunks of a launch that is ordered after ``clock``, with their places. ``outlives``: its
+        allocations outlive it.
+        """
+        self._leave_chunks()
         size = round_up(self._size, CHUNK)
-        if self._mapped != (slab, size):
-            self._reservation.map(self._reservation.base, size, slab.physical.fd, 0)
-            self._mapped = (slab, size)
+        chunks = self._shared.take(self._reserved // CHUNK, size // CHUNK, clock, self, relaxed)
+        for chunk in chunks:
+            chunk.owner = self if outlives else None
+        self.places = {chunk: place for place, chunk in enumerate(chunks)}
+        return self.places
+
+    def map(self, places: dict[Chunk, int]) -> None:
+        """Map chunks at the addresses. Runs in stream order, because earlier launches may use other chunks."""
+        for chunk, place in places.items():
+            if self._mapped.get(place) is not chunk:
+                address = self._reservation.base + place * CHUNK
+                self._reservation.map(address, CHUNK, self._shared.physical.fd, chunk.offset)
+                self._mapped[place] = chunk
 
     def in_use(self, stream: Queue, seq: int) -> None:
         """Record that a stream may use the memory until its operation ``seq`` has run."""
         self.uses.add(stream, seq)
-        if self._slab is not None:
-            self._slab.uses.add(stream, seq)
+        for chunk in self.places:
+            chunk.uses.add(stream, seq)
 
     def freed(self, address: int, stream: Queue | None = None) -> None:
         """Record the free of an allocation that outlived its launch."""
@@ -267,32 +255,25 @@ class GraphHeap:
         if stream is not None:
             self.in_use(stream, stream.submit(Operation()))
 
-    def chunks_in_use(self) -> int:
-        """The number of chunks with a part of a live allocation."""
-        base = self._reservation.base
-        touched = (
-            range((address - base) // CHUNK, (address - base + size - 1) // CHUNK + 1)
-            for address, size in self.live.items()
-        )
-        return len(set(itertools.chain.from_iterable(touched)))
+    def lives_in(self, chunk: Chunk) -> bool:
+        """Whether a part of a live allocation is in a chunk."""
+        if chunk not in self.places:
+            return False
+        start = self._reservation.base + self.places[chunk] * CHUNK
+        return any(address < start + CHUNK and start < address + size for address, size in self.live.items())
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def lose(self, slab: Slab) -> None:
-        """Release the slab."""
-        if self._mapped is not None and self._mapped[0] is slab:
-            self._reservation.unmap(self._reservation.base, self._mapped[1])
-            self._mapped = None
-        if self._slab is slab:
-            self._slab = None
+    def lose(self, chunk: Chunk) -> None:
+        """Release a chunk."""
+        self.places.pop(chunk, None)
+        for place in [place for place, one in self._mapped.items() if one is chunk]:
+            self._reservation.unmap(self._reservation.base + place * CHUNK, CHUNK)
+            del self._mapped[place]
 
     def keep_only_live(self) -> None:
-        """Give other graphs the chunks without a live allocation. They still count as used (observed on H200:
-        test_graph_memory).
-        """
-        if self.live and self._slab is not None:
-            size = self.chunks_in_use() * CHUNK
-            self._slab.split(size, size)
+        """Leave the chunks without a live allocation. They still count as used (H200: test_graph_memory)."""
+        self.places = {chunk: place for chunk, place in self.places.items() if chunk.is_live}
 
     def disown(self) -> None:
         """Drop a reference to the addresses, as its graph or executable graph was destroyed."""
@@ -304,10 +285,13 @@ class GraphHeap:
             self.close()
 
     def close(self) -> None:
-        """Release the addresses, and give the slab to other graphs."""
+        """Release the addresses, and give the chunks to other graphs."""
         self._shared.memories.discard(self)
         self._shared.banks.arenas.remove(self._reservation)
         self._reservation.close()
-        for slab in self._shared.slabs:
-            if slab.owner is self:
-                slab.owner = None
+        self._leave_chunks()
+
+    def _leave_chunks(self) -> None:
+        for chunk in self.places:
+            if chunk.owner is self:
+                chunk.owner = None

@@ -67,6 +67,8 @@ class NodeGraph:
     instances: int = 0
     frees: bool = False
     """Whether a free was attempted during the capture."""
+    relaxed: bool = False
+    """Whether it was captured in relaxed mode."""
     open: dict[int, GraphNode] = field(default_factory=dict)
     """Allocation nodes without a free node, by address; these allocations outlive a launch."""
 
@@ -153,6 +155,12 @@ class NodeGraph:
         return node
 
 
+class EmptyLaunch(Operation):
+    """A launch of a graph without work. It is no command, so it gives its stream no rank (H200: test_placements)."""
+
+    is_command = False
+
+
 @dataclass(eq=False)
 class GraphExec:
     """An instantiated graph."""
@@ -200,7 +208,7 @@ class GraphExec:
             memory.freed(address)
         carried_out = [node for node in self.nodes if node.enabled and node.kind != "EMPTY"]
         if not carried_out:  # then it does not wait for earlier launches (observed on H200: test_graph_nodes)
-            stream.submit(Operation(), clock={})
+            stream.submit(EmptyLaunch(), clock={})
             return
         self.upload(stream)
         for node in carried_out:
@@ -230,11 +238,15 @@ class GraphExec:
         for other, seq in earlier:
             merge(clock, {other.id: seq})
         outlives = {node.device for node in self.unfreed}
-        slabs = [(memory, memory.prepare(clock, device in outlives)) for device, memory in self.graph.memories.items()]
+        relaxed = self.graph.relaxed
+        chosen = [
+            (memory, memory.prepare(clock, device in outlives, relaxed))
+            for device, memory in self.graph.memories.items()
+        ]
 
         def map_memory() -> None:
-            for memory, slab in slabs:
-                memory.map(slab)
+            for memory, places in chosen:
+                memory.map(places)
 
         # pools ignore the order from waits of launches (observed on H200: test_placements)
         self._in_use(stream, stream.submit(QueuedCall(map_memory), tuple(earlier), {}))
@@ -252,6 +264,7 @@ class GraphCapture:
         self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[GraphNode] = ()
     ) -> None:
         self.graph: NodeGraph = graphs.create() if graph is None else graph
+        self.graph.relaxed = mode == RELAXED
         self.origin = origin
         self.mode = mode
         graphs.capture_count += 1

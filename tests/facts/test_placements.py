@@ -82,6 +82,8 @@ AMOUNTS: dict[str, str] = {
         "000: keep 0, a=b:20, a>L, shared>b, sync b =0"
     ),
     "so does a record of one": "000: keep 0, a=b:20, a>L, b>shared, sync b =0",
+    "so does a wait for an event of its own": "000: keep 0, a=b:20, a>L, b>e, e>b, sync b =0",
+    "a record alone does not": "000: keep 0, a=b:20, a>L, b>e, sync b =32, sync L =0",
     "an event of the legacy stream knows of the blocking ones": "010: keep 0, a=b:20, a>b, L>e, await e =0",
     "an event of several processes tells nothing": (
         "000: keep 0, a=s0:20, a>s0, s0>shared, await shared =32, sync s0 =0"
@@ -241,6 +243,14 @@ class TestStreamsInOrder:
         blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
         self.use(rig, pool, rig.raw.CUstream(1))
         value(rig.raw.cuEventRecord(rig.event(UNTIMED), blocking))
+        assert self.order(rig, pool, one, blocking) == [0, 1]
+
+    def test_a_launch_of_an_empty_graph(self, rig: Rig) -> None:
+        blocking, one, pool = rig.stream(BLOCKING), rig.stream(), rig.pool(UINT64_MAX, "010")
+        self.use(rig, pool, rig.raw.CUstream(1))
+        rig.begin_capture(one)
+        value(rig.raw.cuGraphLaunch(rig.instantiate(value(rig.end_capture(one))), blocking))
+        assert rig.executed(blocking)
         assert self.order(rig, pool, one, blocking) == [0, 1]
 
     @pytest.mark.parametrize("recorded", [False, True])
