@@ -72,7 +72,7 @@ class TestGrant:
         [
             (0, TypeError, "access"),
             ("device", TypeError, "access"),
-            ([0], TypeError, "access"),
+            ([0.5], TypeError, "access"),
             ({sa.MemLocation.device(0): 3}, TypeError, "MemAccess"),
             ({sa.MemLocation.device(0): None}, TypeError, "MemAccess"),
             (sa.MemLocation.device(99), ValueError, "id=99"),

@@ -81,7 +81,7 @@ class TestPlace:
         with pytest.raises(ValueError, match="another driver"):
             vmm.PhysicalMemory(device, PAGE, driver=sd.traced(machine))
 
-    @pytest.mark.parametrize("where", [None, 0, "cuda:0"])
+    @pytest.mark.parametrize("where", [None, 0.5, "cuda:0"])
     def test_that_is_none(self, machine: Any, where: Any) -> None:
         with pytest.raises(TypeError, match="where"):
             vmm.PhysicalMemory(where, PAGE)
