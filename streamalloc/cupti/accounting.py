@@ -17,7 +17,7 @@ from time import time_ns
 from typing import Any, NamedTuple
 
 from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
-from streamalloc.cupti.callers import caller, free_bytes, uuid_text
+from streamalloc.cupti.callers import Process, caller, uuid_text
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.segments import Split, Torch, split
 from streamalloc.cupti.subscription import DriverCall, Subscription
@@ -156,8 +156,7 @@ class Memory:
         self.failure: BaseException | None = None
         """An error of the account without a subscription."""
         self._subscription: Subscription | None = None
-        self._on_gpu = driver is cuda
-        self._free_before = free_bytes() if self._on_gpu else {}
+        self._process = Process() if driver is cuda else None
         self._lock = threading.RLock()  # a finaliser may free memory in a callback
         self._lines: dict[tuple[Any, ...], Line] = {}
         self._held: dict[tuple[str, int], _Held] = {}
@@ -370,10 +369,13 @@ class Memory:
         rows += ask.rows(sums)
         rows += ask.reserves(sums, self._pools, False)
         figures = {}
+        of_process = self._process.figures() if self._process is not None else {}
         for device, (free, total, name) in ask.free.items():
-            figures[device] = self._free_before.get(name, total) - free
+            taken = self._process.taken(name, free) if self._process is not None else None
+            figures[device] = of_process.get(name, total - free if taken is None else taken)
+            alone = self._process is None or name in of_process
             known = sum(row.nbytes for row in rows if row.device == device)
-            rest = REST if name in self._free_before or not self._on_gpu else f"{REST}, and other processes"
+            rest = REST if alone else f"{REST}, and changes of other processes"
             rows.append(Row(device, "the driver", rest, (), max(figures[device] - known, 0)))
         return Moment("now", tuple(row for row in rows if row.nbytes), figures)
 

@@ -1,4 +1,4 @@
-"""The library that makes a driver call, and the memory that was taken before the program began."""
+"""The library that makes a driver call, and NVML's figures of the memory of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import uuid
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamalloc.cupti.subscription import is_library
 
@@ -93,8 +93,24 @@ class _Info(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def free_bytes() -> dict[str, int]:
-    """Free memory of the GPUs by UUID, from NVML, which needs no context; empty without it.
+class _Process(ctypes.Structure):
+    _fields_ = (("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("parts", ctypes.c_uint * 2))
+
+
+class Gpu(NamedTuple):
+    """The memory of a GPU as NVML tells it, which needs no context."""
+
+    free: int
+    processes: dict[int, int]
+    """Bytes of each process, by its number outside of containers."""
+
+
+_MOST_PROCESSES = 256
+_UNKNOWN = (1 << 64) - 1
+
+
+def gpus() -> dict[str, Gpu]:
+    """The GPUs by UUID; empty without NVML.
 
     The driver itself is not called: a program that forks before its first CUDA call must find CUDA not initialised.
     """
@@ -102,21 +118,52 @@ def free_bytes() -> dict[str, int]:
         nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return {}
-    found: dict[str, int] = {}
+    found: dict[str, Gpu] = {}
     count, device, info = ctypes.c_uint(), ctypes.c_void_p(), _Info()
-    name = ctypes.create_string_buffer(96)
+    name, running = ctypes.create_string_buffer(96), (_Process * _MOST_PROCESSES)()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(_at(count)):
         return {}
+    list_processes = getattr(nvml, "nvmlDeviceGetComputeRunningProcesses_v3", lambda *_: 1)
     for index in range(count.value):
+        listed = ctypes.c_uint(_MOST_PROCESSES)
         asked = (
             (nvml.nvmlDeviceGetHandleByIndex_v2, index, _at(device)),
             (nvml.nvmlDeviceGetUUID, device, name, ctypes.c_uint(96)),
             (nvml.nvmlDeviceGetMemoryInfo, device, _at(info)),
         )
         if not any(function(*args) for function, *args in asked):
-            found[name.value.decode()] = info.free
+            known = running[: 0 if list_processes(device, _at(listed), running) else listed.value]
+            used = {one.pid: one.used for one in known if one.used != _UNKNOWN}
+            found[name.value.decode()] = Gpu(info.free, used)
     nvml.nvmlShutdown()
     return found
+
+
+class Process:
+    """The driver's figure of the memory of this process."""
+
+    def __init__(self) -> None:
+        self._before = gpus()
+        self._numbers: dict[str, int] = {}
+        """Number of this process by GPU, once it is known."""
+
+    def figures(self) -> dict[str, int]:
+        """Bytes of this process by UUID of the GPU, where NVML tells them."""
+        found = {}
+        for name, gpu in gpus().items():
+            before = self._before.get(name, Gpu(0, {}))
+            # In a container the processes have numbers of outside, and ours is the one that is new.
+            new = [os.getpid()] if os.getpid() in gpu.processes else [*gpu.processes.keys() - before.processes]
+            number = self._numbers.get(name, 0)
+            if number not in gpu.processes and len(new) == 1:
+                number = self._numbers[name] = new[0]
+            if number in gpu.processes:
+                found[name] = gpu.processes[number]
+        return found
+
+    def taken(self, name: str, free: int) -> int | None:
+        """Bytes by which the GPU's free memory has become less; None if it is not known."""
+        return self._before[name].free - free if name in self._before else None
 
 
 def uuid_text(data: bytes) -> str:
