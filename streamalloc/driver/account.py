@@ -86,8 +86,12 @@ class HandleCounts:
         elif name in _UNCOUNTED:
             self._uncounted.add(int(answer[1]))
         elif name in _NODES:
-            # A node allocates at each launch.
-            self._uncounted.add(int(getattr(args[-1], "alloc", args[-1]).dptr))
+            # A node allocates at each launch. The parameters of other kinds lie where those of this one would.
+            params = args[-1]
+            if name != "cuGraphAddMemAllocNode":
+                params = params.alloc if getattr(params.type, "name", "").endswith("_MEM_ALLOC") else None
+            if params is not None:
+                self._uncounted.add(int(params.dptr))
         elif name == "cuMemMap":
             self._live["mapping", int(args[0])] += 1
         elif name == "cuMemUnmap":
