@@ -8,6 +8,8 @@ simulated driver it follows programs that call cuda.bindings. The exit status is
 from __future__ import annotations
 
 import argparse
+import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     parser.add_argument("--html", metavar="FILE", help="write a flame graph by line as a page of its own")
     parser.add_argument("--picture", metavar="FILE", help="write it as a picture (.png, .svg, .pdf; needs matplotlib)")
+    about = "print a line to the error output every SECONDS (default: 1) while the program runs"
+    parser.add_argument("--live", metavar="SECONDS", type=float, nargs="?", const=1.0, help=about)
     running.add_arguments(parser)
 
 
@@ -55,6 +59,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _run(terminal: Terminal, options: argparse.Namespace, account: Memory, program: Any) -> None:
+    over = threading.Event()
+    if options.live:
+        threading.Thread(target=_live, args=(account, options.live, over), daemon=True).start()
     try:
         kept = program()  # its variables hold memory
     except UsageError:
@@ -62,8 +69,18 @@ def _run(terminal: Terminal, options: argparse.Namespace, account: Memory, progr
     except BaseException:  # its traceback holds the variables of functions
         _report(terminal, options, account)
         raise
+    finally:
+        over.set()
     _report(terminal, options, account)
     del kept
+
+
+def _live(account: Memory, every: float, over: threading.Event) -> None:
+    while not over.wait(every):
+        now, peak, libraries = account.taken()
+        parts = sorted(((nbytes, name) for name, nbytes in libraries.items() if nbytes), reverse=True)
+        most = ", ".join(f"{name} {mib(nbytes)}" for nbytes, name in parts[:4])
+        print(f"streamalloc memory: {mib(now)} taken, {mib(peak)} at the peak; {most}", file=sys.stderr, flush=True)
 
 
 def _report(terminal: Terminal, options: argparse.Namespace, account: Memory) -> None:

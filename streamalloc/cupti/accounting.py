@@ -345,6 +345,14 @@ class Memory:
                 found.append(then._replace(rows=(*then.rows, *rest)))
         return found
 
+    def taken(self) -> tuple[int, int, dict[str, int]]:
+        """The memory that calls have taken from the driver, now and at the peak, and now by library. No driver call."""
+        with self._lock:
+            libraries: Counter[str] = Counter()
+            for line, nbytes in self._sums.now.items():
+                libraries[line.library] += nbytes
+            return self._sums.total, self._peak, dict(libraries)
+
     def now(self) -> Moment:
         """The memory now. It makes driver calls, so it is for code of the program, not for finalisers."""
         return self.moments()[0]

@@ -19,7 +19,10 @@ _NAMES = {
 }
 """Names of libraries by the folder in which Python finds them."""
 _NATIVE = re.compile(r"/lib(cublas|cudnn|nccl|cufft|cusparse|cusolver|curand|cutensor)[\w-]*\.so")
-_NATIVE_NAMES = {"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL", "cufft": "cuFFT", "cusparse": "cuSPARSE"}
+_NATIVE_NAMES = {
+    **{"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL", "cufft": "cuFFT", "cusparse": "cuSPARSE"},
+    **{"cusolver": "cuSOLVER", "curand": "cuRAND", "cutensor": "cuTENSOR"},
+}
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
@@ -83,7 +86,7 @@ def caller(frame: FrameType | None) -> str:
 def _name(file: str) -> str:
     native, installed = _NATIVE.search(file), _INSTALLED.search(file)
     if native:
-        return _NATIVE_NAMES.get(native[1], native[1])
+        return _NATIVE_NAMES[native[1]]
     if installed:
         return _NAMES.get(installed[1], installed[1])
     return os.path.basename(file).partition(".")[0]

@@ -90,6 +90,15 @@ def test_memory_is_shown_when_the_program_raises_or_exits(command: Any, tmp_path
     assert missing.returncode == 2 and "there is no file" in missing.stderr and missing.stdout == ""
 
 
+def test_live_lines_are_printed_while_the_program_runs(command: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM + "import time\ntime.sleep(0.6)\n")
+    done = command("memory", "--live", "0.2", program)
+    lines = done.stderr.splitlines()
+    assert "streamalloc memory: 33.0 MiB taken, 128.0 MiB at the peak; the program 33.0 MiB" in lines
+    assert {line.partition(":")[0] for line in lines} == {"streamalloc memory"}
+
+
 def test_a_recorded_program_is_replayed(command: Any, tmp_path: Path) -> None:
     file = tmp_path / "x.trace"
     done = command("record", "-o", file, tmp_path / "program.py", "exit")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import cupti, traces
-from streamalloc.cupti import segments
+from streamalloc.cupti import callers, segments
 from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
 from streamalloc.cupti.internal import ALLOCATIONS, REST, Recording
 from streamalloc.cupti.libraries import Libraries
@@ -242,6 +244,41 @@ def test_an_error_of_the_account_does_not_reach_the_program(shown: Any, monkeypa
     with sa.Device(0, driver=shown).current(), cupti.Memory(shown).running() as running:
         ok((*shown.cuMemFree(ok(shown.cuMemAlloc(MiB))), None))
     assert isinstance(running.error, ZeroDivisionError)
+
+
+def test_a_call_is_of_the_innermost_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def called_from(*files: str) -> str:
+        """The library of a call whose frames are of these files, outermost first."""
+        function: Callable[[], str] = lambda: callers.caller(sys._getframe(1))  # noqa: E731
+        for file in reversed(files):
+            names = {"inner": function}
+            exec(compile("outer = lambda: inner()", file, "exec"), names)
+            function = names["outer"]
+        return function()
+
+    monkeypatch.setattr(callers, "_backtrace", None)
+    installed = "/env/lib/python3.12/site-packages"
+    assert called_from("/work/program.py") == "the program"
+    assert called_from("/work/program.py", f"{installed}/cupy/_core.py") == "CuPy"
+    assert called_from(f"{installed}/torch/nn.py", f"{installed}/rmm/mr.py", f"{installed}/cuda/bindings/x.py") == "RMM"
+    assert called_from(f"{installed}/torch/nn.py", "/work/program.py") == "the program"
+    assert called_from("/work/program.py", f"{installed}/somelib/part/x.py") == "somelib"
+
+
+def test_the_figure_of_the_process_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a container it has its number there; inside, it is the one that is new."""
+
+    def figures(*readings: dict[int, int]) -> list[dict[str, int]]:
+        left = [{"GPU-1": callers.Gpu(100, one)} for one in readings]
+        monkeypatch.setattr(callers, "gpus", lambda: left.pop(0))
+        process = callers.Process()
+        assert process.taken("GPU-1", 30) == 70 and process.taken("GPU-2", 30) is None
+        return [process.figures() for _ in readings[1:]]
+
+    other = {900001: 5}
+    assert figures(other, other | {os.getpid(): 9, 900002: 7}) == [{"GPU-1": 9}]
+    assert figures(other, other | {900003: 9}, {900003: 8, 900004: 1}) == [{"GPU-1": 9}, {"GPU-1": 8}]
+    assert figures(other, other | {900003: 9, 900004: 1}, other) == [{}, {}]
 
 
 # --- libraries ------------------------------------------------------------------------------------------------------
