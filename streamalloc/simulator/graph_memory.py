@@ -89,11 +89,10 @@ class DeviceGraphMemory:
     def used(self) -> int:
         return sum(chunk.used for chunk in self.chunks) * CHUNK
 
-    def take(self, reserved: int, mapped: int, clock: Clock, asking: GraphHeap, relaxed: bool) -> list[Chunk]:
-        """Choose ``mapped`` of at least ``reserved`` chunks for a launch that is ordered after ``clock``.
-
-        First are those that the graph had before, then the oldest, or if new ones are needed the newest. A graph that
-        was not captured in ``relaxed`` mode takes those of other graphs last (observed on H200: test_graph_memory).
+    def take(self, reserved: int, mapped: int, clock: Clock, before: Container[Chunk]) -> list[Chunk]:
+        """Choose ``mapped`` of at least ``reserved`` chunks for a launch that is ordered after ``clock``: first those
+        that the graph had ``before``, then the oldest, or if new ones are needed the newest (observed on H200:
+        test_graph_memory).
         """
         free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
         missing = max(reserved - len(free), 0)
@@ -101,9 +100,7 @@ class DeviceGraphMemory:
         new = [Chunk(self.physical.extend(CHUNK)) for _ in range(missing)]
         self.chunks += new
         self.bank.used += missing * CHUNK
-        ordered = [*new, *reversed(free)] if new else free
-        held = {chunk for memory in self.memories for chunk in memory.places if memory is not asking}
-        ordered.sort(key=lambda chunk: (chunk not in asking.places, not relaxed and chunk in held))
+        ordered = sorted([*new, *reversed(free)] if new else free, key=lambda chunk: chunk not in before)
         for chunk in ordered[:mapped]:
             chunk.used = True
         self.used_high = max(self.used_high, self.used)
@@ -167,8 +164,7 @@ class GraphHeap:
         self._reserved = 0
         self.holes: list[Hole] = []
         """Holes in the order of their frees."""
-        self.places: dict[Chunk, int] = {}
-        """The chunks of the latest launch, with their numbers."""
+        self._places: dict[Chunk, int] = {}  # of the chunks of the latest launch, by number
         self._mapped: dict[int, Chunk] = {}  # by place, in stream order, for launches that are queued
         self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}
@@ -223,17 +219,17 @@ class GraphHeap:
 
     # -- launches --------------------------------------------------------------------------------------------
 
-    def prepare(self, clock: Clock, outlives: bool, relaxed: bool) -> dict[Chunk, int]:
+    def prepare(self, clock: Clock, outlives: bool) -> dict[Chunk, int]:
         """Choose the chunks of a launch that is ordered after ``clock``, with their places. ``outlives``: its
         allocations outlive it.
         """
         self._leave_chunks()
         size = round_up(self._size, CHUNK)
-        chunks = self._shared.take(self._reserved // CHUNK, size // CHUNK, clock, self, relaxed)
+        chunks = self._shared.take(self._reserved // CHUNK, size // CHUNK, clock, self._places)
         for chunk in chunks:
             chunk.owner = self if outlives else None
-        self.places = {chunk: place for place, chunk in enumerate(chunks)}
-        return self.places
+        self._places = {chunk: place for place, chunk in enumerate(chunks)}
+        return self._places
 
     def map(self, places: dict[Chunk, int]) -> None:
         """Map chunks at the addresses. Runs in stream order, because earlier launches may use other chunks."""
@@ -246,7 +242,7 @@ class GraphHeap:
     def in_use(self, stream: Queue, seq: int) -> None:
         """Record that a stream may use the memory until its operation ``seq`` has run."""
         self.uses.add(stream, seq)
-        for chunk in self.places:
+        for chunk in self._places:
             chunk.uses.add(stream, seq)
 
     def freed(self, address: int, stream: Queue | None = None) -> None:
@@ -257,23 +253,17 @@ class GraphHeap:
 
     def lives_in(self, chunk: Chunk) -> bool:
         """Whether a part of a live allocation is in a chunk."""
-        if chunk not in self.places:
-            return False
-        start = self._reservation.base + self.places[chunk] * CHUNK
+        start = self._reservation.base + self._places[chunk] * CHUNK
         return any(address < start + CHUNK and start < address + size for address, size in self.live.items())
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def lose(self, chunk: Chunk) -> None:
         """Release a chunk."""
-        self.places.pop(chunk, None)
+        self._places.pop(chunk, None)
         for place in [place for place, one in self._mapped.items() if one is chunk]:
             self._reservation.unmap(self._reservation.base + place * CHUNK, CHUNK)
             del self._mapped[place]
-
-    def keep_only_live(self) -> None:
-        """Leave the chunks without a live allocation. They still count as used (H200: test_graph_memory)."""
-        self.places = {chunk: place for chunk, place in self.places.items() if chunk.is_live}
 
     def disown(self) -> None:
         """Drop a reference to the addresses, as its graph or executable graph was destroyed."""
@@ -292,6 +282,6 @@ class GraphHeap:
         self._leave_chunks()
 
     def _leave_chunks(self) -> None:
-        for chunk in self.places:
+        for chunk in self._places:
             if chunk.owner is self:
                 chunk.owner = None

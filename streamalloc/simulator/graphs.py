@@ -67,8 +67,6 @@ class NodeGraph:
     instances: int = 0
     frees: bool = False
     """Whether a free was attempted during the capture."""
-    relaxed: bool = False
-    """Whether it was captured in relaxed mode."""
     open: dict[int, GraphNode] = field(default_factory=dict)
     """Allocation nodes without a free node, by address; these allocations outlive a launch."""
 
@@ -194,7 +192,6 @@ class GraphExec:
     def release(self) -> None:
         self.graph.instances -= 1
         for memory in self.graph.memories.values():
-            memory.keep_only_live()
             memory.disown()
 
     def launch(self, allocations: AllocationTable, stream: Queue) -> None:
@@ -238,11 +235,7 @@ class GraphExec:
         for other, seq in earlier:
             merge(clock, {other.id: seq})
         outlives = {node.device for node in self.unfreed}
-        relaxed = self.graph.relaxed
-        chosen = [
-            (memory, memory.prepare(clock, device in outlives, relaxed))
-            for device, memory in self.graph.memories.items()
-        ]
+        chosen = [(memory, memory.prepare(clock, device in outlives)) for device, memory in self.graph.memories.items()]
 
         def map_memory() -> None:
             for memory, places in chosen:
@@ -264,7 +257,6 @@ class GraphCapture:
         self, graphs: Graphs, origin: Queue, mode: int, graph: NodeGraph | None = None, after: Iterable[GraphNode] = ()
     ) -> None:
         self.graph: NodeGraph = graphs.create() if graph is None else graph
-        self.graph.relaxed = mode == RELAXED
         self.origin = origin
         self.mode = mode
         graphs.capture_count += 1

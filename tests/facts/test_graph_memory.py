@@ -221,24 +221,23 @@ NOT_NEEDED: list[tuple[str, list[str], str, list[tuple[int, ...]]]] = [
         "0 ? 1 0 ?",
         [(2, 2, 3, 3), (3, 3, 4, 4)],
     ),
-    ("taken before what another graph uses", ["a=1 b=33 -a -b", "a=1"], "0 ? 1 ?", [(2, 2, 3, 3), (3, 3, 3, 3)]),
-    ("of an instance that is gone, taken first", ["a=1 -a b=33 -b c=12", "a=1"], "0 -0 1 ?", [(2, 2, 3, 3)]),
     (
-        "in relaxed mode the oldest, also what another graph uses",
-        ["relaxed a=1 b=33 -a -b", "relaxed a=1", "relaxed a=1", "relaxed a=1"],
+        "taken after what other graphs used",
+        ["a=1 b=33 -a -b", "a=1", "a=1", "a=1"],
         "0 1 ? 2 ? 3 ?",
         [(2, 2, 3, 3), (2, 2, 3, 3), (3, 3, 3, 3)],
     ),
+    ("of an instance that is gone, taken first", ["a=1 -a b=33 -b c=12", "a=1"], "0 -0 1 ?", [(2, 2, 3, 3)]),
     (
         "beside what lives",
-        ["relaxed a=1 b=33 -b", "relaxed a=1", "relaxed a=1"],
+        ["a=1 b=33 -b", "a=1", "a=1"],
         "0 1 ? 2 ?",
         [(2, 2, 3, 3), (3, 3, 3, 3)],
     ),
-    ("new ones first", ["relaxed a=19 -a", "relaxed a=1 b=106 -a -b"], "0 1 ? 1 ?", [(5, 5, 5, 5), (5, 5, 5, 5)]),
+    ("new ones first", ["a=19 -a", "a=1 b=106 -a -b"], "0 1 ? 1 ?", [(5, 5, 5, 5), (5, 5, 5, 5)]),
     (
         "then the newest",
-        ["relaxed a=1 b=33 -a -b", "relaxed a=1", "relaxed a=1 b=33 -a -b"],
+        ["a=1 b=33 -a -b", "a=1", "a=1 b=33 -a -b"],
         "0 1 ? 2 ? 0 ?",
         [(2, 2, 3, 3), (4, 4, 4, 4), (4, 4, 4, 4)],
     ),
@@ -246,14 +245,14 @@ NOT_NEEDED: list[tuple[str, list[str], str, list[tuple[int, ...]]]] = [
 
 
 def memory_of_graphs(rig: Rig, graphs: list[str], steps: str) -> list[tuple[int, ...]]:
-    """Capture each graph, ``relaxed`` or not: ``a=20`` allocates 20 MiB, ``-a`` frees them. Then launch graphs by
-    number, destroy their instances (``-0``), trim, and read the graph memory (``?``).
+    """Capture each graph: ``a=20`` allocates 20 MiB, ``-a`` frees them. Then launch graphs by number, destroy their
+    instances (``-0``), trim, and read the graph memory (``?``).
     """
     stream, instances, found = rig.stream(), [], []
     for words in graphs:
         made: dict[str, Any] = {}
-        rig.begin_capture(stream, mode=2 if words.startswith("relaxed") else 0)
-        for word in words.removeprefix("relaxed").split():
+        rig.begin_capture(stream)
+        for word in words.split():
             name, _, size = word.partition("=")
             if size:
                 made[name] = value(rig.raw.cuMemAllocAsync(int(size) * MiB, stream))
