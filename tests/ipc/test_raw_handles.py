@@ -370,6 +370,26 @@ DESCRIPTORS: dict[str, Callable[[], int]] = {
 }
 
 
+def test_what_was_exported_twice(device: sa.Device, stream: sa.Stream) -> None:
+    """Each import has a handle of its own, and one pool serves both of its imports."""
+    with vmm.PhysicalMemory(device, PAGE, handle_types=POSIX) as memory:
+        one, two = (vmm.PhysicalMemory.from_handle(memory.export(), driver=device.driver) for _ in range(2))
+        with vmm.AddressRange(2 * PAGE, driver=device.driver) as addresses, two:
+            first = addresses.map(one, access=device)
+            first.fill(3, stream)
+            one.close()
+            assert holds(addresses.map(two, PAGE, access=device), 3)
+            stream.synchronize()
+    with shared_pool(device) as pool, pool.allocate(4096, stream) as buffer:
+        given = [buffer.handles() for _ in range(2)]
+        assert given[0].data == given[1].data
+        pools = [ipc.ImportedPool.from_handle(each.fds[0], driver=device.driver) for each in given]
+        assert pools[0].handle == pools[1].handle
+        pools[0].close()
+        with pools[1] as left, left.open(given[0].data, stream=stream) as opened:
+            assert opened.nbytes == 4096
+
+
 class TestRefused:
     @pytest.mark.parametrize("kind", DESCRIPTORS)
     @pytest.mark.parametrize(
