@@ -8,6 +8,7 @@ simulated driver it follows programs that call cuda.bindings. The exit status is
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -84,6 +85,8 @@ def _live(account: Memory, every: float, over: threading.Event) -> None:
 
 
 def _report(terminal: Terminal, options: argparse.Namespace, account: Memory) -> None:
+    if os.getpid() != account.pid:
+        return  # a forked child that came to the end of the program
     found = account.moments()
     _show(terminal, options.program, found)
     if account.error is not None:

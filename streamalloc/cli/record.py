@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 from streamalloc import traces
@@ -50,6 +51,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 def _save(terminal: Terminal, options: argparse.Namespace, recording: Recording) -> None:
+    if os.getpid() != recording.pid:
+        return  # a forked child that came to the end of the program
     trace = dataclasses.replace(traces.from_calls(recording.calls()), source=f"streamalloc record {options.program}")
     try:
         trace.save(options.output)

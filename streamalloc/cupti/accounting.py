@@ -8,6 +8,7 @@ PyTorch and CuPy come from these libraries.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import sys
 import threading
@@ -157,6 +158,8 @@ class Memory:
         """An error of the account without a subscription."""
         self._subscription: Subscription | None = None
         self._process = Process() if driver is cuda else None
+        self.pid: int = os.getpid()
+        """The process of which it is the account."""
         self._lock = threading.RLock()  # a finaliser may free memory in a callback
         self._lines: dict[tuple[Any, ...], Line] = {}
         self._held: dict[tuple[str, int], _Held] = {}
@@ -330,14 +333,19 @@ class Memory:
             # may have the second while it waits for the first.
             torch = Torch(self.libraries.snapshot())
         with self._lock:
-            ask = _Asked(self._driver, self._contexts)
+            contexts, pools = self._contexts.copy(), self._pools.copy()
+        # Not under the lock, which callbacks take.
+        ask = _Asked(self._driver, contexts, pools)
+        of_process = self._process.figures() if self._process is not None else {}
+        with self._lock:
             self._forget_lost(ask)
-            present = self._now(torch, ask)
+            present = self._now(torch, ask, of_process)
             rest = tuple(row for row in present.rows if row.what.startswith(REST))
             span = self._peak_from, self._peak_to or sys.maxsize
             sums = self._sums.marked()
             peak = self._then("peak", span, sums, self._block_sums.marked(), torch, ask)
-            peak = peak._replace(rows=(*peak.rows, *ask.reserves(sums, self._pools, True), *rest))
+            reserves = (row for row in ask.reserves(sums, True) if row.nbytes)
+            peak = peak._replace(rows=(*peak.rows, *reserves, *rest))
             found = [present, peak if peak.nbytes >= present.nbytes else present._replace(name="peak")]
             if self._refusal is not None:
                 what, time, sums, blocks = self._refusal
@@ -357,7 +365,7 @@ class Memory:
         """The memory now. It makes driver calls, so it is for code of the program, not for finalisers."""
         return self.moments()[0]
 
-    def _now(self, torch: Torch, ask: _Asked) -> Moment:
+    def _now(self, torch: Torch, ask: _Asked, of_process: dict[str, int]) -> Moment:
         sums = self._sums.now.copy()
         rows: list[Row] = []
         segments: dict[int, dict[int, int]] = {}
@@ -375,9 +383,8 @@ class Memory:
         for device, found in segments.items():
             rows += _rows_of(device, "CuPy", split(found, blocks))
         rows += ask.rows(sums)
-        rows += ask.reserves(sums, self._pools, False)
+        rows += ask.reserves(sums, False)
         figures = {}
-        of_process = self._process.figures() if self._process is not None else {}
         for device, (free, total, name) in ask.free.items():
             taken = self._process.taken(name, free) if self._process is not None else None
             figures[device] = of_process.get(name, total - free if taken is None else taken)
@@ -430,9 +437,12 @@ class Memory:
 class _Asked:
     """What the driver tells at one moment, outside of callbacks."""
 
-    def __init__(self, driver: Any, contexts: set[int]) -> None:
-        self._driver = driver
+    def __init__(self, driver: Any, contexts: set[int], pools: dict[int, int]) -> None:
         self._devices: dict[int, int] = {}
+        self._pools = pools
+        self._reserved: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+        """Bytes that pools hold by device; largest ones under True."""
+        self._graphs: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
         self.lost: set[int] = set()
         """Contexts that have ended."""
         self.free: dict[int, tuple[int, int, str]] = {}
@@ -451,6 +461,25 @@ class _Asked:
                 uuid = bytes(data.bytes)[:_UUID_BYTES] if data is not None else bytes(_UUID_BYTES)
                 self.free[number] = int(found[1]), int(found[2]), uuid_text(uuid)
             driver.cuCtxPopCurrent()
+        for high in self._reserved:
+            self._ask_pools(driver, high)
+
+    def _ask_pools(self, driver: Any, high: bool) -> None:
+        kind = "HIGH" if high else "CURRENT"
+        of_pool = getattr(cuda.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_RESERVED_MEM_{kind}")
+        of_graph = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_RESERVED_MEM_{kind}")
+        for device in self.free:
+            for ask in (driver.cuDeviceGetDefaultMemPool, driver.cuDeviceGetMemPool):
+                found = ask(cuda.CUdevice(device))
+                if not int(found[0]):
+                    self._pools.setdefault(number_of(found[1]), device)
+            graphs = driver.cuDeviceGetGraphMemAttribute(cuda.CUdevice(device), of_graph)
+            if not int(graphs[0]):
+                self._graphs[high][device] = int(graphs[1])
+        for pool, device in self._pools.items():
+            found = driver.cuMemPoolGetAttribute(cuda.CUmemoryPool(pool), of_pool)
+            if device >= 0 and not int(found[0]):
+                self._reserved[high][device] += int(found[1])
 
     def device(self, where: int) -> int:
         """The device of a line."""
@@ -462,28 +491,13 @@ class _Asked:
             if nbytes:
                 yield Row(self.device(line.where), line.library, line.what, line.place, nbytes)
 
-    def reserves(self, sums: Counter[Line], pools: dict[int, int], high: bool) -> Iterator[Row]:
+    def reserves(self, sums: Counter[Line], high: bool) -> Iterator[Row]:
         """The memory that pools hold beyond their allocations, and that of graphs."""
-        kind = "HIGH" if high else "CURRENT"
-        reserved: Counter[int] = Counter()
-        of_pool = getattr(cuda.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_RESERVED_MEM_{kind}")
-        of_graph = getattr(cuda.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_RESERVED_MEM_{kind}")
-        for device in self.free:
-            for ask in (self._driver.cuDeviceGetDefaultMemPool, self._driver.cuDeviceGetMemPool):
-                found = ask(cuda.CUdevice(device))
-                if not int(found[0]):
-                    pools = {number_of(found[1]): device} | pools
-            graphs = self._driver.cuDeviceGetGraphMemAttribute(cuda.CUdevice(device), of_graph)
-            if not int(graphs[0]) and int(graphs[1]):
-                yield Row(device, "the driver", GRAPHS, (), int(graphs[1]))
-        for pool, device in pools.items():
-            found = self._driver.cuMemPoolGetAttribute(cuda.CUmemoryPool(pool), of_pool)
-            if device >= 0 and not int(found[0]):
-                reserved[device] += int(found[1])
-        for device, nbytes in reserved.items():
+        for device, nbytes in self._graphs[high].items():
+            yield Row(device, "the driver", GRAPHS, (), nbytes)
+        for device, nbytes in self._reserved[high].items():
             used = sum(size for line, size in sums.items() if line.what == POOL and self.device(line.where) == device)
-            if nbytes > used:
-                yield Row(device, "the driver", RESERVE, (), nbytes - used)
+            yield Row(device, "the driver", RESERVE, (), max(nbytes - used, 0))
 
 
 def _is_segment(line: Line, library: str) -> bool:

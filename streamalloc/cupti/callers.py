@@ -15,7 +15,7 @@ from streamalloc.cupti.subscription import is_library
 PROGRAM = "the program"
 _NAMES = {
     **{"torch": "PyTorch", "cupy": "CuPy", "cupy_backends": "CuPy", "rmm": "RMM", "numba": "Numba", "jax": "JAX"},
-    **{"numba_cuda": "Numba", "cuda": "cuda.core", "jaxlib": "JAX", "triton": "Triton", "streamalloc": "streamalloc"},
+    **{"numba_cuda": "Numba", "cuda": "cuda.core", "jaxlib": "JAX", "triton": "Triton"},
 }
 """Names of libraries by the folder in which Python finds them."""
 _NATIVE = re.compile(r"/lib(cublas|cudnn|nccl|cufft|cusparse|cusolver|curand|cutensor)[\w-]*\.so")
@@ -28,6 +28,7 @@ _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
 """Files of frames between the driver and the library that calls it."""
 _PYTHON = re.compile(r"/(lib)?python[\d.]*[^/]*$")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _MOST_FRAMES = 64
 
 
@@ -77,7 +78,7 @@ def caller(frame: FrameType | None) -> str:
         file = frame.f_code.co_filename
         if not is_library(file):
             return PROGRAM
-        if _INSTALLED.search(file) and "/cuda/bindings/" not in file:
+        if _INSTALLED.search(file) and "/cuda/bindings/" not in file and not file.startswith(_PACKAGE):
             return _name(file)
         frame = frame.f_back
     return PROGRAM

@@ -90,6 +90,13 @@ def test_memory_is_shown_when_the_program_raises_or_exits(command: Any, tmp_path
     assert missing.returncode == 2 and "there is no file" in missing.stderr and missing.stdout == ""
 
 
+def test_a_forked_child_that_ends_with_the_program_shows_nothing(command: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os\nif child := os.fork():\n    os.waitpid(child, 0)\n")
+    done = command("memory", program)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("Device memory of") == 1
+
+
 def test_live_lines_are_printed_while_the_program_runs(command: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_PROGRAM + "import time\ntime.sleep(0.6)\n")
