@@ -11,10 +11,11 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.testing import Faults
+from streamalloc.testing import Faults, settle
 from streamalloc.vmm import virtual_buffer
 from streamalloc.vmm.stores import pool as host
-from tests.support import KEEP, Account, filled, names, pattern, read, shows
+from streamalloc.vmm.stores.staging import host_segments
+from tests.support import KEEP, Account, MiB, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, READWRITE
 
 PIECE = 1 << 20
@@ -191,3 +192,30 @@ class TestReplacing:
                     call(buffer, pattern(5000, 2))
             group.wake()
             assert shows(buffer, 1)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_segments(machine: Any, pinned: bool) -> None:
+    """Zeroed, pinned until they are dropped; if one cannot be pinned, none stays."""
+    faults = Faults(machine)
+    device = sa.Device(0, driver=faults)
+
+    def known(address: int) -> bool:
+        return sa.pointer_attributes(address, driver=faults).kind is not sa.MemoryKind.UNKNOWN
+
+    segments = host_segments(device, [2 * MiB, 34 * MiB], pinned=pinned)
+    addresses = [segment.array.ctypes.data for segment in segments]
+    assert [segment.array.nbytes for segment in segments] == [2 * MiB, 34 * MiB]
+    assert not any(segment.array.any() for segment in segments)
+    assert [known(address) for address in addresses] == [pinned, pinned]
+    first = segments[0].array
+    del segments
+    settle()
+    assert not any(map(known, addresses))
+    first[:] = 1  # the pages stay with the array
+    faults.fail("cuMemHostRegister", nth=2)
+    if pinned:
+        with pytest.raises(sa.OutOfMemoryError):
+            host_segments(device, [2 * MiB, 2 * MiB], pinned=True)
+        assert len(faults.failed) == 1
+        settle()
