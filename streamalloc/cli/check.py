@@ -1,42 +1,77 @@
 """Run a Python program, unchanged, and report where its GPU work lacks an order: a tensor that is dropped while another
 stream reads it, a buffer that is written before its copy has ended, a missing wait between two streams.
 
-On a GPU it follows the driver calls of all libraries (PyTorch, CuPy, Numba and others) through NVIDIA's CUPTI. On the
-simulated driver it follows programs that call cuda.bindings. The exit status is 1 if something was found, and otherwise
-that of the program.
+On a GPU it follows the driver calls of all libraries (PyTorch, CuPy, Numba and others) through NVIDIA's CUPTI, also in
+the Python processes that the program starts. On the simulated driver it follows programs that call cuda.bindings. The
+exit status is 1 if something was found, and otherwise that of the program.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
 from streamalloc.cli.terminal import Terminal
+from streamalloc.driver.internal import described
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    about = "end the program at the first finding, by an exception in its main thread"
+    parser.add_argument("--raise", dest="raises", action="store_true", help=about)
+    parser.add_argument("--json", dest="report", metavar="FILE", help="write what was found to a file, too")
     running.add_arguments(parser)
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program under the check; its exceptions and exit codes are those of the command."""
     running.check_files(options)
-    if chosen.is_simulated:
-        return _on_simulated(chosen, options)
+    with tempfile.TemporaryDirectory(prefix="streamalloc-check-") as folder:
+        checked = (_on_simulated if chosen.is_simulated else _on_gpu)(chosen, options, Path(folder))
+        found, notes, ended = checked
+        found += [one for path in sorted(Path(folder).glob("*.json")) for one in json.loads(path.read_text("utf-8"))]
+    if options.report:
+        Path(options.report).write_text(json.dumps({"hazards": found, "not checked": notes}, indent=1), "utf-8")
+    if ended is not None and not found:
+        raise ended
+    return 1 if found else 0
+
+
+_Found = tuple[list[dict[str, Any]], list[str], "SystemExit | None"]
+"""Hazards, notes of what was not checked, and how the program ended."""
+
+
+def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
     from streamalloc import cupti
 
-    with cupti.check(at_once=True) as check:
-        running.run_program(options)
-    return 1 if check.hazards else 0
+    with cupti.check(at_once=True, raises=options.raises) as check, check.in_children(folder):
+        ended = _ended(lambda: running.run_program(options))
+    return described(check.hazards), [*check.notes], ended
 
 
-def _on_simulated(chosen: Chosen, options: argparse.Namespace) -> int:
+def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
     from streamalloc.driver import checked
 
-    driver: Any = checked(chosen.driver)
+    os.environ.setdefault("STREAMALLOC_CHECK", "1")  # child processes read it
+    driver: Any = checked(chosen.driver, "raise" if options.raises else "report")
     driver.show_at_once(None)
-    running.run_on(driver, options)
-    return 1 if driver.finish() else 0
+    ended = _ended(lambda: running.run_on(driver, options))
+    found = described(driver.finish())
+    driver.show_rest()
+    return found, [*driver.notes], ended
+
+
+def _ended(program: Callable[[], object]) -> SystemExit | None:
+    """Run the program. Returns its exit, if it has called ``sys.exit``."""
+    try:
+        program()
+    except SystemExit as ended:
+        return ended
+    return None

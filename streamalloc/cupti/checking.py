@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import functools
+import json
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from time import time_ns
 from typing import Any
 
@@ -23,9 +28,15 @@ from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Subscription
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
-from streamalloc.driver.internal import Stack, cuda
+from streamalloc.driver.errors import DriverMisuseError
+from streamalloc.driver.internal import Stack, cuda, described
+from streamalloc.driver.processes import search_path
 from streamalloc.driver.wrappers import Call
 
+VARIABLE = "STREAMALLOC_CHECK_ALL"
+"""Environment variable with the folder for the findings of child processes."""
+_SWITCH_INTERVAL = 0.1
+"""Seconds that a thread keeps Python's lock if another one wants it; Python's own 0.005 is shorter than some calls."""
 _MOST_LOGGED = 20_000
 """Uses between two readings of the libraries' histories."""
 _MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
@@ -83,7 +94,9 @@ class _Seen:
 class Check:
     """A check of all code of the process, see :func:`check`."""
 
-    def __init__(self) -> None:
+    def __init__(self, raises: bool) -> None:
+        self._raises = raises
+        """Whether to end the program at the next hazard."""
         self._seen = _Seen()
         self._recorder = Recorder(self._seen, "report")
         self._seen.addresses = self._recorder.state.addresses
@@ -119,6 +132,10 @@ class Check:
         if at_once:
             self._recorder.show_at_once(None)
         with contextlib.ExitStack() as undo:
+            # While a callback runs, its thread should keep Python's lock: the library that makes the call may hold a
+            # lock of its own for which the next thread, which has Python's then, waits.
+            undo.callback(sys.setswitchinterval, sys.getswitchinterval())
+            sys.setswitchinterval(max(sys.getswitchinterval(), _SWITCH_INTERVAL))
             if at_once:
                 undo.callback(self._show_rest)
             undo.callback(self._recorder.close)
@@ -134,6 +151,20 @@ class Check:
             text = "".join(traceback.format_exception(self.error))
             print(f"streamalloc check: not checked: all that came after this error:\n{text}", file=sys.stderr)
 
+    @contextlib.contextmanager
+    def in_children(self, folder: Path) -> Iterator[None]:
+        """Follow the Python processes that the program starts, too. Each writes its hazards to a file in a folder."""
+        ours = {VARIABLE: str(folder), "PYTHONPATH": search_path()}
+        before = {name: os.environ.get(name) for name in ours}
+        os.environ.update(ours)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+
     def merge(self) -> None:
         """Judge the logged uses with the blocks of the libraries that the program has imported."""
         if self._merging.acquire(blocking=False):  # another thread is there already
@@ -147,6 +178,13 @@ class Check:
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
     def _call(self, call: DriverCall) -> None:
+        self._follow(call)
+        if self._raises and self.hazards:
+            self._raises = False
+            thread, error = ctypes.c_ulong(threading.main_thread().ident or 0), ctypes.py_object(DriverMisuseError)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+
+    def _follow(self, call: DriverCall) -> None:
         self._now = call.time
         self._seen.saw(call)
         if call.function in _MAKE_SEGMENTS:
@@ -195,7 +233,7 @@ class Check:
 
 
 @contextlib.contextmanager
-def check(*, at_once: bool = False) -> Iterator[Check]:
+def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
     """Check the stream order of all driver calls in the block, whoever makes them: PyTorch, CuPy, any library.
 
     Memory of pools, ``cuMemAlloc``, mappings, pinned memory and the blocks of PyTorch's and CuPy's allocators is
@@ -211,6 +249,9 @@ def check(*, at_once: bool = False) -> Iterator[Check]:
     ----------
     at_once
         Whether to print each hazard when it is found, on the standard error stream.
+    raises
+        Whether to raise :class:`~streamalloc.driver.DriverMisuseError` in the main thread at the first hazard, soon
+        after it was found.
 
     Raises
     ------
@@ -219,5 +260,19 @@ def check(*, at_once: bool = False) -> Iterator[Check]:
 
     Reference: CUPTI's callback API, ``cuptiSubscribe``.
     """
-    with Check().running(at_once) as running:
+    with Check(raises).running(at_once) as running:
         yield running
+
+
+def check_child() -> None:
+    """Check this process, which a checked one has started, to its end."""
+    folder = Path(os.environ[VARIABLE])
+    check, undo = Check(raises=False), contextlib.ExitStack()
+    undo.enter_context(check.running(at_once=True))
+
+    def end() -> None:
+        undo.close()
+        if check.hazards:
+            (folder / f"{os.getpid()}.json").write_text(json.dumps(described(check.hazards)), "utf-8")
+
+    atexit.register(end)

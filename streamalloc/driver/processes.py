@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+_STARTUP = str(Path(__file__).with_name("startup"))
+"""Folder whose ``sitecustomize`` prepares child processes."""
 _EXITING = 4
 """``PF_EXITING`` of the kernel."""
+
+
+def search_path() -> str:
+    """The value of PYTHONPATH that makes Python find this package's ``sitecustomize`` first."""
+    others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != _STARTUP]
+    return os.pathsep.join([_STARTUP, *others])
 
 
 def alive(process: int) -> bool:

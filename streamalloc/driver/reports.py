@@ -8,6 +8,7 @@ import functools
 import linecache
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -242,3 +243,9 @@ class Hazards(list[Hazard]):
 
     def _repr_html_(self) -> str:
         return "".join(one._repr_html_() for one in self) or "no hazards"
+
+
+def described(hazards: Iterable[Hazard]) -> list[dict[str, Any]]:
+    """Hazards as JSON has them."""
+    names = ("kind", "what", "remedy", "address", "nbytes", "portable", "count", "stacks")
+    return [{name: getattr(one, name) for name in names} for one in hazards]

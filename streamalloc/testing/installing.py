@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +23,7 @@ from streamalloc.driver.internal import (
     default_of_threads,
     read_choice,
     runtime,
+    search_path,
 )
 from streamalloc.simulator.internal import VISIBLE, Runtime, inherited
 
@@ -31,8 +31,6 @@ VARIABLE = "STREAMALLOC_INSTALL"
 """Environment variable that names the machine for child processes."""
 KERNELS = "STREAMALLOC_KERNELS"
 """Environment variable with the Python files of kernels, as JSON, that child processes run first."""
-_STARTUP = str(Path(__file__).with_name("startup"))
-"""Folder whose ``sitecustomize`` installs the machine in child processes."""
 
 _installed = threading.Lock()
 """Held while a machine is installed."""
@@ -103,7 +101,7 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         if simulated and hidden is not None and hidden == inherited() and VARIABLE not in os.environ:
             undo.callback(_set_variable, VISIBLE, hidden)
             del os.environ[VISIBLE]
-        variables = {VARIABLE: settings, KERNELS: json.dumps(files), "PYTHONPATH": _search_path()}
+        variables = {VARIABLE: settings, KERNELS: json.dumps(files), "PYTHONPATH": search_path()}
         for variable, value in variables.items():
             undo.callback(_set_variable, variable, os.environ.get(variable))
             os.environ[variable] = value
@@ -167,12 +165,6 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
-
-
-def _search_path() -> str:
-    """The value of PYTHONPATH that makes Python find this package's ``sitecustomize`` first."""
-    others = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one != _STARTUP]
-    return os.pathsep.join([_STARTUP, *others])
 
 
 def install_in_child() -> None:

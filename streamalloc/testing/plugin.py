@@ -96,6 +96,8 @@ _FLAGS = {
 """Help and header of each option without a value."""
 _NOTES = "streamalloc not checked"
 """Name of the reports' property with the notes of checks, which pytest-xdist sends to its main process."""
+_check_all = pytest.StashKey[contextlib.ExitStack]()
+"""Ends the check of all driver calls."""
 _notes: list[str] = []
 """Notes of checks since the last report of a teardown."""
 
@@ -114,6 +116,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         option = f"--streamalloc-{name.replace('_', '-')}"
         group.addoption(option, dest=f"streamalloc_{name}", action="store_true", default=None, help=text)
         parser.addini(f"streamalloc_{name}", text, type="bool", default=False)
+    text = "check the order of all GPU work, of any library, in each test (a GPU and CUPTI): a finding fails the test"
+    group.addoption("--streamalloc-check-all", action="store_true", default=False, help=text)
 
 
 def _option(config: pytest.Config, name: str) -> Any:
@@ -144,6 +148,42 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", f"{_MARK}({arguments}): what a test of GPU memory needs (streamalloc.testing.plugin)"
     )
     _choice(config)
+    if config.getoption("streamalloc_check_all"):
+        config.stash[_check_all] = undo = contextlib.ExitStack()
+        _follow_all(config, undo)
+
+
+def _follow_all(config: pytest.Config, undo: contextlib.ExitStack) -> None:
+    from streamalloc import cupti
+
+    try:
+        check = undo.enter_context(cupti.check())
+    except cupti.CuptiError as error:
+        raise pytest.UsageError(f"--streamalloc-check-all: {error}") from None
+    config.pluginmanager.register(_CheckAll(check), "streamalloc check of all")
+
+
+class _CheckAll:
+    """Fails each test in which the check of all driver calls has found something."""
+
+    def __init__(self, check: Any) -> None:
+        self._check = check
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+        result = yield
+        self._check.merge()
+        found = [str(one) for one in self._check.hazards]
+        self._check.hazards.clear()
+        if found:
+            pytest.fail("\n".join(found), pytrace=False)
+        return result
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the check of all driver calls."""
+    with contextlib.suppress(KeyError):
+        config.stash[_check_all].close()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -1,7 +1,10 @@
-"""Installs the machine of its parent when a child process starts (:mod:`streamalloc.testing.installing`)."""
+"""Does in a child process, when it starts, what its parent has done: installs a machine
+(:mod:`streamalloc.testing.installing`), or checks all driver calls (:mod:`streamalloc.cupti`).
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -25,19 +28,20 @@ def _has_bindings() -> bool:
         return False
 
 
-def _install() -> None:
+def _call(module: str, function: str) -> None:
     if importlib.util.find_spec("streamalloc") is None:
         sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
-    from streamalloc.testing.installing import install_in_child
-
-    install_in_child()
+    getattr(importlib.import_module(module), function)()
 
 
 _run_next()
-if os.environ.get("STREAMALLOC_INSTALL") and _has_bindings():
+if _has_bindings():
     try:
-        _install()
+        if os.environ.get("STREAMALLOC_INSTALL"):
+            _call("streamalloc.testing.installing", "install_in_child")
+        if os.environ.get("STREAMALLOC_CHECK_ALL"):
+            _call("streamalloc.cupti.checking", "check_child")
     except Exception:
         # Do not run the program without the machine: it would use the real driver, or run unchecked.
         traceback.print_exc()
-        raise SystemExit("streamalloc: the driver of the parent process could not be installed") from None
+        raise SystemExit("streamalloc: the driver or check of the parent process could not be installed") from None

@@ -1,0 +1,84 @@
+"""The command that checks a program: what it prints, writes and exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PROGRAM = """
+import sys
+from cuda.bindings import driver as cu
+
+cu.cuInit(0)
+cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])
+first, second = (cu.cuStreamCreate(1)[1] for _ in range(2))
+memory = cu.cuMemAllocAsync(4096, first)[1]
+event = cu.cuEventCreate(2)[1]
+if "right" in sys.argv:
+    cu.cuEventRecord(event, first)
+    cu.cuStreamWaitEvent(second, event, 0)
+cu.cuMemsetD8Async(memory, 1, 4096, second)  # used
+cu.cuStreamSynchronize(second)
+cu.cuMemFreeAsync(memory, first)
+cu.cuEventDestroy(event)
+cu.cuStreamDestroy(first)
+cu.cuStreamDestroy(second)
+print("the program has ended")
+sys.exit(3 if "three" in sys.argv else 0)
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, on_cuda: bool) -> Any:
+    """Runs the command over the program in a process of its own."""
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+
+    def run(*words: str, options: tuple[str, ...] = (), file: Path = program) -> Any:
+        variables = os.environ | {"STREAMALLOC_DRIVER": "cuda" if on_cuda else "simulated"}
+        root = Path(__file__).parents[2]
+        variables["PYTHONPATH"] = f"{root}{os.pathsep}{variables.get('PYTHONPATH', '')}"
+        command = [sys.executable, "-m", "streamalloc", "check", *options, str(file), *words]
+        return subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_a_finding_is_printed_and_is_the_exit_status(check: Any) -> None:
+    done = check()
+    assert done.returncode == 1 and done.stdout == "the program has ended\n"
+    assert done.stderr.startswith("use before allocation: cuMemsetD8Async") and "# used" in done.stderr
+    assert done.stderr.endswith("streamalloc check: 1 hazard, 0 leaks\n")
+
+
+@pytest.mark.parametrize(("words", "status"), [((), 0), (("three",), 3)])
+def test_without_a_finding_the_exit_status_is_the_program_s(check: Any, words: tuple[str, ...], status: int) -> None:
+    done = check("right", *words)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "the program has ended\n", "")
+
+
+def test_the_findings_are_written_as_json(check: Any, tmp_path: Path) -> None:
+    check("three", options=("--json", str(tmp_path / "found.json")))
+    found = json.loads((tmp_path / "found.json").read_text())
+    (hazard,) = found["hazards"]
+    assert hazard["kind"] == "use before allocation" and any("# used" in line for line in hazard["stacks"]["this call"])
+    assert found["not checked"] == []
+
+
+def test_the_program_ends_at_the_first_finding_where_that_is_asked_for(check: Any) -> None:
+    done = check(options=("--raise",))
+    assert done.returncode == 1 and done.stdout == ""
+    assert "DriverMisuseError" in done.stderr
+
+
+def test_processes_that_the_program_starts_are_checked(check: Any, tmp_path: Path) -> None:
+    parent = tmp_path / "parent.py"
+    parent.write_text("import subprocess, sys\nsubprocess.run([sys.executable, 'program.py'], check=True)\n")
+    done = check(file=parent)
+    assert "use before allocation" in done.stderr
