@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from time import sleep, time_ns
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -87,12 +87,12 @@ class Subscription:
         self._functions = _known(self._library.functions(), frozenset(functions))
         self.kernels: Kernels = Kernels()
         self._main = threading.main_thread().ident or 0
-        self._process = os.getpid()
         self._waiting: Stack | None = None
         """Place of the main thread while threads of C++ work for it."""
 
     def open(self) -> None:
         """Begin to listen."""
+        self.kernels.open()
         self._library.subscribe(self._called, self._functions)
 
     @contextlib.contextmanager
@@ -125,7 +125,7 @@ class Subscription:
             self.error = error
 
     def _returned(self, number: int, data: int) -> None:
-        if self.error is not None or self._process != os.getpid():
+        if self.error is not None or _is_child:
             return
         now, thread = time_ns(), threading.get_ident()
         _, args, result, symbol, context = _DATA.unpack(ctypes.string_at(data, _DATA.size))
@@ -212,6 +212,16 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
 
 
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
+_is_child = False
+"""Whether this process was forked: its subscriptions are the parent's."""
+
+
+def _after_fork() -> None:
+    global _is_child
+    _is_child = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + "/"
 _GENERATED = ("<frozen ", "<string>", "<eval_with_key>", "/torchinductor_", "/site-packages/", "/dist-packages/")
@@ -252,8 +262,8 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[tuple[int, int], ...] | None] = {}
-        """Index and number of words of each argument that may contain addresses; None if the driver does not say."""
+        self._known: dict[int, _Arguments | None] = {}
+        """Arguments of kernels that may contain addresses; None if the driver does not say."""
         self._named: dict[int, str] = {}
         self._asked: SimpleQueue[tuple[int, int, threading.Event] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -276,16 +286,19 @@ class Kernels:
         if not params:
             return None  # one block of bytes in place of pointers to the arguments
         words: list[int] = []
-        for index, count in found:
-            at = _word.from_address(params + 8 * index).value
-            if count == 1:
-                words.append(_word.from_address(at).value)
-            elif count < _MANY_WORDS:
-                words += (_word * count).from_address(at)
+        for offset, count, array in found:
+            at = _word.from_address(params + offset).value
+            if count < _MANY_WORDS:
+                words += [word for word in array.from_address(at) if _LOWEST <= word < _HIGHEST]
             else:
                 several = np.frombuffer(ctypes.string_at(at, 8 * count), np.uint64)
                 words += several[(several >= _LOWEST) & (several < _HIGHEST)].tolist()
-        return tuple([word for word in words if _LOWEST <= word < _HIGHEST])
+        return tuple(words)
+
+    def open(self) -> None:
+        """Start the thread. In a callback the start would give Python's lock away."""
+        self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
+        self._thread.start()
 
     def forget(self) -> None:
         """Forget all kernels: after an unload the driver may give their handles to others."""
@@ -297,10 +310,7 @@ class Kernels:
         if self._thread is not None:
             self._asked.put(None)
 
-    def _ask(self, function: int, context: int) -> tuple[tuple[int, int], ...] | None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
-            self._thread.start()
+    def _ask(self, function: int, context: int) -> _Arguments | None:
         done = threading.Event()
         self._asked.put((function, context, done))
         return self._known.get(function) if done.wait(_PATIENCE) else None
@@ -313,19 +323,21 @@ class Kernels:
             done.set()
 
 
+_Arguments: TypeAlias = "tuple[tuple[int, int, Any], ...]"
+"""For each argument the offset of its address, its number of words, and the type of an array of them."""
 _word = ctypes.c_uint64
-_MANY_WORDS = 32
+_MANY_WORDS = 16
 """Words from which on NumPy is faster than a loop."""
 _LOWEST, _HIGHEST = 1 << 32, 1 << 49
 """Addresses that the driver gives to memory."""
 
 
-def _words_of(function: int) -> tuple[tuple[int, int], ...] | None:
-    """Index and number of words of each argument of a kernel that has at least one word."""
+def _words_of(function: int) -> _Arguments | None:
+    """The arguments of a kernel that have at least one word."""
     for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
         sizes: list[int] = []
         while not (answer := ask(kind(function), len(sizes)))[0]:
             sizes.append(int(answer[2]))
         if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # it has no such argument
-            return tuple((index, size // 8) for index, size in enumerate(sizes) if size >= 8)
+            return tuple((8 * at, size // 8, _word * (size // 8)) for at, size in enumerate(sizes) if size >= 8)
     return None
