@@ -47,8 +47,7 @@ class Libraries:
         for name, follow in found.items():
             if name in sys.modules:
                 follow(sys.modules[name])
-        if "torch" not in sys.modules:
-            _let_allocate_without_a_lock()
+        self._open.enter_context(_allocating_without_a_lock())
         sys.meta_path.insert(0, finder)
         try:
             yield self
@@ -127,19 +126,29 @@ class Libraries:
         self._open.enter_context(Hook())
 
 
-def _let_allocate_without_a_lock() -> None:
-    """Have PyTorch release the lock of its allocator while it calls ``cudaMalloc``.
+@contextlib.contextmanager
+def _allocating_without_a_lock() -> Iterator[None]:
+    """Have PyTorch, if it is imported in the block, release the lock of its allocator while it calls ``cudaMalloc``.
 
     The callback of that call waits for Python's lock. Its owner may wait for the allocator's, to drop a tensor.
     """
     try:
         older = tuple(map(int, version("torch").split(".")[:2])) < (2, 9)
     except (PackageNotFoundError, ValueError):
+        yield
         return
     variable = "PYTORCH_CUDA_ALLOC_CONF" if older or "PYTORCH_CUDA_ALLOC_CONF" in os.environ else "PYTORCH_ALLOC_CONF"
-    settings = [one for one in os.environ.get(variable, "").split(",") if one]
+    before = os.environ.get(variable)
+    settings = [one for one in (before or "").split(",") if one]
     if not any(one.startswith(_UNLOCKED) for one in settings):
         os.environ[variable] = ",".join([*settings, f"{_UNLOCKED}:True"])
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
 
 
 _UNLOCKED = "release_lock_on_cudamalloc"

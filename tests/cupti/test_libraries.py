@@ -1,0 +1,122 @@
+"""How libraries are followed from their import on, with stand-ins for them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamalloc.cupti import libraries
+from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT
+from streamalloc.cupti.libraries import Libraries
+
+_TORCH = """
+class cuda:
+    began = []
+    @staticmethod
+    def is_initialized(): return bool(cuda.began)
+    @staticmethod
+    def _lazy_call(call): cuda.waiting = call
+    class memory:
+        entries = []
+        @staticmethod
+        def _record_memory_history(enabled, **more): cuda.began.append((enabled, more))
+        @staticmethod
+        def _snapshot(): return {"device_traces": [cuda.memory.entries]}
+"""
+_CUPY = """
+class cuda:
+    hooks = []
+    class MemoryHook:
+        def __enter__(self): cuda.hooks.append(self)
+        def __exit__(self, *_): cuda.hooks.remove(self)
+    @staticmethod
+    def get_current_stream(): return type("Stream", (), {"ptr": 7})
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins that the program can import."""
+    for name, text in (("torch", _TORCH), ("cupy", _CUPY)):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("modules")
+class TestImports:
+    def test_pytorch_records_from_its_first_use_on_and_until_the_end(self) -> None:
+        followed = Libraries()
+        with followed.followed():
+            import torch
+
+            assert followed.events() == [] and torch.cuda.began == []
+            torch.cuda.waiting()
+            torch.cuda.memory.entries += [
+                {"action": action, "addr": 64, "size": 32, "stream": 5, "time_us": at, "frames": []}
+                for at, action in enumerate(("segment_alloc", "alloc", "free_requested", "free_completed"))
+            ]
+            events = followed.events()
+            assert [(one.kind, one.time, one.address, one.nbytes, one.stream) for one in events] == [
+                (SEGMENT, 0, 64, 32, 5),
+                (ALLOCATED, 1000, 64, 32, 5),
+                (FREED, 3000, 64, 32, 5),
+            ]
+            assert torch.cuda.began[-1][1]["clear_history"]
+        assert torch.cuda.began[-1] == (None, {})
+        # Whoever looks at the module finds the loader that Python would have given it.
+        assert type(torch.__loader__).__name__ == type(torch.__spec__.loader).__name__ == "SourceFileLoader"
+        assert not any(isinstance(one, libraries._Finder) for one in sys.meta_path)
+
+    def test_cupy_s_blocks_are_those_of_its_hook(self) -> None:
+        followed = Libraries()
+        with followed.followed():
+            import cupy
+
+            (hook,) = cupy.cuda.hooks
+            hook.malloc_postprocess(device_id=0, size=10, mem_size=512, mem_ptr=64, pmem_id=1)
+            hook.free_postprocess(device_id=0, mem_size=512, mem_ptr=64, pmem_id=1)
+            events = followed.events()
+        assert [(one.kind, one.address, one.nbytes, one.owner) for one in events if one.kind != SEGMENT] == [
+            (ALLOCATED, 64, 512, "CuPy"),
+            (FREED, 64, 512, "CuPy"),
+        ]
+        assert all(code.co_filename == __file__ for one in events for code, _ in one.place()[:1])
+        assert cupy.cuda.hooks == []
+
+
+@pytest.mark.parametrize(
+    ("version", "before", "after"),
+    [
+        ("2.11.0+cu130", {}, {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:True"}),
+        ("2.8.0", {}, {"PYTORCH_CUDA_ALLOC_CONF": "release_lock_on_cudamalloc:True"}),
+        (
+            "2.11.0",
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,release_lock_on_cudamalloc:True"},
+        ),
+        (
+            "2.11.0",
+            {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:False"},
+            {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:False"},
+        ),
+    ],
+)
+def test_pytorch_is_told_to_release_its_lock(
+    version: str, before: dict[str, str], after: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")}
+
+    for name in settings():
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(libraries, "version", lambda name: version)
+    with Libraries().followed():
+        assert settings() == after
+    assert settings() == before
