@@ -43,6 +43,8 @@ class TrackedNode:
     nested: bool = False
     """Whether it is in a child graph, under another handle."""
     enabled: bool = True
+    captured: int = 0
+    """Time of the call that was captured; 0 if unknown."""
     step: Callable[[TrackedStream], object] = lambda stream: None
     """Called with the stream of a launch."""
     calls: Any = None

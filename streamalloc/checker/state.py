@@ -107,8 +107,10 @@ class State:
     """Pools of host memory."""
     current_pools: dict[int, int] = field(default_factory=dict)
     """Current pool by device."""
-    on_use: Callable[[Access, Piece, TrackedStream, bool], None] | None = None
-    """Called with each use of what may be a segment, when its stream runs it, and with whether it is a kernel's."""
+    on_use: Callable[[Access, Piece, TrackedStream, TrackedNode], None] | None = None
+    """Called with each use of what may be a segment, when its stream runs it."""
+    now: int = 0
+    """Time of the present call; 0 if its feed does not tell."""
 
     def __post_init__(self, driver: Any) -> None:
         # Order.

@@ -298,6 +298,7 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
     state.types.forget(pieces)
     capture = state.capture_of(stream)
     if capture is not None:
+        node.captured = state.now
         capture.add(stream, node)
         if what != KERNEL:
             state.streams.name_nodes(stream, node)
@@ -330,7 +331,7 @@ def touch(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) 
     shared, device = state.interprocess.uses, state.streams.devices.get(stream) if node.kernel else None
     for access, piece in node.accesses(stream, stack):
         if state.on_use is not None and piece[0].kind in _SEGMENTS:
-            state.on_use(access, piece, stream, node.kernel)
+            state.on_use(access, piece, stream, node)
         if piece[0].divided:
             continue  # its blocks are judged, by whoever listens
         if state.uninitialized and not (access.write or state.streams.foreign.may_write):

@@ -60,6 +60,8 @@ class Use(NamedTuple):
     """Those of them at which it certainly writes."""
     nbytes: int = 0
     """Size of a copy or fill; 0 for a kernel."""
+    captured: int = 0
+    """Time at which it was captured into the graph that runs it; 0 outside of graphs."""
 
     def access(self, write: bool) -> Access:
         """The use as the judge takes it."""
@@ -101,6 +103,8 @@ class Blocks:
         """Freed blocks that other streams have used."""
         self._known_from = 0
         """Time from which uses by one stream alone are known, too."""
+        self.captures: list[tuple[int, int]] = []
+        """Begin and end of each capture; an end of 0 is to come."""
         self._uses: list[Use] = []
         self._later: list[Event] = []
         self.log = self._uses.append
@@ -128,8 +132,12 @@ class Blocks:
             self._known_from = upto
 
     def _several(self, uses: list[Use], acts: list[Event]) -> bool:
-        """Whether more than one stream has used or owned memory; otherwise all is in order."""
-        if len(self._gone) or any(isinstance(one, _Block) and one.range for one in self._live.values()):
+        """Whether more than one stream has used or owned memory, or a graph; otherwise all is in order."""
+        if (
+            any(one.captured for one in uses)
+            or len(self._gone)
+            or any(isinstance(one, _Block) and one.range for one in self._live.values())
+        ):
             return True
         owners = {one.stream for one in acts}
         owners |= {one.stream if isinstance(one, Event) else one.stream.handle for one in self._live.values()}
@@ -191,6 +199,9 @@ class Blocks:
             if block is None or block.seen is use:
                 continue  # one call uses a block once: its write counts
             block.seen = use
+            if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):
+                self._is_stale(block, use)
+                continue
             if block.is_fresh:
                 block.is_fresh, block.first = False, use
                 if block.previous:
@@ -201,6 +212,20 @@ class Blocks:
                     block.wrote = block.last
             elif block.range is None or block.range.ended is None:
                 self._judge(block, use, address)
+
+    def _is_of_graphs(self, event: Event) -> bool:
+        """Whether a block was given during a capture: graphs share the memory of their captures."""
+        return any(begin <= event.time and (not end or event.time <= end) for begin, end in self.captures)
+
+    def _is_stale(self, block: _Block, use: Use) -> None:
+        """Report a graph that uses memory which has another owner than at its capture."""
+        event = block.event
+        range_ = Range(event.address, event.nbytes, f"{event.owner} block", stack=event.place())
+        what = (
+            f"{use.what} of a graph uses memory whose owner was dropped after the capture, and which is now {range_}."
+        )
+        remedy = "keep what a graph uses as long as the graph, and copy new contents into it before a replay."
+        self._state.judge.report("use after free", what, remedy, range_, use.place)
 
     def _judge(self, block: _Block, use: Use, address: int) -> None:
         """Compare a use with the earlier ones by other streams."""

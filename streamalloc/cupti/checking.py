@@ -16,6 +16,7 @@ from pathlib import Path
 from time import time_ns
 from typing import Any
 
+from streamalloc.checker.capture import TrackedNode
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import Access, Piece
@@ -107,8 +108,6 @@ class Check:
         self._merging = threading.Lock()
         self._has_new_segments = False
         """Whether a library may have got a segment since its history was read."""
-        self._now = 0
-        """Time of the present call."""
         self._subscription: Subscription = Subscription(self._call, {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES})
 
     @property
@@ -185,7 +184,7 @@ class Check:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
 
     def _follow(self, call: DriverCall) -> None:
-        self._now = call.time
+        self._recorder.state.now = call.time
         self._seen.saw(call)
         if call.function in _MAKE_SEGMENTS:
             self._has_new_segments = True
@@ -209,6 +208,11 @@ class Check:
             return
         if call.function.startswith("cuMemset"):
             self._is_initialised(call.args[0], call.place)
+        if call.function == "cuStreamBeginCapture":
+            self._blocks.captures.append((call.time, 0))
+        elif call.function == "cuStreamEndCapture":
+            ended = [(begin, end or call.time) for begin, end in self._blocks.captures]
+            self._blocks.captures[:] = ended
         if call.function in _UNLOADS:
             self._subscription.kernels.forget()
         try:
@@ -225,11 +229,12 @@ class Check:
         if found is not None and found.kind == "device memory" and found.stack == place:
             addresses.divide(found)
 
-    def _used(self, access: Access, piece: Piece, stream: TrackedStream, is_kernel: bool) -> None:
+    def _used(self, access: Access, piece: Piece, stream: TrackedStream, node: TrackedNode) -> None:
         _, low, high = piece
-        clock, nbytes, written = stream.clock.known.copy(), 0 if is_kernel else high - low, (low,) * access.write
-        use = Use(self._now, stream, access.time, clock, access.what, access.stack, (low,), written, nbytes)
-        self._blocks.log(use)
+        now, clock, written = self._recorder.state.now, stream.clock.known.copy(), (low,) * access.write
+        nbytes = 0 if node.kernel else high - low
+        what, place, captured = access.what, access.stack, node.captured
+        self._blocks.log(Use(now, stream, access.time, clock, what, place, (low,), written, nbytes, captured))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import cupti
 from streamalloc.cupti.libraries import Libraries
+from streamalloc.driver.bindings import cuda
 
 MiB = 1 << 20
 
@@ -213,6 +214,28 @@ def test_memory_that_a_library_fills_for_itself_is_left_to_it(checked: Any) -> N
 
     assert [one.kind for one in checked(scene, False).hazards] == ["race"]
     assert checked(scene, True).hazards == []
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_graph_that_uses_what_was_dropped_since_its_capture_is_found(checked: Any, keeps: bool) -> None:
+    def scene(s: Scene) -> None:
+        given = s.torch.empty(s.first)
+        s.fill(given, s.first)
+        s.driver.cuStreamBeginCapture(s.first, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        s.read(given, s.first)  # captured
+        graph = s.driver.cuStreamEndCapture(s.first)[1]
+        executable = s.driver.cuGraphInstantiate(graph, 0)[1]
+        if not keeps:
+            s.torch.drop(given, s.first)
+            s.fill(s.torch.empty(s.first), s.first, 2)
+        s.driver.cuGraphLaunch(executable, s.first)
+        s.driver.cuCtxSynchronize()
+        s.driver.cuGraphExecDestroy(executable)
+        s.driver.cuGraphDestroy(graph)
+
+    found = checked(scene).hazards
+    assert [one.kind for one in found] == ["use after free"] * (not keeps)
+    assert all(any("# captured" in line for line in one.stacks["this call"]) for one in found)
 
 
 def test_leaks_are_not_reported(checked: Any, shown: Any) -> None:
