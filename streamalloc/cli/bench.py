@@ -49,23 +49,25 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if options.strict and chosen.is_simulated:
         raise UsageError("--strict judges targets, which are those of a GPU")
     found = versions(chosen)
-    terminal.line(terminal.bold(chosen.headline))
+    terminal.paragraph(terminal.bold(chosen.headline), 0)
     software = f"streamalloc {found['streamalloc']}, Python {found['python']}, cuda-bindings {found['cuda_bindings']}"
-    terminal.line(terminal.dim(software))
+    terminal.paragraph(terminal.dim(software), 0)
     if chosen.is_simulated:
-        terminal.line(terminal.dim("Times are those of the simulation. Targets and other libraries are for a GPU."))
+        about = "Times are those of the simulation. Targets and other libraries are for a GPU."
+        terminal.paragraph(terminal.dim(about), 0)
     # All tables have the same width of names, so that their columns align.
     names = max(len(name) for row in rows for name in row.variants)
     reports: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as resources:
+    with contextlib.ExitStack() as resources, terminal.progress(len(rows)) as note:
         bench = Bench(chosen, options.quick, resources)
-        for row in rows:
+        for number, row in enumerate(rows):
+            note(row.title, number)
             reports.append(measured(bench, row))
             show_row(terminal, reports[-1], names)
         bench.device.synchronize()
     _show_targets(terminal, reports)
-    about = {"headline": chosen.headline, "simulated": chosen.is_simulated, "quick": options.quick, "versions": found}
-    terminal.write_json({**about, "rows": reports})
+    machine = {"headline": chosen.headline, "simulated": chosen.is_simulated, "quick": options.quick, "versions": found}
+    terminal.write_json({**machine, "rows": reports})
     return int(options.strict and any(_missed(reports)))
 
 

@@ -102,7 +102,7 @@ def _plain(value: object) -> object:
 
 def _show(terminal: Terminal, found: dict[str, Any], chosen: Chosen) -> None:
     """Print the whole report."""
-    terminal.line(terminal.bold(found["headline"]))
+    terminal.paragraph(terminal.bold(found["headline"]), 0)
     if found["driver_not_found"]:
         terminal.line()
         terminal.paragraph(found["driver_not_found"])
@@ -151,13 +151,9 @@ def _device(terminal: Terminal, device: dict[str, Any], supports: sa.Capabilitie
     }
     terminal.table(facts.items())
     terminal.line()
-    rows = []
-    for name, answer, about in supports.rows():
-        # One line for each handle type keeps the column narrow.
-        first, *others = answer.split(" | ")
-        rows.append((name, _answer(terminal, first), about))
-        rows += [("", other, "") for other in others]
-    terminal.table(rows)
+    # One line for each handle type keeps the column narrow.
+    rows = supports.rows()
+    terminal.table((name, _answer(terminal, answer.replace(" | ", "\n")), about) for name, answer, about in rows)
     if device["virtual_memory"]:
         terminal.line()
         cells = []

@@ -26,7 +26,9 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if chosen.not_found:
         raise UsageError(f"{chosen.not_found} --driver=simulated reads a simulated machine.")
     try:
-        read = read_profile(chosen.driver, multicast=options.multicast)
+        with terminal.progress() as note:
+            note("reading the devices", 0)
+            read = read_profile(chosen.driver, multicast=options.multicast)
     except UnreadableMachineError as error:
         raise UsageError(str(error)) from None
     text = json.dumps(read, indent=1)

@@ -47,8 +47,13 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise UsageError(f"--rounds {options.rounds}: at least 1")
     _show_trace(chosen, terminal, Path(options.trace).name, trace)
-    rows = [_replayed(chosen, trace, name, options) for name in options.on or traces.ALLOCATORS]
-    found = [row for row in rows if row is not None]
+    # Where nothing else was asked for, other libraries are left out without a GPU.
+    names = options.on or [name for name, one in traces.ALLOCATORS.items() if not (one.other and chosen.is_simulated)]
+    found: list[dict[str, Any]] = []
+    with terminal.progress(len(names)) as note:
+        for number, name in enumerate(names):
+            note(f"replaying on {name}", number)
+            found += filter(None, [_replayed(chosen, trace, name, options)])
     _show(terminal, found)
     about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
     terminal.write_json({"headline": chosen.headline, "trace": about, "rows": found})
@@ -60,7 +65,7 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.
     entry = traces.ALLOCATORS[name]
     asked = bool(options.on)
     if entry.other and chosen.is_simulated:
-        return {"name": entry.title, "unavailable": "it needs a GPU"} if asked else None
+        return {"name": entry.title, "unavailable": "it needs a GPU"}
     try:
         found = traces.replay(trace, name, sa.Device(0), rounds=options.rounds)
     except ImportError as error:
@@ -75,11 +80,11 @@ def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.
 
 
 def _show_trace(chosen: Chosen, terminal: Terminal, name: str, trace: traces.Trace) -> None:
-    terminal.line(terminal.bold(chosen.headline))
+    terminal.paragraph(terminal.bold(chosen.headline), 0)
     frees = plural(len(trace.events) - trace.allocations, "free")
     streams, threads = plural(trace.streams, "stream"), plural(trace.threads, "thread")
     about = f"{name}: {plural(trace.allocations, 'allocation')} and {frees} on {streams}, by {threads}"
-    terminal.line(terminal.dim(f"{about}; at most {trace.peak / 2**20:,.1f} MiB at once"))
+    terminal.paragraph(terminal.dim(f"{about}; at most {trace.peak / 2**20:,.1f} MiB at once"), 0)
     for what, number in trace.skipped.items():
         terminal.line(terminal.dim(f"left out: {number:,} {what}"))
 

@@ -1,4 +1,4 @@
-"""Show or remove what the stores of this user hold."""
+"""Show, load or remove what the stores of this user hold."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from streamalloc.cli.machine import choose
 from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, plural
 from streamalloc.core.errors import size_text
+from streamalloc.driver import DriverNotFoundError
 from streamalloc.ipc import Store, StoreEntry, StoreError
 from streamalloc.ipc.internal import store_names
 
@@ -17,10 +19,16 @@ from streamalloc.ipc.internal import store_names
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``store``."""
     parser.add_argument(
-        "action", nargs="?", default="list", choices=_ACTIONS, help="list keys (default), show or remove one"
+        "action", nargs="?", default="list", choices=_ACTIONS, help="list keys (default); show, remove or load one"
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="name of the store; default for list: all")
-    parser.add_argument("key", metavar="KEY", nargs="?", help="key, for show and remove")
+    parser.add_argument("key", metavar="KEY", nargs="?", help="key, for show, remove and load")
+    about = "safetensors files, or folders of them, for load"
+    parser.add_argument("files", metavar="FILE", nargs="*", help=about)
+    parser.add_argument(
+        "--replace", action="store_true", help="load a key that exists: its readers keep what they read"
+    )
+    parser.add_argument("--on", metavar="ORDINAL", type=int, default=0, help="device that load writes to (default: 0)")
     add_json_argument(parser)
 
 
@@ -28,9 +36,11 @@ def run(terminal: Terminal, options: argparse.Namespace) -> int:
     """Run one action."""
     if options.action != "list" and (options.name is None or options.key is None):
         raise UsageError(f"{options.action} needs NAME and KEY")
+    if (options.action == "load") != bool(options.files):
+        raise UsageError("load needs a FILE" if options.action == "load" else f"{options.action} takes no FILE")
     try:
         terminal.write_json(_ACTIONS[options.action](terminal, options))
-    except (StoreError, ValueError, PermissionError) as error:
+    except (StoreError, DriverNotFoundError, ValueError, OSError) as error:
         raise UsageError(str(error)) from None
     return 0
 
@@ -42,7 +52,7 @@ def _list(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
             about, entries = store.statistics(), store.list()
         limit = "" if about.limit is None else f" of {size_text(about.limit)} a device"
         head = f"{name}: {plural(about.keys, 'key')}, {size_text(about.nbytes)}{limit}, process {about.pid}"
-        terminal.line(terminal.bold(head))
+        terminal.paragraph(terminal.bold(head), 0)
         terminal.table(map(_row, entries))
         for key, reason in about.lost.items():
             terminal.line(terminal.warning(f"  {key}  lost: {reason}"))
@@ -93,4 +103,18 @@ def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
     return {"removed": options.key, "nbytes": entry.nbytes, "readers": readers}
 
 
-_ACTIONS = {"list": _list, "show": _show, "remove": _remove}
+def _load(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
+    driver = choose(options.driver, options.devices).driver
+    with Store(options.name, driver=driver) as store, terminal.progress() as note:
+
+        def copied(done: int, total: int) -> None:
+            note(f"{size_text(done)} of {size_text(total)} copied to {options.key}", done / total)
+
+        with store.load(*options.files, key=options.key, device=options.on, replace=options.replace, progress=copied):
+            pass
+    entry = _entry(options)
+    terminal.line(f"loaded {options.key}: {plural(entry.tensors, 'tensor')}, {size_text(entry.nbytes)}")
+    return dataclasses.asdict(entry)
+
+
+_ACTIONS = {"list": _list, "show": _show, "remove": _remove, "load": _load}

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import itertools
 import json
 import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_STYLED = re.compile(r"(\x1b\[[0-9;]*m)([^\x1b]*)(\x1b\[0m)")
+_ERASE = "\r\x1b[K"
 _GAP = "  "
 _NARROWEST = 24
-"""Minimum columns of folded text."""
+"""Minimum columns of folded text, also in the last column of a table. Longer words are broken."""
+_PATIENCE = 2.0
+"""Seconds before the progress of a command is shown."""
+_PROGRESS = 0.5
+"""Seconds between two looks at it."""
 
 
 class UsageError(Exception):
@@ -64,6 +74,8 @@ class Terminal:
         # https://no-color.org: any value but the empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
+        self._drawing = threading.Lock()
+        self._drawn = False
 
     def _styled(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.coloured and text else text
@@ -81,7 +93,9 @@ class Terminal:
 
     def _print(self, text: str) -> None:
         try:
-            print(text, flush=True)
+            with self._drawing:
+                self._erase()
+                print(text, flush=True)
         except OSError as error:
             raise OutputError(error.strerror) from error
 
@@ -93,49 +107,150 @@ class Terminal:
         elif self._json is not None:
             write_file(self._json, text + "\n")
 
+    def fits(self, text: str) -> bool:
+        """Whether a line has room."""
+        return self._width is None or _width(text) <= self._width
+
     def heading(self, text: str) -> None:
         """Print an empty line and a title."""
         self.line()
-        self.line(self.bold(text))
+        self.paragraph(self.bold(text), indent=0)
 
     def paragraph(self, text: str, indent: int = 2, first: str | None = None) -> None:
         """Print text folded to the terminal's width; ``first`` replaces the indent of the first line."""
         margin = " " * indent
         start = margin if first is None else first
-        if self._width is None:
-            self.line(start + text)
-            return
-        # Only `first` may have escape sequences, which take no columns, so the text is folded alone.
-        room = max(self._width - indent, _NARROWEST)
-        for number, part in enumerate(textwrap.wrap(text, room) or [""]):
-            self.line((start if number == 0 else margin) + part)
+        for part in [text] if self._width is None else _folded(text, max(self._width - indent, _NARROWEST)):
+            self.line(start + part)
+            start = margin
 
     def table(self, rows: Iterable[Sequence[str]], header: Sequence[str] = (), align: str = "") -> None:
         """Print rows in aligned columns.
 
-        ``align`` has one letter for each column, ``l`` or ``r``; default ``l``. A left-aligned last column is folded
-        to the terminal's width.
+        ``align`` has one letter for each column, ``l`` or ``r``; default ``l``. A cell may have several lines. In a
+        narrow terminal, titles and left-aligned columns are folded at words. If that is too wide, a left-aligned last
+        column goes below each row, and other columns follow in a table below, beside the first one.
         """
         every = [header, *rows] if header else list(rows)
-        widths = [max(map(_width, column)) for column in zip(*every, strict=True)]
-        align = align.ljust(len(widths), "l")
-        for row in every:
-            cells = [_padded(*cell) for cell in zip(row, widths, align, strict=True)]
-            start = _GAP.join(["", *cells[:-1], ""])
-            last = cells[-1].rstrip()
-            room = None if self._width is None else self._width - _width(start)
-            folded = [last]
-            if room is not None and _NARROWEST <= room < _width(last) and not _ESCAPES.search(last):
-                folded = textwrap.wrap(last, room)
-            for part in folded:
-                text = (start + part).rstrip()
-                self.line(self.dim(text) if row is header else text)
-                start = " " * _width(start)
+        columns = list(zip(*every, strict=True))
+        align = align.ljust(len(columns), "l")
+        natural = [max(map(_width, column)) for column in columns]
+        least = [_least(column, letter, bool(header)) for column, letter in zip(columns, align, strict=True)]
+        below = False
+        if columns and align[-1] == "l":
+            least[-1] = min(natural[-1], _NARROWEST)
+            below = len(columns) > 2 and not self._holds(least)
+        for shown in self._panels(least[: len(least) - below]):
+            widths = self._narrowed({number: natural[number] for number in shown}, least)
+            for row in every:
+                style = self.dim if row is header else str
+                cells = [_folded(row[number], width) for number, width in widths.items()]
+                for parts in itertools.zip_longest(*cells, fillvalue=""):
+                    line = [_padded(part, widths[at], align[at]) for part, at in zip(parts, widths, strict=True)]
+                    self.line(style(_GAP.join(["", *line]).rstrip()))
+                if below and row[-1]:
+                    self.paragraph(style(row[-1]), indent=3 * len(_GAP))
+            if shown[-1] < len(columns) - below - 1:
+                self.line()
+
+    def _holds(self, widths: Iterable[int]) -> bool:
+        """Whether columns of these widths fit beside each other."""
+        return self._width is None or sum(len(_GAP) + width for width in widths) <= self._width
+
+    def _panels(self, least: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the columns that fit beside each other; the first column begins each group."""
+        shown: list[int] = []
+        for number in range(len(least)):
+            if len(shown) > 1 and not self._holds(least[one] for one in [*shown, number]):
+                yield shown
+                shown = [0]
+            shown.append(number)
+        if shown:
+            yield shown
+
+    def _narrowed(self, widths: dict[int, int], least: Sequence[int]) -> dict[int, int]:
+        """Take columns from the widest that can be folded, until all fit."""
+        while not self._holds(widths.values()):
+            folding = [number for number, width in widths.items() if width > least[number]]
+            if not folding:
+                break
+            widths[max(folding, key=widths.__getitem__)] -= 1
+        return widths
+
+    @contextlib.contextmanager
+    def progress(self, total: float = 1) -> Iterator[Callable[[str, float], None]]:
+        """Show a line about a block that takes more than two seconds, on an error output that is a terminal.
+
+        The block calls the function that it gets with the next step, and with how much of ``total`` is done. The line
+        has an estimate of the rest once something is done.
+        """
+        began = time.monotonic()
+        state: tuple[str, float, float] = "", 0, began
+
+        def note(step: str, done: float) -> None:
+            nonlocal state
+            state = step, done, time.monotonic()
+
+        def draw() -> None:
+            while not over.wait(_PROGRESS):
+                now = time.monotonic()
+                if now - began < _PATIENCE:
+                    continue
+                step, done, noted = state
+                rest = _time(now - began)
+                if done:
+                    # As fast as the steps that are done; this one has begun when it was noted.
+                    left = (noted - began) * (total / done - 1) - (now - noted)
+                    rest = f"{done / total:.0%}, about {_time(max(left, 1))} left"
+                with self._drawing:
+                    text = f"{rest}: {step}"[: shutil.get_terminal_size().columns - 1]
+                    print(f"{_ERASE}{text}", end="", file=sys.stderr, flush=True)
+                    self._drawn = True
+
+        over = threading.Event()
+        drawer = threading.Thread(target=draw, daemon=True)
+        if not sys.stderr.isatty():
+            yield note
+            return
+        drawer.start()
+        try:
+            yield note
+        finally:
+            over.set()
+            drawer.join()
+            with self._drawing:
+                self._erase()
+
+    def _erase(self) -> None:
+        """Erase the line of the progress; the caller has the lock."""
+        if self._drawn:
+            print(_ERASE, end="", file=sys.stderr, flush=True)
+            self._drawn = False
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _width(text: str) -> int:
     """Return the number of columns that a text takes on the screen."""
-    return len(_ESCAPES.sub("", text))
+    return max(map(len, _ESCAPES.sub("", text).split("\n")))
+
+
+def _least(column: Sequence[str], letter: str, header: bool) -> int:
+    """Return the columns that a column needs: those of its words, or of its figures and the words of its title."""
+    folding = column if letter == "l" else column[:header]
+    words = [word for text in folding for word in _ESCAPES.sub("", text).split()]
+    return max([min(_width(word), _NARROWEST) for word in words] + [_width(text) for text in column[len(folding) :]])
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Fold a text at words; each line has its colour."""
+    if _width(text) <= width:
+        return text.split("\n")
+    styled = _STYLED.fullmatch(text)
+    code, plain, end = styled.groups() if styled else ("", _ESCAPES.sub("", text), "")
+    return [f"{code}{part}{end}" for part in textwrap.wrap(plain, width)]
 
 
 def _padded(text: str, width: int, align: str) -> str:

@@ -156,12 +156,21 @@ class Tour(contextlib.ExitStack):
         self.failed += not holds
         mark = self.terminal.good("ok") if holds else self.terminal.bad("FAILED")
         for line in code[:-1]:
-            self.terminal.line(f"  {line}")
-        self.terminal.line(f"  {code[-1] if code else '':70}  {mark}  {text}")
+            self._code(line)
+        line = f"  {code[-1] if code else '':70}  {mark}  {text}"
+        if self.terminal.fits(line):
+            self.terminal.line(line)
+        else:
+            self._code(code[-1] if code else "")
+            self.terminal.paragraph(text, indent=8, first=f"    {mark}  ")
         if not holds:
             self.terminal.line(f"    expected {expected}, found {found!r}")
         elif isinstance(found, Exception):
             self.terminal.paragraph(str(found), indent=4)
+
+    def _code(self, line: str) -> None:
+        start = " " * (2 + len(line) - len(line.lstrip()))
+        self.terminal.paragraph(line.lstrip(), indent=len(start) + 4, first=start)
 
 
 def _code_by_line(part: Part) -> dict[int, list[str]]:
@@ -426,7 +435,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Show the parts; return 0 if all results are as expected, else 1."""
-    terminal.line(terminal.bold(chosen.headline))
+    terminal.paragraph(terminal.bold(chosen.headline), 0)
     # The checker records all objects, so that the last step finds what was not released.
     accounts = checked(chosen.driver)
     if not sa.Device(0).supports.memory_pools:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc.cli import info, main
+from streamalloc.cli import info, main, terminal
 from streamalloc.cli.terminal import Terminal
 from tests.cli.conftest import Altered, Run
+from tests.processes import eventually
 
 
 class TestArguments:
@@ -216,6 +219,79 @@ class TestTerminal:
         assert all(len(line) <= 60 for line in text.splitlines())
         assert all(line.startswith(" " * 8) for line in text.splitlines()[1:])
         assert " ".join(text.split()) == f"name {words}"
+
+    def test_columns_of_words_are_folded(self, screen: Screen) -> None:
+        out = screen.show()
+        out.table(
+            [(out.good("one two three four " * 2 + "end"), "12345678", "word " * 10 + "end")],
+            ("a", "count of it", "b"),
+            "lrl",
+        )
+        text = screen.text
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+        # 60 columns, less three gaps and the figure's title, are 43 for two columns of words.
+        assert max(map(len, lines)) <= 60 and text.count("\x1b[32m") == 3
+        assert [line[2:24].strip() for line in lines[1:]] == ["one two three four", "one two three four", "end"]
+        assert "12345678" in lines[1]
+
+    def test_last_column_goes_below(self, screen: Screen) -> None:
+        screen.show().table([("n" * 24, "x" * 24, "some words that have no room\nand more"), ("m", "y", "")])
+        assert screen.text.splitlines() == [
+            f"  {'n' * 24}  {'x' * 24}", "      some words that have no room", "      and more", f"  m{' ' * 25}y",
+        ]  # fmt: skip
+
+    def test_figures_that_do_not_fit_follow(self, screen: Screen) -> None:
+        screen.show().table([["name", *["123456789"] * 6]], ["", *"abcdef"], "l" + "r" * 6)
+        first, figures, empty, second, rest = re.sub(r"\x1b\[[0-9;]*m", "", screen.text).splitlines()
+        assert (first.split(), empty, second.split()) == ([*"abcd"], "", [*"ef"])
+        assert figures.split() == ["name", *["123456789"] * 4] and rest.split() == ["name", *["123456789"] * 2]
+
+
+class TestProgress:
+    @pytest.fixture
+    def lines(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+        """What a terminal was sent, between erasures."""
+        monkeypatch.setattr(terminal, "_PROGRESS", 0.01)
+        monkeypatch.setattr(terminal, "_PATIENCE", 0.1)
+        monkeypatch.setattr(sys, "stderr", err := io.StringIO())
+        monkeypatch.setattr(err, "isatty", lambda: True)
+        return lambda: err.getvalue().split("\r\x1b[K")
+
+    def test_estimate(self, lines: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+        out = Terminal()
+        with out.progress(4) as note:
+            note("first", 0)
+            time.sleep(0.2)
+            note("second", 1)
+            assert eventually(lambda: "second" in lines()[-1])
+            out.line("a result")
+            assert lines()[-1] == ""  # erased before the line
+            assert eventually(lambda: "second" in lines()[-1])
+        shown = lines()
+        assert shown[0] == shown[-1] == "" and set(shown) >= {"0 s: first", "25%, about 1 s left: second"}
+        assert capsys.readouterr().out == "a result\n"
+
+    def test_none_of_a_short_block(self, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(terminal, "_PATIENCE", 60)
+        with Terminal().progress() as note:
+            note("short", 0.5)
+            time.sleep(0.1)
+        assert lines() == [""]
+
+    def test_none_in_a_pipe(self, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+        with Terminal().progress() as note:
+            note("long", 0.5)
+            time.sleep(0.2)
+        assert lines() == [""]
+
+
+@pytest.mark.parametrize("words", ["info", "tour", "replay mixed --rounds 1", "bench --quick -k pair"])
+def test_no_line_is_wider_than_a_narrow_terminal(screen: Screen, machine: Any, words: str) -> None:
+    screen.show()
+    assert main(words.split()) == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", screen.text).splitlines()
+    assert len(lines) > 5 and [line for line in lines if len(line) > 60] == []
 
 
 _CHECKED_PROGRAM = """

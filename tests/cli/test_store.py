@@ -19,7 +19,9 @@ from streamalloc import ipc
 from streamalloc.cli import main
 from streamalloc.cli import serve as serving
 from tests.cli.conftest import Run
+from tests.ipc.store import test_files
 from tests.processes import eventually
+from tests.support import read
 
 
 @pytest.fixture
@@ -54,10 +56,28 @@ def test_list_show_and_remove(run: Run, store: ipc.Store, device: sa.Device) -> 
     assert eventually(lambda: store.list() == [])
 
 
+def test_load(run: Run, store: ipc.Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights outlive the command, and replace others only where that was asked for."""
+    table = np.arange(12, dtype=np.float32).reshape(3, 4)
+    file = str(tmp_path / "one.safetensors")
+    test_files.TestFiles.file(Path(file), {"table": ("F32", table)})
+    code, text = run("store", "load", "models", "llama/rank0", file)
+    assert (code, text) == (0, "loaded llama/rank0: 1 tensor, 2 MiB\n")
+    with store.open("llama/rank0") as weights:
+        assert np.array_equal(read(weights["table"]).view(np.float32).reshape(3, 4), table)
+        assert main(["store", "load", "models", "llama/rank0", file]) == 2
+        assert "the store holds epoch 1" in capsys.readouterr().err
+        code, text = run("store", "load", "models", "llama/rank0", file, "--replace", "--json")
+        assert code == 0 and json.loads(text)["epoch"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["store", "show", "models"], "show needs NAME and KEY"),
+        (["store", "load", "models", "x"], "load needs a FILE"),
+        (["store", "show", "models", "x", "y"], "show takes no FILE"),
+        (["store", "load", "models", "x", "absent.safetensors"], "No such file"),
         (["store", "show", "models", "x"], "holds nothing under 'x'"),
         (["store", "remove", "models", "x"], "holds nothing under 'x'"),
         (["store", "list", "other"], "nobody serves a store 'other'"),

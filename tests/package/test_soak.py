@@ -21,6 +21,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
+from streamalloc.cli.terminal import Terminal
 from streamalloc.pool import CachingAllocator
 from tests.ipc.support import PAGE, POSIX, shared_pool, state
 from tests.processes import Partner, There, eventually
@@ -137,12 +138,14 @@ def has() -> Has:
 @pytest.mark.timeout(SOAK + 180)
 @pytest.mark.simulated_only("kills processes in the middle of driver calls, for as long as is asked for")
 @pytest.mark.usefixtures("collecting")
-def test_what_a_process_has_stays_the_same(device: sa.Device, on_cuda: bool) -> None:
+def test_what_a_process_has_stays_the_same(device: sa.Device, on_cuda: bool, capfd: pytest.CaptureFixture[str]) -> None:
     seen: list[Has] = []
     done = rounds = 0
     end = time.monotonic() + SOAK
-    with shared_pool(device) as pool:
+    # Shown on the error output of the test run, if that is a terminal.
+    with capfd.disabled(), Terminal().progress(SOAK) as note, shared_pool(device) as pool:
         while time.monotonic() < end or len(seen) < 6:
+            note(f"round {rounds + 1}, {done} operations", SOAK - max(end - time.monotonic(), 0))
             done += one_round(on_cuda, device, pool, SEED + rounds)
             rounds += 1
 

@@ -6,7 +6,7 @@ import json
 import mmap
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -226,6 +226,7 @@ class Store(Closes):
         key: str | None = None,
         device: Device | int | None = None,
         replace: bool = False,
+        progress: Callable[[int, int], object] | None = None,
     ) -> Weights:
         """Write the tensors of ``safetensors`` files under one key, commit, and return the weights for reading.
 
@@ -239,6 +240,8 @@ class Store(Closes):
             The key; default: the name of the first file or folder, without ``.safetensors``.
         device, replace
             As for :meth:`write`.
+        progress
+            Is called after each tensor, with the bytes that were copied and those of all files.
 
         Raises
         ------
@@ -254,9 +257,12 @@ class Store(Closes):
             raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in two of the files")
         metadata = {name: value for file in found for name, value in file.metadata.items()}
         key = key or Path(files[0]).name.removesuffix(".safetensors")
+        total, done = sum(tensor.nbytes for file in found for tensor in file.tensors.values()), 0
         with self.write(key, device, replace, metadata=metadata) as writer:
-            for file in found:
-                _copy(file, writer)
+            for nbytes in (nbytes for file in found for nbytes in _copies(file, writer)):
+                done += nbytes
+                if progress is not None:
+                    progress(done, total)
             return writer._kept()
 
     def _device(self, device: Device | int | None) -> Device:
@@ -362,10 +368,11 @@ def _tensor(start: int, dtype: str, shape: list[int], data_offsets: list[int]) -
     return tensor
 
 
-def _copy(file: _File, writer: WeightsWriter) -> None:
-    """Copy the tensors of a file, in file order."""
+def _copies(file: _File, writer: WeightsWriter) -> Iterator[int]:
+    """Copy the tensors of a file, in file order; yield the bytes of each."""
     with open(file.path, "rb") as opened:
         source = np.frombuffer(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].offset):
         view = writer.allocate(name, tensor.shape, tensor.dtype).bytes
         view.copy_from(source[tensor.offset : tensor.offset + tensor.nbytes])
+        yield tensor.nbytes

@@ -51,7 +51,12 @@ class TestFiles:
             weights.detach()
             weights.attach()
             assert store.list()[0].readers
-        with store.load(tmp_path, key="both") as both, store.open("both") as other:
+        seen: list[tuple[int, int]] = []
+        with (
+            store.load(tmp_path, key="both", progress=lambda *done: seen.append(done)) as both,
+            store.open("both") as other,
+        ):
+            assert seen == [(60, 74), (74, 74), (74, 74)]
             assert sorted(both) == sorted(other) == ["empty", "half", "table"]
             assert np.array_equal(read(other["half"]).view(np.uint16), half)
             assert other.layout["half"].dtype == "bfloat16"
