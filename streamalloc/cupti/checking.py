@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -26,7 +25,7 @@ from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
 from streamalloc.cupti.blocks import Blocks, Use
 from streamalloc.cupti.kernels import kernel
 from streamalloc.cupti.libraries import Libraries
-from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Subscription
+from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Subscription, raise_soon
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.errors import DriverMisuseError
@@ -90,6 +89,13 @@ class _Seen:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: _FAILED
+
+
+class _Found(DriverMisuseError):
+    """The first hazard of a check, raised without arguments in the main thread."""
+
+    def __init__(self) -> None:
+        super().__init__("the check of all driver calls has found a hazard; its report says more")
 
 
 class Check:
@@ -180,8 +186,7 @@ class Check:
         self._follow(call)
         if self._raises and self.hazards:
             self._raises = False
-            thread, error = ctypes.c_ulong(threading.main_thread().ident or 0), ctypes.py_object(DriverMisuseError)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+            raise_soon(_Found)
 
     def _follow(self, call: DriverCall) -> None:
         self._recorder.state.now = call.time

@@ -20,6 +20,7 @@ import numpy as np
 
 from streamalloc.cupti.layouts import Layout, layout
 from streamalloc.cupti.library import Library
+from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.internal import Stack, cuda, parameters
 
 _PER_THREAD = 2
@@ -119,8 +120,8 @@ class Subscription:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            _thread.interrupt_main()  # it came in the middle of a callback: the program gets it later
+        if isinstance(error, (KeyboardInterrupt, DriverMisuseError)):
+            raise_soon(type(error))  # it came in the middle of a callback, and is for the program
         elif self.error is None:
             self.error = error
 
@@ -211,6 +212,22 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
         made.close()
 
 
+def raise_soon(kind: type[BaseException]) -> None:
+    """Raise an exception in the main thread, a millisecond from now: a callback of that thread may run now."""
+
+    def raise_it() -> None:
+        if kind is KeyboardInterrupt:
+            _thread.interrupt_main()  # by the program's handler
+        else:
+            thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
+
+    timer = threading.Timer(_SOON, raise_it)
+    timer.daemon = True
+    timer.start()
+
+
+_SOON = 0.001
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
 _is_child = False
 """Whether this process was forked: its subscriptions are the parent's."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import cupti
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
@@ -236,6 +237,19 @@ def test_a_graph_that_uses_what_was_dropped_since_its_capture_is_found(checked: 
     found = checked(scene).hazards
     assert [one.kind for one in found] == ["use after free"] * (not keeps)
     assert all(any("# captured" in line for line in one.stacks["this call"]) for one in found)
+
+
+def test_the_first_hazard_is_raised_where_that_is_asked_for(shown: Any) -> None:
+    device = sa.Device(0, driver=shown)
+    with device.current(), contextlib.ExitStack() as undo:
+        with pytest.raises(sd.DriverMisuseError), cupti.check(raises=True) as check:
+            here = Scene(shown, undo)
+            here.fill(int(shown.cuMemAllocAsync(MiB, here.first)[1]), here.side)
+            for _ in range(1000):
+                sleep(0.001)
+        assert [one.kind for one in check.hazards] == ["use before allocation"]
+        here.driver.cuCtxSynchronize()
+        here.driver.cuMemFreeAsync(check.hazards[0].address, here.first)
 
 
 def test_leaks_are_not_reported(checked: Any, shown: Any) -> None:

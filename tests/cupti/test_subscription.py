@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from time import sleep
 from typing import Any
 
 import pytest
@@ -84,6 +85,21 @@ def test_an_error_of_the_listener_ends_the_subscription_and_not_the_program(show
         for _ in range(3):
             assert not shown.cuMemGetInfo()[0]
     assert len(numbers) == 1 and str(subscription.error) == "of the listener"
+
+
+def test_an_interrupt_in_a_callback_reaches_the_program(shown: Any) -> None:
+    def listener(call: cupti.DriverCall) -> None:
+        if not calls:
+            calls.append(call)
+            raise KeyboardInterrupt
+
+    calls: list[cupti.DriverCall] = []
+    with sa.Device(0, driver=shown).current(), cupti.subscribe(listener, ["cuMemGetInfo"]) as subscription:
+        with pytest.raises(KeyboardInterrupt):
+            assert not shown.cuMemGetInfo()[0]
+            for _ in range(1000):
+                sleep(0.001)
+        assert not shown.cuMemGetInfo()[0] and subscription.error is None
 
 
 def test_a_second_subscriber_is_refused(on_cuda: bool) -> None:
