@@ -247,43 +247,44 @@ class TestTerminal:
         assert figures.split() == ["name", *["123456789"] * 4] and rest.split() == ["name", *["123456789"] * 2]
 
 
-class TestProgress:
-    @pytest.fixture
-    def lines(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-        """What a terminal was sent, between erasures."""
-        monkeypatch.setattr(terminal, "_PROGRESS", 0.01)
-        monkeypatch.setattr(terminal, "_PATIENCE", 0.1)
-        monkeypatch.setattr(sys, "stderr", err := io.StringIO())
-        monkeypatch.setattr(err, "isatty", lambda: True)
-        return lambda: err.getvalue().split("\r\x1b[K")
+def lines_sent(patch: pytest.MonkeyPatch, *, patience: float = 0.1, terminal_there: bool = True) -> list[str]:
+    """What the error output is sent, from now on."""
+    patch.setattr(terminal, "_PROGRESS", 0.01)
+    patch.setattr(terminal, "_PATIENCE", patience)
+    # Not in a fixture: pytest sets another error output for the test itself.
+    patch.setattr(sys, "stderr", err := io.StringIO())
+    patch.setattr(err, "isatty", lambda: terminal_there)
+    sent: list[str] = []
+    patch.setattr(err, "write", lambda text: sent.append(text))
+    return sent
 
-    def test_estimate(self, lines: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-        out = Terminal()
+
+ERASE = "\r\x1b[K"
+
+
+class TestProgress:
+    def test_estimate(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        out, sent = Terminal(), lines_sent(monkeypatch)
         with out.progress(4) as note:
             note("first", 0)
-            time.sleep(0.2)
+            assert eventually(lambda: f"{ERASE}0 s: first" in sent)
             note("second", 1)
-            assert eventually(lambda: "second" in lines()[-1])
+            text = f"{ERASE}25%, about 1 s left: second"
+            assert eventually(lambda: text in sent)
             out.line("a result")
-            assert lines()[-1] == ""  # erased before the line
-            assert eventually(lambda: "second" in lines()[-1])
-        shown = lines()
-        assert shown[0] == shown[-1] == "" and set(shown) >= {"0 s: first", "25%, about 1 s left: second"}
+            assert ERASE in sent  # before the line
+            sent.clear()
+            assert eventually(lambda: text in sent)
+        assert [text for text in sent if text][-1] == ERASE
         assert capsys.readouterr().out == "a result\n"
 
-    def test_none_of_a_short_block(self, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(terminal, "_PATIENCE", 60)
+    @pytest.mark.parametrize(("patience", "terminal_there"), [(60, True), (0.1, False)], ids=["short", "pipe"])
+    def test_nothing(self, monkeypatch: pytest.MonkeyPatch, patience: float, terminal_there: bool) -> None:
+        sent = lines_sent(monkeypatch, patience=patience, terminal_there=terminal_there)
         with Terminal().progress() as note:
-            note("short", 0.5)
-            time.sleep(0.1)
-        assert lines() == [""]
-
-    def test_none_in_a_pipe(self, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-        with Terminal().progress() as note:
-            note("long", 0.5)
+            note("step", 0.5)
             time.sleep(0.2)
-        assert lines() == [""]
+        assert sent == []
 
 
 @pytest.mark.parametrize("words", ["info", "tour", "replay mixed --rounds 1", "bench --quick -k pair"])
