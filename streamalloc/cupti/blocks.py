@@ -231,7 +231,9 @@ class Blocks:
         """Compare a use with the earlier ones by other streams."""
         if block.range is None:
             event = block.event
-            block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=event.place())
+            # A block from before the second stream has no line but that of its first use.
+            place = event.place() or (block.first.place if block.first is not None else ())
+            block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=place)
             own = {id(one[0]): one for one in (block.wrote, block.last) if one is not None}
             if block.first is not None:
                 own.pop(id(block.first), None)

@@ -39,6 +39,7 @@ _SWITCH_INTERVAL = 0.1
 """Seconds that a thread keeps Python's lock if another one wants it; Python's own 0.005 is shorter than some calls."""
 _MOST_LOGGED = 20_000
 """Uses between two readings of the libraries' histories."""
+_SEVERAL, _FOLLOWED = 2, 3
 _MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
 _USES = ("cuLaunch", "cuMemcpy", "cuMemset")
 _UNLOADS = frozenset(("cuModuleUnload", "cuLibraryUnload", "cuCtxDestroy", "cuDevicePrimaryCtxReset"))
@@ -109,9 +110,13 @@ class Check:
         self._seen.addresses = self._recorder.state.addresses
         self._recorder.state.on_use = self._used
         self._recorder.state.streams.foreign.may_write = True  # kernels do not tell which bytes they write
-        self._libraries = Libraries()
+        self._libraries = Libraries(stacks=None)
         self._blocks = Blocks(self._recorder.state)
         self._merging = threading.Lock()
+        self._first: TrackedStream | None = None
+        """The first stream that works."""
+        self._streams = 0
+        """Number of streams that work, up to two; :data:`_FOLLOWED` once libraries record the lines of their blocks."""
         self._has_new_segments = False
         """Whether a library may have got a segment since its history was read."""
         self._subscription: Subscription = Subscription(self._call, {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES})
@@ -198,10 +203,14 @@ class Check:
             # lock of its allocator, which its history needs.
             self._has_new_segments = False
             self.merge()
+        if self._streams == _SEVERAL and call.function.startswith(_USES):
+            self._streams = _FOLLOWED
+            self._libraries.add_lines()
         if call.function in LAUNCHES:
             (what, written), place, addresses = kernel(call.kernel), call.place, call.pointers
 
             def runs(stream: TrackedStream) -> None:
+                self._uses(stream)
                 if addresses:
                     clock = stream.clock.known.copy()
                     use = Use(call.time, stream, stream.time, clock, what, place, addresses, written(addresses))
@@ -225,6 +234,12 @@ class Check:
         except REFUSED:  # arguments of C that the bindings do not have, such as no pointer for an answer
             self._recorder.state.notes.add("calls", call.function, call.place)
 
+    def _uses(self, stream: TrackedStream) -> None:
+        """Note that a stream works. With one alone nothing is wrong, and nobody asks for lines of blocks."""
+        if stream is not self._first and self._streams < _SEVERAL:
+            self._first = stream
+            self._streams += 1
+
     def _is_initialised(self, address: int, place: Stack) -> None:
         """Leave memory to the library that has allocated it and fills it, both for one line of the program: no line of
         the program could order its uses. cuDNN does so, on a stream of its own.
@@ -235,6 +250,7 @@ class Check:
             addresses.divide(found)
 
     def _used(self, access: Access, piece: Piece, stream: TrackedStream, node: TrackedNode) -> None:
+        self._uses(stream)
         _, low, high = piece
         now, clock, written = self._recorder.state.now, stream.clock.known.copy(), (low,) * access.write
         nbytes = 0 if node.kernel else high - low

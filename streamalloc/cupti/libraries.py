@@ -77,6 +77,12 @@ class Libraries:
             "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
         )
 
+    def add_lines(self) -> None:
+        """From now on have PyTorch record the lines of all acts, which costs it more than all else."""
+        self._stacks = "all"
+        if self._torch is not None and self._torch.cuda.is_initialized():
+            self._record()
+
     def snapshot(self) -> dict[str, Any]:
         """PyTorch's segments with their blocks, and its latest history; empty without PyTorch."""
         torch = self._torch

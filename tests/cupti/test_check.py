@@ -26,12 +26,17 @@ class Torch:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
         self.entries: list[dict[str, Any]] = []
+        self.contexts: list[str | None] = []
+        """Acts of which lines were wanted, at each begin of a history."""
         self.cuda = types.SimpleNamespace(
             is_initialized=lambda: True,
             _lazy_call=lambda call: call(),
-            memory=types.SimpleNamespace(_snapshot=self._snapshot, _record_memory_history=lambda *_, **__: None),
+            memory=types.SimpleNamespace(_snapshot=self._snapshot, _record_memory_history=self._record),
         )
         self._segments: dict[int, int] = {}
+
+    def _record(self, enabled: str, context: str | None, **_: Any) -> None:
+        self.contexts.append(context)
 
     def _snapshot(self) -> dict[str, Any]:
         taken, self.entries = self.entries, []
@@ -250,6 +255,20 @@ def test_the_first_hazard_is_raised_where_that_is_asked_for(shown: Any) -> None:
         assert [one.kind for one in check.hazards] == ["use before allocation"]
         here.driver.cuCtxSynchronize()
         here.driver.cuMemFreeAsync(check.hazards[0].address, here.first)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_lines_of_blocks_are_wanted_from_the_second_stream_on(checked: Any, streams: int) -> None:
+    libraries: list[Torch] = []
+
+    def scene(s: Scene) -> None:
+        libraries.append(s.torch)
+        for _ in range(2):
+            for stream in (s.first, s.side)[:streams]:
+                s.fill(s.torch.empty(stream), stream)
+
+    checked(scene)
+    assert ("all" in libraries[0].contexts) is (streams == 2) and None in libraries[0].contexts
 
 
 def test_leaks_are_not_reported(checked: Any, shown: Any) -> None:
