@@ -41,7 +41,8 @@ class cuda:
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins that the program can import."""
     for name, text in (("torch", _TORCH), ("cupy", _CUPY)):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))  # so that the end removes the stand-in
+        monkeypatch.delitem(sys.modules, name)
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
