@@ -40,6 +40,7 @@ AREAS = {
     "driver": ("driver", "package/test_locks.py"),
     "simulator": ("simulator", "facts"),
     "checker": ("checker", "package/test_locks.py"),
+    "cupti": ("cupti", "cli/test_check.py"),
     "core": ("core", "package/test_html.py", "package/test_locks.py", *_ENDS),
     "pool": ("pool", "package/test_locks.py", *_ENDS),
     "vmm": ("vmm", "package/test_locks.py", "ipc/test_locks.py", *_ENDS),
