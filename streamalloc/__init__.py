@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from streamalloc.pool.properties import MemPoolProps
     from streamalloc.vmm.properties import MemAllocationProp, MemAllocFlags
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AddressSpaceError",

@@ -148,7 +148,8 @@ def checked_type(name: str, value: object, kind: type[T]) -> T:
     """Return ``value`` if it has this type; otherwise raise ``TypeError`` with the argument's name. A bool is no
     integer.
     """
-    if kind is int and not isinstance(value, int):
+    # Versions of numpy below 2.3 take their own bool as an index.
+    if kind is int and not isinstance(value, int) and type(value).__name__ != "bool":
         with contextlib.suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type, return-value]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
