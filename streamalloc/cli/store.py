@@ -65,6 +65,7 @@ def _list(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
 def _row(entry: StoreEntry) -> tuple[str, ...]:
     users = [*(f"read by {pid}" for pid in entry.readers), *([f"written by {entry.writer}"] if entry.writer else [])]
     users += [f"epoch {number} read by {', '.join(map(str, pids))}" for number, _, pids in entry.older]
+    users += [f"{size_text(entry.spare)} kept for the next epoch"] if entry.spare else []
     counts = plural(entry.tensors, "tensor")
     return entry.key, f"epoch {entry.epoch}", counts, size_text(entry.nbytes), "; ".join(users)
 
@@ -89,7 +90,13 @@ def _moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "never"
 
 
-_SHOWN: dict[str, Callable[[Any], str]] = {"created": _moment, "used": _moment, "nbytes": size_text, "address": hex}
+_SHOWN: dict[str, Callable[[Any], str]] = {
+    "created": _moment,
+    "used": _moment,
+    "nbytes": size_text,
+    "spare": size_text,
+    "address": hex,
+}
 """Functions that write fields of an entry as text."""
 
 

@@ -48,28 +48,33 @@ class Epoch:
     number: int = 0
     """From 1; 0 before the commit."""
     nbytes: int = 0
+    chunks: list[int] = field(default_factory=list)
+    """Sizes of the chunks of physical memory in bytes, in the order of addresses. Before it is prepared, those of the
+    epoch that it is like.
+    """
     handles: list[Fd] = field(default_factory=list)
-    """Descriptors of the chunks; empty before it is prepared."""
+    """Descriptors of the chunks; before it is prepared, of reused memory: all or none."""
+    like: int = 0
+    """Bytes of the epoch whose layout the writer got; 0 if it asked for none."""
     ready: tuple[ReadyWord, Fd, str] | None = None
     """Announcement of the contents, control block, and its text in the commit; None once they are there."""
     readers: dict[Holder, None] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.time)
-    manifest: Fd = field(init=False)
-    """Set, like the following fields, once the epoch is prepared."""
-    address: int = field(init=False)
-    """Address of the range in the writer."""
-    chunks: list[int] = field(init=False)
-    """Sizes of the chunks of physical memory in bytes, in the order of addresses."""
-    layout: str = field(init=False)
+    files: tuple[Fd, ...] = ()
+    """Files of the layout and of the rest of the manifest. Before it is prepared, at most the first."""
+    layout: str = ""
     """Hash of the layout."""
-    count: int = field(init=False)
+    count: int = 0
     """Number of tensors."""
+    address: int = field(init=False)
+    """Address of the range in the writer. Set, like the following field, once the epoch is prepared."""
+    fabric: bool = field(init=False)
+    """Whether other machines may have the memory, of which the store knows nothing."""
 
     def close(self) -> None:
         """Close the descriptors. The driver frees the memory once no process maps it."""
-        if self.handles:
-            close_all((self.manifest, *self.handles))
+        close_all((*self.files, *self.handles))
         self.settle()
 
     def settle(self) -> None:
@@ -92,11 +97,20 @@ class HeldEntry:
     older: list[Epoch] = field(default_factory=list)
     """Replaced or removed epochs that have readers."""
     next: Epoch | None = None
+    recycles: bool = False
+    """Whether the last commit was like the one before: then more such are expected, and :attr:`spare` is kept."""
+    spare: Epoch | None = None
+    """A replaced epoch that nobody has any more. Its memory is for the next epoch that is like the current one."""
 
     @property
     def epochs(self) -> list[Epoch]:
         """All commits that the store holds of this key."""
         return [epoch for epoch in (self.current, self.before, *self.older) if epoch is not None]
+
+    @property
+    def all_epochs(self) -> list[Epoch]:
+        """Also the one being written, and the spare one."""
+        return [*self.epochs, *(epoch for epoch in (self.next, self.spare) if epoch is not None)]
 
     def retire(self, *epochs: Epoch | None) -> None:
         """Keep epochs for their readers only."""
@@ -104,7 +118,25 @@ class HeldEntry:
             if epoch is not None and epoch.readers:
                 self.older.append(epoch)
             elif epoch is not None:
-                epoch.close()
+                self.unused(epoch)
+
+    def unused(self, epoch: Epoch) -> None:
+        """Keep the memory of an epoch that nobody has for the next epoch, or close it."""
+        current = self.current
+        # While contents are announced, or were lost, the writer's copies may still be on their way into the memory.
+        fits = current is not None and (epoch.device, epoch.chunks) == (current.device, current.chunks)
+        if self.recycles and self.spare is None and fits and epoch.ready is None and not epoch.fabric:
+            self.spare = epoch
+        else:
+            epoch.close()
+
+    def trim(self) -> int:
+        """Release the spare memory, and return its size in bytes."""
+        spare, self.spare = self.spare, None
+        if spare is None:
+            return 0
+        spare.close()
+        return spare.nbytes
 
     def check_free(self, replace: bool) -> None:
         """Raise if the key exists and ``replace`` is False."""
@@ -141,11 +173,17 @@ class Holdings:
 
     # -- writers ---------------------------------------------------------------------------------------------------
 
-    def begin(self, holder: Holder, key: str, device: str, replace: bool) -> int:
-        """Begin an epoch and return the proposed address."""
+    def begin(self, holder: Holder, key: str, device: str, replace: bool, like: bool, reuse: bool) -> int:
+        """Begin an epoch and return the proposed address.
+
+        With ``like`` the epoch gets the layout of the last commit, and with ``reuse`` the spare memory.
+        """
         if self.devices is not None and device not in self.devices:
             raise StoreError(f"the store holds no memory of device {device}: it was served for {self.devices}")
         entry = self._settled(key)
+        current = self._last(key, entry) if like else None
+        if current is not None and current.device != device:
+            raise StoreError(f"the epoch before is on device {current.device}, and not on {device}")
         if entry is None:
             taken = {other.place for other in self.entries.values()}
             place = next((place for place in range(_ADDRESSES) if place not in taken), len(taken) % _ADDRESSES)
@@ -154,13 +192,26 @@ class Holdings:
             raise StoreBusyError(f"process {entry.next.writer.pid} is writing {key!r}")
         entry.check_free(replace)
         self.entries[key] = entry
-        holder.epoch = entry.next = Epoch(entry, device, replace, holder)
-        return _FIRST_ADDRESS + entry.place * _ADDRESS_STEP
+        holder.epoch = entry.next = epoch = Epoch(entry, device, replace, holder)
+        if current is None:
+            return _FIRST_ADDRESS + entry.place * _ADDRESS_STEP
+        epoch.like, epoch.chunks = sum(current.chunks), current.chunks
+        epoch.files = (Fd(os.dup(current.files[0].fileno())),)  # the key may be removed before the commit
+        epoch.layout, epoch.count = current.layout, current.count
+        spare = entry.spare
+        if spare is not None and reuse:
+            # Never a spare again, if this writer dies: for a moment after that its kernels may still write.
+            epoch.nbytes, epoch.handles = spare.nbytes, spare.handles
+            entry.spare, spare.handles = None, []
+            spare.close()
+        return current.address
 
     def reserve(self, epoch: Epoch, total: int) -> None:
         """Count the memory that a writer has created or is about to create."""
         more = total - epoch.nbytes
         if self.limit is not None and more > 0:
+            if self.held(epoch.device) + more > self.limit:
+                self.trim()
             if self.evict:
                 self._make_room(epoch.device, self.limit - more)
             held = self.held(epoch.device)
@@ -192,13 +243,15 @@ class Holdings:
             self.lost[epoch.entry.key] = epoch.entry.number, "it was evicted, to make room for other keys"
             self._drop(epoch.entry)
 
-    def prepare(self, epoch: Epoch, address: int, chunks: list[int], manifest: Fd, handles: list[Fd]) -> None:
+    def prepare(self, epoch: Epoch, address: int, chunks: list[int], files: tuple[Fd, ...], handles: list[Fd]) -> None:
         """Take over the memory of a complete epoch. :meth:`publish` makes it visible."""
-        if sum(chunks) > epoch.nbytes or epoch.handles or not chunks:
+        if sum(chunks) > epoch.nbytes or len(epoch.files) > 1 or not chunks:
             raise StoreError(f"a commit of {sum(chunks)} bytes, and {epoch.nbytes} were reserved")
         epoch.entry.check_free(epoch.replace)
         epoch.nbytes = sum(chunks)
-        epoch.address, epoch.chunks, epoch.manifest, epoch.handles = address, chunks, manifest, handles
+        close_all(one for one in epoch.files if one not in files)
+        epoch.address, epoch.chunks, epoch.files = address, chunks, files
+        epoch.handles += handles
 
     def publish(self, epochs: Sequence[Epoch]) -> None:
         """Make prepared epochs the last commits of their keys: all, or none after an error."""
@@ -209,6 +262,9 @@ class Holdings:
             entry.next = None
             entry.number += 1
             epoch.number = entry.number
+            entry.recycles = epoch.like > 0
+            if entry.spare is not None and not (entry.recycles and entry.spare.chunks == epoch.chunks):
+                entry.trim()
             replaced, entry.current = entry.current, epoch
             if epoch.ready is None:
                 epoch.settle()
@@ -225,11 +281,15 @@ class Holdings:
 
     def open(self, holder: Holder, key: str) -> Epoch:
         """Return the last commit and make ``holder`` one of its readers."""
-        entry = self._settled(key)
+        epoch = self._last(key, self._settled(key))
+        self.read(holder, epoch)
+        return epoch
+
+    def _last(self, key: str, entry: HeldEntry | None) -> Epoch:
+        """Return the last commit of a key; ``StoreKeyError`` if there is none."""
         if entry is None or entry.current is None:
             _, reason = self.lost.get(key, (0, ""))
             raise StoreKeyError(f"the store holds nothing under {key!r}{': ' if reason else ''}{reason}")
-        self.read(holder, entry.current)
         return entry.current
 
     def read(self, holder: Holder, epoch: Epoch) -> None:
@@ -249,13 +309,20 @@ class Holdings:
         self._write_journal()
 
     def _drop(self, entry: HeldEntry) -> None:
-        entry.retire(entry.current, entry.before)
+        epochs = entry.current, entry.before
         entry.current = entry.before = None
+        entry.retire(*epochs)
+        entry.trim()
         self._forget(entry)
+
+    def trim(self) -> int:
+        """Release all spare memory, and return its size in bytes."""
+        return sum(entry.trim() for entry in self.entries.values())
 
     def _forget(self, entry: HeldEntry) -> None:
         """Forget a key without epochs and writer."""
         if not entry.epochs and entry.next is None and self.entries.get(entry.key) is entry:
+            entry.trim()
             del self.entries[entry.key]
 
     # -- ends ------------------------------------------------------------------------------------------------------
@@ -273,7 +340,7 @@ class Holdings:
             epoch.close()
         elif epoch in entry.older and not epoch.readers:
             entry.older.remove(epoch)
-            epoch.close()
+            entry.unused(epoch)
         self._settle(entry)
         self._forget(entry)
 
@@ -318,9 +385,7 @@ class Holdings:
     def all_epochs(self) -> Iterator[Epoch]:
         """Iterate over all epochs, including those being written."""
         for entry in self.entries.values():
-            yield from entry.epochs
-            if entry.next is not None:
-                yield entry.next
+            yield from entry.all_epochs
 
     def held(self, device: str | None = None) -> int:
         """Return the bytes held or reserved, of one device or of all."""

@@ -1,5 +1,8 @@
 """Manifests: names, types, shapes, strides and offsets of the tensors of one epoch, and the user's metadata, as JSON.
 
+A manifest has two files: the layout, which many epochs share, and all that changes with the epoch. So an epoch like the
+one before costs nothing by name: neither its writer nor the server nor a reader that has the layout reads that file.
+
 A manifest comes from another process and is untrusted. The server checks all of it before a commit. A reader checks the
 format, and each tensor on its first use, so that ten thousand names cost little.
 """
@@ -27,11 +30,11 @@ from streamalloc.ipc.transport.channel import ProtocolError
 ALIGNMENT = 512
 """Alignment of allocations' offsets, in bytes."""
 MOST_BYTES = 32 << 20
-"""Bytes of a manifest, at most."""
+"""Bytes of a file of a manifest, at most."""
 _MOST_METADATA = 1 << 20
 _MOST_TENSORS = 200_000
 _MOST_DIMENSIONS = 16
-_VERSION = 1
+_VERSION = 2
 
 TYPES: dict[str, int] = {
     "bool": 1,
@@ -114,19 +117,52 @@ class Layout(Mapping[str, Tensor]):
     An argument of :meth:`Store.open`, and the value of :attr:`Weights.layout`.
     """
 
-    __slots__ = ("_hash", "_rows")
+    __slots__ = ("_data", "_found", "_hash")
 
-    def __init__(self, rows: dict[str, list[Any]] | None = None) -> None:
-        self._rows = rows or {}
-        """Type, shape, strides and offset by name, as in JSON: ten thousand names cost little before they are used."""
+    def __init__(self, data: bytes = b"{}") -> None:
+        """``data``: the layout as JSON; it is read when the first tensor is used."""
+        self._data = data
+        self._found: dict[str, list[Any]] | None = None
         self._hash = ""
+
+    @property
+    def _rows(self) -> dict[str, list[Any]]:
+        """Type, shape, strides and offset by name, as in JSON: ten thousand names cost little before they are used.
+
+        Raises
+        ------
+        ProtocolError
+            The bytes are not a layout.
+        """
+        if self._found is None:
+            with _reading():
+                rows = json.loads(self._data, parse_constant=_refuse)
+                if type(rows) is not dict:
+                    raise ValueError("its layout is no JSON object")
+                if len(rows) > _MOST_TENSORS or any(type(row) is not list or len(row) != 4 for row in rows.values()):
+                    raise ValueError("it has a tensor without type, shape, strides and offset, or too many tensors")
+            self._found = rows
+        return self._found
 
     @property
     def hash(self) -> str:
         """SHA-256 of the names, types, shapes, strides and offsets, in hexadecimal digits."""
         if not self._hash:
-            self._hash = hashlib.sha256(json.dumps(self._rows, separators=(",", ":")).encode()).hexdigest()
+            self._hash = hashlib.sha256(self.to_bytes()).hexdigest()
         return self._hash
+
+    def to_bytes(self) -> bytes:
+        """Return the layout as JSON.
+
+        Raises
+        ------
+        ValueError
+            There are too many tensors.
+        """
+        self._data = data = self._data or json.dumps(self._rows, separators=(",", ":")).encode()
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"the layout has {size_text(len(data))}, and at most {size_text(MOST_BYTES)} are allowed")
+        return data
 
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape, strides, offset = self._rows[name]
@@ -146,15 +182,20 @@ class Layout(Mapping[str, Tensor]):
         ValueError
             The name exists, or is not 1 to 1024 printable characters; or the tensor is outside of the memory.
         """
-        self.check_new(name, tensor, nbytes)
-        self._rows[str(name)] = _row(tensor)
-        self._hash = ""
+        self.add_rows({str(name): self.new_row(name, tensor, nbytes)})
 
-    def check_new(self, name: str, tensor: Tensor, nbytes: int) -> None:
-        """Raise as :meth:`add` does."""
-        fault = "whose name exists" if name in self._rows else _fault_in(nbytes, name, *_row(tensor))
+    def add_rows(self, rows: dict[str, list[Any]]) -> None:
+        """Add rows of :meth:`new_row`."""
+        self._rows.update(rows)
+        self._data, self._hash = b"", ""
+
+    def new_row(self, name: str, tensor: Tensor, nbytes: int) -> list[Any]:
+        """Return a tensor that can be added as JSON has it, or raise as :meth:`add` does."""
+        row = [list(value) if isinstance(value, tuple) else value for value in tensor]
+        fault = "whose name exists" if name in self._rows else _fault_in(nbytes, name, *row)
         if fault:
             raise ValueError(f"{name!r:.80}: a tensor {fault}")
+        return row
 
     def check(self, nbytes: int, names: Iterable[str] | None = None) -> None:
         """Check tensors, by default all, of an epoch with ``nbytes`` bytes.
@@ -190,30 +231,50 @@ class Manifest(NamedTuple):
     """Fabric handles of the chunks, hexadecimal; empty without FABRIC memory."""
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as JSON.
+        """Return all but the layout as JSON.
 
         Raises
         ------
         TypeError, ValueError
-            The metadata is not JSON or is larger than 1 MiB, or there are too many tensors.
+            The metadata is not JSON or is larger than 1 MiB.
         """
         about = json.dumps(self.metadata, separators=(",", ":"), allow_nan=False)
-        rest = json.dumps([_VERSION, self.layout._rows, self.fabric], separators=(",", ":"))
-        if type(self.metadata) is not dict or len(about) > _MOST_METADATA or len(rest) > MOST_BYTES - _MOST_METADATA:
-            raise ValueError(
-                f"metadata has {size_text(len(about))} and the layout {size_text(len(rest))}: metadata is a dict of at "
-                f"most {size_text(_MOST_METADATA)}, and a layout has at most {size_text(MOST_BYTES - _MOST_METADATA)}"
-            )
-        return f"{rest[:-1]},{about}]".encode()
+        if type(self.metadata) is not dict or len(about) > _MOST_METADATA:
+            allowed = f"a dict of at most {size_text(_MOST_METADATA)}"
+            raise ValueError(f"metadata has {size_text(len(about))}: it is {allowed}")
+        return f"[{_VERSION},{json.dumps(self.fabric, separators=(',', ':'))},{about}]".encode()
+
+    @classmethod
+    def parse(cls, layout: Layout, data: bytes) -> Manifest:
+        """Decode the bytes of :meth:`to_bytes`.
+
+        Raises
+        ------
+        ProtocolError
+            The bytes are not a manifest.
+        """
+        with _reading():
+            version, fabric, metadata = json.loads(data, parse_constant=_refuse)
+            if version != _VERSION or [type(fabric), type(metadata)] != [list, dict]:
+                raise ValueError("it is of another version, or has no such form")
+            if not all(re.fullmatch("[0-9a-f]{128}", handle) for handle in fabric):
+                raise ValueError("it has a wrong fabric handle")
+        return cls(layout, metadata, fabric)
 
 
-def _row(tensor: Tensor) -> list[Any]:
-    """Return a tensor as JSON has it."""
-    return [list(value) if isinstance(value, tuple) else value for value in tensor]
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Turn the errors of a manifest that cannot be read into ``ProtocolError``."""
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError(f"the manifest cannot be read: {error}"[:500]) from None
 
 
 def _are_sizes(values: object) -> bool:
-    return type(values) is list and all(type(one) is int and 0 <= one < 1 << 56 for one in values)
+    if type(values) is not list or not {*map(type, values)} <= {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) < 1 << 56)
 
 
 def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offset: Any) -> str:
@@ -226,31 +287,13 @@ def _fault_in(nbytes: int, name: Any, dtype: Any, shape: Any, strides: Any, offs
         return "with a wrong shape"
     if strides is not None and (not _are_sizes(strides) or len(strides) != len(shape)):
         return "with wrong strides"
-    if not _are_sizes([offset]) or offset % TYPES[dtype]:
+    if type(offset) is not int or not 0 <= offset < 1 << 56 or offset % TYPES[dtype]:
         return "at a wrong offset"
-    tensor = Tensor(dtype, tuple(shape), strides and tuple(strides), offset)
-    return "" if tensor.offset + tensor.nbytes <= nbytes else "outside of the memory"
-
-
-def parse(data: bytes) -> Manifest:
-    """Decode a manifest; the tensors of its layout are not checked.
-
-    Raises
-    ------
-    ProtocolError
-        The bytes are not a manifest.
-    """
-    try:
-        version, rows, fabric, metadata = json.loads(data, parse_constant=_refuse)
-        if version != _VERSION or [type(rows), type(fabric), type(metadata)] != [dict, list, dict]:
-            raise ValueError("it is of another version, or has no such form")
-        if not all(re.fullmatch("[0-9a-f]{128}", handle) for handle in fabric):
-            raise ValueError("it has a wrong fabric handle")
-        if len(rows) > _MOST_TENSORS or any(type(row) is not list or len(row) != 4 for row in rows.values()):
-            raise ValueError("it has a tensor without type, shape, strides and offset, or too many tensors")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ProtocolError(f"the manifest cannot be read: {error}"[:500]) from None
-    return Manifest(Layout(rows), metadata, fabric)
+    if strides is None:
+        needed = offset + math.prod(shape) * TYPES[dtype]
+    else:
+        needed = offset + Tensor(dtype, tuple(shape), tuple(strides), offset).nbytes
+    return "" if needed <= nbytes else "outside of the memory"
 
 
 def _refuse(constant: str) -> None:

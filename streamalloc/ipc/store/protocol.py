@@ -27,7 +27,7 @@ from streamalloc.driver.internal import Lock
 from streamalloc.ipc.store.errors import KINDS, StoreError, StoreGoneError
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
 
-VERSION = 1
+VERSION = 2
 MOST_CHUNKS = 2048
 """Most chunks of physical memory per epoch."""
 
@@ -63,7 +63,14 @@ REQUESTS: dict[str, dict[str, _Check]] = {
     "status": {},
     "list": {},
     "remove": {"key": _is_key},
-    "write": {"key": _is_key, "device": _is_text("[0-9a-f]{32}"), "replace": _is_flag},
+    "trim": {},
+    "write": {
+        "key": _is_key,
+        "device": _is_text("[0-9a-f]{32}"),
+        "replace": _is_flag,
+        "like": _is_flag,
+        "reuse": _is_flag,
+    },
     "reserve": {"total": _is_size},
     "commit": {
         "address": _is_size,
@@ -71,14 +78,16 @@ REQUESTS: dict[str, dict[str, _Check]] = {
         "ready": _is_text("|[0-9a-f]{32}( [0-9]{1,10}){3}"),
         "prepare": _is_flag,
         "keep": _is_flag,
+        "same": _is_flag,
     },
     "confirm": {"tokens": _is_list(_is_text("[0-9]{1,10} [0-9]{1,20}"))},
     "open": {"key": _is_key},
 }
 """Fields of the requests, with the check of each. ``write`` makes the connection a writer's: its end aborts the epoch.
-The writer reserves memory before it creates it, and commits. With ``prepare``, ``confirm`` publishes the epochs of a
-group, all or none; with ``keep`` the writer goes on as a reader. ``open`` makes the connection a reader's: its end
-closes the epoch.
+The writer reserves memory before it creates it, and commits. With ``like`` the answer has the layout of the last
+commit, with ``reuse`` also memory that nobody has any more, if the store kept such; with ``same`` the commit has that
+layout, and no file of it. With ``prepare``, ``confirm`` publishes the epochs of a group, all or none; with ``keep`` the
+writer goes on as a reader. ``open`` makes the connection a reader's: its end closes the epoch.
 """
 
 

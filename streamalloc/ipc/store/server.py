@@ -32,7 +32,7 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
 from streamalloc.ipc.store.holdings import Epoch, HeldEntry, Holder, Holdings
-from streamalloc.ipc.store.manifest import parse, read_file, sealed_file
+from streamalloc.ipc.store.manifest import Layout, Manifest, read_file, sealed_file
 from streamalloc.ipc.store.protocol import REQUESTS, encode, request_in, socket_path
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors
 from streamalloc.ipc.wire.control_block import ReadyWord
@@ -309,29 +309,47 @@ class StoreServer(Closes):
         self._holdings.remove(key)
         return {}
 
-    def _write(self, client: _Client, key: str, device: str, replace: bool) -> dict[str, Any]:
+    def _trim(self, client: _Client) -> dict[str, Any]:
+        return {"released": self._holdings.trim()}
+
+    def _write(self, client: _Client, key: str, device: str, replace: bool, like: bool, reuse: bool) -> dict[str, Any]:
         client.check_new()
-        return {"address": self._holdings.begin(client, key, device, replace)}
+        answer: dict[str, Any] = {"address": self._holdings.begin(client, key, device, replace, like, reuse)}
+        epoch = client.writing()
+        if epoch.like:
+            client.sends = [*epoch.files, *epoch.handles]
+            answer |= {"layout": epoch.layout, "chunks": epoch.chunks}
+        return answer
 
     def _reserve(self, client: _Client, total: int) -> dict[str, Any]:
         self._holdings.reserve(client.writing(), total)
         return {}
 
     def _commit(
-        self, client: _Client, address: int, chunks: list[int], ready: str, prepare: bool, keep: bool
+        self, client: _Client, address: int, chunks: list[int], ready: str, prepare: bool, keep: bool, same: bool
     ) -> dict[str, Any]:
         epoch, handles = client.writing(), client.handles
-        first = 2 if ready else 1
-        if len(handles) != first + len(chunks):
-            raise ProtocolError(f"the commit has {len(handles)} descriptors, and {first + len(chunks)} belong to it")
-        found = parse(read_file(handles[0]))
-        found.layout.check(sum(chunks))
-        word = announcement(handles[1], ready) if ready else None
+        reused, first = len(epoch.handles), 2 - same + bool(ready)
+        if len(handles) != first + len(chunks) - reused:
+            needed = first + len(chunks) - reused
+            raise ProtocolError(f"the commit has {len(handles)} descriptors, and {needed} belong to it")
+        if chunks[:reused] != epoch.chunks[:reused]:
+            raise ProtocolError("the commit has other chunks than those that the store gave")
+        if same and not 0 < epoch.like <= sum(chunks):
+            raise ProtocolError("the commit has the layout of an epoch that it is not like")
+        files = (*epoch.files[:1], handles[0]) if same else tuple(handles[:2])
+        hash, count = epoch.layout, epoch.count
+        if not same:
+            layout = Layout(read_file(files[0]))
+            hash, count = layout.hash, _checked(layout, sum(chunks), epoch.entry.current)
+        about = Manifest.parse(Layout(), read_file(files[1]))
+        word = announcement(handles[first - 1], ready) if ready else None
         _check_room(handles[0])
         self._told = False
-        self._holdings.prepare(epoch, address, chunks, handles[0], handles[first:])
-        epoch.layout, epoch.count = found.layout.hash, len(found.layout)
-        epoch.ready = None if word is None else (word, handles[1], ready)
+        self._holdings.prepare(epoch, address, chunks, files, handles[first:])
+        epoch.layout, epoch.count = hash, count
+        epoch.fabric = bool(about.fabric)
+        epoch.ready = None if word is None else (word, handles[first - 1], ready)
         handles.clear()  # the epoch's from now on
         if prepare:
             return {"token": f"{client.number} {id(epoch)}"}
@@ -344,7 +362,7 @@ class StoreServer(Closes):
         if client.epoch is not None and client.epoch.number:
             return {"epoch": client.epoch.number}  # Another rank of the group came first.
         written = {f"{one.number} {id(one.epoch)}": one.epoch for one in self._clients.values()}
-        epochs = [epoch for token in {*tokens} if (epoch := written.get(token)) is not None and epoch.handles]
+        epochs = [epoch for token in {*tokens} if (epoch := written.get(token)) is not None and len(epoch.files) > 1]
         if len(epochs) != len(tokens) or client.epoch not in epochs:
             raise StoreError("a rank of the group has ended, or was not prepared: nothing of the group was committed")
         self._holdings.publish(epochs)
@@ -353,7 +371,7 @@ class StoreServer(Closes):
     def _open(self, client: _Client, key: str) -> dict[str, Any]:
         client.check_new()
         epoch = self._holdings.open(client, key)
-        client.sends = [epoch.manifest, *([] if epoch.ready is None else [epoch.ready[1]]), *epoch.handles]
+        client.sends = [*epoch.files, *([] if epoch.ready is None else [epoch.ready[1]]), *epoch.handles]
         return {
             "epoch": epoch.number,
             "device": epoch.device,
@@ -377,7 +395,8 @@ def _about(entry: HeldEntry) -> dict[str, Any]:
     about: dict[str, Any] = {
         "key": entry.key,
         "epoch": 0,
-        "nbytes": sum(one.nbytes for one in (*entry.epochs, *([entry.next] if entry.next else []))),
+        "nbytes": sum(one.nbytes for one in entry.all_epochs),
+        "spare": 0 if entry.spare is None else entry.spare.nbytes,
         "writer": None if entry.next is None or entry.next.writer is None else entry.next.writer.pid,
         "older": [[older.number, older.nbytes, _pids(older)] for older in entry.older[:20]],
     }
@@ -386,6 +405,14 @@ def _about(entry: HeldEntry) -> dict[str, Any]:
         about |= {name: getattr(epoch, name) for name in ("device", "address", "layout", "created", "used")}
         about["awaited"] = epoch.ready is not None
     return about
+
+
+def _checked(layout: Layout, nbytes: int, last: Epoch | None) -> int:
+    """Check a layout, unless it is that of the last commit. Returns its number of tensors."""
+    if last is not None and last.layout == layout.hash and sum(last.chunks) <= nbytes:
+        return last.count
+    layout.check(nbytes)
+    return len(layout)
 
 
 def _pids(epoch: Epoch) -> list[int]:

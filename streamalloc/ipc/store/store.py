@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,8 @@ class StoreEntry:
     created: float = 0.0
     """Unix time of the commit in seconds; ``used`` likewise for the last open or close."""
     used: float = 0.0
+    spare: int = 0
+    """Bytes that are kept for the next epoch like the last one; part of ``nbytes``."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,15 @@ class Store(Closes):
         stream: StreamLike | None = None,
         group: CommunicatorLike = None,
         handle_types: MemHandleType = MemHandleType.POSIX_FILE_DESCRIPTOR,
+        like: Literal["previous"] | None = None,
     ) -> WeightsWriter:
         """Begin an epoch: a ``with`` block whose end commits it. One process at a time writes a key.
+
+        With ``like="previous"`` the epoch begins with the names, the types and the offsets of the last commit, at its
+        addresses if they are free, so that readers take it by ``attach(latest=True)``; the commit and that switch cost
+        nothing by name. The contents are undefined until they are written. After such a commit, the store keeps the
+        memory of a replaced epoch that nobody has any more, and the next such epoch gets it without ``cuMemCreate``;
+        :meth:`trim` releases it.
 
         Parameters
         ----------
@@ -165,19 +174,25 @@ class Store(Closes):
             A communicator whose ranks commit together or not at all. Each rank has its own key.
         handle_types
             Further handle types beside file descriptors: ``FABRIC`` lets processes of other machines open the memory by
-            :meth:`Weights.fabric_descriptor`.
+            :meth:`Weights.fabric_descriptor`. Such memory is not used again.
+        like
+            ``"previous"``: begin with the layout of the last commit, and replace it; ``replace`` is then True. The
+            device must be that of the last commit.
 
         Raises
         ------
         StoreKeyError
-            The key exists, and ``replace`` is False.
+            The key exists, and ``replace`` is False; or ``like`` is given, and it does not exist.
         StoreBusyError
             Another process writes it.
         StoreError
             The store takes no memory of this device.
         """
         home, key = self._device(device), checked_key(key)
-        return WeightsWriter(self._connect(), key, home, replace, metadata, stream, group, handle_types)
+        if like not in (None, "previous"):
+            raise ValueError(f'like={like!r}: allowed are None and "previous"')
+        options = metadata, stream, group, handle_types, like is not None
+        return WeightsWriter(self._connect(), key, home, replace or like is not None, *options)
 
     def open(
         self,
@@ -259,6 +274,8 @@ class Store(Closes):
         key = key or Path(files[0]).name.removesuffix(".safetensors")
         total, done = sum(tensor.nbytes for file in found for tensor in file.tensors.values()), 0
         with self.write(key, device, replace, metadata=metadata) as writer:
+            tensors = [one for file in found for one in file.tensors.items()]
+            writer.allocate_all({name: (tensor.shape, tensor.dtype) for name, tensor in tensors})
             for nbytes in (nbytes for file in found for nbytes in _copies(file, writer)):
                 done += nbytes
                 if progress is not None:
@@ -290,6 +307,13 @@ class Store(Closes):
             The store holds nothing under this key.
         """
         self._ask("remove", key=checked_key(key))
+
+    def trim(self) -> int:
+        """Release the memory that is kept for next epochs like the last (:meth:`write`); return its size in bytes.
+
+        The store does so itself before it refuses memory, or if a writer finds none on the device.
+        """
+        return int(self._ask("trim")["released"])
 
     def statistics(self) -> StoreStatistics:
         """Return what the store is and holds in sum."""
@@ -373,6 +397,5 @@ def _copies(file: _File, writer: WeightsWriter) -> Iterator[int]:
     with open(file.path, "rb") as opened:
         source = np.frombuffer(mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
     for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].offset):
-        view = writer.allocate(name, tensor.shape, tensor.dtype).bytes
-        view.copy_from(source[tensor.offset : tensor.offset + tensor.nbytes])
+        writer[name].bytes.copy_from(source[tensor.offset : tensor.offset + tensor.nbytes])
         yield tensor.nbytes

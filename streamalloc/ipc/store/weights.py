@@ -17,7 +17,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.importer.imported import Announcement
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
-from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, parse, read_file
+from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, read_file
 from streamalloc.ipc.store.protocol import Connection
 from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Foreign, Mechanism
 from streamalloc.vmm import AddressRange, RangeView
@@ -131,17 +131,21 @@ class OpenEpoch:
             undo.enter_context(session.relaxed())
             answer, received = connection.ask("open", key=key)
             undo.callback(close_all, received)
-            manifest = parse(read_file(received[0]))
-            if expected is not None and answer["layout"] != (expected if isinstance(expected, str) else expected.hash):
-                raise changed(key, answer["epoch"], expected, manifest.layout)
+            if isinstance(expected, Layout) and expected.hash == answer["layout"]:
+                layout = expected
+            else:
+                layout = Layout(read_file(received[0]))
+                if expected is not None and answer["layout"] != expected:
+                    raise changed(key, answer["epoch"], expected, layout)
+            manifest = Manifest.parse(layout, read_file(received[1]))
             device = imports_of(session).device_of(bytes.fromhex(answer["device"]))
             if device is None:
                 raise StoreError(f"the memory is on device {answer['device']}, which this process does not see")
             opened = cls(connection, key, answer["epoch"], device, answer["address"], manifest)
             undo.enter_context(undoing(opened.close))
             if answer["ready"]:
-                opened._find_block(session, received[1], *answer["ready"].split())
-            handles = received[2 if answer["ready"] else 1 :]
+                opened._find_block(session, received[2], *answer["ready"].split())
+            handles = received[3 if answer["ready"] else 2 :]
             for fd, nbytes in zip(handles, answer["chunks"], strict=True):
                 opened.chunks.append(ImportedChunk(session, fd, nbytes))
         return opened

@@ -11,16 +11,17 @@ import atexit
 import contextlib
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typing_extensions import Self
 
-from streamalloc.core.errors import ClosedError, CudaError, size_text, undoing
+from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, size_text, undoing
 from streamalloc.core.internal import (
     Deferred,
     Device,
     Event,
+    Fd,
     Stream,
     StreamLike,
     TypedView,
@@ -35,12 +36,13 @@ from streamalloc.core.session import session_of
 from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.store.errors import StoreError
-from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, sealed_file
+from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, read_file, sealed_file
 from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection
 from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
 from streamalloc.ipc.transport.process_group import listed
 from streamalloc.vmm import AddressRange, PhysicalMemory
+from streamalloc.vmm.internal import ImportedChunk, MemAllocationProp, map_side_by_side
 
 _LARGEST_CHUNK = 1 << 30
 
@@ -71,6 +73,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         stream: StreamLike | None,
         group: CommunicatorLike,
         handle_types: MemHandleType,
+        like: bool,
     ) -> None:
         session = session_of(device)
         self.key: str = key
@@ -82,7 +85,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._group = None if group is None else as_communicator(group)
         self._voted = False
         """Whether the other ranks have, or get, this rank's vote."""
-        self._chunks: list[PhysicalMemory] = []
+        self._chunks: list[PhysicalMemory | ImportedChunk] = []
+        """In the order of addresses; first those that the store gave."""
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
         self._granularity = PhysicalMemory.granularity(device)
         self.nbytes: int = 0
@@ -94,13 +98,40 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Announcement of the contents, its value, and the event after the copies."""
         self._connection = connection
         with undoing(self._connection.close):
-            answer, _ = self._connection.ask("write", key=key, device=device.uuid.hex, replace=replace)
-            self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
+            reuse = self._handle_types == MemHandleType.POSIX_FILE_DESCRIPTOR
+            answer, received = self._connection.ask(
+                "write", key=key, device=device.uuid.hex, replace=replace, like=like, reuse=reuse
+            )
+            with contextlib.ExitStack() as undo:
+                undo.callback(close_all, received)
+                self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
+                self._like: str = answer.get("layout", "")
+                """Hash of the layout that was taken over."""
+                if like:
+                    undo.enter_context(undoing(self._release))
+                    self._take_over(answer["chunks"], *received)
+
+    def _take_over(self, chunks: list[int], layout: Fd, *reused: Fd) -> None:
+        """Begin with the layout of the epoch before, on memory that nobody has any more, or on as large chunks."""
+        self.layout = Layout(read_file(layout))
+        if reused:
+            session = session_of(self.device)
+            for fd, nbytes in zip(reused, chunks, strict=True):
+                self._chunks.append(ImportedChunk(session, fd, nbytes))
+            prop, place = MemAllocationProp(location=self.device.location), self.device.location
+            map_side_by_side(self.range, self._chunks, prop, {place: MemAccess.READWRITE})
+            self._mapped = sum(chunks)
+        else:
+            for nbytes in chunks:
+                self._grow(nbytes)
+        self.nbytes = self._mapped
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
     def allocate(self, name: str, shape: int | Sequence[int], dtype: object) -> TypedView[Any]:
         """Allocate memory for a tensor (``cuMemCreate``, ``cuMemMap``), at an address that readers can usually use too.
+
+        :meth:`allocate_all` costs a fraction for many tensors.
 
         Parameters
         ----------
@@ -125,13 +156,34 @@ class WeightsWriter(Tensors, Unique, Leaves):
         TypeError, ValueError
             An argument is not allowed.
         """
-        try:
-            sizes = tuple(map(operator.index, (shape,) if hasattr(shape, "__index__") else shape))
-        except TypeError:
-            raise TypeError(f"shape must be an integer or a sequence of integers, not {shape!r}") from None
-        tensor = Tensor(dtype_name(dtype), sizes, None, 0)
-        self.layout.check_new(name, tensor, tensor.nbytes)  # first, so that a bad tensor leaves no memory in the epoch
-        return self.place(name, tensor._replace(offset=self.reserve(tensor.nbytes)))
+        self.allocate_all({name: (shape, dtype)})
+        return self[name]
+
+    def allocate_all(self, tensors: Mapping[str, tuple[int | Sequence[int], object]]) -> None:
+        """Allocate memory for all these tensors at once, or for none: ``allocate_all({"norm": (8192, "bfloat16")})``.
+
+        :doc:`/docs/guides/store` shows what that saves. They get one chunk of memory (``cuMemCreate``, ``cuMemMap``),
+        whatever their number, with as much for each as :meth:`allocate` gives. ``weights[name]`` is a view of a tensor.
+
+        Parameters
+        ----------
+        tensors
+            Shape and dtype by name, as for :meth:`allocate`.
+
+        Raises
+        ------
+        StoreFullError, OutOfMemoryError, TypeError, ValueError
+            As for :meth:`allocate`. Nothing was allocated.
+        """
+        self._check_open()
+        rows: dict[str, list[Any]] = {}
+        start = end = _aligned(self.nbytes)
+        for name, (shape, dtype) in tensors.items():
+            tensor = Tensor(dtype_name(dtype), _sizes(shape), None, _aligned(end))
+            end = tensor.offset + tensor.nbytes
+            rows[str(name)] = self.layout.new_row(name, tensor, end)
+        self.reserve(end - start)  # last, so that a bad tensor leaves no memory in the epoch
+        self.layout.add_rows(rows)
 
     def tie(self, name: str, to: str) -> TypedView[Any]:
         """Give a tensor a second name, for tied weights."""
@@ -155,7 +207,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Allocate unnamed memory and return its offset in the range, a multiple of 512 bytes."""
         self._check_open()
         nbytes = checked_size("nbytes", nbytes)
-        offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        offset = _aligned(self.nbytes)
         missing = offset + nbytes - self._mapped
         if missing > 0:
             # Grow in steps of an eighth: many small tensors make few chunks, and little memory is wasted.
@@ -175,11 +227,20 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._connection.ask("reserve", total=self._mapped + nbytes)
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(lambda: self._connection.ask("reserve", total=self._mapped)))
-            memory = PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
+            memory = self._created(nbytes)
             undo.enter_context(undoing(memory.close))
             self.range.map(memory, self._mapped, access=self.device)
             self._chunks.append(memory)
         self._mapped += nbytes
+
+    def _created(self, nbytes: int) -> PhysicalMemory:
+        """Create a chunk; if there is no memory, again after the store has released what it keeps for next epochs."""
+        try:
+            return PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
+        except OutOfMemoryError:
+            if not self._connection.ask("trim")[0]["released"]:
+                raise
+        return PhysicalMemory(self.device, nbytes, handle_types=self._handle_types)
 
     # -- commit and abort ------------------------------------------------------------------------------------------
 
@@ -222,20 +283,24 @@ class WeightsWriter(Tensors, Unique, Leaves):
             if block:
                 for device in devices:
                     await_device(session, device.ordinal)
-            manifest = undo.enter_context(sealed_file(self._manifest().to_bytes()))
-            handles = [undo.enter_context(memory.export()) for memory in self._chunks]  # type: ignore[arg-type]
+            manifest, same = self._manifest(), bool(self._like) and self.layout.hash == self._like
+            texts = [] if same else [self.layout.to_bytes()]
+            files = [undo.enter_context(sealed_file(text)) for text in (*texts, manifest.to_bytes())]
+            created = [memory for memory in self._chunks if isinstance(memory, PhysicalMemory)]
+            handles = [undo.enter_context(memory.export()) for memory in created]  # type: ignore[arg-type]
             if not all(event.query() for event in events):
                 self._pending = lease, value, _ = self._announced(events)
                 ready = f"{lease.block.id.hex()} {lease.slot} {lease.generation} {value}"
                 handles.insert(0, lease.block.fd)
             about = {"address": self.range.address, "chunks": [memory.nbytes for memory in self._chunks]}
-            about |= {"ready": ready, "prepare": prepare, "keep": keep}
-            answer, _ = self._connection.ask("commit", [manifest, *handles], **about)
+            about |= {"ready": ready, "prepare": prepare, "keep": keep, "same": same}
+            answer, _ = self._connection.ask("commit", [*files, *handles], **about)
             self.epoch = answer.get("epoch", 0)  # at once: what is refused from here on does not undo the commit
         return answer
 
     def _manifest(self) -> Manifest:
-        fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []
+        fabric = [memory for memory in self._chunks if isinstance(memory, PhysicalMemory)]
+        fabric = fabric if self._handle_types & MemHandleType.FABRIC else []
         handles = [memory.export(MemHandleType.FABRIC).hex() for memory in fabric]  # type: ignore[union-attr]
         return Manifest(self.layout, self.metadata, handles)
 
@@ -297,7 +362,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _release(self, after: Any = None) -> None:
         """Unmap and release the memory, and end the connection. This aborts an uncommitted epoch."""
         self.range.unmap(after=after)
-        close_all(self._chunks)
+        close_all(self._chunks)  # type: ignore[arg-type]
         self.range.close()
         self._connection.close()
 
@@ -329,6 +394,17 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _text(self) -> str:
         state = f"epoch {self.epoch}" if self.epoch else "aborted" if self.closed else "not committed"
         return f" {self.key!r}, {len(self)} tensors, {size_text(self.nbytes)}, {state}"
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, (shape,) if hasattr(shape, "__index__") else shape))
+    except TypeError:
+        raise TypeError(f"shape must be an integer or a sequence of integers, not {shape!r}") from None
 
 
 class _Ending(Deferred):

@@ -255,7 +255,7 @@ class TestServer:
             before = _files(one.pid)
             write(store, "key", 1, nbytes=64 * MiB)
             assert not any("nvidia" in path for path in before)
-            assert eventually(lambda: len(_files(one.pid)) - len(before) == 2)  # a chunk and the manifest
+            assert eventually(lambda: len(_files(one.pid)) - len(before) == 3)  # a chunk and the manifest
         assert "streamalloc" not in _mapped(one.pid)
         assert device.memory_info().free <= free - 64 * MiB
         one.kill()

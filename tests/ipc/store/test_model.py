@@ -47,7 +47,20 @@ SIZES = some.none() | some.lists(SIZE, max_size=3)
 _names = itertools.count()
 
 
-STEPS = ["begin", "begin", "allocate", "allocate", "allocate", "tie", "commit", "commit", "abort", "raise", "die"]
+STEPS = [
+    "begin",
+    "begin",
+    "like",
+    "allocate",
+    "allocate",
+    "allocate",
+    "tie",
+    "commit",
+    "commit",
+    "abort",
+    "raise",
+    "die",
+]
 reads = precondition(lambda self: bool(self.readers))
 holds_some = precondition(lambda self: bool(self.current))
 
@@ -55,6 +68,7 @@ holds_some = precondition(lambda self: bool(self.current))
 class Tensor(NamedTuple):
     nbytes: int
     value: int
+    offset: int
 
 
 class Epoch:
@@ -64,13 +78,21 @@ class Epoch:
         self.key = key
         self.replace = replace
         self.used = used
-        self.number = self.nbytes = self.mapped = 0
+        self.number = self.nbytes = 0
+        self.chunks: list[int] = []
+        self.like = False
+        self.reused = False
+        """Whether a later epoch got the memory."""
         self.tensors: dict[str, Tensor] = {}
         self.readers: list[Any] = []
 
     @property
-    def layout(self) -> tuple[int, list[tuple[str, int]]]:
-        return self.mapped, [(name, tensor.nbytes) for name, tensor in self.tensors.items()]
+    def mapped(self) -> int:
+        return sum(self.chunks)
+
+    @property
+    def layout(self) -> tuple[list[int], list[tuple[str, int, int]]]:
+        return self.chunks, [(name, tensor.nbytes, tensor.offset) for name, tensor in self.tensors.items()]
 
     def is_in(self, weights: Any) -> bool:
         return list(weights) == list(self.tensors) and all(
@@ -98,6 +120,10 @@ class Model(RuleBasedStateMachine):
         self.numbers: dict[str, int] = {}
         """The number of each key's last epoch, while the server knows the key."""
         self.current: dict[str, Epoch] = {}
+        self.recycles: dict[str, bool] = {}
+        """Whether the last commit of a key was like the one before."""
+        self.spares: dict[str, Epoch] = {}
+        """Epochs that nobody has, kept for the next ones like them."""
         self.older: list[Epoch] = []
         """Replaced and removed epochs with readers."""
         self.writers: list[tuple[Any, Epoch]] = []
@@ -107,13 +133,20 @@ class Model(RuleBasedStateMachine):
 
     @property
     def epochs(self) -> list[Epoch]:
-        return [*self.current.values(), *self.older, *(epoch for _, epoch in self.writers)]
+        return [*self.current.values(), *self.older, *self.spares.values(), *(epoch for _, epoch in self.writers)]
 
     def retire(self, key: str) -> None:
-        """Keep the last commit of a key for its readers only."""
-        epoch = self.current.pop(key, None)
-        if epoch is not None and epoch.readers:
+        """Keep the last commit of a key, which is removed, for its readers only."""
+        epoch = self.current.pop(key)
+        self.spares.pop(key, None)
+        if epoch.readers:
             self.older.append(epoch)
+
+    def unused(self, epoch: Epoch) -> None:
+        """Keep the memory of a replaced epoch if the next one can have it."""
+        current = self.current.get(epoch.key)
+        if current is not None and self.recycles[epoch.key] and epoch.chunks == current.chunks:
+            self.spares.setdefault(epoch.key, epoch)
 
     # -- writers ---------------------------------------------------------------------------------------------
 
@@ -130,16 +163,71 @@ class Model(RuleBasedStateMachine):
         writer = self.stores[0].write(key, replace=replace, stream=self.stream)
         self.writers.append((writer, Epoch(key, replace, next(self.clock))))
 
-    @rule(key=KEY, sizes=SIZES, value=some.integers(0, 255), fault=FAULT, held=some.booleans())
-    def write(self, key: str, sizes: list[int] | None, value: int, fault: int, held: bool) -> None:
+    def begin_like(self, key: str, value: int, fault: int) -> None:
+        """Begin an epoch like the last one, and fill it."""
+        error = ipc.StoreKeyError if key not in self.current else ipc.StoreBusyError
+        if key not in self.current or any(epoch.key == key for _, epoch in self.writers):
+            with pytest.raises(error):
+                self.stores[0].write(key, like="previous")
+            return
+
+        def write() -> Any:
+            return self.stores[0].write(key, like="previous", stream=self.stream)
+
+        for refused in (fault, 0):
+            spare, before = self.spares.pop(key, None), self.current[key]
+            epoch = Epoch(key, True, next(self.clock))
+            epoch.like = True
+            self.writers.append((None, epoch))
+            if spare is not None:
+                spare.reused = True
+                epoch.chunks = spare.chunks
+            while len(epoch.chunks) < len(before.chunks):
+                more = before.chunks[len(epoch.chunks)]
+                if not self.has_room(more):
+                    self.writers.pop()
+                    with pytest.raises(ipc.StoreFullError):
+                        refusing(self.drivers[0], refused, write)
+                        write()  # unless another call was refused before
+                    return
+                epoch.chunks = [*epoch.chunks, more]
+            created = self.drivers[0].seen.count("cuMemCreate")
+            writer = refusing(self.drivers[0], refused, write)
+            self.writers.pop()
+            if writer is None:
+                assert eventually(lambda: self.listed().get(key, (None,) * 6)[5] is None)  # its writer has ended
+                if spare is not None and self.listed()[key][7]:  # the call was refused before the store was asked
+                    self.spares[key], spare.reused = spare, False
+                continue
+            assert self.drivers[0].seen.count("cuMemCreate") - created == (0 if spare else len(epoch.chunks))
+            self.writers.append((writer, epoch))
+            assert writer.names == tuple(before.tensors) and writer.nbytes == before.mapped
+            epoch.nbytes = epoch.mapped
+            for name, tensor in before.tensors.items():
+                writer[name].fill(value)
+                epoch.tensors[name] = tensor._replace(value=value)
+            return
+
+    @rule(key=KEY, value=some.integers(0, 255), fault=FAULT, held=some.booleans(), more=SIZES)
+    def write_like(self, key: str, value: int, fault: int, held: bool, more: list[int] | None) -> None:
+        """Begin like the last epoch, perhaps allocate more, and commit."""
+        count = len(self.writers)
+        self.begin_like(key, value, fault)
+        if len(self.writers) > count:
+            if more and held:
+                self.allocate_all(count, more, value, fault)
+            self.commit(count, fault, held)
+
+    @rule(key=KEY, sizes=SIZES, value=some.integers(0, 255), fault=FAULT, held=some.booleans(), bulk=some.booleans())
+    def write(self, key: str, sizes: list[int] | None, value: int, fault: int, held: bool, bulk: bool) -> None:
         """Begin, allocate and commit, unless somebody else writes; without sizes, those of the last commit."""
         count = len(self.writers)
         if sizes is None and key in self.current:
             sizes = [tensor.nbytes for name, tensor in self.current[key].tensors.items() if name[0] == "t"]
         self.begin(key, True)
         if len(self.writers) > count:
-            for nbytes in sizes or [PAGE]:
-                self.allocate(count, nbytes, value, fault)
+            for some_sizes in [sizes or [PAGE]] if bulk else [[nbytes] for nbytes in sizes or [PAGE]]:
+                self.allocate_all(count, some_sizes, value, fault)
             self.commit(count, fault, held)
 
     @rule(key=KEY, replace=some.booleans(), which=WHICH, nbytes=SIZE, fault=FAULT, how=some.sampled_from(STEPS))
@@ -147,8 +235,10 @@ class Model(RuleBasedStateMachine):
         """Several keys are written at once; with more steps of the sorts that lead on."""
         if how == "begin" or not self.writers:
             self.begin(key, replace)
+        elif how == "like":
+            self.begin_like(key, nbytes % 251, fault)
         elif how == "allocate":
-            self.allocate(which, nbytes, nbytes % 255 + which, fault)
+            self.allocate_all(which, [nbytes], nbytes % 255 + which, fault)
         elif how == "tie":
             self.tie(which, "xy"[replace])
         elif how == "commit":
@@ -156,26 +246,43 @@ class Model(RuleBasedStateMachine):
         else:
             self.give_up(which, how, fault)
 
-    def allocate(self, which: int, nbytes: int, value: int, fault: int) -> None:
+    def allocate_all(self, which: int, sizes: list[int], value: int, fault: int) -> None:
+        """One tensor by ``allocate``, several by ``allocate_all``: all or none of them."""
         writer, epoch = self.writers[which % len(self.writers)]
-        name = f"t{len(epoch.tensors)}"
-        offset = -(-epoch.nbytes // 512) * 512
-        missing = offset + nbytes - epoch.mapped
+        tensors: dict[str, Tensor] = {}
+        start = end = -(-epoch.nbytes // 512) * 512
+        for nbytes in sizes:
+            offset = -(-end // 512) * 512
+            tensors[f"t{len(epoch.tensors) + len(tensors)}"] = Tensor(nbytes, value, offset)
+            end = offset + nbytes
+
+        def allocate() -> bool:
+            if len(sizes) == 1:
+                writer.allocate(next(iter(tensors)), sizes[0], np.uint8)
+            else:
+                writer.allocate_all({name: (tensor.nbytes, np.uint8) for name, tensor in tensors.items()})
+            return True
+
+        missing = end - epoch.mapped
         more = pages(max(missing, epoch.mapped // 8)) if missing > 0 else 0
         if more and not self.has_room(more):
             with pytest.raises(ipc.StoreFullError):
-                writer.allocate(name, nbytes, np.uint8)
+                allocate()
             return
-        if refusing(self.drivers[0], fault, lambda: writer.allocate(name, nbytes, np.uint8)) is None:
-            assert name not in writer and self.listed() == self.expected()
-            writer.allocate(name, nbytes, np.uint8)
-        writer[name].fill(value)
-        epoch.nbytes, epoch.mapped = offset + nbytes, epoch.mapped + more
-        epoch.tensors[name] = Tensor(nbytes, value)
+        if refusing(self.drivers[0], fault, allocate) is None:
+            assert not tensors.keys() & writer.keys() and self.listed() == self.expected()
+            allocate()
+        for name in tensors:
+            writer[name].fill(value)
+        epoch.nbytes, epoch.chunks = max(start, end), epoch.chunks + [more] * bool(more)
+        epoch.tensors |= tensors
 
     def has_room(self, more: int) -> bool:
         """Whether so many bytes can be reserved, after keys were evicted for that."""
         held = sum(epoch.mapped for epoch in self.epochs)
+        if held + more > LIMIT:
+            held -= sum(epoch.mapped for epoch in self.spares.values())
+            self.spares.clear()
         busy = {epoch.key for epoch in self.older} | {epoch.key for _, epoch in self.writers}
         idle = [epoch for key, epoch in self.current.items() if key not in busy and not epoch.readers]
         if self.evict and held + more - sum(epoch.mapped for epoch in idle) <= LIMIT:
@@ -215,14 +322,21 @@ class Model(RuleBasedStateMachine):
             elif done is None:  # committed, and then the release was refused
                 writer._release(())
             gate.open()
-        self.retire(epoch.key)
-        epoch.mapped = max(epoch.mapped, PAGE)
+        epoch.chunks = epoch.chunks or [PAGE]
         epoch.number = self.numbers[epoch.key] = self.numbers.get(epoch.key, 0) + 1
         assert writer.epoch == epoch.number and writer.closed
         self.stream.synchronize()
         assert eventually(lambda: deferred_queue(self.stream._session).work() >= 0 and writer.range.closed)
         epoch.used = next(self.clock)
-        self.current[epoch.key] = epoch
+        replaced, self.current[epoch.key] = self.current.get(epoch.key), epoch
+        self.recycles[epoch.key] = epoch.like
+        spare = self.spares.get(epoch.key)
+        if spare is not None and not (epoch.like and spare.chunks == epoch.chunks):
+            del self.spares[epoch.key]
+        if replaced is not None and replaced.readers:
+            self.older.append(replaced)
+        elif replaced is not None:
+            self.unused(replaced)
 
     def give_up(self, which: int, how: str, fault: int) -> None:
         writer, _ = self.writers.pop(which % len(self.writers))
@@ -301,6 +415,7 @@ class Model(RuleBasedStateMachine):
         epoch.used = next(self.clock)
         if epoch in self.older and not epoch.readers:
             self.older.remove(epoch)
+            self.unused(epoch)
 
     def end(self, which: int, how: str, fault: int) -> None:
         weights, epoch = self.readers.pop(which % len(self.readers))
@@ -327,12 +442,14 @@ class Model(RuleBasedStateMachine):
     def holds_what_the_model_holds(self) -> None:
         assert eventually(lambda: self.listed() == self.expected()), (self.listed(), self.expected())
         for weights, epoch in [*self.readers, *self.orphans][-3:]:
-            assert epoch.is_in(weights)
+            assert epoch.is_in(weights) or epoch.reused
+            assert not (epoch.reused and weights in epoch.readers)
 
     def listed(self) -> dict[str, Any]:
         found = {
             entry.key: (entry.epoch if entry.layout else 0, entry.tensors, entry.nbytes, len(entry.readers),
-                        [(number, len(pids)) for number, _, pids in entry.older], entry.writer, entry.awaited)
+                        [(number, len(pids)) for number, _, pids in entry.older], entry.writer, entry.awaited,
+                        entry.spare)
             for entry in self.stores[1].list()
         }  # fmt: skip
         return found | {"": self.server._holdings.evicted}
@@ -345,7 +462,8 @@ class Model(RuleBasedStateMachine):
             nbytes = sum(epoch.mapped for epoch in self.epochs if epoch.key == key)
             older = [(epoch.number, len(epoch.readers)) for epoch in self.older if epoch.key == key]
             writer = os.getpid() if any(epoch.key == key for _, epoch in self.writers) else None
-            found[key] = (*last[:2], nbytes, last[2], older, writer, False)
+            spare = self.spares[key].mapped if key in self.spares else 0
+            found[key] = (*last[:2], nbytes, last[2], older, writer, False, spare)
         for key in [*self.numbers]:
             if key not in found and not any(key == lost for lost in self.server.lost):
                 del self.numbers[key]  # a key without epochs is forgotten

@@ -93,18 +93,29 @@ STORE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "remove": lambda world, one: None,  # makes no driver calls
     "serve": lambda world, one: None,
     "statistics": lambda world, one: (one.statistics(), None)[1],
+    "trim": lambda world, one: None,
     "write": lambda world, one: None,  # by itself
     "attach": _renewed,
     "detach": _again,
     "fabric_descriptor": lambda world, one: None,  # refused: the memory was not made for that
     "abort": lambda world, one: one.abort(),
     "allocate": lambda world, one: (one.allocate("two", 3 << 20, np.uint8), None)[1],
+    "allocate_all": lambda world, one: one.allocate_all({"two": (3 << 20, np.uint8), "five": ((2, 3), "int8")}),
     "commit": lambda world, one: one.commit(),
     "place": lambda world, one: (one.place("three", ipc.Tensor("uint8", (3,), None, 0)), None)[1],
     "reserve": lambda world, one: (one.reserve(8 << 20), None)[1],
     "tie": lambda world, one: (one.tie("four", "one"), None)[1],
 }
-MAKERS: dict[str, Callable[[Stored], Any]] = {"write": _committed}
+
+
+def _committed_like(world: Stored) -> None:
+    """On memory that is created, and on memory of an epoch before."""
+    for _ in range(3):
+        with world.store.write("key", world.device, like="previous"):
+            world.device.synchronize()
+
+
+MAKERS: dict[str, Callable[[Stored], Any]] = {"write": _committed, "write like": _committed_like}
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,9 @@ from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.processes import eventually
 from tests.support import holds
+
+BEGIN: dict[str, Any] = {"replace": False, "like": False, "reuse": False}
+FLAGS: dict[str, Any] = {"prepare": False, "keep": False, "same": False}
 
 
 @pytest.fixture
@@ -74,8 +78,15 @@ class TestRequests:
             ("open", {"key": "a\nb"}, "wrong fields: key"),
             ("open", {"key": ["a"]}, "wrong fields: key"),
             ("open", {"key": "a" * 513}, "wrong fields: key"),
-            ("write", {"key": "a", "device": "0", "replace": False}, "wrong fields: device"),
-            ("write", {"key": "a", "device": "0" * 32, "replace": 1}, "wrong fields: replace"),
+            ("write", {"key": "a", "device": "0", **BEGIN}, "wrong fields: device"),
+            ("write", {"key": "a", "device": "0" * 32, **BEGIN, "replace": 1}, "wrong fields: replace"),
+            ("write", {"key": "a", "device": "0" * 32, **BEGIN, "like": "previous"}, "wrong fields: like"),
+            ("write", {"key": "a", "device": "0" * 32, **BEGIN, "like": True}, "holds nothing under 'a'"),
+            (
+                "write",
+                {"key": "before", "device": "0" * 32, **BEGIN, "replace": True, "like": True},
+                "the epoch before is on device",
+            ),
             ("reserve", {"total": -1}, "wrong fields: total"),
             ("reserve", {"total": True}, "wrong fields: total"),
             ("reserve", {"total": 1}, "writes nothing"),
@@ -94,16 +105,16 @@ class TestRequests:
         assert "error" not in protocol.decode(channel.receive(timeout=5).data)
 
     def test_another_version(self, channel: ipc.Channel) -> None:
-        channel.send(encode({"request": "status", "version": 2}))
-        assert f"version {protocol.VERSION} of the protocol, and the client version 2: use" in refusal(channel)
+        channel.send(encode({"request": "status", "version": 1}))
+        assert f"version {protocol.VERSION} of the protocol, and the client version 1: use" in refusal(channel)
 
     def test_any_bytes(self, store: ipc.Store) -> None:
         """Changed or cut off: the server answers."""
         rng = random.Random(3)
         requests = [
             encode({"request": "open", "key": "before"}),
-            encode({"request": "write", "key": "before", "device": "0" * 32, "replace": True}),
-            encode({"request": "commit", "address": 0, "chunks": [1], "ready": "", "prepare": False, "keep": False}),
+            encode({"request": "write", "key": "before", "device": "0" * 32, **BEGIN, "replace": True}),
+            encode({"request": "commit", "address": 0, "chunks": [1], "ready": "", **FLAGS}),
         ]
         for _ in range(150):
             data = bytearray(rng.choice(requests))
@@ -142,21 +153,25 @@ class TestRequests:
                 time.sleep(0.03)  # the server has read all, and waits to try again
 
 
-GOOD = b'[1,{"a":["uint8",[4],null,0]},[],{}]'
-WRONG = [
-    *(b"", b"{}", b"[1,2]", b"\xff\xfe", b"[" * 5000),
-    *(GOOD.replace(b"[1", b"[2"), GOOD.replace(b"{}", b"[]"), GOOD.replace(b"{}", b'{"x":NaN}')),
-    *(GOOD.replace(b"[],", fabric) for fabric in (b'["00"],', b"[5],", b"{},")),
-    *(GOOD.replace(b"null,", b""), GOOD.replace(b'{"a":', b'[["a"],').replace(b"0]}", b"0]]")),
-    *(GOOD.replace(b'"a"', name) for name in (b'"\\ud800"', b'""', b'"a\\n"')),
-    *(GOOD.replace(b'"uint8"', dtype) for dtype in (b'"object"', b'["uint8"]')),
-    *(GOOD.replace(b"[4]", shape) for shape in (b"4", b"[-4]", b"[true]", b"[2097153]", b"[" + b"9," * 16 + b"9]")),
-    GOOD.replace(b"[4]", b"[" + b"9" * 5000 + b"]"),
-    *(GOOD.replace(b",0]", offset) for offset in (b",2097149]", b",-1]")),
-    GOOD.replace(b"uint8", b"float32").replace(b",0]", b",2]"),
-    *(GOOD.replace(b"null", strides) for strides in (b"[1,2]", b"[1000000]", b"[-1]")),
+LAYOUT, ABOUT = b'{"a":["uint8",[4],null,0]}', b"[2,[],{}]"
+WRONG_LAYOUTS = [
+    *(b"", b"[]", b"1", b"\xff\xfe", b"[" * 5000),
+    *(LAYOUT.replace(b"null,", b""), LAYOUT.replace(b'{"a":', b'[["a"],').replace(b"0]}", b"0]]")),
+    *(LAYOUT.replace(b'"a"', name) for name in (b'"\\ud800"', b'""', b'"a\\n"')),
+    *(LAYOUT.replace(b'"uint8"', dtype) for dtype in (b'"object"', b'["uint8"]')),
+    *(LAYOUT.replace(b"[4]", shape) for shape in (b"4", b"[-4]", b"[true]", b"[2097153]", b"[" + b"9," * 16 + b"9]")),
+    LAYOUT.replace(b"[4]", b"[" + b"9" * 5000 + b"]"),
+    *(LAYOUT.replace(b",0]", offset) for offset in (b",2097149]", b",-1]", b",true]", b",NaN]")),
+    LAYOUT.replace(b"uint8", b"float32").replace(b",0]", b",2]"),
+    *(LAYOUT.replace(b"null", strides) for strides in (b"[1,2]", b"[1000000]", b"[-1]")),
 ]
-"""Manifests with one fault each."""
+WRONG_ABOUT = [
+    *(b"", b"{}", b"[1,2]", b"\xff\xfe", b"[" * 5000),
+    *(ABOUT.replace(b"[2", b"[1"), ABOUT.replace(b"{}", b"[]"), ABOUT.replace(b"{}", b'{"x":NaN}')),
+    *(ABOUT.replace(b"[],", fabric) for fabric in (b'["00"],', b"[5],", b"{},")),
+]
+WRONG = [*((layout, ABOUT) for layout in WRONG_LAYOUTS), *((LAYOUT, about) for about in WRONG_ABOUT)]
+"""Files of manifests with one fault each."""
 
 
 class TestCommits:
@@ -168,48 +183,43 @@ class TestCommits:
         size = 2 << 20
         memory = sa.vmm.PhysicalMemory(device, size, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR)
         with Connection(store.name) as connection, memory.export() as fd:  # type: ignore[union-attr]
-            connection.ask("write", key="key", device=device.uuid.hex, replace=False)
+            connection.ask("write", key="key", device=device.uuid.hex, **BEGIN)
             connection.ask("reserve", total=size)
 
-            def commit(data: bytes, count: int = 1, **other: Any) -> Any:
-                with manifest.sealed_file(data) as file:
-                    fields: dict[str, Any] = {
-                        "address": 0,
-                        "chunks": [size],
-                        "ready": "",
-                        "prepare": False,
-                        "keep": False,
-                    } | other
-                    return connection.ask("commit", [file] + [fd] * count, **fields)
+            def commit(layout: bytes = LAYOUT, about: bytes = ABOUT, count: int = 1, **other: Any) -> Any:
+                with manifest.sealed_file(layout) as first, manifest.sealed_file(about) as second:
+                    fields: dict[str, Any] = {"address": 0, "chunks": [size], "ready": "", **FLAGS} | other
+                    return connection.ask("commit", [first, second] + [fd] * count, **fields)
 
             commit.connection = connection  # type: ignore[attr-defined]
             yield commit
         memory.close()
 
-    @pytest.mark.parametrize("data", WRONG, ids=range(len(WRONG)))
-    def test_a_wrong_manifest(self, commit: Callable[..., Any], data: bytes) -> None:
+    @pytest.mark.parametrize("files", WRONG, ids=range(len(WRONG)))
+    def test_a_wrong_manifest(self, commit: Callable[..., Any], files: tuple[bytes, bytes]) -> None:
         with pytest.raises(ipc.StoreError, match="manifest"):
-            commit(data)
+            commit(*files)
         # The writer can still commit a right one.
-        assert commit(GOOD)[0]["epoch"] == 1
+        assert commit()[0]["epoch"] == 1
 
     def test_a_manifest_that_can_change(self, commit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
         with ipc.Fd(os.memfd_create("manifest")) as file:
-            os.write(file.fileno(), GOOD)
+            os.write(file.fileno(), LAYOUT)
             monkeypatch.setattr(manifest, "sealed_file", lambda data: file)
             with pytest.raises(ipc.StoreError, match="not sealed"):
-                commit(GOOD)
+                commit()
 
     def test_any_bytes_of_a_manifest(self, commit: Callable[..., Any], store: ipc.Store) -> None:
         """A reader can use each manifest that the server accepts, within the memory."""
         rng = random.Random(5)
         refused = 0
         for _ in range(300):
-            data = bytearray(GOOD)
+            files = [bytearray(LAYOUT), bytearray(ABOUT)]
+            data = rng.choice(files)
             for _ in range(rng.randrange(1, 4)):
                 data[rng.randrange(len(data))] = rng.choice(b'[]{}",:0123456789-nulltrue\x00\xff')
             try:
-                commit(bytes(data), prepare=True)
+                commit(*map(bytes, files), prepare=True)
                 break
             except ipc.StoreError:
                 refused += 1
@@ -221,6 +231,8 @@ class TestCommits:
             (0, {}),
             (2, {}),
             (1, {"chunks": [4 << 20]}),
+            (1, {"same": True}),
+            (0, {"same": True}),
             (1, {"ready": f"{0:032} 0 0 1"}),
             (2, {"ready": f"{0:032} 0 0 1"}),
         ],
@@ -229,13 +241,13 @@ class TestCommits:
         self, commit: Callable[..., Any], count: int, fields: dict[str, Any]
     ) -> None:
         with pytest.raises(ipc.StoreError):
-            commit(GOOD, count, **fields)
-        assert commit(GOOD)[0]["epoch"] == 1
+            commit(count=count, **fields)
+        assert commit()[0]["epoch"] == 1
 
     def test_a_token_twice(self, commit: Callable[..., Any], store: ipc.Store) -> None:
         """Nothing is published, and the server goes on."""
         connection = commit.connection  # type: ignore[attr-defined]
-        token = commit(GOOD, prepare=True)[0]["token"]
+        token = commit(prepare=True)[0]["token"]
         with pytest.raises(ipc.StoreError, match="nothing of the group was committed"):
             connection.ask("confirm", tokens=[token, token])
         connection.ask("confirm", tokens=[token])
@@ -245,18 +257,18 @@ class TestCommits:
     def test_a_reader_checks_a_tensor_when_it_is_used(self, store: ipc.Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """The check finds a faulty server."""
         write(store, "key", 1)
-        forged = b'[1,{"all":["uint8",[4194304],null,0]},[],{}]'
-        monkeypatch.setattr("streamalloc.ipc.store.weights.read_file", lambda fd: forged)
+        forged = itertools.cycle([b'{"all":["uint8",[4194304],null,0]}', ABOUT])
+        monkeypatch.setattr("streamalloc.ipc.store.weights.read_file", lambda fd: next(forged))
         with store.open("key") as weights, pytest.raises(ipc.ProtocolError, match="outside of the memory"):
             weights["all"]
 
     def test_a_handle_that_is_none(self, store: ipc.Store, device: sa.Device) -> None:
         with Connection(store.name) as connection, ipc.Fd(os.open(os.devnull, os.O_RDONLY)) as null:
-            connection.ask("write", key="null", device=device.uuid.hex, replace=False)
+            connection.ask("write", key="null", device=device.uuid.hex, **BEGIN)
             connection.ask("reserve", total=2 << 20)
-            fields: dict[str, Any] = {"address": 0, "chunks": [2 << 20], "ready": "", "prepare": False, "keep": False}
-            with manifest.sealed_file(GOOD) as file:
-                connection.ask("commit", [file, null], **fields)
+            fields: dict[str, Any] = {"address": 0, "chunks": [2 << 20], "ready": "", **FLAGS}
+            with manifest.sealed_file(LAYOUT) as layout, manifest.sealed_file(ABOUT) as about:
+                connection.ask("commit", [layout, about, null], **fields)
         free = device.memory_info().free
         with pytest.raises(sa.CudaError, match="no handle that the driver exported"):
             store.open("null")
@@ -278,7 +290,7 @@ def test_an_answer_that_waits_while_the_contents_come(store: ipc.Store, stream: 
         assert eventually(lambda: not store.list()[0].awaited)
         while not (handles := client.receive(timeout=5).handles):
             pass
-        assert len(handles) == 3
+        assert len(handles) == 4
 
 
 class TestUsers:
