@@ -45,7 +45,8 @@ nitpicky = False
 
 # Classes whose members are described there, or are Python's own.
 _FOREIGN = (
-    "CudaError, object, BaseException, Exception, RuntimeError, tuple, int, str, Enum, Generic, ABC, Mapping, Protocol"
+    "CudaError, object, BaseException, Exception, RuntimeError, tuple, int, str, bytes, Enum, Generic, ABC, Mapping, "
+    "Protocol"
 )
 _REFERENCE = re.compile(r"^:::\{reference\} ([\w.]+)\n(.*?)^:::$", re.MULTILINE | re.DOTALL)
 # Modules by the last parts of their objects' names, for references that name an object in short.
