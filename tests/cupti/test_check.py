@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 import types
+from pathlib import Path
 from time import sleep, time_ns
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import cupti
+from streamalloc.cupti.checking import Check
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
 
@@ -242,6 +245,21 @@ def test_a_graph_that_uses_what_was_dropped_since_its_capture_is_found(checked: 
     found = checked(scene).hazards
     assert [one.kind for one in found] == ["use after free"] * (not keeps)
     assert all(any("# captured" in line for line in one.stacks["this call"]) for one in found)
+
+
+@pytest.mark.parametrize("path", [None, "/somewhere"])
+def test_child_processes_find_the_check_while_it_runs(
+    checked: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str | None
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if path is not None:
+        monkeypatch.setenv("PYTHONPATH", path)
+    before = dict(os.environ)
+    with Check(raises=False).in_children(tmp_path):
+        assert os.environ["STREAMALLOC_CHECK_ALL"] == str(tmp_path)
+        folder, *others = os.environ["PYTHONPATH"].split(os.pathsep)
+        assert (Path(folder) / "sitecustomize.py").exists() and others == ([path] if path else [])
+    assert dict(os.environ) == before
 
 
 def test_the_first_hazard_is_raised_where_that_is_asked_for(shown: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from time import sleep
 from typing import Any
@@ -12,6 +13,7 @@ import streamalloc as sa
 from streamalloc import cupti
 from streamalloc.cupti import library
 from streamalloc.cupti.layouts import layout
+from streamalloc.cupti.subscription import Kernels
 from streamalloc.driver.bindings import cuda
 from tests.cupti.interposed import encode
 
@@ -43,6 +45,32 @@ def test_calls_have_their_arguments_and_answers(shown: Any) -> None:
     assert {one.thread for one in calls} == {threading.get_ident()}
     assert [one.time for one in calls] == sorted(one.time for one in calls)
     assert all(any(code.co_filename == __file__ for code, _ in one.place) for one in calls)
+
+
+def test_places_are_the_innermost_frames_of_the_program(shown: Any) -> None:
+    def deep(left: int) -> None:
+        if left:
+            deep(left - 1)
+        else:
+            shown.cuMemGetInfo()
+
+    calls, block = seen(shown, "cuMemGetInfo")
+    with sa.Device(0, driver=shown).current(), block:
+        deep(20)
+    names = [code.co_name for code, _ in calls[0].place]
+    assert len(names) == 8 and set(names[3:]) == {"deep"}
+
+
+def test_long_arguments_of_a_kernel_are_read_whole() -> None:
+    address, words = 0x7F0000000000, 40
+    long = (ctypes.c_uint64 * words)(*(address + at if at % 2 else at for at in range(words)))
+    short = ctypes.c_uint64(address)
+    params = (ctypes.c_uint64 * 2)(ctypes.addressof(short), ctypes.addressof(long))
+    kernels = Kernels()
+    kernels._known[7] = tuple((8 * at, n, ctypes.c_uint64 * n) for at, n in enumerate((1, words)))
+    found = kernels.pointers(7, ctypes.addressof(params), 0)
+    assert found == (address, *(address + at for at in range(1, words, 2)))
+    assert kernels.pointers(7, 0, 0) is None
 
 
 def test_structures_and_arrays_are_copied(shown: Any) -> None:
@@ -136,6 +164,14 @@ def test_layouts_read_what_c_would_write(name: str, args: tuple[Any, ...], answe
     read = how.arguments(ctypes.addressof(memory))
     assert [list(one) if isinstance(one, tuple) else one for one in read] == list(args)
     assert how.answer(ctypes.addressof(memory), 0) == (cuda.CUresult.CUDA_SUCCESS, *answer)
+
+
+def test_an_answer_is_as_wide_as_its_type() -> None:
+    memory = ctypes.create_string_buffer(b"\x02\x00\x00\x00" + b"\xff" * 12)
+    arguments = ctypes.c_uint64(ctypes.addressof(memory))
+    for name, value in (("cuDeviceGetCount", 2), ("cuCtxGetDevice", 2), ("cuMemPoolCreate", 0xFFFFFFFF00000002)):
+        how = layout(name)
+        assert how is not None and how.answer(ctypes.addressof(arguments), 0)[1] == value
 
 
 def test_every_function_of_the_bindings_has_a_layout() -> None:
