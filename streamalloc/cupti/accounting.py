@@ -541,6 +541,7 @@ def memory() -> Iterator[Memory]:
         CUPTI's library is missing, or another tool has subscribed. It takes one at a time.
 
     Reference: CUPTI's callback API, ``cuptiSubscribe``; ``cuMemGetInfo``, ``cuMemPoolGetAttribute``.
+    :doc:`/docs/guides/any-program` has an example of ``memory``.
     """
     with Memory().running() as running:
         yield running

@@ -100,7 +100,7 @@ class _Found(DriverMisuseError):
 
 
 class Check:
-    """A check of all code of the process, see :func:`check`."""
+    """A check of all code of the process, which :func:`check` returns."""
 
     def __init__(self, raises: bool) -> None:
         self._raises = raises
@@ -284,7 +284,7 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
     CuptiError
         CUPTI's library is missing, or another tool has subscribed. It takes one at a time.
 
-    Reference: CUPTI's callback API, ``cuptiSubscribe``.
+    Reference: CUPTI's callback API, ``cuptiSubscribe``. :doc:`/docs/reference/cupti` has an example.
     """
     with Check(raises).running(at_once) as running:
         yield running

@@ -25,7 +25,10 @@ _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
 
 class CuptiError(RuntimeError):
-    """CUPTI cannot be used: the library is missing, another tool has subscribed, or a call failed."""
+    """CUPTI cannot be used: the library is missing, another tool has subscribed, or a call failed.
+
+    :func:`check`, :func:`memory` and :func:`subscribe` raise it: :doc:`/docs/reference/cupti`.
+    """
 
 
 class Library:

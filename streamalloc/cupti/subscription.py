@@ -53,7 +53,7 @@ _PATIENCE = 2.0
 
 
 class DriverCall(NamedTuple):
-    """One driver call that has returned, made by any code of the process."""
+    """One driver call that has returned, made by any code of the process. Listeners of :func:`subscribe` get it."""
 
     function: str
     """Name of the function, as ``cuda.bindings.driver`` has it."""
@@ -78,7 +78,7 @@ class DriverCall(NamedTuple):
 
 
 class Subscription:
-    """What :func:`subscribe` returns."""
+    """A subscription to driver calls, which :func:`subscribe` returns."""
 
     def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
         self.error: BaseException | None = None
@@ -202,7 +202,8 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
     CuptiError
         CUPTI's library is missing, or another tool has subscribed.
 
-    Reference: CUPTI's callback API, ``cuptiSubscribe``, ``cuptiEnableCallback``.
+    Reference: CUPTI's callback API, ``cuptiSubscribe``, ``cuptiEnableCallback``. :doc:`/docs/reference/cupti` has an
+    example.
     """
     made = Subscription(listener, functions)
     made.open()
