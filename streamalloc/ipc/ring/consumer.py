@@ -161,6 +161,20 @@ class RingConsumer(RingEnd):
         """Number of items taken and not released."""
         return sum(item._held for item in self._items)
 
+    def fileno(self) -> int:
+        """The file descriptor of the connection: readable when :meth:`next` returns an item or raises without waiting.
+
+        So ``select.select(consumers, [], [])``, or ``loop.add_reader`` of :mod:`asyncio`, waits for several rings. If
+        the driver has refused the wait of an item, the next call returns that item; the descriptor does not tell.
+
+        Raises
+        ------
+        ClosedError
+            This end was closed.
+        """
+        self._check_open()
+        return self._channel.fileno()
+
     def next(self, timeout: float | None = None) -> RingItem:
         """Return the next item; :attr:`stream` waits for its contents. Use the item in a ``with`` block.
 

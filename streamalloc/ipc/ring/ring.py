@@ -73,7 +73,8 @@ class Ring:
         timeout: float | None = None,
         driver: Driver | None = None,
     ) -> RingConsumer:
-        """Make the consuming end. Blocks until the producer adds the other end of ``channel``.
+        """Make the consuming end. Blocks until the producer adds the other end of ``channel``; before that,
+        ``channel.fileno()`` is not readable.
 
         Parameters
         ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections.abc import Callable, Iterator
 
@@ -76,6 +77,39 @@ class TestConsumer:
             fills.run(send_there, 3)
             with consumer.next(SECONDS) as item:
                 assert all_of(item, 3)
+
+
+def test_several_rings_are_waited_for_together(another: Callable[[], Partner], own: sa.Stream) -> None:
+    """By their descriptors, which also tell the end of a producer; that of a channel tells when its ring is there."""
+    producers = another(), another()
+    consumers = []
+    for producer in producers:
+        producer.run(make_ring)
+        consumers.append(consumer_of(producer, own))
+    assert select.select(consumers, [], [], 0) == ([], [], [])
+    for producer, consumer in zip(producers, consumers, strict=True):
+        producer.run(send_there, 3)
+        assert select.select(consumers, [], [], SECONDS)[0] == [consumer]
+        with consumer.next(0) as item:
+            assert all_of(item, 3)
+    producers[0].kill()
+    assert select.select(consumers, [], [], SECONDS)[0] == consumers[:1]
+    with pytest.raises(ipc.PeerGoneError):
+        consumers[0].next()
+    for consumer in consumers:
+        consumer.close()
+    with pytest.raises(sa.ClosedError):
+        consumers[1].fileno()
+
+
+def test_a_channel_is_readable_once_its_ring_is_there(fills: Partner, own: sa.Stream) -> None:
+    mine, theirs = ipc.Channel.pair()
+    assert select.select([mine], [], [], 0) == ([], [], [])
+    with theirs:
+        fills.begin(add_there, fds=[theirs])  # type: ignore[list-item]
+    assert select.select([mine], [], [], SECONDS)[0] == [mine]
+    Ring.consumer(mine, stream=own).close()
+    fills.result()
 
 
 class TestProducerThatDies:
