@@ -1,14 +1,15 @@
 """Traces of allocations and frees, which can be replayed on allocators.
 
 A :class:`Trace` comes from a file of this library, RMM or PyTorch (:func:`load`), from the calls of
-:func:`streamalloc.driver.traced` (:func:`from_calls`), or from a generator (:func:`training`, :func:`serving`,
-:func:`loading`, :func:`mixed`). :func:`replay` runs it on a pool or on another library's allocator.
+:func:`streamalloc.driver.traced` (:func:`from_calls`), or from a generator (:func:`training`,
+:func:`checkpointing`, :func:`serving`, :func:`loading`, :func:`mixed`). :func:`replay` runs it on a pool or on another
+library's allocator.
 """
 
 from streamalloc.traces.replaying import ALLOCATORS, Replay, Replayed, prepare, replay
 from streamalloc.traces.sources import from_calls, load
 from streamalloc.traces.trace import Event, Trace, TraceFormatError
-from streamalloc.traces.workloads import WORKLOADS, loading, mixed, serving, training
+from streamalloc.traces.workloads import WORKLOADS, checkpointing, loading, mixed, serving, training
 
 __all__ = [
     "ALLOCATORS",
@@ -18,6 +19,7 @@ __all__ = [
     "Replayed",
     "Trace",
     "TraceFormatError",
+    "checkpointing",
     "from_calls",
     "load",
     "loading",

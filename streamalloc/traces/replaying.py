@@ -101,10 +101,12 @@ def _reserved_by(allocator: Any) -> Callable[[], int] | None:
 # --- streamalloc and the driver -------------------------------------------------------------------------------------
 
 
-def _pool(device: Device, streams: int, resources: contextlib.ExitStack, *, cached: bool = False) -> Subject:
+def _pool(
+    device: Device, streams: int, resources: contextlib.ExitStack, *, cached: bool = False, tight: bool = False
+) -> Subject:
     allocator: Any = resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
     if cached:
-        allocator = resources.enter_context(CachingAllocator(allocator))
+        allocator = resources.enter_context(CachingAllocator(allocator, tight=tight))
     return of_allocator(allocator, device, streams, resources)
 
 
@@ -262,6 +264,7 @@ ALLOCATORS: dict[str, Entry] = {
     "raw": Entry("raw calls on a pool, results checked", _raw),
     "pool": Entry("streamalloc MemoryPool", _pool),
     "cached": Entry("streamalloc CachingAllocator", lambda *all: _pool(*all, cached=True)),
+    "tight": Entry("streamalloc CachingAllocator(tight=True)", lambda *all: _pool(*all, cached=True, tight=True)),
     "cuda.core": Entry("cuda.core DeviceMemoryResource", _cuda_core, other=True),
     "cupy": Entry("CuPy MemoryPool", _cupy, other=True),
     "cupy-async": Entry("CuPy MemoryAsyncPool", lambda *all: _cupy(*all, driver_pool=True), other=True),

@@ -1,4 +1,4 @@
-"""Generated traces: training of a network, serving of a language model, data loading, and mixed sizes.
+"""Generated traces: training of networks, serving of a language model, data loading, and mixed sizes.
 
 A seed gives the same trace on every machine. ``python -m streamalloc replay training --save FILE`` writes a trace.
 """
@@ -115,6 +115,77 @@ def _forward(script: _Script, tokens: int, hidden: int) -> list[int]:
     return [normed, projected, attended, mask, expanded, out]
 
 
+def checkpointing(seed: int = 0, *, iterations: int = 4, layers: int = 32) -> Trace:
+    """A trace like training steps of a network with 7 B parameters: 1 stream, some 17,000 events, 25 GiB at most at
+    once.
+
+    The parameters stay allocated. Each layer keeps its input alone, and computes its activations again for the
+    gradients. The number of tokens changes with each iteration. Gradients are freed after the step.
+
+    Examples
+    --------
+    >>> trace = checkpointing(iterations=1, layers=2)
+    >>> len({event.stream for event in trace.events})
+    1
+    """
+    script = _Script(seed)
+    hidden, inner, words = 4096, 11008, 32000
+    for _ in range(layers):
+        for nbytes in [*[hidden * hidden * 2] * 4, *[hidden * inner * 2] * 3, hidden * 2, hidden * 2]:
+            script.allocate(nbytes)
+    embedding, head = words * hidden * 2, words * hidden * 2
+    script.allocate(embedding), script.allocate(head)
+    for _ in range(iterations):
+        tokens = 1024 + 256 * script.below(5) + 8 * script.below(64)
+        wide, narrow = tokens * inner * 2, tokens * hidden * 2
+        inputs = [script.allocate(narrow)]
+        for _ in range(layers):
+            out, activations = _wide_layer(script, tokens, wide, narrow)
+            for one in activations:
+                script.free(one)
+            inputs.append(out)
+        upstream = script.allocate(tokens * words * 2)
+        for nbytes in (tokens * words * 4, tokens * words * 4, tokens * words * 2, narrow):
+            downstream = script.allocate(nbytes)
+            script.free(upstream)
+            upstream = downstream
+        gradients = [script.allocate(head)]
+        for _ in range(layers):
+            script.free(inputs.pop())
+            out, activations = _wide_layer(script, tokens, wide, narrow)
+            script.free(out)
+            for width, weights in ((wide, 1), (wide, 2), (narrow, 1), (narrow, 3)):
+                downstream = script.allocate(width)
+                size = hidden * inner * 2 if width == wide else hidden * hidden * 2
+                gradients += [script.allocate(size) for _ in range(weights)]
+                for one in (activations.pop(), activations.pop(), upstream):
+                    script.free(one)
+                upstream = downstream
+            gradients += [script.allocate(hidden * 2) for _ in range(2)]
+            for one in reversed(activations):
+                script.free(one)
+        script.free(upstream)
+        script.free(inputs.pop())
+        gradients.append(script.allocate(embedding))
+        for gradient in gradients:
+            script.free(script.allocate(4))
+            script.free(gradient)
+    return script.trace("made up: checkpointing")
+
+
+def _wide_layer(script: _Script, tokens: int, wide: int, narrow: int) -> tuple[int, list[int]]:
+    """Allocate the output of one layer, and the activations that its gradients need."""
+    activations = [script.allocate(nbytes) for nbytes in (narrow, tokens * 4, *[narrow] * 6, 32 * tokens * 4)]
+    projected = script.allocate(narrow)
+    activations.append(script.allocate(narrow))
+    script.free(projected)
+    activations += [script.allocate(nbytes) for nbytes in (narrow, tokens * 4, wide, wide, wide, wide)]
+    added = script.allocate(narrow)
+    out = script.allocate(narrow)
+    script.free(added)
+    return out, activations
+
+
 def serving(seed: int = 0, *, requests: int = 280) -> Trace:
     """A trace like serving a language model: 4 streams, some 20,000 events, many sizes.
 
@@ -211,5 +282,7 @@ def mixed(seed: int = 0, *, events: int = 4000, most: int = 256 * _MiB) -> Trace
     return script.trace("made up: mixed")
 
 
-WORKLOADS: dict[str, Callable[..., Trace]] = {made.__name__: made for made in (training, serving, loading, mixed)}
+WORKLOADS: dict[str, Callable[..., Trace]] = {
+    made.__name__: made for made in (training, checkpointing, serving, loading, mixed)
+}
 """Generators by name."""

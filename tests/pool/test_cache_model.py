@@ -28,7 +28,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 GRAPH_VALUE = 255
 STREAMS = 6
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-CALLS = ("cuMemAllocFromPoolAsync", "cuMemFreeAsync", "cuEventRecord", "cuEventQuery", "cuStreamIsCapturing")
+CALLS = (
+    "cuMemAllocFromPoolAsync", "cuMemFreeAsync", "cuEventRecord", "cuEventQuery", "cuStreamIsCapturing",
+    "cuMemPoolGetAttribute", "cuMemPoolTrimTo",
+)  # fmt: skip
 
 a_stream = some.integers(0, STREAMS - 1)
 a_buffer = some.integers(0, 1 << 16)
@@ -55,7 +58,7 @@ class Owned(NamedTuple):
 class Cache(RuleBasedStateMachine):
     """A cache, its streams, and what the model knows of its buffers."""
 
-    def __init__(self, machine: Any) -> None:
+    def __init__(self, machine: Any, tight: bool) -> None:
         super().__init__()
         self.driver = driver = Faults(machine)
         self.device = device = sa.Device(0, driver=driver)
@@ -64,7 +67,8 @@ class Cache(RuleBasedStateMachine):
         self.pool = self.undo.enter_context(sa.MemoryPool(device))
         self.host = self.undo.enter_context(sa.MemoryPool(sa.MemLocation.host(), driver=driver))
         self.host.set_access(device, sa.MemAccess.READWRITE)
-        self.cache = sa.CachingAllocator(self.pool)
+        self.make = functools.partial(sa.CachingAllocator, self.pool, tight=tight)
+        self.cache = self.make()
         self.closed: list[sa.CachingAllocator] = []
         self.theirs = self.undo.enter_context(device.create_stream())
         lent = device.create_stream()
@@ -227,7 +231,7 @@ class Cache(RuleBasedStateMachine):
     def begin_another_cache(self) -> None:
         self.cache.close()
         self.closed.append(self.cache)
-        self.cache = sa.CachingAllocator(self.pool)
+        self.cache = self.make()
 
     @precondition(lambda self: self.captured is None)
     @rule(call=some.sampled_from(CALLS), at=a_stream, which=a_buffer, size=a_size)
@@ -288,8 +292,11 @@ class Cache(RuleBasedStateMachine):
 
 
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
-def test_a_cache_beside_a_model(machine: Any) -> None:
-    make: Any = functools.partial(Cache, machine)
+@pytest.mark.parametrize("tight", [False, True])
+def test_a_cache_beside_a_model(machine: Any, monkeypatch: pytest.MonkeyPatch, tight: bool) -> None:
+    if tight:  # every miss asks the pool, which always holds more than so small an allowance
+        monkeypatch.setattr("streamalloc.pool.cache.state.POOL_STEP", 512)
+    make: Any = functools.partial(Cache, machine, tight)
     run_state_machine_as_test(
         make,
         settings=workout(50, 40),

@@ -117,6 +117,11 @@ class CachingAllocator(Allocator, Closes, Shown):
     limit
         The most bytes of the pool that may be used, cached memory included; 0 for no limit but the pool's own
         ``max_size``. Threads that allocate at the same moment may exceed it by their requests.
+    tight
+        Whether the pool may reserve no more than 1.02 times the most bytes in use at once, on all streams together, in
+        steps of 32 MiB. Then there are 64 classes for each power of two, requests take blocks of up to 1.05 times their
+        size, and all free blocks return to the pool whenever it holds more, or would. Sizes that repeat are as fast;
+        others cost a call of the pool, which splits and merges blocks, and moves free memory to where it is needed.
 
     Raises
     ------
@@ -139,14 +144,15 @@ class CachingAllocator(Allocator, Closes, Shown):
     limit: int
     """The most bytes of the pool that may be used, cached memory included; 0 for none. It can be assigned."""
 
-    def __init__(self, pool: MemoryPool, *, limit: int = 0) -> None:
+    def __init__(self, pool: MemoryPool, *, limit: int = 0, tight: bool = False) -> None:
         checked_type("pool", pool, MemoryPool)
+        checked_type("tight", tight, bool)
         self.limit = checked_size("limit", limit)
         if pool.closed:
             raise ClosedError(f"{pool!r} was closed")
         session = session_of(pool)
         self.pool = pool
-        self._state = CacheState(pool)
+        self._state = CacheState(pool, tight)
         self._key = self._state.key
         """Key of the free lists; no stream has lists under another one."""
         self._dropped: deque[CachedBlock] = self._state.dropped
@@ -207,6 +213,11 @@ class CachingAllocator(Allocator, Closes, Shown):
                 buffer._shared = None
                 return buffer
         return self._allocate_checked(nbytes, stream, ordered if usable else None)
+
+    @property
+    def tight(self) -> bool:
+        """Whether the cache gives time for memory."""
+        return self._state.tight
 
     @property
     def blocks(self) -> int:

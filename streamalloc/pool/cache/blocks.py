@@ -36,11 +36,11 @@ UNIT = 512
 _DEFER: StillImported = "defer"
 
 
-def class_size(nbytes: int) -> int:
+def class_size(nbytes: int, finer: int = 0) -> int:
     """Return the block size in bytes for a request: the next multiple of 512, above 8 KiB of an eighth of the power of
-    two below.
+    two below. Each step of ``finer`` halves the eighth, and doubles the 8 KiB.
     """
-    bits = (nbytes - 1).bit_length() - 4
+    bits = (nbytes - 1).bit_length() - 4 - finer
     step = 1 << bits if bits > 9 else UNIT
     return (nbytes + step - 1) & -step
 

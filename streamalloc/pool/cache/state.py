@@ -48,6 +48,10 @@ from streamalloc.pool.pool import POOL_STEP, MemoryPool
 
 _LARGEST_FIT = 5
 """A request may take a free block of up to five times its size."""
+_TIGHT_FIT = 1.05
+"""The same for a tight cache. The pool splits larger blocks."""
+_TIGHT_FINER = 3
+"""A tight cache has 64 classes for each power of two: rounding up takes a hundredth of the memory."""
 _LARGEST_KEPT = 2
 """A free list of a larger class keeps serving only below this multiple of the request's class. From the multiple on,
 if the request's class has blocks of its own, each request first searches its own class. Otherwise half-precision
@@ -65,8 +69,12 @@ _MAX_ALLOWANCE = 2.0
 """Largest factor for one stream. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
 _MAX_OF_SEVERAL = 2.5
 """Largest factor for several streams. They share free memory through the pool only, and in pieces."""
+_TIGHT_ALLOWANCE = 1.02
+"""Factor of a tight cache's peak. With 1, each growth would release the free blocks."""
 _QUERIES = 1 << 8
-"""Event queries before a trim: enough for an idle stream. A busy stream is not waited for."""
+"""Event queries before a trim: enough for an idle stream. A busy stream is not waited for; the next time it is asked
+once.
+"""
 
 
 class StreamCache(Deferred):
@@ -103,7 +111,7 @@ class StreamCache(Deferred):
 
     def size_class(self, nbytes: int) -> SizeClass:
         """The size class for a request."""
-        size = class_size(nbytes)
+        size = class_size(nbytes, _TIGHT_FINER if self.cache.tight else 0)
         found = self.classes.get(size)
         if found is None:
             found = self.classes.setdefault(size, SizeClass(self, size))
@@ -133,8 +141,8 @@ class StreamCache(Deferred):
         return block
 
     def _find_fitting(self, wanted: SizeClass) -> tuple[list[CachedBlock], ...]:
-        sizes = sorted(self.classes)
-        some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, _LARGEST_FIT * wanted.nbytes + 1)]
+        sizes, fit = sorted(self.classes), _TIGHT_FIT if self.cache.tight else _LARGEST_FIT
+        some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, fit * wanted.nbytes + 1)]
         # The end of the stream on another thread removes the classes.
         found = map(self.classes.get, some)
         wanted.fitting = tuple(one.free for one in found if one is not None)
@@ -188,7 +196,7 @@ class StreamCache(Deferred):
         in_context(ordered, self._free_blocks, ordered, raw_handle(ordered))
 
     def _free_blocks(self, ordered: Stream, raw: Any) -> None:
-        for size_class in list(self.classes.values()):
+        for size_class in [one for one in list(self.classes.values()) if one.free]:
             for block in drained(size_class.free.pop):
                 refused = self.cache.free_block(block, raw)
                 if refused:
@@ -198,7 +206,7 @@ class StreamCache(Deferred):
     @property
     def free_bytes(self) -> int:
         """Bytes in free lists and returning."""
-        free = sum(one.nbytes * len(one.free) for one in list(self.classes.values()))
+        free = sum([one.nbytes * len(one.free) for one in list(self.classes.values()) if one.free])
         return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
 
     def attempt(self) -> bool:
@@ -244,11 +252,11 @@ class CacheState(Deferred):
     """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
 
     __slots__ = (
-        "_opening", "_pool", "_pool_free", "_releases", "_reserved", "_room", "blocks", "closed", "dropped", "key",
-        "misses", "queue", "session", "stream_caches", "watchers",
+        "_opening", "_peak", "_pool", "_pool_free", "_queries", "_releases", "_reserved", "_room", "blocks", "closed",
+        "dropped", "key", "misses", "queue", "session", "stream_caches", "tight", "watchers",
     )  # fmt: skip
 
-    def __init__(self, pool: MemoryPool) -> None:
+    def __init__(self, pool: MemoryPool, tight: bool = False) -> None:
         # The queue keeps this item. A strong reference to the pool would keep its `on_oom` function, and through that
         # the cache.
         self._pool = weakref.ref(pool)
@@ -274,6 +282,11 @@ class CacheState(Deferred):
         self._room = POOL_STEP
         """Bytes to allocate before the next query of the pool."""
         self._releases = 0
+        self._queries = _QUERIES
+        self.tight: bool = tight
+        """Whether the cache gives time for memory."""
+        self._peak = 0
+        """Of a tight cache: the most bytes of the pool that were in use, as of the last query."""
 
     def attempt(self) -> bool:
         self.closed = True
@@ -406,7 +419,10 @@ class CacheState(Deferred):
         with self.session.relaxed():
             attributes = pool.attributes
             reserved, needed, grown = _growth(attributes, wanted)
-            if grown > self._reserved and grown > (allowance := self._allowance(wanted)):
+            # A tight cache releases its blocks also while the pool does not grow: it may have grown because its free
+            # memory was in pieces. To count the cached bytes takes long, so the known peak is compared first.
+            before = _whole_steps(self._peak * _TIGHT_ALLOWANCE) if self.tight else self._reserved
+            if grown > before and grown > (allowance := self._allowance(wanted, needed)):
                 self._releases += 1
                 self.flush()
                 if reserved > allowance:
@@ -414,11 +430,15 @@ class CacheState(Deferred):
                 _, needed, grown = _growth(attributes, wanted)
             self._reserved, self._room = grown, min(grown - needed, POOL_STEP)
 
-    def _allowance(self, wanted: SizeClass) -> int:
-        """Bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth steps.
+    def _allowance(self, wanted: SizeClass, needed: int = 0) -> int:
+        """Bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth steps. For a
+        tight cache, the peak of the sum: of the ``needed`` bytes of the pool that are not cached.
 
         A block of size ``wanted`` counts as in use.
         """
+        if self.tight:
+            self._peak = max(self._peak, needed - self.cached)
+            return _whole_steps(self._peak * _TIGHT_ALLOWANCE)
         peaks, streams = 0, self.live()
         for one in streams:
             in_use = sum(size.nbytes * (size.count - len(size.free)) for size in list(one.classes.values()))
@@ -426,11 +446,11 @@ class CacheState(Deferred):
             peaks += one.peak
         most = _MAX_ALLOWANCE if len(streams) == 1 else _MAX_OF_SEVERAL
         factor = min(_ALLOWANCE + self._releases * len(streams) * _ALLOWANCE_STEP, most)
-        return -(-int(peaks * factor) // POOL_STEP) * POOL_STEP
+        return _whole_steps(peaks * factor)
 
     def forget_peaks(self) -> None:
         """Begin anew with the allowance."""
-        self._releases = self._reserved = 0
+        self._releases = self._reserved = self._peak = 0
         for one in self.live():
             one.peak = 0
 
@@ -461,7 +481,9 @@ class CacheState(Deferred):
                         one.ordered(functools.partial(release, one))
             for event in frees:
                 with event:
-                    if any(event.query() for _ in range(_QUERIES)):
+                    done = any(event.query() for _ in range(self._queries))
+                    self._queries = _QUERIES if done else 1
+                    if done:
                         event.synchronize()
         return bool(frees)
 
@@ -469,4 +491,9 @@ class CacheState(Deferred):
 def _growth(attributes: PoolAttributes, wanted: SizeClass) -> tuple[int, int, int]:
     """Bytes that a pool reserves, that it needs with one more block, and that it will reserve for them."""
     reserved, needed = attributes.reserved_mem_current, attributes.used_mem_current + wanted.nbytes
-    return reserved, needed, max(reserved, -(-needed // POOL_STEP) * POOL_STEP)
+    return reserved, needed, max(reserved, _whole_steps(needed))
+
+
+def _whole_steps(nbytes: float) -> int:
+    """Round up to the steps in which pools grow."""
+    return -(-int(nbytes) // POOL_STEP) * POOL_STEP
