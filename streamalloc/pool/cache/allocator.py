@@ -7,6 +7,9 @@ returns to its own after an event.
 *An allowance.* An allocation from a free list counts nothing. Before the pool grows, the cache compares the pool's new
 size with the allowance: the sum of the peaks of all streams, times a factor. If the allowance is exceeded, every free
 block returns to the pool, the pool serves the request from this memory, and the factor grows.
+
+*Tight.* The same mechanism with other figures: finer classes, hardly larger blocks, and a factor of the peak of all
+streams together that does not grow. The pool then does what such a cache does not: it splits and merges.
 """
 
 from __future__ import annotations
