@@ -1,11 +1,22 @@
 """Full, typed, safe control of GPU memory through NVIDIA's cuda-python bindings.
 
-See :mod:`streamalloc.pool` for stream-ordered memory pools, :mod:`streamalloc.vmm` for virtual memory management,
-:mod:`streamalloc.ipc` for sharing between processes, :mod:`streamalloc.multicast` for writes that reach several GPUs,
-:mod:`streamalloc.interop` for other libraries that allocate from it, :mod:`streamalloc.observing` for live allocations
-and the lines that made them, :mod:`streamalloc.plots` for figures, :mod:`streamalloc.traces` for recording and
-replaying allocations, :mod:`streamalloc.testing` for tests without a GPU, and :mod:`streamalloc.driver` for the choice
-of a real or a simulated driver.
+The map; ``help(streamalloc.MemoryPool)`` tells of one name, ``help(streamalloc)`` of all of them on 10,000 lines:
+
+* Objects of CUDA: ``Device``, ``Stream``, ``Event``, ``Graph``.
+* Allocation: ``allocate``, ``MemoryPool``, ``CachingAllocator``, ``PlainMemory``, ``CallbackAllocator``.
+* Memory: ``Buffer``, its views ``BufferView`` and ``TypedView``, ``copy_batch``, ``pointer_attributes``.
+* Errors: ``CudaError`` and its classes, such as ``OutOfMemoryError``; ``ClosedError``, ``InUseError``.
+* The driver's structs and enums: ``MemPoolProps``, ``MemAllocationProp``, ``MemLocation``, ``MemHandleType``.
+* :mod:`streamalloc.vmm`: virtual memory; buffers that grow, sleep and wake; pages.
+* :mod:`streamalloc.ipc`: sharing between processes; rings; stores of weights.
+* :mod:`streamalloc.multicast`: writes that reach several GPUs; symmetric memory.
+* :mod:`streamalloc.interop`: PyTorch, CuPy, Numba, RMM and others that allocate from a pool of this package.
+* :mod:`streamalloc.observing`, :mod:`streamalloc.plots`, :mod:`streamalloc.traces`: live allocations and the lines that
+  made them, pictures, recording and replaying.
+* :mod:`streamalloc.driver`: the choice of a real, simulated or checked driver; :mod:`streamalloc.testing`: tests
+  without a GPU; :mod:`streamalloc.cupti`: the driver calls of other libraries.
+
+``python -m streamalloc`` lists the commands.
 
 PYTEST_DONT_REWRITE: the package may be imported before pytest starts (``streamalloc run -m pytest``).
 """
