@@ -95,9 +95,12 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_driver_arguments(parser: argparse.ArgumentParser, default: str | None) -> None:
-    about = "cuda, simulated, or with settings: simulated:devices=4,seed=7"
+    about = (
+        "cuda, simulated, or with settings: simulated:devices=4,seed=7 (default: STREAMALLOC_DRIVER, or else cuda, or "
+        "where there is none simulated)"
+    )
     parser.add_argument("--driver", metavar="DRIVER", default=default, help=about)
-    about = "number of GPUs of the simulated machine"
+    about = "number of GPUs of the simulated machine (default: 2 if it was not asked for, otherwise 1)"
     parser.add_argument("--devices", metavar="N", type=int, default=default, help=about)
 
 
