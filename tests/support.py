@@ -339,3 +339,9 @@ def is_open(number: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def public_names(module: Any) -> list[str]:
+    """The names of ``__all__``. That of the package itself is short, for ``help``: those that completion offers."""
+    whole = module.__name__ == "streamalloc"
+    return [name for name in dir(module) if not name.startswith("_")] if whole else [*module.__all__]

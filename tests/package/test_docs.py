@@ -18,6 +18,7 @@ from tests.checker.test_museum import EXHIBITS
 from tests.interop.standins import STANDINS
 from tests.package.test_recipes import PAGES as ALONE
 from tests.simulator.test_random_steps import recorded
+from tests.support import public_names
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "notebooks" / "docs"
@@ -138,7 +139,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     modules = ["streamalloc"]
     for module in modules:  # grows meanwhile
         package = importlib.import_module(module)
-        modules += [f"{module}.{one}" for one in package.__all__ if inspect.ismodule(getattr(package, one))]
+        modules += [f"{module}.{one}" for one in public_names(package) if inspect.ismodule(getattr(package, one))]
     public = {id(thing): f"{module}.{one}" for module in modules for one, thing in exported(module).items()}
     listed = [id(exported(module)[one]) for module, one, _ in described()]
     assert {public[one] for one in public.keys() - set(listed)} == set()
@@ -147,7 +148,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
 
 def exported(module: str) -> dict[str, Any]:
     package = importlib.import_module(module)
-    return {one: thing for one in package.__all__ if not inspect.ismodule(thing := getattr(package, one))}
+    return {one: thing for one in public_names(package) if not inspect.ismodule(thing := getattr(package, one))}
 
 
 def test_what_the_reference_describes_has_text_and_types() -> None:

@@ -30,7 +30,7 @@ from streamalloc.driver.account import ENDERS
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool import CachingAllocator
 from tests.processes import eventually
-from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, sampled
+from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, public_names, sampled
 
 PAGE = 2 * MiB
 DATA = np.zeros(PAGE, np.uint8)
@@ -671,7 +671,7 @@ NOT_SWEPT = {
 def public() -> Iterator[tuple[str, Any]]:
     """All that has operations: classes but plain data, errors and protocols; and functions."""
     for module in (sa, vmm, ipc, multicast, interop, observing):
-        for name in module.__all__:
+        for name in public_names(module):
             thing = getattr(module, name)
             if inspect.ismodule(thing) or name.endswith(("Communicator", "GroupLike")):
                 continue
