@@ -98,18 +98,22 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Announcement of the contents, its value, and the event after the copies."""
         self._connection = connection
         with undoing(self._connection.close):
-            reuse = self._handle_types == MemHandleType.POSIX_FILE_DESCRIPTOR
-            answer, received = self._connection.ask(
-                "write", key=key, device=device.uuid.hex, replace=replace, like=like, reuse=reuse
-            )
-            with contextlib.ExitStack() as undo:
-                undo.callback(close_all, received)
-                self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
-                self._like: str = answer.get("layout", "")
-                """Hash of the layout that was taken over."""
-                if like:
-                    undo.enter_context(undoing(self._release))
-                    self._take_over(answer["chunks"], *received)
+            self._begin(capacity, replace, like)
+
+    def _begin(self, capacity: int, replace: bool, like: bool) -> None:
+        """Ask the store to begin an epoch, and reserve addresses where it proposes."""
+        reuse, device = self._handle_types == MemHandleType.POSIX_FILE_DESCRIPTOR, self.device
+        answer, received = self._connection.ask(
+            "write", key=self.key, device=device.uuid.hex, replace=replace, like=like, reuse=reuse
+        )
+        with contextlib.ExitStack() as undo:
+            undo.callback(close_all, received)
+            self.range: AddressRange = AddressRange(capacity, address=answer["address"], driver=device.driver)
+            self._like: str = answer.get("layout", "")
+            """Hash of the layout that was taken over."""
+            if like:
+                undo.enter_context(undoing(self._release))
+                self._take_over(answer["chunks"], *received)
 
     def _take_over(self, chunks: list[int], layout: Fd, *reused: Fd) -> None:
         """Begin with the layout of the epoch before, on memory that nobody has any more, or on as large chunks."""
