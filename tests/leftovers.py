@@ -97,7 +97,8 @@ PROCESS = [
 
 
 def _threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if not thread.daemon}
+    # Without an identifier it has never begun: a signal handler interrupted its start, and Python lists it for ever.
+    return {thread for thread in threading.enumerate() if not thread.daemon and thread.ident is not None}
 
 
 # --- devices
