@@ -274,7 +274,7 @@ ROWS = (
     Row(
         "segments",
         f"Put {SEGMENTS} segments to sleep with new pinned memory, and wake them: 2.6 and 5.7 GB/s in "
-        "torch_memory_saver's issue 111",
+        "torch_memory_saver's issue 111, and 2.8 to sleep in vLLM's issue 58066",
         {
             SLEEP: functools.partial(_segments_by_raw_calls, wake=False),
             WAKE: functools.partial(_segments_by_raw_calls, wake=True),
