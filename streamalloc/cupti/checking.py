@@ -35,8 +35,6 @@ from streamalloc.driver.wrappers import Call
 
 VARIABLE = "STREAMALLOC_CHECK_ALL"
 """Environment variable with the folder for the findings of child processes."""
-_SWITCH_INTERVAL = 0.1
-"""Seconds that a thread keeps Python's lock if another one wants it; Python's own 0.005 is shorter than some calls."""
 _MOST_LOGGED = 20_000
 """Uses between two readings of the libraries' histories."""
 _SEVERAL, _FOLLOWED = 2, 3
@@ -142,10 +140,6 @@ class Check:
         if at_once:
             self._recorder.show_at_once(None)
         with contextlib.ExitStack() as undo:
-            # While a callback runs, its thread should keep Python's lock: the library that makes the call may hold a
-            # lock of its own for which the next thread, which has Python's then, waits.
-            undo.callback(sys.setswitchinterval, sys.getswitchinterval())
-            sys.setswitchinterval(max(sys.getswitchinterval(), _SWITCH_INTERVAL))
             if at_once:
                 undo.callback(self._show_rest)
             undo.callback(self._recorder.close)

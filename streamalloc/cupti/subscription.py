@@ -93,8 +93,15 @@ class Subscription:
 
     def open(self) -> None:
         """Begin to listen."""
-        self.kernels.open()
-        self._library.subscribe(self._called, self._functions)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.kernels.close)
+            self.kernels.open()
+            self._library.subscribe(self._called, self._functions)
+            undo.pop_all()
+        # While a callback runs, its thread should keep Python's lock: the library that makes the call may hold a lock
+        # of its own for which the next thread, which has Python's then, waits.
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(max(self._interval, _SWITCH_INTERVAL))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -110,6 +117,7 @@ class Subscription:
         """End the subscription."""
         self._library.unsubscribe()
         self.kernels.close()
+        sys.setswitchinterval(self._interval)
 
     def _called(self, user: int, domain: int, number: int, data: int) -> None:
         # Nothing may leave this function: ctypes would print it in the middle of the program's output.
@@ -229,6 +237,8 @@ def raise_soon(kind: type[BaseException]) -> None:
 
 
 _SOON = 0.001
+_SWITCH_INTERVAL = 0.1
+"""Seconds that a thread keeps Python's lock if another one wants it; Python's own 0.005 is shorter than some calls."""
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
 _is_child = False
 """Whether this process was forked: its subscriptions are the parent's."""

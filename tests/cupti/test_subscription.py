@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from time import sleep
 from typing import Any
@@ -113,6 +114,13 @@ def test_an_error_of_the_listener_ends_the_subscription_and_not_the_program(show
         for _ in range(3):
             assert not shown.cuMemGetInfo()[0]
     assert len(numbers) == 1 and str(subscription.error) == "of the listener"
+
+
+def test_threads_change_less_often_while_calls_are_listened_to(shown: Any) -> None:
+    before = sys.getswitchinterval()
+    with cupti.subscribe(lambda call: None, ["cuMemGetInfo"]):
+        assert sys.getswitchinterval() > 0.09 > before
+    assert sys.getswitchinterval() == before
 
 
 def test_an_interrupt_in_a_callback_reaches_the_program(shown: Any) -> None:
