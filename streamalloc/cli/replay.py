@@ -47,7 +47,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise UsageError(f"--rounds {options.rounds}: at least 1")
     _show_trace(chosen, terminal, Path(options.trace).name, trace)
-    # Where nothing else was asked for, other libraries are left out without a GPU.
+    # Other libraries are left out without a GPU, unless they were asked for.
     names = options.on or [name for name, one in traces.ALLOCATORS.items() if not (one.other and chosen.is_simulated)]
     found: list[dict[str, Any]] = []
     with terminal.progress(len(names)) as note:

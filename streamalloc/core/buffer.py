@@ -476,7 +476,7 @@ class PlainBuffer(Buffer):
 
     @property
     def _stream(self) -> Stream:
-        """That of the end, after whose work the memory ends."""
+        """The stream of the end, after whose work the memory ends."""
         return self._end.stream
 
     @_stream.setter

@@ -435,7 +435,7 @@ class Memory:
 
 
 class _Asked:
-    """What the driver tells at one moment, outside of callbacks."""
+    """The driver's answers at one moment, outside of callbacks."""
 
     def __init__(self, driver: Any, contexts: set[int], pools: dict[int, int]) -> None:
         self._devices: dict[int, int] = {}

@@ -57,7 +57,7 @@ class Use(NamedTuple):
     addresses: tuple[int, ...]
     """Addresses among a kernel's arguments; for a copy or fill, one address."""
     written: tuple[int, ...]
-    """Those of them at which it certainly writes."""
+    """The addresses at which it certainly writes."""
     nbytes: int = 0
     """Size of a copy or fill; 0 for a kernel."""
     captured: int = 0

@@ -16,7 +16,7 @@ Written = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
 class Kernel(NamedTuple):
-    """What the name of a kernel tells."""
+    """The properties of a kernel that its name tells."""
 
     what: str
     """Name for reports: that of C++ without arguments."""

@@ -129,7 +129,7 @@ def _fields(structure: Any) -> tuple[str, ...]:
 
 
 def _reads(kind: str) -> Read:
-    """How a value of a C type is read."""
+    """The function that reads a value of a C type."""
     kind = kind.replace("const", "").strip()
     if kind in _BY_VALUE or _is_structure(kind):
         return _structure(kind)
@@ -143,7 +143,7 @@ def _reads(kind: str) -> Read:
 
 
 def _pointed(kind: str) -> Read:
-    """How an argument that is a pointer is read: a structure as its fields, others as their address."""
+    """The function that reads a pointer argument: a structure as its fields, others as their address."""
     target = kind.removesuffix("*").replace("const", "").strip()
     if not _is_structure(target) or target in _ELEMENTS:
         return _word

@@ -1,4 +1,4 @@
-"""What libraries tell of the blocks in their memory: PyTorch by its history, CuPy by a hook."""
+"""Events of the blocks of libraries: PyTorch tells them by its memory history, CuPy by a hook."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ class Split(NamedTuple):
     """The bytes of segments."""
 
     cached: int
-    """Of segments without a live block, which the allocator could give back to the driver."""
+    """Bytes of segments without a live block, which the allocator could give back to the driver."""
     fragments: int
-    """Of free parts of the other segments."""
+    """Bytes of free parts of the other segments."""
     live: Counter[Any]
-    """Of live blocks, by origin."""
+    """Bytes of live blocks, by origin."""
 
 
 def split(segments: Mapping[int, int], blocks: Blocks) -> Split:

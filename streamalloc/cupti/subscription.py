@@ -284,7 +284,7 @@ def _known(names: dict[int, str], wanted: frozenset[str]) -> dict[int, tuple[str
 
 
 class Kernels:
-    """What the driver says about the arguments of kernels: asked once for each, on a thread of its own.
+    """Sizes of the arguments of kernels: the driver is asked once for each, on a thread of its own.
 
     A callback must make no driver call.
     """

@@ -499,7 +499,7 @@ def sglang_plugin() -> None:
     adapters = library(_ADAPTERS)
 
     class Adapter(adapters.TorchMemorySaverAdapter):  # type: ignore[misc, name-defined]
-        """What SGLang calls."""
+        """The adapter that SGLang calls, over this saver."""
 
         region = staticmethod(torch_memory_saver.region)
         cuda_graph = staticmethod(torch_memory_saver.cuda_graph)

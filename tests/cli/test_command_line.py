@@ -248,7 +248,7 @@ class TestTerminal:
 
 
 def lines_sent(patch: pytest.MonkeyPatch, *, patience: float = 0.1, terminal_there: bool = True) -> list[str]:
-    """What the error output is sent, from now on."""
+    """The parts that the error output is sent, from now on."""
     patch.setattr(terminal, "_PROGRESS", 0.01)
     patch.setattr(terminal, "_PATIENCE", patience)
     # Not in a fixture: pytest sets another error output for the test itself.

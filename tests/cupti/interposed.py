@@ -16,7 +16,7 @@ _SIZES = {"int": "i", "CUdevice": "i", "unsigned int": "I", "cuuint32_t": "I", "
 
 
 class Library:
-    """What :class:`streamalloc.cupti.library.Library` is on a GPU."""
+    """The stand-in for :class:`streamalloc.cupti.library.Library`."""
 
     def __init__(self) -> None:
         self._numbers = {name: number for number, name in enumerate(dir(cuda)) if name.startswith("cu")}

@@ -182,7 +182,7 @@ def test_memory_is_counted_by_line_at_the_peak(shown: Any, memory: cupti.Memory)
 
 
 def test_sums_at_the_peak_are_those_of_a_model(shown: Any) -> None:
-    """Whatever is taken and given back: the sums of the moment with the most."""
+    """Random calls that take and give back: the sums are those of the moment with the most."""
     random_ = random.Random(7)
     account = cupti.Memory(shown)
     places = [((compile(text, __file__, "exec"), 0),) for text in ("one()", "two()")]
@@ -290,11 +290,11 @@ def test_a_call_is_of_the_innermost_library(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(callers, "_backtrace", None)
     installed = "/env/lib/python3.12/site-packages"
-    assert called_from("/work/program.py") == "the program"
-    assert called_from("/work/program.py", f"{installed}/cupy/_core.py") == "CuPy"
+    assert called_from("/home/user/program.py") == "the program"
+    assert called_from("/home/user/program.py", f"{installed}/cupy/_core.py") == "CuPy"
     assert called_from(f"{installed}/torch/nn.py", f"{installed}/rmm/mr.py", f"{installed}/cuda/bindings/x.py") == "RMM"
-    assert called_from(f"{installed}/torch/nn.py", "/work/program.py") == "the program"
-    assert called_from("/work/program.py", f"{installed}/somelib/part/x.py") == "somelib"
+    assert called_from(f"{installed}/torch/nn.py", "/home/user/program.py") == "the program"
+    assert called_from("/home/user/program.py", f"{installed}/somelib/part/x.py") == "somelib"
 
 
 def test_the_figure_of_the_process_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

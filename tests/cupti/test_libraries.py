@@ -1,4 +1,4 @@
-"""How libraries are followed from their import on, with stand-ins for them."""
+"""Libraries, followed from their import on, with stand-ins for them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TestImports:
             ]
             assert torch.cuda.began[-1][1]["clear_history"]
         assert torch.cuda.began[-1] == (None, {})
-        # Whoever looks at the module finds the loader that Python would have given it.
+        # The module has the loader that Python would have given it.
         assert type(torch.__loader__).__name__ == type(torch.__spec__.loader).__name__ == "SourceFileLoader"
         assert not any(isinstance(one, libraries._Finder) for one in sys.meta_path)
 

@@ -102,7 +102,7 @@ class Gate:
 
 
 class Things:
-    """What a test makes through a driver with one context current, and the undo of all of it."""
+    """The objects that a test makes through a driver with one context current, and the undo of all of them."""
 
     def __init__(self, raw: Any) -> None:
         self.raw = raw

@@ -249,7 +249,7 @@ class TestTheirs:
         assert torch.holds(weights, 1)
 
     def test_level2_discards_ordinary_tensor_with_weights_tag(self, torch: Library, allocator: CuMemAllocator) -> None:
-        """What is mapped again without a backup has the bytes that the hook of the wake wrote."""
+        """Memory that is mapped again without a backup has the bytes that the hook of the wake wrote."""
         with allocator.use_memory_pool("weights"):
             weights, ordinary = torch.make(4096), torch.make(N)
         torch.fill(weights, 0x44)

@@ -404,7 +404,7 @@ class TestRefused:
             open_(fd, driver=device.driver)
 
     def test_another_kind(self, device: sa.Device) -> None:
-        """Of memory as that of a pool, and the other way round, also by the struct."""
+        """A handle of memory taken as that of a pool, and the other way round, also by the struct."""
         with vmm.PhysicalMemory(device, PAGE, handle_types=POSIX) as memory, shared_pool(device) as pool:
             with pytest.raises(sa.NotSupportedError):
                 ipc.ImportedPool.from_handle(memory.handles().fds[0], driver=device.driver)

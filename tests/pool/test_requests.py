@@ -1,4 +1,4 @@
-"""What is asked of a pool in other words: text, shares, ordinals, a first size, peers; and what was asked so far."""
+"""Requests to a pool in other words: text, shares, ordinals, a first size, peers; and counts of those so far."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ class CacheState(Deferred):
         self.tight: bool = tight
         """Whether the cache gives time for memory."""
         self._peak = 0
-        """Of a tight cache: the most bytes of the pool that were in use, as of the last query."""
+        """The most bytes of a tight cache's pool that were in use, as of the last query."""
 
     def attempt(self) -> bool:
         self.closed = True

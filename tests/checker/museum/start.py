@@ -1,4 +1,4 @@
-"""What every program of this folder begins with: a device, and short names for calls of the driver."""
+"""The beginning of every program of this folder: a device, and short names for calls of the driver."""
 
 import ctypes
 import sys
