@@ -188,28 +188,16 @@ class Recorder:
         """Record the launch of a kernel of other code, whose arguments contain addresses; None if they are unknown.
         ``runs`` is called when its stream runs it.
         """
-        fresh = self._alone(self._record_kernel, caller, stream, what, addresses, runs)
-        if fresh:
-            self._reports.deliver(fresh)
 
-    def _record_kernel(
-        self,
-        caller: CallingThread,
-        stream: int,
-        what: str,
-        addresses: tuple[int, ...] | None,
-        runs: Callable[[TrackedStream], None],
-    ) -> list[Hazard]:
-        state = self._state
-        state.streams.caller = caller
-        try:
+        def record() -> list[Hazard]:
+            state = self._state
             state.look()
             if addresses is None:
                 state.notes.add("arguments", what)
             kernel_of_others(state, state.stream(stream), what, addresses or (), runs)
-            return self._reports.take() if self._reports.found else []
-        finally:
-            state.streams.caller = None
+            return self._reports.take()
+
+        self._reports.deliver(self._alone(self._as_caller, caller, record))
 
     def between_calls(self, context: int, step: Callable[[], object]) -> None:
         """Call a function that judges uses later than their calls, and deliver what it reports. ``context``: that of
