@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from streamalloc.checker.clocks import CERTAIN, Clock, TrackedStream
 from streamalloc.checker.ranges import Access, AddressMap, Moment, Range
@@ -121,15 +121,14 @@ class Blocks:
         uses = [one for one in self._uses if one.time <= upto]
         self._uses[:] = [one for one in self._uses if one.time > upto]
         self._streams.update((one.stream.handle, one.stream) for one in uses if one.stream.handle)
-        if self._several(uses, acts):
-            self._bases = sorted(self._live)
-            steps: list[Any] = sorted((*acts, *uses), key=lambda one: one.time)
-            for one in steps:
-                (self._used if isinstance(one, Use) else self._happened)(one)
-        else:
-            for act in acts:
-                self._happened_unused(act)
-            self._known_from = upto
+        if not self._several(uses, acts):
+            self._known_from, uses = upto, []
+        steps: list[Event | Use] = [*acts, *uses]
+        for one in sorted(steps, key=lambda one: one.time):
+            if isinstance(one, Use):
+                self._used(one)
+            else:
+                self._happened(one)
 
     def _several(self, uses: list[Use], acts: list[Event]) -> bool:
         """Whether more than one stream has used or owned memory, or a graph; otherwise all is in order."""
@@ -146,22 +145,11 @@ class Blocks:
     def _stream(self, handle: int) -> TrackedStream:
         return self._streams.get(handle) or self._state.stream(handle)
 
-    def _happened_unused(self, event: Event) -> None:
-        if event.kind == ALLOCATED:
-            self._live[event.address] = event
-        elif event.kind == FREED:
-            self._live.pop(event.address, None)
-        else:
-            self._divide(event)
-
-    def _divide(self, event: Event) -> None:
-        segment = self._state.addresses.find(event.address)
-        if segment is not None:
-            self._state.addresses.divide(segment)
-
     def _happened(self, event: Event) -> None:
         if event.kind == SEGMENT:
-            self._divide(event)
+            segment = self._state.addresses.find(event.address)
+            if segment is not None:
+                self._state.addresses.divide(segment)
         elif event.kind == ALLOCATED:
             if event.address not in self._live:
                 insort(self._bases, event.address)
@@ -171,10 +159,9 @@ class Blocks:
             at = bisect_right(self._bases, event.address) - 1
             if at >= 0 and self._bases[at] == event.address:
                 del self._bases[at]
-            ended = block.range if isinstance(block, _Block) else None
-            if isinstance(block, _Block) and ended is not None:
-                ended.ended = Moment(block.stream, f"{event.owner}'s allocator", event.place())
-                self._gone.add(ended)
+            if isinstance(block, _Block) and block.range is not None:
+                block.range.ended = Moment(block.stream, f"{event.owner}'s allocator", event.place())
+                self._gone.add(block.range)
 
     def _find(self, address: int) -> _Block | None:
         found = self._live.get(address)
