@@ -8,7 +8,6 @@ simulated driver it follows programs that call cuda.bindings. The exit status is
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -64,16 +63,9 @@ def _run(terminal: Terminal, options: argparse.Namespace, account: Memory, progr
     if options.live:
         threading.Thread(target=_live, args=(account, options.live, over), daemon=True).start()
     try:
-        kept = program()  # its variables hold memory
-    except UsageError:
-        raise
-    except BaseException:  # its traceback holds the variables of functions
-        _report(terminal, options, account)
-        raise
+        running.reported(program, lambda: _report(terminal, options, account, over))
     finally:
         over.set()
-    _report(terminal, options, account)
-    del kept
 
 
 def _live(account: Memory, every: float, over: threading.Event) -> None:
@@ -84,9 +76,8 @@ def _live(account: Memory, every: float, over: threading.Event) -> None:
         print(f"streamalloc memory: {mib(now)} taken, {mib(peak)} at the peak; {most}", file=sys.stderr, flush=True)
 
 
-def _report(terminal: Terminal, options: argparse.Namespace, account: Memory) -> None:
-    if os.getpid() != account.pid:
-        return  # a forked child that came to the end of the program
+def _report(terminal: Terminal, options: argparse.Namespace, account: Memory, over: threading.Event) -> None:
+    over.set()
     found = account.moments()
     _show(terminal, options.program, found)
     if account.error is not None:

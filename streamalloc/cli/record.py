@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from typing import TYPE_CHECKING, Any
 
 from streamalloc import traces
@@ -34,25 +33,20 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
     running.check_files(options)
     recording = internal.Recording()
-    try:
+
+    def program() -> None:
         if chosen.is_simulated:
             driver: Any = internal.Followed(chosen.driver, recording, internal.ALLOCATIONS)  # type: ignore[abstract]
             running.run_on(driver, options)
         else:
             with recording.running():
                 running.run_program(options)
-    except UsageError:
-        raise
-    except BaseException:
-        _save(terminal, options, recording)
-        raise
-    _save(terminal, options, recording)
+
+    running.reported(program, lambda: _save(terminal, options, recording))
     return 0
 
 
 def _save(terminal: Terminal, options: argparse.Namespace, recording: Recording) -> None:
-    if os.getpid() != recording.pid:
-        return  # a forked child that came to the end of the program
     trace = dataclasses.replace(traces.from_calls(recording.calls()), source=f"streamalloc record {options.program}")
     try:
         trace.save(options.output)

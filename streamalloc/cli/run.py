@@ -8,6 +8,7 @@ import importlib.util
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from streamalloc.cli.machine import Chosen
@@ -56,6 +57,22 @@ def run_on(driver: Any, options: argparse.Namespace) -> dict[str, Any]:
     _for_good.enter_context(install(driver, kernels=options.kernels))
     with use(driver):
         return run_program(options)
+
+
+def reported(program: Callable[[], object], report: Callable[[], object]) -> None:
+    """Run a program, then call ``report``, also if it raises; not in a forked child that came to its end."""
+    process = os.getpid()
+    try:
+        kept = program()  # its variables hold memory
+    except UsageError:
+        raise
+    except BaseException:  # its traceback holds the variables of functions
+        if os.getpid() == process:
+            report()
+        raise
+    if os.getpid() == process:
+        report()
+    del kept
 
 
 def run_program(options: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,6 @@ PyTorch and CuPy come from these libraries.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 import threading
@@ -158,8 +157,6 @@ class Memory:
         """An error of the account without a subscription."""
         self._subscription: Subscription | None = None
         self._process = Process() if driver is cuda else None
-        self.pid: int = os.getpid()
-        """The process of which it is the account."""
         self._lock = threading.RLock()  # a finaliser may free memory in a callback
         self._lines: dict[tuple[Any, ...], Line] = {}
         self._held: dict[tuple[str, int], _Held] = {}

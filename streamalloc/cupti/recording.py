@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from bisect import bisect_left
 from collections.abc import Iterator
 from time import sleep
@@ -29,8 +28,6 @@ class Recording:
         self.libraries.most_entries = _MOST_ENTRIES
         self.failure: BaseException | None = None
         """The error that has ended the recording before its time; None if all went well."""
-        self.pid: int = os.getpid()
-        """The process that is recorded."""
         self._calls: list[Call] = []
 
     def called(self, call: DriverCall) -> None:
