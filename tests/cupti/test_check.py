@@ -212,11 +212,13 @@ def test_memory_that_a_library_fills_for_itself_is_left_to_it(checked: Any) -> N
 
     def scene(s: Scene, own: bool) -> None:
         memory = 0
-        for name in ("cuMemAlloc", "cuMemsetD8Async"):
-            args = (MiB,) if not memory else (memory, 0, MiB, s.side)
-            by_hand = s.driver.cuMemsetD8Async if memory and not own else getattr(s.driver, name)
-            answer = by_hand(*args) if by_hand is not s.driver.cuMemAlloc or own else s.driver.cuMemAlloc(MiB)
-            memory = memory or int(answer[1])
+        if own:
+            for name in ("cuMemAlloc", "cuMemsetD8Async"):  # one place makes both calls
+                answer = getattr(s.driver, name)(*((memory, 0, MiB, s.side) if memory else (MiB,)))
+                memory = memory or int(answer[1])
+        else:
+            memory = int(s.driver.cuMemAlloc(MiB)[1])
+            s.fill(memory, s.side)
         s.read(memory, s.first)
         s.driver.cuCtxSynchronize()
         s.driver.cuMemFree(memory)
