@@ -25,13 +25,15 @@ from streamalloc.driver.internal import Stack, cuda, parameters
 
 _PER_THREAD = 2
 """Handle of the per-thread default stream, which 0 names in functions with these endings."""
-_OTHER_NAMES = {"cuGraphInstantiateWithFlags": "cuGraphInstantiate", "cuCtxSynchronize_v2": "cuCtxSynchronize"}
-"""Functions that have another name in the bindings, or arguments that do not matter."""
+_OTHER_NAMES = {"cuGraphInstantiateWithFlags": "cuGraphInstantiate"}
+"""Functions that have another name in the bindings."""
 _SAME = (
     *("cuMemHostAlloc", "cuMemHostRegister", "cuMemFreeHost", "cuIpcOpenMemHandle", "cuStreamDestroy"),
     *("cuEventDestroy", "cuCtxDestroy", "cuCtxSynchronize", "cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"),
 )
-"""Functions whose versions have the same arguments. Others are followed in the version that the bindings call."""
+"""Functions whose versions have the same arguments, or further ones that do not matter. Others are followed in the
+version that the bindings call.
+"""
 _ENDING = re.compile(r"(_ptsz|_ptds)$")
 _NEWEST = 99
 _VERSION = re.compile(r"_v(\d+)$")

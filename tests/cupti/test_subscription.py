@@ -14,7 +14,7 @@ import streamalloc as sa
 from streamalloc import cupti
 from streamalloc.cupti import library
 from streamalloc.cupti.layouts import layout
-from streamalloc.cupti.subscription import Kernels
+from streamalloc.cupti.subscription import Kernels, _known
 from streamalloc.driver.bindings import cuda
 from tests.cupti.interposed import encode
 
@@ -180,6 +180,28 @@ def test_an_answer_is_as_wide_as_its_type() -> None:
     for name, value in (("cuDeviceGetCount", 2), ("cuCtxGetDevice", 2), ("cuMemPoolCreate", 0xFFFFFFFF00000002)):
         how = layout(name)
         assert how is not None and how.answer(ctypes.addressof(arguments), 0)[1] == value
+
+
+def test_functions_are_followed_in_the_version_that_the_bindings_call() -> None:
+    versions = {
+        "cuMemAlloc": ("cuMemAlloc", "cuMemAlloc_v2"),
+        "cuGraphInstantiate": ("cuGraphInstantiate", "cuGraphInstantiate_v2", "cuGraphInstantiateWithFlags"),
+        "cuMemHostAlloc": ("cuMemHostAlloc", "cuMemHostAlloc_v2"),
+        "cuCtxSynchronize": ("cuCtxSynchronize", "cuCtxSynchronize_v2"),
+        "cuLaunchKernel": ("cuLaunchKernel", "cuLaunchKernel_ptsz"),
+    }
+    names = dict(enumerate(name for several in versions.values() for name in several))
+    followed = {names[number]: (base, own) for number, (base, _, own, _) in _known(names, frozenset(versions)).items()}
+    assert followed == {
+        "cuMemAlloc_v2": ("cuMemAlloc", False),
+        "cuGraphInstantiateWithFlags": ("cuGraphInstantiate", False),
+        "cuMemHostAlloc": ("cuMemHostAlloc", False),
+        "cuMemHostAlloc_v2": ("cuMemHostAlloc", False),
+        "cuCtxSynchronize": ("cuCtxSynchronize", False),
+        "cuCtxSynchronize_v2": ("cuCtxSynchronize", False),
+        "cuLaunchKernel": ("cuLaunchKernel", False),
+        "cuLaunchKernel_ptsz": ("cuLaunchKernel", True),
+    }
 
 
 def test_every_function_of_the_bindings_has_a_layout() -> None:
