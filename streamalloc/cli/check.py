@@ -34,8 +34,8 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program under the check; its exceptions and exit codes are those of the command."""
     running.check_files(options)
     with tempfile.TemporaryDirectory(prefix="streamalloc-check-") as folder:
-        checked = (_on_simulated if chosen.is_simulated else _on_gpu)(chosen, options, Path(folder))
-        found, notes, ended = checked
+        follow = _on_simulated if chosen.is_simulated else _on_gpu
+        found, notes, ended = follow(chosen, options, Path(folder))
         found += [one for path in sorted(Path(folder).glob("*.json")) for one in json.loads(path.read_text("utf-8"))]
     if options.report:
         Path(options.report).write_text(json.dumps({"hazards": found, "not checked": notes}, indent=1), "utf-8")
