@@ -20,7 +20,6 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core import deferred
 from streamalloc.driver.bindings import BINDINGS_VERSION
-from streamalloc.ipc import relay
 from streamalloc.testing import Faults, Gate, machines
 from tests import leftovers, processes
 from tests.leftovers import pytest_terminal_summary  # noqa: F401 (a hook)
@@ -185,9 +184,6 @@ def module_state(request: pytest.FixtureRequest, on_cuda: bool, lasting_drivers:
     """Each module finds the process and its devices as the first one did, or the module before it fails."""
     if on_cuda:
         _warm_up(sd.real())
-    else:
-        # A collection that starts in a call of another thread ends the exemption of what is left.
-        relay.stop_all()
     end_what_was_dropped()
     if not lasting_drivers:
         # Items of machines of earlier tests that wait for what an interrupt has lost: each attempt makes calls, which

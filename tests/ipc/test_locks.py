@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import threading
 import weakref
@@ -11,24 +9,20 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
-from streamalloc.ipc import relay
-from streamalloc.ipc.exporter import exports
 from streamalloc.ipc.exporter.exports import Exports, Hold, Lease, exports_of
 from streamalloc.ipc.importer import imported, imports
 from streamalloc.ipc.importer.imports import Imports, imports_of
-from streamalloc.ipc.relay import ExporterRelay, ImporterRelay, Relay
 from streamalloc.ipc.ring.producer import ConsumerLink, Deliveries, RingProducer, Slot
 from streamalloc.ipc.ring.protocol import SlotMemory
 from streamalloc.ipc.store.protocol import Connection, decode, encode
 from streamalloc.ipc.transport import handle_server
-from streamalloc.ipc.wire.control_block import EXPORTER_WORDS, SLOTS, ControlBlock
+from streamalloc.ipc.wire.control_block import ControlBlock
 from streamalloc.vmm.growable import RemappableBuffer
 from tests.interleaving import interleaved
 from tests.ipc.support import PAGE, again, shared_pool
@@ -75,20 +69,10 @@ ONCE: dict[str, Callable[[Owner, Imports, pytest.MonkeyPatch], tuple[Any, Callab
     "a lease of another library's allocation": lambda owner, importer, patch: (
         Exports.lease_at, owner.exports._by_address.clear, lambda _: owner.exports.lease_at(512, Hold()),
     ),
-    "a relay": lambda owner, importer, patch: _one_relay(owner, patch),
     "a handle server": lambda owner, importer, patch: _one_handle_server(patch),
     "a control block": lambda owner, importer, patch: _one_control_block(owner.exports.block(), importer),
 }  # fmt: skip
 """A function that makes something once, what comes before it, and its call."""
-
-
-def _one_relay(owner: Owner, patch: pytest.MonkeyPatch) -> Any:
-    made = itertools.count()
-    patch.setattr(
-        exports, "ExporterRelay", lambda *_: SimpleNamespace(ended=False, hurry=lambda: None, handle=next(made))
-    )
-    block = owner.exports.block()
-    return Exports.relay, owner.exports._relays.clear, lambda _: owner.exports.relay(block, owner.device)
 
 
 def _one_handle_server(patch: pytest.MonkeyPatch) -> Any:
@@ -117,7 +101,6 @@ def test_is_made_once(owner: Owner, importer: Imports, monkeypatch: pytest.Monke
         found.clear()
         if it is not None:
             it.close()
-    owner.exports._relays.clear()
 
 
 class TestExporter:
@@ -236,10 +219,8 @@ class OwnWords(SimpleNamespace):
         self.opened, self.closing, self.closed = (SimpleNamespace(value=0) for _ in range(3))
 
     def open(self) -> imports.HostLease:
-        block: Any = SimpleNamespace(sync=lambda _: None)
         words: Any = self
-        nothing: Any = None
-        return imports.HostLease(self.imports, block, words, 0, nothing)
+        return imports.HostLease(self.imports, words, 0)
 
 
 class TestRanges:
@@ -272,158 +253,6 @@ class TestRanges:
             assert words.opened.value != words.closed.value
             opened.pop().end()
             assert words.opened.value == words.closing.value == words.closed.value
-
-
-class Carried(ImporterRelay):
-    """An importer's relay over arrays; ``at`` is called before each copy."""
-
-    late: tuple[int, Any] | None = None
-    """What an exporter that answers late has seen in the exchange before; None: it answers at once."""
-    granted: Any
-    """The words that the exporter had seen when it wrote its last answer."""
-
-    def __init__(self, at: Callable[[str], object] = lambda _: None) -> None:
-        self.at = at
-        self.session: Any = SimpleNamespace(relaxed=contextlib.nullcontext, usable=False)
-        self.lock = threading.Lock()
-        self.wake = threading.Event()
-        self.ended = False
-        self._thread = None
-        self._fast_until = 0.0
-        self._entry = 0
-        self._rows = np.zeros((relay.IMPORTER_ROWS, SLOTS), np.uint32)
-        self._words = np.zeros((len(EXPORTER_WORDS), SLOTS), np.uint32)
-        self._front = np.zeros(1, relay.FRONT)
-        self._grants = self._front["grants"][0]
-        self._claim = np.ones(1, relay.CLAIM)
-        self._change = 0
-        self._exporter = relay._Pulse()
-        self._resources = contextlib.ExitStack()
-        self._resources.callback(self._released)
-        self._range: Any = SimpleNamespace(set_access=lambda *_, **__: None, closed=False)
-        words = {name: np.zeros((SLOTS, 1), np.uint32) for name in ("opened", "closing", "closed")}
-        self.block: Any = SimpleNamespace(importer=0, exporter_words=self._words.copy(), **words)
-        self.there: Any = {"rows": self._rows, "words": self._words.copy(), "claim": self._claim.copy()}
-        self.copies: list[str] = []
-
-    def _write(self, at: int, array: Any) -> None:
-        name = {relay.rows_at(0): "rows", relay.claim_at(0): "claim"}.get(at, "ready")
-        self.at(name)
-        self.copies.append(name)
-        self.there[name] = array.copy()
-
-    def _read(self, at: int, array: Any) -> None:
-        if at:
-            self.at("words")
-            array[:] = self.there["words"]
-            return
-        self.at("front")
-        seen = int(self.there["claim"]["change"][0]), self.there["rows"]
-        (change, self.granted), self.late = (self.late, seen) if self.late else (seen, None)
-        self._grants[0] = self.there["claim"]["id"][0], change, 0
-        self._front["magic"], self._front["beat"] = relay.MAGIC, self._claim["beat"]
-
-    def _finish(self) -> None:
-        pass
-
-    def _released(self) -> None:
-        self._range.closed = True
-        self.copies.append("released")
-
-
-class Beating(Carried):
-    """The relay of an exporter, whose importers go on as long as it has a head."""
-
-    head = True
-
-    def exchange(self) -> bool:
-        self.head = True
-        return False
-
-    def leave(self) -> None:
-        self.head = False
-
-
-class TestRelays:
-    """The exchange of a thread, and what another one does with the relay."""
-
-    @staticmethod
-    def run(body: Callable[[], object]) -> threading.Thread:
-        """Start a thread; return when it has ended, or waits for a lock."""
-        thread = threading.Thread(target=body, daemon=True)
-        thread.start()
-        thread.join(0.05)
-        return thread
-
-    def test_the_exporter_has_seen_the_words_of_a_sync(self) -> None:
-        """Not those that an exchange had read before."""
-        others: list[threading.Thread] = []
-        seen: list[bool] = []
-        device: Any = None
-
-        def sync() -> None:
-            it.block.opened[1] = 1
-            it.sync(device)
-            seen.append(bool(it.granted[0][1]))
-
-        def at(copy: str) -> None:
-            if copy == "rows" and not others:
-                others.append(self.run(sync))
-
-        it = Carried(at)
-        it.late = 0, it.there["rows"]
-        it.block.opened[0] = 1  # so that there is something to write
-        it.step()
-        others[0].join(20)
-        assert seen == [True]
-
-    def test_a_sync_has_the_words_that_belong_to_the_grant(self) -> None:
-        others: list[threading.Thread] = []
-        read, checked = threading.Event(), threading.Event()
-        device: Any = None
-
-        def at(copy: str) -> None:
-            if threading.current_thread() in others and copy == "words":
-                read.set()
-                checked.wait(0.05)
-
-        class Halted(Carried):
-            def step(self) -> float:
-                pause = super().step() if others else 0.0
-                if not others:  # the exchange with the grant is that of another thread
-                    others.append(threading.Thread(target=super().step, daemon=True))
-                    others[0].start()
-                    assert read.wait(20)
-                return pause
-
-        it = Halted(at)
-        it.there["words"][0][0] = 7
-        it.sync(device)
-        assert it.block.exporter_words[0][0] == 7
-        checked.set()
-        others[0].join(20)
-
-    def test_no_exchange_follows_the_notice_of_the_end(self) -> None:
-        for function, first, second in (
-            (Relay.step, Relay.step, Relay.stop),
-            (Relay.stop, Relay.stop, Relay.step),
-        ):
-            for it in interleaved(function, Beating, first, second):
-                assert it.ended and not it.head
-
-    def test_the_notice_of_an_exporter_is_a_head_without_magic(self) -> None:
-        it: Any = Carried()
-        it._front["magic"] = relay.MAGIC
-        ExporterRelay.leave(it)
-        assert it.there["ready"]["magic"] == [0]
-
-    def test_the_last_words_are_written_before_the_release(self) -> None:
-        def close(it: Carried) -> None:
-            it.ended = True
-            Relay.close(it)
-
-        for it in interleaved(ImporterRelay.write_ready, Carried, lambda it: it.write_ready(0, 1), close):
-            assert it.copies in (["ready", "released"], ["released"])
 
 
 class Settling(Deliveries):

@@ -57,7 +57,6 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemHandleType, MemLocationType
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_bytes
-from streamalloc.ipc.relay import ExporterRelay
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.transport.handle_server import published, serve
 from streamalloc.ipc.wire.control_block import SLOTS, WORD, ControlBlock, ExporterMark, SlotWords, fence, reached
@@ -435,7 +434,6 @@ class Exports:
         self._ids: weakref.WeakKeyDictionary[PhysicalMemory | VirtualBuffer, bytes] = weakref.WeakKeyDictionary()
         self._by_address: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         """Leases of other libraries' allocations, by address."""
-        self._relays: dict[ControlBlock, ExporterRelay] = {}
 
     def serve(self) -> bytes:
         """Start the handle server of this process; descriptors made later carry its endpoint. Returns the endpoint."""
@@ -547,16 +545,6 @@ class Exports:
             return ChunkHandle(name, memory.nbytes, handle), None
         published[name] = handle
         return ChunkHandle(name, memory.nbytes), handle
-
-    def relay(self, block: ControlBlock, device: Device) -> bytes:
-        """Return the fabric handle of a control block's relay; make that first if necessary, on ``device``."""
-        with self.lock:
-            relay = self._relays.get(block)
-            if relay is None or relay.ended:
-                with self.session.relaxed():
-                    relay = self._relays[block] = ExporterRelay(block, device)
-        relay.hurry()
-        return relay.handle
 
     def id(self, thing: PhysicalMemory | VirtualBuffer) -> bytes:
         """Return the id, 16 bytes, of memory or of a growable buffer, for importers."""

@@ -200,9 +200,9 @@ def share(
 
     Physical memory, and ranges that map it, can also be shared by fabric handles, with processes of other machines in
     the same IMEX domain. Fabric handles are bytes in the descriptor, so any transport of bytes works. They do not keep
-    the memory alive: use ``hold=True``, or close the memory only after it was opened. Importers' streams wait for the
-    contents on every machine; :mod:`streamalloc.ipc.relay` describes this and its limits. The first such call of a
-    process allocates 2 MiB on the memory's device and starts a thread.
+    the memory alive: use ``hold=True``, or close the memory only after it was opened. The first such call of a process
+    starts a thread, as :func:`serve` does. Other machines cannot reach the exporter's control block: synchronise before
+    you send the descriptor there, and end its hold by :meth:`Shared.cancel` once it is open.
 
     Parameters
     ----------
@@ -593,7 +593,7 @@ def _share_chunks(
     draft = _Draft(options, exports, _device_of(memories[0]), stream)
     draft.handles = {chunk.id: fd for chunk, fd in chunks if fd is not None}
     if kind == _FABRIC and draft.lease is not None:
-        fields["payload"] = exports.relay(draft.lease.block, draft.device)
+        exports.serve()  # so that importers find the control block by the descriptor's bytes alone
         if options.hold:
             # File descriptors keep memory that is closed here; fabric handles do not.
             draft.kept = [PhysicalMemory.at(address, driver=exports.session.driver) for address in addresses]

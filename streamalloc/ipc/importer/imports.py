@@ -7,7 +7,6 @@ imports a new pool or control block, it releases those of ended processes and cl
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
@@ -38,7 +37,6 @@ from streamalloc.core.internal import (
 from streamalloc.core.resource import check_exported
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
-from streamalloc.ipc.relay import ImporterRelay
 from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
 from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, ChunkHandle, Descriptor, Flags, Mechanism
@@ -108,13 +106,6 @@ class ReceivedHandles:
             )
         return fetch(self.endpoint, name)
 
-    def take_local(self, name: bytes) -> Fd | None:
-        """As :meth:`take`; None if the handle did not come and the exporter is on another machine or has ended."""
-        if name in self._by_id or self.endpoint != NOWHERE:
-            with contextlib.suppress(ConnectionError):
-                return self.take(name)
-        return None
-
     def close(self) -> None:
         """Close the handles that were not taken."""
         for fd in (*self._given, *self._by_id.values()):
@@ -130,9 +121,7 @@ class HostLease(Deferred):
 
     __slots__ = ("_words", "_work", "imports")
 
-    def __init__(
-        self, imports: Imports, block: ControlBlock, words: ImporterWords, generation: int, device: Device
-    ) -> None:
+    def __init__(self, imports: Imports, words: ImporterWords, generation: int) -> None:
         self.imports = imports
         self._work: Fence | None = None
         self._words: ImporterWords | None = words
@@ -141,7 +130,7 @@ class HostLease(Deferred):
         words.opened.value = (words.opened.value + 1) % WORD
         with undoing(self.end):
             # Count first, then check for a free. The exporter does both in the opposite order.
-            block.sync(device)
+            fence()
             if words.slot_words.generation.value != generation:
                 raise StaleDescriptorError(_STALE)
 
@@ -366,7 +355,7 @@ class PlainImport(Import):
     def begin(self) -> None:
         """Count the open in the lease, and open the allocation (``cuIpcOpenMemHandle``)."""
         if self.leased and self.block is not None:
-            self._lease = HostLease(self.imports, self.block, self.words, self.generation, self.device)
+            self._lease = HostLease(self.imports, self.words, self.generation)
             self.counted = True
         handle = opaque_struct("CUipcMemHandle", self.key)
         with self.device.current():
@@ -515,40 +504,25 @@ class Imports:
                 DriverVersionWarning,
             )
 
-    def block_of(self, described: Descriptor, handles: ReceivedHandles, device: Device) -> ControlBlock | None:
-        """Return the exporter's control block, or a replica if it is on another machine; None without one."""
+    def block_of(self, described: Descriptor, handles: ReceivedHandles) -> ControlBlock | None:
+        """Return the exporter's control block; None without one, or if it is on another machine."""
         name = described.control_block
         if name == NOWHERE:
             return None
-        if described.handle_type != FABRIC:
+        try:
             return self.control_block(name, handles.take)
-        known = self.blocks.get(name)
-        relay = None if known is None else known.relay
-        if relay is not None and relay.ended and relay.handle != described.payload:
-            # The exporter has closed that relay and made another.
-            self.blocks.pop(name, None)
-            self.deferred.submit(OnceIdle(self.session, relay.close))
-        block = self.control_block(name, handles.take_local)
-        if block is None:
-            with self.session.relaxed():
-                relay = ImporterRelay(described.payload, name, device)
-            # No lock is held during the wait for the exporter, so another thread may have made one.
-            block = self.blocks.setdefault(name, relay.block)
-            if block is not relay.block:
-                relay.close()
-        return block
+        except ConnectionError:
+            if described.handle_type == FABRIC and self.device_of(described.device) is None:
+                return None
+            raise
 
-    def control_block(self, name: bytes, take: Callable[[bytes], Fd | None]) -> ControlBlock | None:
-        """Return the control block with an id. ``take`` returns its file for the first time, or None if there is
-        none.
-        """
+    def control_block(self, name: bytes, take: Callable[[bytes], Fd]) -> ControlBlock:
+        """Return the control block with an id. ``take`` returns its file for the first time."""
         block = self.blocks.get(name)
         if block is not None:
             return block
         self.release_ended()
         fd = take(name)
-        if fd is None:
-            return None
         try:
             with self.lock:
                 block = self.blocks.get(name)
@@ -599,8 +573,7 @@ class Imports:
         for name, block in list(self.blocks.items()):
             if block not in used and not block.exporter_alive() and block.idle():
                 del self.blocks[name]
-                close = block.close if block.relay is None else block.relay.close
-                self.deferred.submit(OnceIdle(self.session, close))
+                self.deferred.submit(OnceIdle(self.session, block.close))
 
     def memory(self, chunk: ChunkHandle, handles: ReceivedHandles) -> PhysicalMemory:
         """Import physical memory. Each import has a separate handle."""

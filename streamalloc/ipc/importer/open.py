@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from typing_extensions import TypeVar
@@ -36,7 +36,7 @@ from streamalloc.ipc.importer.imported import (
 from streamalloc.ipc.importer.imports import HostLease, Imports, PlainImport, PoolImport, ReceivedHandles, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock
-from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, Descriptor, Flags, Mechanism
+from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Flags, Mechanism
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_mappable
 
@@ -71,14 +71,13 @@ def open(
     handles
         The handles that came with the descriptor, in the order of :attr:`Shared.fds`. This call closes them, except
         those that this process has shared. They are needed once for each pool, control block and chunk of physical
-        memory. Fabric handles are in the descriptor. Without the control block, this process waits for the exporter's
-        answer through the relay, see :func:`share`.
+        memory. Fabric handles are in the descriptor.
     stream
         The stream that waits for the exporter's work, and of operations that name no other. Other streams need a
         dependency on it. Default: the device's default stream; then every other stream also waits before it uses the
         memory. The host waits before it returns :attr:`~Memory.address` or an interface without a stream, and before a
-        use in a capture. Memory of another machine is opened for the device of this stream. For pools and events, the
-        stream only names the driver.
+        use in a capture. Memory of another machine is opened for the device of this stream, and nobody waits for its
+        contents. For pools and events, the stream only names the driver.
     driver
         The driver to use. Default: that of ``stream`` if that is a :class:`Stream`, else
         :func:`streamalloc.driver.default`.
@@ -102,7 +101,7 @@ def open(
     StaleDescriptorError
         The memory was freed before it was opened.
     ConnectionError
-        The exporter has ended, or does not answer from its machine.
+        The exporter has ended.
     InvalidValueError, CudaError
         The driver refuses a handle.
     """
@@ -146,7 +145,7 @@ class _Request(NamedTuple):
     stream: Stream | None
     """The caller's stream; None: every using stream waits."""
     block: ControlBlock | None
-    """The exporter's control block, or a replica of it; None without one."""
+    """The exporter's control block; None without one, or if it is on another machine."""
     announced: Announcement | None
     """The announcement of the contents; None without a control block."""
 
@@ -180,13 +179,10 @@ def _open(
     ordered = None if stream is None else _ordered(stream, session)
     with imports.deferred.beside_captures():
         announced: Announcement | None = None
-        block = imports.block_of(described, handles, device)
+        block = imports.block_of(described, handles)
         if block is not None:
             announced = Announcement(block, described.slot, described.generation, described.ready)
             block.marked("hold", described.hold)  # raises if there is no such mark
-            if described.handle_type == FABRIC:
-                # Once for the call: the exporter may be on another machine, and has to answer.
-                block.sync(device)
         try:
             opened = opener(_Request(imports, described, handles, device, ordered, block, announced))
         finally:
@@ -283,11 +279,10 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
     streams = [request.ordered()]
     with contextlib.ExitStack() as undo:
         lease: HostLease | None = None
-        if described.flags & Flags.LEASED:
-            block: Any = request.block
+        if described.flags & Flags.LEASED and (block := request.block) is not None:
             imports.start_thread()
             words = block.importer_words(described.slot, block.importer)
-            lease = HostLease(imports, block, words, described.generation, device)
+            lease = HostLease(imports, words, described.generation)
             undo.enter_context(undoing(lease.end))
         opened = imports.ranges.get(described.origin) if growable else None
         if opened is None or opened.closed:

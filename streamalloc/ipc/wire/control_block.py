@@ -54,8 +54,6 @@ waits for the lock waits for the death. It starts before a stream waits for a wo
 
 A hostile importer could write the words of others, so the exporter keeps private copies of the values that it announced
 and waits for. The file is sealed against truncation.
-
-Importers on other machines have a replica of the control block (:mod:`streamalloc.ipc.relay`).
 """
 
 from __future__ import annotations
@@ -77,7 +75,6 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.internal import (
-    Device,
     Fd,
     Stream,
     direct_handle,
@@ -102,13 +99,12 @@ _HEADER = struct.Struct("<8s16sII")
 _HEADER_BYTES = 4096
 # Offset of a header byte that becomes 1 once a process has seen the exporter's death.
 _DEAD = _HEADER_BYTES - 4
-EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
-"""Kinds of words that the exporter writes."""
+_EXPORTER_WORDS = ("generation", "announced", "ready", "lost", "pool", "hold")
 _IMPORTER_WORDS = ("opened", "closing", "closed")
 # For each kind: offset of the first word, and distance between two slots or marks, in bytes.
 _LAYOUT: dict[str, tuple[int, int]] = {}
 _BYTES = _HEADER_BYTES
-for _name in (*EXPORTER_WORDS, *_IMPORTER_WORDS):
+for _name in (*_EXPORTER_WORDS, *_IMPORTER_WORDS):
     _step = 4 * IMPORTERS if _name in _IMPORTER_WORDS else 4
     _LAYOUT[_name] = _BYTES, _step
     _BYTES += SLOTS * _step
@@ -208,12 +204,7 @@ class ExporterMark:
 class ControlBlock:
     """A control block mapped into this process: by :meth:`create` in the exporter, by :meth:`attach` in importers."""
 
-    relay: Any = None
-    """Exchange with another machine, for a replica: see :mod:`streamalloc.ipc.relay`."""
-    ready_at: int | None = None
-    """Device address of the words ``ready`` in a relay; None otherwise."""
-
-    def __init__(self, session: Session, fd: Fd, name: bytes, *, for_streams: bool = True) -> None:
+    def __init__(self, session: Session, fd: Fd, name: bytes) -> None:
         self.session: Session = session
         self.fd: Fd = fd
         self.id: bytes = name
@@ -229,10 +220,6 @@ class ControlBlock:
         self._values = itertools.count(secrets.randbits(31))
         self._map = mmap.mmap(fd.fileno(), _BYTES)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        kinds = len(EXPORTER_WORDS)
-        words = np.frombuffer(self._map, np.uint32, kinds * SLOTS, _HEADER_BYTES)
-        self.exporter_words: Words = words.reshape(kinds, SLOTS)
-        """Words by kind, as in ``EXPORTER_WORDS``, and by slot or mark."""
         kinds = len(_IMPORTER_WORDS)
         words = np.frombuffer(self._map, np.uint32, kinds * SLOTS * IMPORTERS, _LAYOUT["opened"][0])
         # Words by slot and importer.
@@ -246,14 +233,8 @@ class ControlBlock:
         self.importers: dict[tuple[int, int], ImporterWords] = {}
         """The results of :meth:`importer_words`, by slot and importer."""
         self._raw: int | None = None
-        """Address registered with the driver; None if not registered."""
+        """Address registered with the driver, so that streams can use the words; None if not registered."""
         session.shut_with_me(self)
-        if for_streams:
-            self._register()
-
-    def _register(self) -> None:
-        """Let streams wait for words and write them (``cuMemHostRegister``)."""
-        session = self.session
         # Registered memory is portable. A context of its own on another device would cost half a gigabyte there.
         self._ordinal = next(iter(session.ordinals), 0)
         with session.current(self._ordinal):
@@ -284,28 +265,18 @@ class ControlBlock:
     def create(cls, session: Session) -> ControlBlock:
         """Make a control block whose exporter is this process."""
         name = secrets.token_bytes(16)
-        block = cls(session, _new_file(name), name)
+        fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        os.ftruncate(fd.fileno(), _BYTES)
+        # Without seals an importer could truncate the file, and the exporter's next access would kill it.
+        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
+        os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
+        block = cls(session, fd, name)
         _try_lock(block._own, 0)
         return block
 
     @classmethod
-    def replicate(cls, session: Session, name: bytes) -> tuple[ControlBlock, Fd]:
-        """Make a replica of another machine's control block, as its importer, and the lock of its exporter.
-
-        In the replica the exporter counts as alive until the lock is released (:func:`unlock_exporter`).
-        """
-        fd = _new_file(name)
-        with undoing(fd.close):
-            lock = _reopened(fd)
-            with undoing(lock.close):
-                _try_lock(lock, 0)
-                return cls.attach(session, fd, name), lock
-
-    @classmethod
-    def attach(cls, session: Session, fd: Fd, name: bytes, *, for_streams: bool = True) -> ControlBlock:
+    def attach(cls, session: Session, fd: Fd, name: bytes) -> ControlBlock:
         """Map the control block of a received file descriptor, as an importer.
-
-        Without ``for_streams``, streams can neither wait for its words nor write them.
 
         Raises
         ------
@@ -314,7 +285,7 @@ class ControlBlock:
         """
         if not _is_block(fd, name):
             raise ValueError("the file descriptor that came with the message is not its control block")
-        block = cls(session, fd, name, for_streams=for_streams)
+        block = cls(session, fd, name)
         for importer in range(IMPORTERS):
             if _try_lock(block._own, 1 + importer):
                 # A dead importer may have had this index, and left allocations open.
@@ -324,21 +295,6 @@ class ControlBlock:
         block.close()
         raise ValueError(f"this exporter has {IMPORTERS} importers already")
 
-    def sync(self, device: Device) -> None:
-        """Make this process's writes visible to the exporter before the next reads of the exporter's words.
-
-        ``device``: the device of the stream that will wait for words.
-
-        Raises
-        ------
-        ConnectionError
-            The block is a replica, and the exporter has ended.
-        """
-        if self.relay is None:
-            fence()
-        else:
-            self.relay.sync(device)
-
     # -- words and streams -----------------------------------------------------------------------------------
 
     def word(self, kind: str, slot: int, importer: int = 0) -> Word:
@@ -346,8 +302,6 @@ class ControlBlock:
         begin, step = _LAYOUT[kind]
         address = self._address + begin + step * slot + 4 * importer
         word = Word.from_address(address)
-        if kind == "ready" and self.ready_at is not None:
-            address = self.ready_at + 4 * slot
         word.pointer = cuda.CUdeviceptr(address)
         return word
 
@@ -520,8 +474,6 @@ class ControlBlock:
                     # ``lost`` first: a reader of ``ready`` must see that the announcement never came.
                     words.lost.value = (words.lost.value + missing) % WORD
                     words.ready.value = wanted
-                    if self.relay is not None:
-                        self.relay.write_ready(slot, wanted)
                 self._expected.pop((slot, wanted), None)
 
     def _shut_after_fork(self) -> None:
@@ -535,16 +487,6 @@ class ControlBlock:
             if words.importer == importer and not reached(words.closed.value, words.awaited):
                 # A hostile importer overwrote its words, and a stream of this process waits for another value.
                 words.opened.value = words.closing.value = words.closed.value = words.awaited
-
-
-def _new_file(name: bytes) -> Fd:
-    """Make the file of a control block."""
-    fd = Fd(os.memfd_create("streamalloc:control block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-    os.ftruncate(fd.fileno(), _BYTES)
-    # Without seals an importer could truncate the file, and the exporter's next access would kill it.
-    fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
-    os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
-    return fd
 
 
 def _reopened(file: Fd) -> Fd:
@@ -568,13 +510,6 @@ def _try_lock(file: Fd, byte: int) -> bool:
 def _unlock(file: Fd, byte: int) -> None:
     # A forked child may also have the file, so closing it would not release the lock.
     _lock(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
-
-
-def unlock_exporter(lock: Fd) -> None:
-    """Release the lock of :meth:`ControlBlock.replicate` and close it. The exporter then counts as dead. Idempotent."""
-    if not lock.closed:
-        _unlock(lock, 0)
-        lock.close()
 
 
 class ReadyWord:

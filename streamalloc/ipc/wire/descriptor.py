@@ -39,9 +39,6 @@ VERSION = 4
 FABRIC = 8
 """``CU_MEM_HANDLE_TYPE_FABRIC``: a handle of 64 bytes that travels in the descriptor."""
 
-FABRIC_BYTES = 64
-"""Bytes of a fabric handle."""
-
 # Magic, version, mechanism, total length; device, origin, control block, endpoint; pool mark; flags, driver version,
 # handle type; payload length, number of chunks.
 _HEADER = struct.Struct("<5sHBI16s16s16s16sQIIIHH")
@@ -163,7 +160,7 @@ class Descriptor(NamedTuple):
     offset, size, base_size
         The shared part, and the size of the whole allocation.
     payload
-        The driver's opaque export data; with fabric handles, the fabric handle of the control block's relay.
+        The driver's opaque export data.
     chunks
         The chunks of physical memory in the order of addresses. With fabric handles, every chunk has one.
     hold
@@ -256,10 +253,5 @@ class Descriptor(NamedTuple):
         shape: tuple[int, ...] = ()
         if flags & Flags.ARRAY:
             payload, dtype, shape = _split_array(payload, size)
-        if handle_type == FABRIC and len(payload) != (0 if ids[2] == NOWHERE else FABRIC_BYTES):
-            raise ValueError(
-                f"the descriptor's relay has a handle of {len(payload)} bytes: allowed are {FABRIC_BYTES} with a "
-                "control block, and 0 without one"
-            )
         numbers = (flags, slot, generation, ready, driver_version, handle_type, offset, size, base_size)
         return cls._make((kind, *ids, *numbers, payload, chunks, hold, pool_mark, dtype, shape))
