@@ -19,6 +19,7 @@ from typing import Any
 from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
 from streamalloc.cli.terminal import Terminal
+from streamalloc.driver import DriverMisuseError
 from streamalloc.driver.internal import described
 
 
@@ -39,21 +40,28 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
         found += [one for path in sorted(Path(folder).glob("*.json")) for one in json.loads(path.read_text("utf-8"))]
     if options.report:
         Path(options.report).write_text(json.dumps({"hazards": found, "not checked": notes}, indent=1), "utf-8")
-    if ended is not None and not found:
+    if ended is not None and not (found and isinstance(ended, SystemExit)):
         raise ended
     return 1 if found else 0
 
 
-_Found = tuple[list[dict[str, Any]], list[str], "SystemExit | None"]
+_Ended = SystemExit | DriverMisuseError | None
+_Found = tuple[list[dict[str, Any]], list[str], _Ended]
 """Hazards, notes of what was not checked, and how the program ended."""
 
 
 def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
     from streamalloc import cupti
 
-    with cupti.check(at_once=True, raises=options.raises) as check, check.in_children(folder):
-        ended = _ended(lambda: running.run_program(options))
-    return described(check.hazards), [*check.notes], ended
+    checks: list[Any] = []
+
+    def program() -> None:
+        with cupti.check(at_once=True, raises=options.raises) as check, check.in_children(folder):
+            checks.append(check)
+            running.run_program(options)
+
+    ended = _ended(program)
+    return described(checks[0].hazards), [*checks[0].notes], ended
 
 
 def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
@@ -68,10 +76,10 @@ def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> 
     return found, [*driver.notes], ended
 
 
-def _ended(program: Callable[[], object]) -> SystemExit | None:
-    """Run the program. Returns its exit, if it has called ``sys.exit``."""
+def _ended(program: Callable[[], object]) -> _Ended:
+    """Run the program. Returns its exit, or the error of the check that has ended it."""
     try:
         program()
-    except SystemExit as ended:
+    except (SystemExit, DriverMisuseError) as ended:
         return ended
     return None

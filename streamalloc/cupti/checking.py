@@ -103,6 +103,7 @@ class Check:
     def __init__(self, raises: bool) -> None:
         self._raises = raises
         """Whether to end the program at the next hazard."""
+        self._raising: threading.Timer | None = None
         self._seen = _Seen()
         self._recorder = Recorder(self._seen, "report")
         self._seen.addresses = self._recorder.state.addresses
@@ -145,9 +146,19 @@ class Check:
             undo.callback(self._recorder.close)
             undo.enter_context(self._libraries.followed())
             undo.callback(self.merge)
+            undo.callback(self._raise_here)
             self._subscription.open()
             undo.callback(self._subscription.close)
             yield self
+        if self._raises and self.hazards:
+            raise _Found
+
+    def _raise_here(self) -> None:
+        """Have the end of the block raise what has not been raised: later it would come out of other code."""
+        if self._raising is not None:
+            self._raises = not self._raising.finished.is_set()
+            self._raising.cancel()
+            self._raising.join()
 
     def _show_rest(self) -> None:
         self._recorder.show_rest()
@@ -185,7 +196,7 @@ class Check:
         self._follow(call)
         if self._raises and self.hazards:
             self._raises = False
-            raise_soon(_Found)
+            self._raising = raise_soon(_Found)
 
     def _follow(self, call: DriverCall) -> None:
         self._recorder.state.now = call.time
@@ -271,7 +282,7 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
         Whether to print each hazard when it is found, on the standard error stream.
     raises
         Whether to raise :class:`~streamalloc.driver.DriverMisuseError` in the main thread at the first hazard, soon
-        after it was found.
+        after it was found, or at the end of the block.
 
     Raises
     ------

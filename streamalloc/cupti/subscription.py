@@ -223,7 +223,7 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
         made.close()
 
 
-def raise_soon(kind: type[BaseException]) -> None:
+def raise_soon(kind: type[BaseException]) -> threading.Timer:
     """Raise an exception in the main thread, a millisecond from now: a callback of that thread may run now."""
 
     def raise_it() -> None:
@@ -236,6 +236,7 @@ def raise_soon(kind: type[BaseException]) -> None:
     timer = threading.Timer(_SOON, raise_it)
     timer.daemon = True
     timer.start()
+    return timer
 
 
 _SOON = 0.001
