@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 import streamalloc as sa
 from streamalloc.cli.measuring import SIZE, Bench, Call, CudaCore, CuPy, PyTorch, Row, Setup, Target
@@ -90,43 +87,9 @@ def torch_pair(torch: PyTorch) -> Call:
 # --- work on a stream -----------------------------------------------------------------------------------------------
 
 
-def raw_host_copy(bench: Bench, *, to_host: bool) -> Call:
-    """Copy between a numpy array and the device, with the fastest of the bindings' functions."""
-    driver, address, buffer = bench.driver, bench.array.ctypes.data, bench.raw_buffer()
-    one_way = driver.cuMemcpyDtoHAsync if to_host else driver.cuMemcpyHtoDAsync
-    hosts = ((one_way, bench.array), (one_way, address), (driver.cuMemcpyAsync, driver.CUdeviceptr(address)))
-    calls = []
-    for copy, host in hosts:
-        target, source = (host, buffer) if to_host else (buffer, host)
-        calls.append(partial(copy, target, source, SIZE, bench.raw_stream))
-    return min(calls, key=lambda call: min(timeit.repeat(call, number=50, repeat=5)))
-
-
 def cupy_copy(cupy: CuPy) -> Call:
     target, source = cupy.array().data, cupy.array().data
     return partial(target.copy_from_device_async, source, SIZE, cupy.stream)
-
-
-def raw_order(bench: Bench) -> Call:
-    """Create and record an event, let another stream wait for it, and destroy it."""
-    driver, stream = bench.driver, bench.raw_stream
-    other = raw_handle(bench.new_stream())
-    create, record = driver.cuEventCreate, driver.cuEventRecord
-    wait, destroy = driver.cuStreamWaitEvent, driver.cuEventDestroy
-    flags = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-
-    def order() -> None:
-        _, event = create(flags)
-        record(event, stream)
-        wait(other, event, 0)
-        destroy(event)
-
-    return order
-
-
-def order(record: Callable[[], Any], wait: Callable[[Any], object]) -> Call:
-    """Record an event of a stream, and let another stream wait for it."""
-    return lambda: wait(record())
 
 
 def capsule_of(array: Any) -> Call:
@@ -184,19 +147,6 @@ ROWS = (
         most=_QUEUED,
     ),
     Row(
-        "order",
-        "Record an event, and let another stream wait for it",
-        {
-            RAW: raw_order,
-            OURS: lambda bench: order(bench.stream.record, bench.new_stream().wait),
-            "cuda.core": with_(CudaCore, lambda cuda: order(cuda.stream.record, cuda.device.create_stream().wait)),
-            "CuPy": with_(CuPy, lambda cupy: order(cupy.stream.record, cupy.new_stream().wait_event)),
-            "PyTorch": with_(PyTorch, lambda torch: order(torch.stream.record_event, torch.new_stream().wait_event)),
-        },
-        (Target(OURS, 1.35, RAW),),
-        most=_QUEUED,
-    ),
-    Row(
         "copy",
         "Copy 4 KiB to another buffer",
         {
@@ -210,28 +160,6 @@ ROWS = (
             "CuPy": with_(CuPy, cupy_copy),
         },
         (Target(OURS, 1.2, RAW),),
-        most=_QUEUED,
-    ),
-    Row(
-        "to_numpy",
-        "Copy 4 KiB to a numpy array, which waits for it",
-        {
-            RAW: partial(raw_host_copy, to_host=True),
-            OURS: lambda bench: partial(bench.buffer().copy_to, bench.array),
-            "CuPy get": with_(CuPy, lambda cupy: partial(cupy.array().get, out=np.zeros(SIZE, np.uint8))),
-        },
-        (Target(OURS, 1.2, RAW), Target(OURS, 1.0, "CuPy get")),
-        most=_QUEUED,
-    ),
-    Row(
-        "from_numpy",
-        "Copy 4 KiB from a numpy array",
-        {
-            RAW: partial(raw_host_copy, to_host=False),
-            OURS: lambda bench: partial(bench.buffer().copy_from, bench.array),
-            "CuPy set": with_(CuPy, lambda cupy: partial(cupy.array().set, np.zeros(SIZE, np.uint8))),
-        },
-        (Target(OURS, 1.5, RAW), Target(OURS, 1.0, "CuPy set")),
         most=_QUEUED,
     ),
     Row(

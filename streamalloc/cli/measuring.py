@@ -182,11 +182,7 @@ class CuPy:
 
     def __init__(self, bench: Bench) -> None:
         self.cupy: Any = importlib.import_module("cupy")
-        self.stream: Any = bench.shared.enter_context(self.new_stream())
-
-    def new_stream(self) -> Any:
-        """Create a stream."""
-        return self.cupy.cuda.Stream(non_blocking=True)
+        self.stream: Any = bench.shared.enter_context(self.cupy.cuda.Stream(non_blocking=True))
 
     def array(self) -> Any:
         """Allocate 4 KiB."""
@@ -201,12 +197,7 @@ class PyTorch:
         if not self.torch.cuda.is_available():
             raise ImportError("torch without CUDA")
         self.device: Any = self.torch.device("cuda", 0)
-        self.stream: Any = self.new_stream()
-        bench.shared.enter_context(self.torch.cuda.stream(self.stream))
-
-    def new_stream(self) -> Any:
-        """Create a stream."""
-        return self.torch.cuda.Stream(self.device)
+        bench.shared.enter_context(self.torch.cuda.stream(self.torch.cuda.Stream(self.device)))
 
     def tensor(self) -> Any:
         """Allocate 4 KiB."""

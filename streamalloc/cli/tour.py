@@ -19,14 +19,11 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import ipc, vmm
 from streamalloc.cli.machine import (
-    KEEP_ALL,
     POSIX,
     Chosen,
     Unavailable,
     is_simulated,
-    need,
     need_gates,
-    need_host_pool,
     need_peers,
     need_shared_pools,
     need_virtual_memory,
@@ -34,7 +31,7 @@ from streamalloc.cli.machine import (
 from streamalloc.cli.terminal import OutputError, Terminal, plural
 from streamalloc.cli.worker import Worker, WorkerBase, read
 from streamalloc.driver import checked, use
-from streamalloc.multicast import MulticastObject, SymmetricMemory
+from streamalloc.multicast import SymmetricMemory
 from streamalloc.testing import Gate
 
 MiB = 1 << 20
@@ -79,19 +76,10 @@ class Tour(contextlib.ExitStack):
         """A new stream."""
         return self._part.enter_context(self.device.create_stream())
 
-    second = stream
-
     @property
     def pool(self) -> sa.MemoryPool:
         """A new pool of the device."""
         return self._part.enter_context(sa.MemoryPool(self.device))
-
-    @property
-    def host_pool(self) -> sa.MemoryPool:
-        """A new pool in host memory that the device may use."""
-        pool = self._part.enter_context(sa.MemoryPool(need_host_pool(self.device)))
-        pool.set_access(self.device, sa.MemAccess.READWRITE)
-        return pool
 
     @property
     def gate(self) -> Gate:
@@ -120,14 +108,6 @@ class Tour(contextlib.ExitStack):
     def multicast(self) -> Literal["auto", False]:
         """Whether multicast objects may be made: on real GPUs only with permission."""
         return "auto" if is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
-
-    @property
-    def team(self) -> list[sa.Device]:
-        """Devices that support multicast objects. Without permission no multicast call is made."""
-        need(self.multicast, f"multicast objects are created on real GPUs only with {_PERMISSION}=1")
-        devices = [device for device in sa.Device.all(self.device.driver) if device.supports.multicast]
-        need(len(devices) > 1, "this machine has no two GPUs that support multicast objects")
-        return devices
 
     def show(self, part: Part) -> None:
         """Run a part. An error in it counts as a failed check, and the tour continues."""
@@ -205,65 +185,6 @@ def in_stream_order(pool: sa.MemoryPool, stream: sa.Stream) -> Steps:
     yield "a use after the free raises before any driver call", error, sa.ClosedError
 
 
-def reuse(pool: sa.MemoryPool, stream: sa.Stream, second: sa.Stream, gate: Gate) -> Steps:
-    """Reuse of freed memory, while a gate holds the stream of the free"""
-    buffer = pool.allocate(20 * MiB, stream)
-    address = buffer.address
-    gate.hold(stream)
-    buffer.free()
-    same = pool.allocate(20 * MiB, stream)
-    yield "on the same stream: the same memory", same.address, address
-    same.free()
-    before = pool.statistics().reserved
-    other = pool.allocate(20 * MiB, second)
-    yield "on another stream: other memory", (other.address == address, pool.statistics().reserved > before), (0, 1)
-    second.wait(stream.record())
-    after = pool.allocate(20 * MiB, second)
-    yield "behind an event after the free: the same memory", after.address, address
-    yield "nothing of this has run yet", second.query(), False
-    gate.open()
-    other.free()
-    after.free()
-
-
-def threshold_and_trim(pool: sa.MemoryPool, stream: sa.Stream) -> Steps:
-    """The memory that a pool keeps at a synchronisation, and its release"""
-    pool.allocate(128 * MiB, stream).free()
-    held = pool.statistics().reserved
-    yield "freed, not synchronised: still reserved", held >= 128 * MiB, True
-    stream.synchronize()
-    yield "synchronised: all of it goes to the device", pool.statistics().reserved, 0
-    pool.attributes.release_threshold = KEEP_ALL
-    pool.allocate(128 * MiB, stream).free()
-    stream.synchronize()
-    yield "with the largest threshold it stays reserved", pool.statistics().reserved, held
-    released = pool.trim(64 * MiB)
-    yield "trimmed down to 64 MiB or little more", released, held - pool.statistics().reserved
-    pool.trim()
-    yield "trimmed", pool.statistics().reserved, 0
-
-
-def capture(device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream) -> Steps:
-    """Stream capture: allocations in it belong to the graph"""
-    result = pool.allocate(4 * MiB, stream)
-    result.fill(0)
-    with stream.capture() as graph:
-        scratch = sa.allocate(4 * MiB, stream)
-        scratch.fill(0x2A)
-        result.copy_from(scratch)
-        scratch.free()
-        error = raised(result.free)
-        yield "memory from outside cannot be freed in a capture", error, sa.CaptureError
-    yield "the other calls became nodes", sorted(graph.nodes), ["MEMCPY", "MEMSET", "MEM_ALLOC", "MEM_FREE"]
-    yield "and have not run", contents(result, stream), [0]
-    graph.launch(stream)
-    yield "launched: the graph uses memory of its own", contents(result, stream), [0x2A]
-    graph.close()
-    released = device.graph_memory.trim()
-    yield "which it keeps until it is closed and trimmed", released >= 4 * MiB, True
-    result.free()
-
-
 # --- virtual memory -------------------------------------------------------------------------------------------------
 
 
@@ -277,23 +198,6 @@ def growth(device: sa.Device, stream: sa.Stream, chunk: int) -> Steps:
     yield "no byte has moved", contents(buffer, stream), [1, 2]
     buffer.resize(chunk, after=stream.record())
     yield "shrunk after the fill", (buffer.mapped_bytes, contents(buffer, stream)), (chunk, [1])
-    buffer.close()
-
-
-def eviction(device: sa.Device, stream: sa.Stream, chunk: int, host_pool: sa.MemoryPool) -> Steps:
-    """Evict and restore: the memory is released, addresses and bytes stay"""
-    buffer = vmm.GrowableBuffer(device, chunk, chunk, stream=stream)
-    buffer.copy_from(written := np.arange(chunk // 4, dtype=np.uint32))
-    address = buffer.address
-    buffer.evict(host_pool)
-    yield "the bytes are in host memory", host_pool.statistics().used, chunk
-    error = raised(vmm.PhysicalMemory.at, address)
-    yield "nothing is mapped at the address", error, sa.InvalidValueError
-    error = raised(buffer.fill, 0)
-    yield "a use raises before any driver call", error, sa.EvictedError
-    buffer.restore()
-    same = bool((read(buffer, stream).view(np.uint32) == written).all())
-    yield "the same bytes at the same address", (buffer.address, same), (address, True)
     buffer.close()
 
 
@@ -326,11 +230,6 @@ class WorkerActions(WorkerBase):
         self.opened.pop(name).close()
         self.stream.synchronize()
 
-    def consume(self) -> list[list[int]]:
-        """Read a ring to its end; return the different bytes of each item."""
-        with ipc.Ring.consumer(ipc.Channel.from_fd(self.handles[0]), stream=self.stream, timeout=20) as ring:
-            return [contents(item, self.stream) for item in ring]
-
 
 def two_processes(worker: Worker, device: sa.Device, stream: sa.Stream, gate: Gate) -> Steps:
     """One buffer in two processes"""
@@ -351,20 +250,6 @@ def two_processes(worker: Worker, device: sa.Device, stream: sa.Stream, gate: Ga
     yield "closed there: freed", pool.statistics().used, 0
 
 
-def ring(worker: Worker, device: sa.Device, stream: sa.Stream) -> Steps:
-    """A ring: items are sent through slots that are shared once"""
-    pool = sa.MemoryPool(device, handle_types=POSIX)
-    ours, theirs = ipc.Channel.pair()
-    with ipc.Ring.producer(pool, MiB, 4, stream=stream) as producer, theirs:
-        worker.begin("consume", fds=[theirs.fileno()])
-        producer.add(ours, timeout=20)
-        for number in range(20):
-            with producer.next(timeout=20) as slot:
-                slot.fill(number)
-        yield "20 items, 4 slots", (producer.statistics().handed_off, pool.statistics().used), (20, 4 * MiB)
-    yield "the other process received all, in order", worker.result(), [[number] for number in range(20)]
-
-
 # --- multicast ------------------------------------------------------------------------------------------------------
 
 
@@ -383,54 +268,14 @@ def symmetric(peers: list[sa.Device], multicast: Literal["auto", False], gate: G
         yield "sent by another GPU, not by the host", second.query(), True
 
 
-def multicast(team: list[sa.Device]) -> Steps:
-    """Multicast: the switches copy a store to the memory of all GPUs"""
-    driver, count, last = team[0].driver, len(team), team[-1]
-    size = MulticastObject.granularity(count, driver=driver)
-    made = MulticastObject(size, count, driver=driver)
-    for device in team[:-1]:
-        made.add_device(device)
-    memories = [vmm.PhysicalMemory(device, size) for device in team]
-    error = raised(made.bind, memories[0])
-    yield "a GPU is still missing", error, sa.IncompleteTeamError
-    made.add_device(last)
-    bindings = [made.bind(memory) for memory in memories]
-    view = made.map(access=team)
-    yield "memory of each GPU bound, and the object mapped", made.bindings, tuple(bindings)
-    stream = last.create_stream()
-    view.fill(0x2D, stream)
-    stream.synchronize()
-    addresses = vmm.AddressRange(count * size, driver=driver)
-    own = [addresses.map(memory, rank * size, access=team) for rank, memory in enumerate(memories)]
-    yield "one store fills all", [contents(memory, stream) for memory in own], [[0x2D]] * count
-    own[-1].fill(0x3E, stream)
-    found = [contents(memory, stream) for memory in own]
-    yield "a store to one GPU's memory changes that alone", found, [[0x2D]] * (count - 1) + [[0x3E]]
-    addresses.unmap()
-    view.close()
-    made.close()
-    addresses.close()
-    error = raised(view.fill, 0, stream)
-    yield "closed: unmapped, unbound and released", error, sa.ClosedError
-
-
-PARTS: dict[str, tuple[Part, ...]] = {
-    "pools": (in_stream_order, reuse, threshold_and_trim, capture),
-    "vmm": (growth, eviction),
-    "ipc": (two_processes, ring),
-    "multicast": (symmetric, multicast),
-}
-SHORT: tuple[Part, ...] = (in_stream_order, growth, two_processes, symmetric)
-"""The parts of the tour without arguments."""
+PARTS: tuple[Part, ...] = (in_stream_order, growth, two_processes, symmetric)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tour``."""
-    parser.add_argument("area", nargs="?", choices=PARTS, help="all parts of one area")
-    parser.add_argument("--all", action="store_true", help="all parts of all areas")
+    """Add no arguments: ``tour`` takes none."""
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
@@ -444,8 +289,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     with use(accounts), warnings.catch_warnings():
         warnings.simplefilter("error", sa.PendingFreesWarning)
         with Tour(terminal) as tour:
-            shown = PARTS if options.all else [options.area] if options.area else ()
-            for part in [part for area in shown for part in PARTS[area]] or SHORT:
+            for part in PARTS:
                 tour.show(part)
         terminal.heading("At the end, nothing is left")
         gc.collect()  # after a failed part, its objects may be in a reference cycle with the error
@@ -464,7 +308,6 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 _NEXT = (
-    ("python -m streamalloc tour --all", "reuse, trim, capture, eviction, a ring, multicast objects"),
     ("python -m streamalloc info", "what the devices of this machine support, and what the rest needs"),
     ("python -m streamalloc bench --quick", "its calls beside raw driver calls and other libraries"),
 )

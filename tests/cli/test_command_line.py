@@ -78,7 +78,7 @@ class TestChoiceOfDriver:
         monkeypatch.setattr("streamalloc.cli.machine.default", nothing_found)
         monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
 
-    @pytest.mark.parametrize("command", ["tour multicast", "info"])
+    @pytest.mark.parametrize("command", ["tour", "info"])
     @pytest.mark.usefixtures("no_driver")
     def test_simulated_where_there_is_none(self, run: Run, command: str) -> None:
         code, text = run(*command.split())

@@ -21,15 +21,15 @@ PERMISSION = "STREAMALLOC_TEST_MULTICAST"
 @pytest.fixture(scope="module")
 def whole(on_cuda: bool, primary_contexts: None) -> Complete:
     """The whole tour as users see it."""
-    return complete(on_cuda, "tour", "--all")
+    return complete(on_cuda, "tour")
 
 
 def test_every_check_holds(whole: Complete, machine: Any, on_cuda: bool) -> None:
     first, *_ = lines = whole.text.splitlines()
     assert whole.code == 0 and "FAILED" not in whole.text, whole.text
     assert sa.Device(0, driver=machine).name in first and ("simulated" in first) == (not on_cuda)
-    assert all(f"{part.__doc__}" in lines for parts in tour.PARTS.values() for part in parts)
-    assert lines.count("") == 2 + sum(map(len, tour.PARTS.values())) and lines[-4].startswith("All ")
+    assert all(f"{part.__doc__}" in lines for part in tour.PARTS)
+    assert lines.count("") == 2 + len(tour.PARTS) and lines[-3].startswith("All ")
     assert re.search(r"opened by process \d+\n", whole.text) and f"process {os.getpid()}\n" not in whole.text
 
 
@@ -41,53 +41,33 @@ def test_it_is_short_and_shows_the_code_that_runs(run: Run) -> None:
     code, text = run("tour")
     lines = text.splitlines()
     assert code == 0 and len(lines) <= 50
-    assert [line.split("  ")[1] for line in lines[-3:]] == [
-        f"python -m streamalloc {words}" for words in ("tour --all", "info", "bench --quick")
+    assert [line.split("  ")[1] for line in lines[-2:]] == [
+        f"python -m streamalloc {words}" for words in ("info", "bench --quick")
     ]
-    source = "".join(map(inspect.getsource, tour.SHORT))
+    source = "".join(map(inspect.getsource, tour.PARTS))
     steps = [line[:70].strip() for line in lines if re.search("  ok  ", line)]
     assert len(steps) >= 15 and all(step in source for step in steps[:-1])
 
 
-@pytest.mark.parametrize("area", tour.PARTS)
-def test_one_area(machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, area: str) -> None:
-    shown: list[tour.Part] = []
-    monkeypatch.setattr(tour.Tour, "show", lambda _, part: shown.append(part))
-    assert run("tour", area)[0] == 0
-    assert shown == list(tour.PARTS[area])
-
-
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize(
-    ("area", "call", "altered", "wrong"),
-    [
-        ("pools", "cuMemsetD8Async", lambda at, value, *rest: (at, value ^ 1, *rest), "expected [90], found [91]"),
-        ("vmm", "cuMemsetD8Async", lambda at, value, *rest: (at, value + 1, *rest), "expected [1, 2], found [2, 3]"),
-        ("ipc", "cuMemsetD8Async", lambda at, value, *rest: (at, value & 0xF0, *rest), "expected [17], found [16]"),
-        ("multicast", "cuMemsetD8Async", lambda at, value, *rest: (at, value ^ 1, *rest), "expected [7], found [6]"),
-    ],
-)
-def test_a_wrong_result_is_found(machine: Any, run: Run, area: str, call: str, altered: Any, wrong: str) -> None:
-    real = getattr(machine, call)
-    with sd.use(Altered(machine, **{call: lambda *arguments: real(*altered(*arguments))})):
-        code, text = run("tour", area)
+def test_a_wrong_result_is_found(machine: Any, run: Run) -> None:
+    """In each part, each fill writes one more."""
+    fill = machine.cuMemsetD8Async
+    with sd.use(Altered(machine, cuMemsetD8Async=lambda at, value, *rest: fill(at, value + 1, *rest))):
+        code, text = run("tour")
     assert code == 1
-    assert "FAILED" in text and wrong in text and " failed" in text.splitlines()[-1]
+    for wrong in ("[90], found [91]", "[1, 2], found [2, 3]", "[17], found [18]", "[7], found [8]"):
+        assert f"expected {wrong}" in text
+    assert "FAILED" in text and " failed" in text.splitlines()[-1]
 
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize(
-    ("area", "call"),
-    [
-        ("pools", "cuGraphLaunch"),
-        ("vmm", "cuMemCreate"),
-        ("ipc", "cuMemPoolExportPointer"),
-        ("multicast", "cuStreamWriteValue32"),
-    ],
+    "call", ["cuMemAllocFromPoolAsync", "cuMemCreate", "cuMemPoolExportPointer", "cuStreamWriteValue32"]
 )
-def test_a_refused_call_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run, area: str, call: str) -> None:
+def test_a_refused_call_fails_its_part_and_the_tour_goes_on(machine: Any, run: Run, call: str) -> None:
     with sd.use(sd.faulty(machine, call, result="CUDA_ERROR_UNKNOWN")):
-        code, text = run("tour", area)
+        code, text = run("tour")
     assert code == 1
     assert f"FAILED  CudaError: {call} answered CUDA_ERROR_UNKNOWN" in text
     assert "driver.assert_nothing_left()" in text
@@ -103,24 +83,23 @@ def test_another_process_that_is_killed_fails_its_parts(
         return ask(self, *arguments, **options)
 
     monkeypatch.setattr(Worker, "ask", kill_and_ask)
-    code, text = run("tour", "ipc")
+    code, text = run("tour")
     assert code == 1 and "FAILED  PeerGoneError" in text
 
 
 @pytest.mark.parametrize(
-    ("area", "lacks", "reason", "parts"),
+    ("lacks", "reason"),
     [
-        ("ipc", ["MEMPOOL_SUPPORTED_HANDLE_TYPES"], "this device's pools cannot be shared with other processes", 2),
-        ("vmm", ["VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"], "this device does not support virtual memory management", 2),
+        ("MEMPOOL_SUPPORTED_HANDLE_TYPES", "this device's pools cannot be shared with other processes"),
+        ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "this device does not support virtual memory management"),
     ],
 )
-def test_a_part_that_a_device_cannot_run_is_skipped(
-    machine: Any, run: Run, area: str, lacks: list[str], reason: str, parts: int
-) -> None:
-    with sd.use(without(machine, *lacks)):
-        code, text = run("tour", area)
-    assert code == 0 and text.count(f"skipped  {reason}") == parts
-    assert f"All 1 check held, {parts} parts skipped" in text
+@pytest.mark.gpus(2)
+def test_a_part_that_a_device_cannot_run_is_skipped(machine: Any, run: Run, lacks: str, reason: str) -> None:
+    with sd.use(without(machine, lacks)):
+        code, text = run("tour")
+    assert code == 0 and text.count(f"skipped  {reason}") == 1
+    assert "checks held, 1 part skipped" in text
 
 
 def test_a_device_without_pools(machine: Any, run: Run) -> None:
@@ -131,39 +110,27 @@ def test_a_device_without_pools(machine: Any, run: Run) -> None:
 
 
 @pytest.mark.gpus(2)
-class TestMulticast:
-    @pytest.mark.multicast
-    def test_every_check_holds(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(PERMISSION, "1")
-        code, text = run("tour", "multicast")
-        assert code == 0 and "skipped" not in text, text
+def test_real_hardware_makes_no_multicast_object_unless_asked(
+    machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(PERMISSION, raising=False)
+    calls = sd.traced(machine)
+    with sd.use(Altered(calls, is_simulated=False)):
+        code, text = run("tour")
+    # Symmetric memory is shown all the same.
+    assert code == 0 and "skipped" not in text
+    assert not [call for call in calls.calls if call.name.startswith("cuMulticast")]
 
-    def test_real_hardware_makes_no_object_unless_asked(
-        self, machine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delenv(PERMISSION, raising=False)
-        calls = sd.traced(machine)
-        with sd.use(Altered(calls, is_simulated=False)):
-            code, text = run("tour", "multicast")
-        # Symmetric memory is shown all the same.
-        assert code == 0 and text.count("skipped  ") == 1
-        assert f"skipped  multicast objects are created on real GPUs only with {PERMISSION}=1" in text
-        assert not [call for call in calls.calls if call.name.startswith("cuMulticast")]
 
-    @pytest.mark.simulated_only("the machine of the tour is simulated without support")
-    @pytest.mark.parametrize(
-        ("options", "reason"),
-        [
-            ({"devices": 1}, "this machine has one GPU"),
-            ({"devices": 2, "multicast": False}, "this machine has no two GPUs that support multicast objects"),
-        ],
-    )
-    def test_machines_without_support(self, run: Run, options: Any, reason: str) -> None:
-        with sd.use(sd.simulated(**options)):
-            code, text = run("tour", "multicast")
-        assert code == 0 and f"skipped  {reason}" in text
+@pytest.mark.simulated_only("the machine of the tour is simulated")
+def test_one_device(run: Run) -> None:
+    with sd.use(sd.simulated(devices=1)):
+        code, text = run("tour")
+    assert code == 0 and "skipped  this machine has one GPU" in text
 
-    def test_devices_that_do_not_reach_each_other(self, machine: Any, run: Run) -> None:
-        success = machine.CUresult.CUDA_SUCCESS
-        with sd.use(Altered(machine, cuDeviceCanAccessPeer=lambda here, there: (success, 0))):
-            assert "skipped  no other GPU of this machine has access to the memory of GPU 0" in run("tour")[1]
+
+@pytest.mark.gpus(2)
+def test_devices_that_do_not_reach_each_other(machine: Any, run: Run) -> None:
+    success = machine.CUresult.CUDA_SUCCESS
+    with sd.use(Altered(machine, cuDeviceCanAccessPeer=lambda here, there: (success, 0))):
+        assert "skipped  no other GPU of this machine has access to the memory of GPU 0" in run("tour")[1]

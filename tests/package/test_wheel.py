@@ -84,7 +84,7 @@ def test_what_is_in_it(installed: Environment) -> None:
 
 
 def test_the_command(installed: Environment, tmp_path: Path) -> None:
-    done = installed.run("streamalloc", "--driver=simulated", "tour", "pools", cwd=tmp_path)
+    done = installed.run("streamalloc", "--driver=simulated", "tour", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("running on the simulated driver (1 device") and "All " in done.stdout
     wrong = installed.run("streamalloc", "tour", "oceans", cwd=tmp_path)
