@@ -60,7 +60,7 @@ from streamalloc.core.library_streams import (
     open_question,
 )
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import PerDriver, Session, drained, members, sessions
+from streamalloc.core.session import PerDriver, Session, members, sessions
 from streamalloc.driver.internal import SETTLERS, RLock, cuda
 from streamalloc.formats.html import Row, Shown
 
@@ -509,8 +509,9 @@ class Stream(Closes, Shown):
 
 def _spare_event(stream: Stream) -> Event | None:
     """A closed event of a stream, to be recorded again."""
-    raw = next(drained(stream._spare.pop), None)
-    if raw is None:
+    try:
+        raw = stream._spare.pop()
+    except IndexError:
         return None
     event = Event.__new__(Event)
     event._adopt(stream.device, interprocess=False)
