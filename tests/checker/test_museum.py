@@ -212,7 +212,7 @@ def _program(one: Exhibit) -> str:
     if (LIBRARIES / one.path.name).exists():
         included.append(f"museum/libraries/{one.path.name}")
     blocks = "".join(
-        f"```{{literalinclude}} ../../tests/checker/{name}\n:language: python\n```\n\n" for name in included
+        f":::{{literalinclude}} ../../tests/checker/{name}\n:language: python\n:::\n\n" for name in included
     )
     return f"\n<details>\n<summary>{one.library}: <code>{one.path.name}</code></summary>\n\n{blocks}</details>\n"
 
