@@ -20,7 +20,15 @@ from streamalloc.checker.report import Reports
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.state import State
 from streamalloc.checker.streams import CallingThread
-from streamalloc.checker.uses import Finish, kernel_of_others, nothing, release_mapped, use_on_device, use_on_host
+from streamalloc.checker.uses import (
+    Finish,
+    Kernel,
+    kernels_of_others,
+    nothing,
+    release_mapped,
+    use_on_device,
+    use_on_host,
+)
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.errors import DriverMisuseError
@@ -177,24 +185,20 @@ class Recorder:
 
         self._reports.deliver(self._alone(self._as_caller, CallingThread(call.thread, context, place), record))
 
-    def feed_kernel(
-        self,
-        caller: CallingThread,
-        stream: int,
-        what: str,
-        addresses: tuple[int, ...] | None,
-        runs: Callable[[TrackedStream], None],
+    def feed_kernels(
+        self, caller: CallingThread, stream: int, kernels: list[Kernel], runs: Callable[[TrackedStream], None]
     ) -> None:
-        """Record the launch of a kernel of other code, whose arguments contain addresses; None if they are unknown.
-        ``runs`` is called when its stream runs it.
+        """Record launches, one after the other, of kernels of other code. ``runs`` is called when their stream runs
+        them.
         """
 
         def record() -> list[Hazard]:
             state = self._state
             state.look()
-            if addresses is None:
-                state.notes.add("arguments", what)
-            kernel_of_others(state, state.stream(stream), what, addresses or (), runs)
+            for what, place, addresses in kernels:
+                if addresses is None:
+                    state.notes.add("arguments", what, place)
+            kernels_of_others(state, state.stream(stream), kernels, runs)
             return self._reports.take()
 
         self._reports.deliver(self._alone(self._as_caller, caller, record))

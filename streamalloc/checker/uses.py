@@ -34,6 +34,8 @@ Before: TypeAlias = Callable[[State, str, Arguments], Finish]
 
 For example frees: after the call another thread may already get the memory.
 """
+Kernel = tuple[str, Stack, "tuple[int, ...] | None"]
+"""A launched kernel: text, place, and the addresses among its arguments; None if they are unknown."""
 T = TypeVar("T")
 
 KERNEL = "a kernel"
@@ -245,24 +247,27 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
     check_extent(state, f"{KERNEL} on {stream.name}", touched, stack, stream not in state.streams.captures)
 
 
-def kernel_of_others(
-    state: State, stream: TrackedStream, what: str, addresses: Iterable[int], runs: Callable[[TrackedStream], None]
+def kernels_of_others(
+    state: State, stream: TrackedStream, kernels: Iterable[Kernel], runs: Callable[[TrackedStream], None]
 ) -> None:
-    """Queue a kernel whose arguments contain addresses, without a word of what it does there. Each counts as a read:
-    that is enough for frees, and for known writes by others. ``runs`` is called when its stream runs it.
+    """Queue kernels whose arguments contain addresses, without a word of what they do there. Each use counts as a read:
+    that is enough for frees, and for known writes by others. ``runs`` is called when their stream runs them.
     """
-    if state.capture_of(stream) is None:
+    is_captured = state.capture_of(stream) is not None
+    if not is_captured:
         state.timeline.submit(stream, runs)
-        found = state.addresses.whole(addresses)
-    else:
-        ranges = ((state.addresses.find(one), one) for one in addresses)
-        found = [(one, address) for one, address in ranges if one is not None]
-    for range_, _ in found:
-        if range_.kind in HOST_KINDS:
-            state.sources.may_be_written(stream, frozenset((range_.bytes,)))
-    if found:
-        pieces: Pieces = [((one, address, min(address + _WORD, one.end)), False) for one, address in found]
-        queue_use(state, stream, TrackedNode("use", what, state.place(), pieces, kernel=True))
+    for what, place, addresses in kernels:
+        if is_captured:
+            ranges = ((state.addresses.find(one), one) for one in addresses or ())
+            found = [(one, address) for one, address in ranges if one is not None]
+        else:
+            found = state.addresses.whole(addresses or ())
+        for range_, _ in found:
+            if range_.kind in HOST_KINDS:
+                state.sources.may_be_written(stream, frozenset((range_.bytes,)))
+        if found:
+            pieces: Pieces = [((one, address, min(address + _WORD, one.end)), False) for one, address in found]
+            queue_use(state, stream, TrackedNode("use", what, place, pieces, kernel=True))
 
 
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:

@@ -11,7 +11,8 @@ and judged later, in the order of time with what the allocators did (:meth:`Bloc
   reads, and copies and fills as what they are.
 * A use by another stream than the block's must be over when the first use of the next owner runs.
 
-A block that only its own stream uses needs no judgement, so nothing but its first and latest use is kept.
+A block that only its own stream uses needs no judgement, so nothing but its first and latest use is kept. While one
+stream alone works, uses and events are only kept, the latest ones of them.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from streamalloc.checker.clocks import CERTAIN, Clock, TrackedStream
 from streamalloc.checker.ranges import Access, AddressMap, Moment, Range
 from streamalloc.checker.state import State
+from streamalloc.cupti.subscription import Launch
 from streamalloc.driver.internal import Stack
 
 ALLOCATED, FREED, SEGMENT = "allocated", "freed", "segment"
@@ -42,6 +45,24 @@ class Event(NamedTuple):
     owner: str
     """Name of the library."""
     place: Callable[[], Stack]
+
+
+class Run(NamedTuple):
+    """Launches in a row on a stream, the first of which has a number in it."""
+
+    stream: TrackedStream
+    at: int
+    clock: dict[int, int]
+    launches: list[Launch]
+
+    def uses(self) -> list[Use]:
+        """What each of them uses."""
+        found = []
+        for at, one in enumerate(self.launches, self.at):
+            addresses, kernel = one.pointers() or (), one.kernel
+            written = kernel.written(addresses)
+            found.append(Use(one.time, self.stream, at, self.clock, kernel.what, one.place, addresses, written))
+        return found
 
 
 class Use(NamedTuple):
@@ -105,56 +126,65 @@ class Blocks:
         """Time from which uses by one stream alone are known, too."""
         self.captures: list[tuple[int, int]] = []
         """Begin and end of each capture; an end of 0 is to come."""
-        self._uses: list[Use] = []
-        self._later: list[Event] = []
-        self.log = self._uses.append
-        """Logs a use."""
+        self._uses: list[Use | Run] = []
+        self._events: list[Event] = []
+        self.count = 0
+        """Number of the logged uses."""
 
-    def __len__(self) -> int:
-        return len(self._uses)
+    def log(self, use: Use | Run) -> None:
+        """Log a use, or several."""
+        self._uses.append(use)
+        self.count += len(use.launches) if isinstance(use, Run) else 1
 
-    def merge(self, events: Iterable[Event], upto: int) -> None:
-        """Judge the logged uses up to a time, in its order with the events of the allocators."""
-        acts = sorted((*self._later, *events), key=lambda one: one.time)
-        self._later = [one for one in acts if one.time > upto]
-        acts = acts[: len(acts) - len(self._later)]
-        uses = [one for one in self._uses if one.time <= upto]
-        self._uses[:] = [one for one in self._uses if one.time > upto]
-        self._streams.update((one.stream.handle, one.stream) for one in uses if one.stream.handle)
-        if not self._several(uses, acts):
-            self._known_from, uses = upto, []
-        steps: list[Event | Use] = [*acts, *uses]
-        for one in sorted(steps, key=lambda one: one.time):
-            if isinstance(one, Use):
-                self._used(one)
+    def merge(self, events: Iterable[Event], upto: int, is_alone: bool) -> None:
+        """Judge the logged uses up to a time, in its order with the events of the allocators. If one stream alone has
+        worked so far, keep them, and forget the older half of many.
+        """
+        for one in events:
+            self._events.append(one)
+            segment = self._state.addresses.find(one.address) if one.kind == SEGMENT else None
+            if segment is not None:
+                self._state.addresses.divide(segment)
+        if is_alone:
+            if self.count > _MOST_KEPT:
+                self._forget()
+            return
+        self._events.sort(key=_time)
+        at = bisect_right(self._events, upto, key=_time)
+        steps: list[Event | Use] = [*self._events[:at]]
+        for use in self._uses:
+            steps += use.uses() if isinstance(use, Run) else [use]
+            if use.stream.handle:
+                self._streams[use.stream.handle] = use.stream
+        self._events, self._uses, self.count = self._events[at:], [], 0
+        for step in sorted(steps, key=_time):
+            if isinstance(step, Use):
+                self._used(step)
             else:
-                self._happened(one)
+                self._happened(step)
 
-    def _several(self, uses: list[Use], acts: list[Event]) -> bool:
-        """Whether more than one stream has used or owned memory, or a graph; otherwise all is in order."""
-        if (
-            any(one.captured for one in uses)
-            or len(self._gone)
-            or any(isinstance(one, _Block) and one.range for one in self._live.values())
-        ):
-            return True
-        owners = {one.stream for one in acts}
-        owners |= {one.stream if isinstance(one, Event) else one.stream.handle for one in self._live.values()}
-        return len({one.stream for one in uses} | {self._stream(one) for one in owners}) > 1
+    def _forget(self) -> None:
+        """Forget the older half of the uses, by one stream alone."""
+        half = len(self._uses) // 2 or 1
+        last = self._uses[half - 1]
+        self._known_from = last.launches[-1].time if isinstance(last, Run) else last.time
+        del self._uses[:half]
+        self.count = sum(len(one.launches) if isinstance(one, Run) else 1 for one in self._uses)
+        self._events.sort(key=_time)
+        at = bisect_right(self._events, self._known_from, key=_time)
+        for event in self._events[:at]:
+            self._happened(event)
+        del self._events[:at]
 
     def _stream(self, handle: int) -> TrackedStream:
         return self._streams.get(handle) or self._state.stream(handle)
 
     def _happened(self, event: Event) -> None:
-        if event.kind == SEGMENT:
-            segment = self._state.addresses.find(event.address)
-            if segment is not None:
-                self._state.addresses.divide(segment)
-        elif event.kind == ALLOCATED:
+        if event.kind == ALLOCATED:
             if event.address not in self._live:
                 insort(self._bases, event.address)
             self._live[event.address] = event
-        else:
+        elif event.kind == FREED:
             block = self._live.pop(event.address, None)
             at = bisect_right(self._bases, event.address) - 1
             if at >= 0 and self._bases[at] == event.address:
@@ -255,5 +285,8 @@ class Blocks:
                 judge.report("free racing a use", what, remedy, old, ended.stack, used=one.stack, reused=use.place)
 
 
+_time = attrgetter("time")
+_MOST_KEPT = 20_000
+"""Uses that are kept while one stream works alone."""
 _WORD = 8
 """Bytes that a kernel uses at least at an address among its arguments."""

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from time import time_ns
@@ -22,10 +23,9 @@ from streamalloc.checker.ranges import Access, Piece
 from streamalloc.checker.recorder import REFUSED, Recorder
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
-from streamalloc.cupti.blocks import Blocks, Use
-from streamalloc.cupti.kernels import kernel
+from streamalloc.cupti.blocks import Blocks, Run, Use
 from streamalloc.cupti.libraries import Libraries
-from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Subscription, raise_soon
+from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Launch, Subscription, raise_soon
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.errors import DriverMisuseError
@@ -37,7 +37,10 @@ VARIABLE = "STREAMALLOC_CHECK_ALL"
 """Environment variable with the folder for the findings of child processes."""
 _MOST_LOGGED = 20_000
 """Uses between two readings of the libraries' histories."""
-_SEVERAL, _FOLLOWED = 2, 3
+_FEW_ENTRIES = 50_000
+"""Entries of PyTorch's history while one stream works alone."""
+_MOST_WAITING = 1000
+"""Launches that wait for the next call of another kind."""
 _MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
 _USES = ("cuLaunch", "cuMemcpy", "cuMemset")
 _UNLOADS = frozenset(("cuModuleUnload", "cuLibraryUnload", "cuCtxDestroy", "cuDevicePrimaryCtxReset"))
@@ -63,7 +66,6 @@ class _Seen:
 
     def saw(self, call: DriverCall) -> None:
         """Learn from a call."""
-        self.context = call.context
         if call.function == "cuDevicePrimaryCtxRetain" and not call.answer[0]:
             self._devices[call.answer[1]] = call.args[0]
 
@@ -110,15 +112,29 @@ class Check:
         self._recorder.state.on_use = self._used
         self._recorder.state.streams.foreign.may_write = True  # kernels do not tell which bytes they write
         self._libraries = Libraries(stacks=None)
+        self._libraries.most_entries = _FEW_ENTRIES
         self._blocks = Blocks(self._recorder.state)
-        self._merging = threading.Lock()
+        self._waiting: deque[DriverCall | Launch] = deque()
+        """What callbacks have brought, in order. Launches wait for the next call of another kind: those of a stream in
+        a row are one step of the checker.
+        """
+        self._turn = threading.Lock()
+        self._worker = 0
+        """Thread that works on them; 0: none does."""
+        self._handles: set[int] = set()
+        """Streams that have launched kernels."""
         self._first: TrackedStream | None = None
         """The first stream that works."""
-        self._streams = 0
-        """Number of streams that work, up to two; :data:`_FOLLOWED` once libraries record the lines of their blocks."""
+        self._is_alone = True
+        """Whether it is the only one, and no graph uses memory: then nothing is wrong with blocks, nobody asks for
+        their lines, and their history is only kept.
+        """
         self._has_new_segments = False
         """Whether a library may have got a segment since its history was read."""
-        self._subscription: Subscription = Subscription(self._call, {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES})
+        self._was_read = False
+        """Whether uses were judged before."""
+        functions = {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES}
+        self._subscription: Subscription = Subscription(self._called, functions, self._launched)
 
     @property
     def hazards(self) -> list[Hazard]:
@@ -182,52 +198,80 @@ class Check:
 
     def merge(self) -> None:
         """Judge the logged uses with the blocks of the libraries that the program has imported."""
-        if self._merging.acquire(blocking=False):  # another thread is there already
-            try:
-                upto = time_ns()
-                merge = functools.partial(self._blocks.merge, self._libraries.events(), upto)
-                self._recorder.between_calls(self._seen.context, merge)
-            finally:
-                self._merging.release()
+        upto, is_alone = time_ns(), self._is_alone
+        of_torch = self._has_new_segments or not is_alone
+        self._has_new_segments = False
+        events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
+        self._was_read |= not is_alone
+        merge = functools.partial(self._blocks.merge, events, upto, is_alone)
+        self._recorder.between_calls(self._seen.context, merge)
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
-    def _call(self, call: DriverCall) -> None:
-        self._follow(call)
+    def _launched(self, launch: Launch) -> None:
+        self._waiting.append(launch)
+        if launch.stream not in self._handles or len(self._waiting) > _MOST_WAITING:
+            self._handles.add(launch.stream)
+            self._work()
+
+    def _called(self, call: DriverCall) -> None:
+        self._waiting.append(call)
+        self._work()
+
+    def _work(self) -> None:
+        if self._worker == threading.get_ident():
+            return  # a finaliser in the middle of the work has made a call, which is next
+        with self._turn:
+            self._worker = threading.get_ident()
+            try:
+                while self._waiting:
+                    self._take()
+            finally:
+                self._worker = 0
         if self._raises and self.hazards:
             self._raises = False
             self._raising = raise_soon(_Found)
 
-    def _follow(self, call: DriverCall) -> None:
-        self._recorder.state.now = call.time
-        self._seen.saw(call)
-        if call.function in _MAKE_SEGMENTS:
-            self._has_new_segments = True
-        elif (self._has_new_segments or len(self._blocks) > _MOST_LOGGED) and call.function.startswith(_USES):
+    def _take(self) -> None:
+        one, was_alone = self._waiting.popleft(), self._is_alone
+        self._recorder.state.now, self._seen.context = one.time, one.context
+        uses = isinstance(one, Launch) or one.function.startswith(_USES)
+        if uses and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
             # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
             # lock of its allocator, which its history needs.
-            self._has_new_segments = False
             self.merge()
-        if self._streams == _SEVERAL and call.function.startswith(_USES):
-            self._streams = _FOLLOWED
-            self._libraries.add_lines()
-        if call.function in LAUNCHES:
-            (what, written), place, addresses = kernel(call.kernel), call.place, call.pointers
+        if isinstance(one, Launch):
+            run = [one]
+            while self._waiting and isinstance(later := self._waiting[0], Launch) and later[1:4] == one[1:4]:
+                run.append(later)
+                self._waiting.popleft()
+            self._run(run)
+        else:
+            self._follow(one)
+        if was_alone and not self._is_alone:
+            self._libraries.record_all()
 
-            def runs(stream: TrackedStream) -> None:
-                self._uses(stream)
-                if addresses:
-                    clock = stream.clock.known.copy()
-                    use = Use(call.time, stream, stream.time, clock, what, place, addresses, written(addresses))
-                    self._blocks.log(use)
+    def _run(self, launches: list[Launch]) -> None:
+        """Follow launches in a row on one stream."""
 
-            self._recorder.feed_kernel(
-                CallingThread(call.thread, call.context, place), call.args[1], what, addresses, runs
-            )
-            return
+        def runs(stream: TrackedStream) -> None:
+            self._uses(stream)
+            self._blocks.log(Run(stream, stream.time, stream.clock.known.copy(), launches))
+            # Each launch has a time of its own: uses of one time have no order.
+            stream.time += len(launches) - 1
+            stream.clock.known[stream.number] = stream.time
+
+        first, kernels = launches[0], [(one.kernel.what, one.place, one.pointers()) for one in launches]
+        caller = CallingThread(first.thread, first.context, first.place)
+        self._recorder.feed_kernels(caller, first.stream, kernels, runs)
+
+    def _follow(self, call: DriverCall) -> None:
+        self._seen.saw(call)
+        self._has_new_segments |= call.function in _MAKE_SEGMENTS
         if call.function.startswith("cuMemset"):
             self._is_initialised(call.args[0], call.place)
         if call.function == "cuStreamBeginCapture":
+            self._is_alone = False
             self._blocks.captures.append((call.time, 0))
         elif call.function == "cuStreamEndCapture":
             ended = [(begin, end or call.time) for begin, end in self._blocks.captures]
@@ -240,10 +284,10 @@ class Check:
             self._recorder.state.notes.add("calls", call.function, call.place)
 
     def _uses(self, stream: TrackedStream) -> None:
-        """Note that a stream works. With one alone nothing is wrong, and nobody asks for lines of blocks."""
-        if stream is not self._first and self._streams < _SEVERAL:
+        """Note that a stream works."""
+        if self._first is None:
             self._first = stream
-            self._streams += 1
+        self._is_alone &= stream is self._first
 
     def _is_initialised(self, address: int, place: Stack) -> None:
         """Leave memory to the library that has allocated it and fills it, both for one line of the program: no line of

@@ -1,4 +1,5 @@
-"""Names of kernels, and which of their addresses they certainly write, as far as libraries keep to a convention.
+"""Kernels: their names, the words of their arguments, and which of their addresses they certainly write, as far as
+libraries keep to a convention.
 
 PyTorch's element-wise kernels have the output first among their pointers; its reductions have it second; CuPy's have it
 last. What other kernels do with an address is unknown.
@@ -9,19 +10,105 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import struct
+import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from queue import SimpleQueue
+
+import numpy as np
+
+from streamalloc.cupti.library import memory
+from streamalloc.driver.internal import cuda
 
 Written = Callable[[tuple[int, ...]], tuple[int, ...]]
 
 
-class Kernel(NamedTuple):
-    """The properties of a kernel that its name tells."""
+_PATIENCE = 2.0
+"""Seconds to wait for what the driver says about a kernel."""
+_LOWEST, _HIGHEST = 1 << 32, 1 << 49
+"""Addresses that the driver gives to memory."""
 
-    what: str
-    """Name for reports: that of C++ without arguments."""
-    written: Written
-    """Returns those addresses that the kernel writes, of all that are among its arguments, in their order."""
+
+class Kernel:
+    """A kernel of the program."""
+
+    def __init__(self, handle: int, name: str, sizes: list[int] | None) -> None:
+        self.handle, self.name = handle, name
+        """Name as the compiler wrote it."""
+        readable = _demangled(name)
+        self.what: str = f"kernel {_short(readable)}"
+        """Name for reports: that of C++ without arguments."""
+        rule = next((rule for pattern, rule in _CONVENTIONS if pattern.search(readable)), lambda found: ())
+        self.written: Written = rule
+        """Returns those addresses that the kernel writes, of all that are among its arguments, in their order."""
+        self._words = None if sizes is None else [size // 8 * 8 for size in sizes if size >= 8]
+        self._at = struct.Struct("".join("Q" if size >= 8 else "8x" for size in sizes or ()))
+
+    def arguments(self, params: int) -> bytes | None:
+        """The words of a launch's arguments, which pointers at an address point to; None if the driver does not tell
+        the arguments, or if they are one block of bytes.
+        """
+        if not self._words or not params:
+            return b"" if self._words == [] else None
+        places = self._at.unpack_from(memory, params)
+        return b"".join([memory[at : at + size] for at, size in zip(places, self._words, strict=True)])
+
+
+@functools.lru_cache(4096)
+def addresses(arguments: bytes) -> tuple[int, ...]:
+    """The words of a kernel's arguments that may be addresses. Programs launch the same kernels again and again."""
+    words = np.frombuffer(arguments, np.uint64)
+    return tuple(words[(words >= _LOWEST) & (words < _HIGHEST)].tolist())
+
+
+class Kernels:
+    """The kernels by handle. The driver is asked once for each, on a thread of its own: a callback makes no driver
+    call.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, Kernel] = {}
+        self._asked: SimpleQueue[tuple[int, str, int, threading.Event] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def learn(self, function: int, symbol: int, context: int) -> Kernel:
+        """A kernel that is not known yet. ``symbol``: address of its name."""
+        name = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
+        done = threading.Event()
+        self._asked.put((function, name, context, done))
+        return self.known[function] if done.wait(_PATIENCE) else Kernel(function, name, None)
+
+    def open(self) -> None:
+        """Start the thread. In a callback the start would give Python's lock away."""
+        self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
+        self._thread.start()
+
+    def forget(self) -> None:
+        """Forget all kernels: after an unload the driver may give their handles to others."""
+        self.known = {}
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._asked.put(None)
+
+    def _answer(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            function, name, context, done = asked
+            cuda.cuCtxSetCurrent(cuda.CUcontext(context))
+            self.known[function] = Kernel(function, name, _sizes(function))
+            done.set()
+
+
+def _sizes(function: int) -> list[int] | None:
+    """The sizes of a kernel's arguments; None if the driver does not tell them."""
+    for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
+        sizes: list[int] = []
+        while not (answer := ask(kind(function), len(sizes)))[0]:
+            sizes.append(int(answer[2]))
+        if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # it has no such argument
+            return sizes
+    return None
 
 
 _CONVENTIONS: tuple[tuple[re.Pattern[str], Written], ...] = (
@@ -30,14 +117,6 @@ _CONVENTIONS: tuple[tuple[re.Pattern[str], Written], ...] = (
     (re.compile(r"at::native::reduce_kernel<"), lambda found: found[1:2]),
     (re.compile(r"^cupy_\w+$"), lambda found: found[-1:]),
 )
-
-
-@functools.cache
-def kernel(mangled: str) -> Kernel:
-    """The kernel of a name, as the compiler wrote it."""
-    name = _demangled(mangled)
-    written = next((rule for pattern, rule in _CONVENTIONS if pattern.search(name)), lambda found: ())
-    return Kernel(f"kernel {_short(name)}", written)
 
 
 def _demangled(name: str) -> str:

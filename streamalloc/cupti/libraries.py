@@ -58,11 +58,13 @@ class Libraries:
             if torch is not None and torch.cuda.is_initialized():
                 torch.cuda.memory._record_memory_history(None)
 
-    def events(self) -> list[Event]:
-        """The events since the last time."""
+    def events(self, of_torch: bool = True, live: bool = False) -> list[Event]:
+        """The events since the last time, with or without those of PyTorch, whose history is long to read. ``live``:
+        also allocations at time 0 for its live blocks, as the history may not go back to theirs.
+        """
         found = self._events[:]
         del self._events[: len(found)]
-        return found + self._of_torch()
+        return found + self._of_torch(live) if of_torch else found
 
     # -- PyTorch ---------------------------------------------------------------------------------------------------
 
@@ -77,9 +79,9 @@ class Libraries:
             "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
         )
 
-    def add_lines(self) -> None:
-        """From now on have PyTorch record the lines of all acts, which costs it more than all else."""
-        self._stacks = "all"
+    def record_all(self) -> None:
+        """From now on have PyTorch record the lines of all acts, which costs more than all else, and more of them."""
+        self._stacks, self.most_entries = "all", _MOST_ENTRIES
         if self._torch is not None and self._torch.cuda.is_initialized():
             self._record()
 
@@ -91,23 +93,23 @@ class Libraries:
         found: dict[str, Any] = torch.cuda.memory._snapshot()
         return found
 
-    def _of_torch(self) -> list[Event]:
-        traces = self.snapshot().get("device_traces", ())
+    def _of_torch(self, live: bool) -> list[Event]:
+        snapshot = self.snapshot()
+        traces = snapshot.get("device_traces", ())
         if any(traces):
             self._record(clear_history=True)
-        entries = (one for trace in traces for one in trace if one["action"] in _ACTIONS)
-        return [
-            Event(
-                int(one["time_us"]) * 1000,
-                _ACTIONS[one["action"]],
-                one["addr"],
-                one["size"],
-                one["stream"],
-                "PyTorch",
-                partial(place_in_history, one.get("frames") or ()),
-            )
-            for one in entries
-        ]
+        found = []
+        for segment in snapshot.get("segments", ()) if live else ():
+            at, stream = segment["address"], segment["stream"]
+            for block in segment["blocks"]:
+                if block["state"].startswith("active"):
+                    found.append(Event(0, ALLOCATED, at, block["size"], stream, "PyTorch", tuple))
+                at += block["size"]
+        for entry in (one for trace in traces for one in trace if one["action"] in _ACTIONS):
+            time, kind = int(entry["time_us"]) * 1000, _ACTIONS[entry["action"]]
+            place = partial(place_in_history, entry.get("frames") or ())
+            found.append(Event(time, kind, entry["addr"], entry["size"], entry["stream"], "PyTorch", place))
+        return found
 
     # -- CuPy ------------------------------------------------------------------------------------------------------
 

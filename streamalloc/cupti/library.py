@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+memory: Any = (ctypes.c_char * (1 << 62)).from_address(0)
+"""The address space of the process: slices of it and :mod:`struct` read a few bytes much faster than pointers do."""
 Callback = Callable[[int, int, int, int], None]
 """Called with user data, domain, number of the function, and address of a ``CUpti_CallbackData``."""
 _C_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t)

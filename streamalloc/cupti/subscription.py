@@ -11,15 +11,13 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from queue import SimpleQueue
 from time import sleep, time_ns
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from streamalloc.cupti.kernels import Kernel, Kernels, addresses
 from streamalloc.cupti.layouts import Layout, layout
-from streamalloc.cupti.library import Library
+from streamalloc.cupti.library import Library, memory
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.internal import Stack, cuda, parameters
 
@@ -37,12 +35,14 @@ version that the bindings call.
 _ENDING = re.compile(r"(_ptsz|_ptds)$")
 _NEWEST = 99
 _VERSION = re.compile(r"_v(\d+)$")
-_DATA = struct.Struct("8xQQQQQ")
-"""``CUpti_CallbackData`` behind the site: function's name, arguments, result, kernel's name, context."""
-_LAUNCH = struct.Struct("Q32xQQQ")
-"""Arguments of ``cuLaunchKernel``: function, (grid, block, shared memory), stream, arguments, extra."""
-_LAUNCH_EX = struct.Struct("QQQQ")
-"""Arguments of ``cuLaunchKernelEx``: configuration, function, arguments, extra."""
+_data = struct.Struct("I12xQQQQ").unpack_from
+"""Reads a ``CUpti_CallbackData``: site, (function's name), arguments, result, kernel's name, context."""
+_launch = struct.Struct("Q32xQQ").unpack_from
+"""Reads the arguments of ``cuLaunchKernel``: function, (grid, block, shared memory), stream, arguments."""
+_launch_ex = struct.Struct("QQQ").unpack_from
+"""Reads the arguments of ``cuLaunchKernelEx``: configuration, function, arguments."""
+_code = struct.Struct("I").unpack_from
+_word = struct.Struct("Q").unpack_from
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
 """Functions that launch a kernel."""
 _CONFIG_STREAM = 32
@@ -50,8 +50,6 @@ _CONFIG_STREAM = 32
 _DEEPEST = 8
 SETTLE = 0.002
 """Seconds in which callbacks that have begun come to their end."""
-_PATIENCE = 2.0
-"""Seconds to wait for what the driver says about a kernel."""
 
 
 class DriverCall(NamedTuple):
@@ -79,13 +77,43 @@ class DriverCall(NamedTuple):
     """Words of a kernel's arguments that may be addresses; None if the driver does not tell its arguments."""
 
 
+class Launch(NamedTuple):
+    """A launch of a kernel that has returned, as it is kept until somebody asks what it uses."""
+
+    function: str
+    stream: int
+    thread: int
+    context: int
+    place: Stack
+    time: int
+    kernel: Kernel
+    arguments: bytes | None
+    """See :meth:`~streamalloc.cupti.kernels.Kernel.arguments`."""
+
+    def call(self) -> DriverCall:
+        """The launch as a call."""
+        args, pointers = (self.kernel.handle, self.stream), self.pointers()
+        return DriverCall(self.function, args, _LAUNCHED, *self[2:6], self.kernel.name, pointers)
+
+    def pointers(self) -> tuple[int, ...] | None:
+        """The words of the arguments that may be addresses; None if they are unknown."""
+        return None if self.arguments is None else addresses(self.arguments)
+
+
 class Subscription:
     """A subscription to driver calls, which :func:`subscribe` returns."""
 
-    def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
+    def __init__(
+        self,
+        listener: Callable[[DriverCall], None],
+        functions: Iterable[str],
+        launched: Callable[[Launch], object] | None = None,
+    ) -> None:
         self.error: BaseException | None = None
         """The first error of the listener or of this object; calls after it are not seen."""
         self._listener = listener
+        self._launched = launched or (lambda launch: listener(launch.call()))
+        """Gets the launches of kernels."""
         self._library = Library()
         self._functions = _known(self._library.functions(), frozenset(functions))
         self.kernels: Kernels = Kernels()
@@ -124,8 +152,9 @@ class Subscription:
     def _called(self, user: int, domain: int, number: int, data: int) -> None:
         # Nothing may leave this function: ctypes would print it in the middle of the program's output.
         try:
-            if ctypes.c_uint32.from_address(data).value:  # the call has returned
-                self._returned(number, data)
+            site, *call = _data(memory, data)
+            if site and self.error is None and not _is_child:  # the call has returned
+                self._returned(number, *call)
         except BaseException as error:
             self._fail(error)
 
@@ -135,13 +164,9 @@ class Subscription:
         elif self.error is None:
             self.error = error
 
-    def _returned(self, number: int, data: int) -> None:
-        if self.error is not None or _is_child:
-            return
-        now, thread = time_ns(), threading.get_ident()
-        _, args, result, symbol, context = _DATA.unpack(ctypes.string_at(data, _DATA.size))
+    def _returned(self, number: int, args: int, result: int, symbol: int, context: int) -> None:
+        now, thread, code = time_ns(), threading.get_ident(), _code(memory, result)[0]
         name, how, per_thread, stream_at = self._functions[number]
-        code = ctypes.c_uint32.from_address(result).value
         if name not in LAUNCHES:
             given = how.arguments(args)
             if per_thread and stream_at is not None and not given[stream_at]:
@@ -150,15 +175,15 @@ class Subscription:
             self._listener(DriverCall(name, given, how.answer(args, code), thread, context, place, now))
         elif not code:
             if name == "cuLaunchKernelEx":
-                config, function, params, _ = _LAUNCH_EX.unpack(ctypes.string_at(args, _LAUNCH_EX.size))
-                stream = ctypes.c_uint64.from_address(config + _CONFIG_STREAM).value
+                config, function, params = _launch_ex(memory, args)
+                stream = _word(memory, config + _CONFIG_STREAM)[0]
             else:
-                function, stream, params, _ = _LAUNCH.unpack(ctypes.string_at(args, _LAUNCH.size))
-            launch = (function, _PER_THREAD if per_thread and not stream else stream)
-            pointers = self.kernels.pointers(function, params, context)
-            kernel = self.kernels.name(function, symbol)
-            place = self._place(1)
-            self._listener(DriverCall(name, launch, _LAUNCHED, thread, context, place, now, kernel, pointers))
+                function, stream, params = _launch(memory, args)
+            if per_thread and not stream:
+                stream = _PER_THREAD
+            kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
+            words = kernel.arguments(params)
+            self._launched(Launch(name, stream, thread, context, self._place(1), now, kernel, words))
 
     def _place(self, depth: int) -> Stack:
         """The innermost frames of the program."""
@@ -284,91 +309,3 @@ def _known(names: dict[int, str], wanted: frozenset[str]) -> dict[int, tuple[str
             arguments = parameters(base)
             found[number] = base, how, per_thread, arguments.index("hStream") if "hStream" in arguments else None
     return found
-
-
-class Kernels:
-    """Sizes of the arguments of kernels: the driver is asked once for each, on a thread of its own.
-
-    A callback must make no driver call.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, _Arguments | None] = {}
-        """Arguments of kernels that may contain addresses; None if the driver does not say."""
-        self._named: dict[int, str] = {}
-        self._asked: SimpleQueue[tuple[int, int, threading.Event] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def name(self, function: int, symbol: int) -> str:
-        """The name of a kernel, from CUPTI's text at an address."""
-        found = self._named.get(function)
-        if found is None:
-            found = self._named[function] = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
-        return found
-
-    def pointers(self, function: int, params: int, context: int) -> tuple[int, ...] | None:
-        """The words of a launch's arguments that may be addresses."""
-        found = self._known.get(function, ())
-        if not found:
-            if found == () and function not in self._known:
-                found = self._ask(function, context)
-            if not found:
-                return () if found == () else None
-        if not params:
-            return None  # one block of bytes in place of pointers to the arguments
-        words: list[int] = []
-        for offset, count, array in found:
-            at = _word.from_address(params + offset).value
-            if count < _MANY_WORDS:
-                words += [word for word in array.from_address(at) if _LOWEST <= word < _HIGHEST]
-            else:
-                several = np.frombuffer(ctypes.string_at(at, 8 * count), np.uint64)
-                words += several[(several >= _LOWEST) & (several < _HIGHEST)].tolist()
-        return tuple(words)
-
-    def open(self) -> None:
-        """Start the thread. In a callback the start would give Python's lock away."""
-        self._thread = threading.Thread(target=self._answer, name="streamalloc kernels", daemon=True)
-        self._thread.start()
-
-    def forget(self) -> None:
-        """Forget all kernels: after an unload the driver may give their handles to others."""
-        self._known.clear()
-        self._named.clear()
-
-    def close(self) -> None:
-        """End the thread."""
-        if self._thread is not None:
-            self._asked.put(None)
-
-    def _ask(self, function: int, context: int) -> _Arguments | None:
-        done = threading.Event()
-        self._asked.put((function, context, done))
-        return self._known.get(function) if done.wait(_PATIENCE) else None
-
-    def _answer(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            function, context, done = asked
-            cuda.cuCtxSetCurrent(cuda.CUcontext(context))
-            self._known[function] = _words_of(function)
-            done.set()
-
-
-_Arguments: TypeAlias = "tuple[tuple[int, int, Any], ...]"
-"""For each argument the offset of its address, its number of words, and the type of an array of them."""
-_word = ctypes.c_uint64
-_MANY_WORDS = 16
-"""Words from which on NumPy is faster than a loop."""
-_LOWEST, _HIGHEST = 1 << 32, 1 << 49
-"""Addresses that the driver gives to memory."""
-
-
-def _words_of(function: int) -> _Arguments | None:
-    """The arguments of a kernel that have at least one word."""
-    for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
-        sizes: list[int] = []
-        while not (answer := ask(kind(function), len(sizes)))[0]:
-            sizes.append(int(answer[2]))
-        if sizes or answer[0] == cuda.CUresult.CUDA_ERROR_INVALID_VALUE:  # it has no such argument
-            return tuple((8 * at, size // 8, _word * (size // 8)) for at, size in enumerate(sizes) if size >= 8)
-    return None

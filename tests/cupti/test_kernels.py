@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamalloc.cupti.kernels import kernel
+from streamalloc.cupti.kernels import Kernel
 
 FIND = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_"
 ADDRESSES = (0x100, 0x200, 0x300)
@@ -22,9 +22,9 @@ ADDRESSES = (0x100, 0x200, 0x300)
     ],
 )
 def test_a_name_tells_what_is_written(name: str, what: str, written: tuple[int, ...]) -> None:
-    found = kernel(name)
+    found = Kernel(0, name, None)
     assert found.what == what and found.written(ADDRESSES) == written
 
 
 def test_a_kernel_without_addresses_writes_nothing() -> None:
-    assert kernel(FIND).written(()) == ()
+    assert Kernel(0, FIND, None).written(()) == ()

@@ -13,8 +13,9 @@ import pytest
 import streamalloc as sa
 from streamalloc import cupti
 from streamalloc.cupti import library
+from streamalloc.cupti.kernels import Kernel, addresses
 from streamalloc.cupti.layouts import layout
-from streamalloc.cupti.subscription import Kernels, _known
+from streamalloc.cupti.subscription import _known
 from streamalloc.driver.bindings import cuda
 from tests.cupti.interposed import encode
 
@@ -66,12 +67,12 @@ def test_long_arguments_of_a_kernel_are_read_whole() -> None:
     address, words = 0x7F0000000000, 40
     long = (ctypes.c_uint64 * words)(*(address + at if at % 2 else at for at in range(words)))
     short = ctypes.c_uint64(address)
-    params = (ctypes.c_uint64 * 2)(ctypes.addressof(short), ctypes.addressof(long))
-    kernels = Kernels()
-    kernels._known[7] = tuple((8 * at, n, ctypes.c_uint64 * n) for at, n in enumerate((1, words)))
-    found = kernels.pointers(7, ctypes.addressof(params), 0)
-    assert found == (address, *(address + at for at in range(1, words, 2)))
-    assert kernels.pointers(7, 0, 0) is None
+    kernel = Kernel(7, "name", [8, 4, 8 * words + 4])
+    params = (ctypes.c_uint64 * 3)(ctypes.addressof(short), 0, ctypes.addressof(long))
+    found = kernel.arguments(ctypes.addressof(params))
+    assert found is not None and addresses(found) == (address, *(address + at for at in range(1, words, 2)))
+    assert kernel.arguments(0) is None and Kernel(7, "name", None).arguments(ctypes.addressof(params)) is None
+    assert Kernel(7, "name", [4, 4]).arguments(0) == b""
 
 
 def test_structures_and_arrays_are_copied(shown: Any) -> None:
