@@ -52,10 +52,14 @@ def _by_protocol(stream: Any) -> int | None:
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is None:
         return None
-    version, handle = protocol() if callable(protocol) else protocol
+    answer = protocol() if callable(protocol) else protocol
+    try:
+        version, handle = map(int, answer)
+    except (TypeError, ValueError):
+        raise TypeError(f"{stream!r}: __cuda_stream__ gave {answer!r}, not a version and a handle") from None
     if version != 0:
         raise ValueError(f"{stream!r}: __cuda_stream__ version {version} is not known; version 0 is")
-    return int(handle)
+    return handle
 
 
 # Attributes with a handle, in the order of the attempts.
@@ -74,7 +78,7 @@ def handle_of_library_stream(stream: object) -> int:
     Raises
     ------
     TypeError
-        The object is no stream.
+        The object is no stream, or ``__cuda_stream__`` does not return two numbers.
     ValueError
         ``__cuda_stream__`` returns a version other than 0.
     """

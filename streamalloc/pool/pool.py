@@ -164,6 +164,8 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
             release_threshold = size_of("release_threshold", release_threshold)
         session = session_for(where, driver)
         properties = _properties_of(where, max_size, handle_types, session)
+        if 0 < properties.max_size < initial_size:
+            raise ValueError(f"initial_size={initial_size} is more than max_size={properties.max_size}")
         check_location(session, properties.location)
         work(session)
         struct = properties.to_driver()
