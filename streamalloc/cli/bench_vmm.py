@@ -151,8 +151,8 @@ def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
     return undone(*((back, evict) if restore else (evict, back)), nbytes if keep else 0)
 
 
-def _segments_by_raw_calls(bench: Bench, *, wake: bool) -> Measured:
-    """Put segments to sleep one after the other, each with new pinned memory, as torch_memory_saver does."""
+def _segments_by_raw_calls(bench: Bench, *, wake: bool, host: str) -> Measured:
+    """Put segments to sleep one after the other with blocking copies, as torch_memory_saver and vLLM do."""
     driver, nbytes, pinned = bench.driver, max(bench.common // SEGMENTS, GRANULARITY), list[int]()
     properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
     descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
@@ -160,18 +160,21 @@ def _segments_by_raw_calls(bench: Bench, *, wake: bool) -> Measured:
     handles: list[Any] = []
 
     def back() -> None:
-        for at in places:
+        for number, at in enumerate(places):
             handles.append(value_of(driver.cuMemCreate(nbytes, properties, 0)))
             value_of(driver.cuMemMap(at, nbytes, 0, handles[-1], 0))
             value_of(driver.cuMemSetAccess(at, nbytes, descriptors, 1))
-            if pinned:
-                value_of(driver.cuMemcpyHtoD(driver.CUdeviceptr(at), pinned[0], nbytes))
-                value_of(driver.cuMemFreeHost(pinned.pop(0)))
+            if host != NO_BYTES and pinned:
+                value_of(driver.cuMemcpyHtoD(driver.CUdeviceptr(at), pinned[number if host == KEPT else 0], nbytes))
+                if host == NEW:
+                    value_of(driver.cuMemFreeHost(pinned.pop(0)))
 
     def sleep() -> None:
-        for at in places:
-            pinned.append(int(value_of(driver.cuMemHostAlloc(nbytes, 0))))
-            value_of(driver.cuMemcpyDtoH(pinned[-1], driver.CUdeviceptr(at), nbytes))
+        for number, at in enumerate(places):
+            if host != NO_BYTES:
+                if len(pinned) <= number:
+                    pinned.append(int(value_of(driver.cuMemHostAlloc(nbytes, 0))))
+                value_of(driver.cuMemcpyDtoH(pinned[number], driver.CUdeviceptr(at), nbytes))
             value_of(driver.cuMemUnmap(at, nbytes))
             value_of(driver.cuMemRelease(handles.pop(0)))
 
@@ -186,13 +189,14 @@ def _segments_by_raw_calls(bench: Bench, *, wake: bool) -> Measured:
 
     bench.resources.callback(end)
     back()
-    if wake:
-        sleep()
-    return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS)
+    sleep()
+    if not wake:
+        back()
+    return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS if host != NO_BYTES else 0)
 
 
-def _segments_of_a_group(bench: Bench, *, wake: bool) -> Measured:
-    """Put the same segments to sleep as ``interop.memory_saver`` does."""
+def _segments_of_a_group(bench: Bench, *, wake: bool, host: str) -> Measured:
+    """Put the same segments to sleep as ``interop.memory_saver`` and ``interop.vllm`` do."""
     group = bench.resources.enter_context(vmm.SleepGroup(bench.device))
     nbytes = max(bench.common // SEGMENTS, GRANULARITY)
     buffers = [group.allocate(nbytes) for _ in range(SEGMENTS)]
@@ -201,19 +205,45 @@ def _segments_of_a_group(bench: Bench, *, wake: bool) -> Measured:
     kept: list[HostSegment] = []
 
     def sleep() -> None:
-        kept.extend(host_segments(bench.device, [nbytes] * SEGMENTS, pinned=True))
+        if host == NO_BYTES:
+            group.sleep(keep=False, stream=bench.stream)
+            return
+        if not kept:
+            kept.extend(host_segments(bench.device, [nbytes] * SEGMENTS, pinned=True))
         arrays = [segment.array for segment in kept]
         group.sleep(backup=lambda *_: arrays.pop(), stream=bench.stream)
 
     def back() -> None:
         group.wake(stream=bench.stream)
         bench.stream.synchronize()
-        kept.clear()
+        if host == NEW:
+            kept.clear()
         work(session_of(group))
 
-    if wake:
-        sleep()
-    return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS)
+    sleep()
+    if not wake:
+        back()
+    return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS if host != NO_BYTES else 0)
+
+
+def _segments(name: str, title: str, host: str, limit: float) -> Row:
+    raw, ours = (functools.partial(kind, host=host) for kind in (_segments_by_raw_calls, _segments_of_a_group))
+    return Row(
+        name,
+        f"Put {SEGMENTS} segments to sleep {title}",
+        {
+            SLEEP: functools.partial(raw, wake=False),
+            WAKE: functools.partial(raw, wake=True),
+            OUR_SLEEP: functools.partial(ours, wake=False),
+            OUR_WAKE: functools.partial(ours, wake=True),
+        },
+        (Target(OUR_SLEEP, limit, SLEEP), Target(OUR_WAKE, limit, WAKE)),
+        most=1,
+        unit="ms",
+        rounds=(5, 3),
+        bases={OUR_WAKE: WAKE},
+        need=_need_evicted,
+    )
 
 
 def _need_evicted(bench: Bench) -> None:
@@ -242,6 +272,8 @@ RESTORE = "streamalloc restore from it"
 
 SLEEP, WAKE = "raw calls, sleep a segment at a time", "raw calls, wake a segment at a time"
 OUR_SLEEP, OUR_WAKE = "streamalloc sleep", "streamalloc wake"
+NEW, KEPT, NO_BYTES = "new", "kept", "no bytes"
+"""The pinned memory of a sleep: made and freed with it, kept from one sleep to the next, or none."""
 
 ROWS = (
     Row(
@@ -271,21 +303,25 @@ ROWS = (
         bases={RESTORE: FROM_PINNED},
         need=_need_evicted,
     ),
-    Row(
+    _segments(
         "segments",
-        f"Put {SEGMENTS} segments to sleep with new pinned memory, and wake them: 2.6 and 5.7 GB/s in "
-        "torch_memory_saver's issue 111, and 2.8 to sleep in vLLM's issue 58066",
-        {
-            SLEEP: functools.partial(_segments_by_raw_calls, wake=False),
-            WAKE: functools.partial(_segments_by_raw_calls, wake=True),
-            OUR_SLEEP: functools.partial(_segments_of_a_group, wake=False),
-            OUR_WAKE: functools.partial(_segments_of_a_group, wake=True),
-        },
-        (Target(OUR_SLEEP, 1.05, SLEEP), Target(OUR_WAKE, 1.05, WAKE)),
-        most=1,
-        unit="ms",
-        rounds=(5, 3),
-        bases={OUR_WAKE: WAKE},
-        need=_need_evicted,
+        "with new pinned memory, and wake them: 2.6 and 5.7 GB/s in torch_memory_saver's issue 111, 2.8 to sleep in "
+        "vLLM's issue 58066",
+        NEW,
+        1.05,
+    ),
+    _segments(
+        "segments-kept",
+        "with pinned memory that is kept, and wake them, as retain_cpu_backup and vLLM's second sleep: a wake takes an "
+        "eighth of that with new memory in torch_memory_saver's pull request 86",
+        KEPT,
+        1.05,
+    ),
+    _segments(
+        "segments-empty",
+        "without their bytes, and wake them, as vLLM's level 2 and regions without a backup: a few ms a GiB in "
+        "torch_memory_saver's issue 111",
+        NO_BYTES,
+        3.0,
     ),
 )
