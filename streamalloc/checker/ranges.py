@@ -151,6 +151,11 @@ class Bytes:
         """The reads of the bytes from ``start`` to ``end`` since their latest writes."""
         return [read for one in self._overlapping(start, end) for read in one.reads.values()]
 
+    def is_unused(self, at: int) -> bool:
+        """Whether nothing has used a byte."""
+        before = bisect_right(self._segments, at, key=_start) - 1
+        return before < 0 or self._segments[before].end <= at
+
     def unwritten(self, start: int, end: int) -> int:
         """The number of bytes from ``start`` to ``end`` that were never written."""
         written = (one for one in self._overlapping(start, end) if one.write is not None)

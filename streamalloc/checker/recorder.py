@@ -195,7 +195,7 @@ class Recorder:
         def record() -> list[Hazard]:
             state = self._state
             state.look()
-            for what, place, addresses in kernels:
+            for what, place, addresses, _ in kernels:
                 if addresses is None:
                     state.notes.add("arguments", what, place)
             kernels_of_others(state, state.stream(stream), kernels, runs)

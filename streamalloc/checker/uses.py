@@ -34,8 +34,10 @@ Before: TypeAlias = Callable[[State, str, Arguments], Finish]
 
 For example frees: after the call another thread may already get the memory.
 """
-Kernel = tuple[str, Stack, "tuple[int, ...] | None"]
-"""A launched kernel: text, place, and the addresses among its arguments; None if they are unknown."""
+Kernel = tuple[str, Stack, "tuple[int, ...] | None", "tuple[int, ...]"]
+"""A launched kernel: text, place, the addresses among its arguments, None if they are unknown, and those that it
+certainly writes.
+"""
 T = TypeVar("T")
 
 KERNEL = "a kernel"
@@ -44,10 +46,10 @@ _KERNEL = "kernel "
 """First letters of the text for a kernel with a name."""
 FLAG = 64
 """Bytes of the largest write to host memory that the host may wait for by polling."""
-_WORD = 8
-"""Bytes that a kernel with an address among its arguments uses there at least."""
 _SEGMENTS = ("device memory", "mapping")
 """Kinds of ranges that allocators may divide."""
+_NEW = ("allocation", "device memory")
+"""Kinds of ranges that have no contents at first."""
 _ONE_ALLOCATION = ("allocation", "device memory", "pinned memory")
 """Kinds of ranges with exactly one allocation."""
 
@@ -250,24 +252,34 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
 def kernels_of_others(
     state: State, stream: TrackedStream, kernels: Iterable[Kernel], runs: Callable[[TrackedStream], None]
 ) -> None:
-    """Queue kernels whose arguments contain addresses, without a word of what they do there. Each use counts as a read:
-    that is enough for frees, and for known writes by others. ``runs`` is called when their stream runs them.
+    """Queue kernels whose arguments contain addresses. ``runs`` is called when their stream runs them.
+
+    If it is unknown what a kernel writes, its uses count as reads: that is enough for frees, and for known writes by
+    others. But the first use of new memory writes it, since nobody reads what nothing has written.
     """
     is_captured = state.capture_of(stream) is not None
     if not is_captured:
         state.timeline.submit(stream, runs)
-    for what, place, addresses in kernels:
+    for what, place, addresses, written in kernels:
         if is_captured:
             ranges = ((state.addresses.find(one), one) for one in addresses or ())
             found = [(one, address) for one, address in ranges if one is not None]
         else:
             found = state.addresses.whole(addresses or ())
-        for range_, _ in found:
+        pieces: Pieces = []
+        for range_, address in found:
             if range_.kind in HOST_KINDS:
                 state.sources.may_be_written(stream, frozenset((range_.bytes,)))
-        if found:
-            pieces: Pieces = [((one, address, min(address + _WORD, one.end)), False) for one, address in found]
+            write = address in written or (not (written or is_captured) and _is_new(range_, address))
+            pieces.append(((range_, address, address + 1), write))  # it uses one byte at least
+        if pieces:
             queue_use(state, stream, TrackedNode("use", what, place, pieces, kernel=True))
+
+
+def _is_new(range_: Range, address: int) -> bool:
+    """Whether nothing has used memory, which neither the host nor another process can have written."""
+    is_of_devices = range_.kind in _NEW and range_.grants and not (range_.viewed or range_.bytes.shared)
+    return bool(is_of_devices) and range_.bytes.is_unused(address - range_.base + range_.offset)
 
 
 def check_extent(state: State, kernel: str, touched: Iterable[Touch], stack: Stack, runs: bool) -> None:

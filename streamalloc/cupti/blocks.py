@@ -7,8 +7,8 @@ the next owner's first kernel overwrites what that stream reads: the commonest f
 PyTorch tells of its blocks only afterwards, in its memory history. So uses are logged with the clock of their stream,
 and judged later, in the order of time with what the allocators did (:meth:`Blocks.merge`):
 
-* The first use of a new block writes it, since nobody reads what nothing has written. Later uses by kernels count as
-  reads, and copies and fills as what they are.
+* A kernel that uses a new block first writes it, since nobody reads what nothing has written, if its name does not tell
+  what it writes. Later uses by such kernels count as reads, and copies and fills as what they are.
 * A use by another stream than the block's must be over when the first use of the next owner runs.
 
 A block that only its own stream uses needs no judgement, so nothing but its first and latest use is kept. While one
@@ -59,9 +59,8 @@ class Run(NamedTuple):
         """What each of them uses."""
         found = []
         for at, one in enumerate(self.launches, self.at):
-            addresses, kernel = one.pointers() or (), one.kernel
-            written = kernel.written(addresses)
-            found.append(Use(one.time, self.stream, at, self.clock, kernel.what, one.place, addresses, written))
+            what, place, addresses, written = one.used()
+            found.append(Use(one.time, self.stream, at, self.clock, what, place, addresses or (), written))
         return found
 
 
@@ -97,10 +96,11 @@ class _Block:
     """Earlier owners of its addresses that other streams have used."""
     is_fresh: bool
     """Whether nothing has used it."""
-    first: Use | None = None
-    wrote: tuple[Use, int] | None = None
-    last: tuple[Use, int] | None = None
-    """First use, and latest certain write and latest use by its own stream with their addresses."""
+    place: Stack = ()
+    """Place of the first use."""
+    wrote: tuple[Use, int, bool] | None = None
+    last: tuple[Use, int, bool] | None = None
+    """Latest write and latest use by its own stream, with their addresses, and whether they write."""
     seen: Use | None = None
     range: Range | None = None
     """Record of all uses, once another stream has used it."""
@@ -219,16 +219,18 @@ class Blocks:
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):
                 self._is_stale(block, use)
                 continue
+            write = address in use.written
             if block.is_fresh:
-                block.is_fresh, block.first = False, use
+                block.is_fresh, block.place = False, use.place
+                write |= not (use.written or use.nbytes)
                 if block.previous:
                     self._is_given_again(block, use)
             if block.range is None and use.stream is block.stream:
-                block.last = use, address
-                if address in use.written:
+                block.last = use, address, write
+                if write:
                     block.wrote = block.last
             elif block.range is None or block.range.ended is None:
-                self._judge(block, use, address)
+                self._judge(block, use, address, write)
 
     def _is_of_graphs(self, event: Event) -> bool:
         """Whether a block was given during a capture: graphs share the memory of their captures."""
@@ -244,28 +246,20 @@ class Blocks:
         remedy = "keep what a graph uses as long as the graph, and copy new contents into it before a replay."
         self._state.judge.report("use after free", what, remedy, range_, use.place)
 
-    def _judge(self, block: _Block, use: Use, address: int) -> None:
+    def _judge(self, block: _Block, use: Use, address: int, write: bool) -> None:
         """Compare a use with the earlier ones by other streams."""
         if block.range is None:
             event = block.event
             # A block from before the second stream has no line but that of its first use.
-            place = event.place() or (block.first.place if block.first is not None else ())
+            place = event.place() or block.place
             block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=place)
-            own = {id(one[0]): one for one in (block.wrote, block.last) if one is not None}
-            if block.first is not None:
-                own.pop(id(block.first), None)
-                whole = ((block.range, block.range.base, block.range.end),)
-                self._state.judge.use(whole, block.first.access(write=True), Clock(block.first.clock))
-            for one in own.values():
+            for one in {id(one[0]): one for one in (block.wrote, block.last) if one is not None}.values():
                 self._compare(block.range, *one)
-            if use is block.first:
-                return
-        self._compare(block.range, use, address)
+        self._compare(block.range, use, address, write)
 
-    def _compare(self, range_: Range, use: Use, address: int) -> None:
-        high = min(address + (use.nbytes or _WORD), range_.end)
-        access = use.access(address in use.written)
-        self._state.judge.use(((range_, address, high),), access, Clock(use.clock))
+    def _compare(self, range_: Range, use: Use, address: int, write: bool) -> None:
+        high = min(address + (use.nbytes or 1), range_.end)  # a kernel uses one byte at least
+        self._state.judge.use(((range_, address, high),), use.access(write), Clock(use.clock))
 
     def _is_given_again(self, block: _Block, use: Use) -> None:
         """Report uses of the block's earlier owners that may not be over when the first use of the next one runs."""
@@ -288,5 +282,3 @@ class Blocks:
 _time = attrgetter("time")
 _MOST_KEPT = 20_000
 """Uses that are kept while one stream works alone."""
-_WORD = 8
-"""Bytes that a kernel uses at least at an address among its arguments."""

@@ -23,6 +23,8 @@ _NATIVE_NAMES = {
     **{"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL", "cufft": "cuFFT", "cusparse": "cuSPARSE"},
     **{"cusolver": "cuSOLVER", "curand": "cuRAND", "cutensor": "cuTENSOR"},
 }
+NATIVE = frozenset(_NATIVE_NAMES.values())
+"""Names of libraries that allocate memory for themselves, and order its uses."""
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")

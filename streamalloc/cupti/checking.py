@@ -23,13 +23,14 @@ from streamalloc.checker.ranges import Access, Piece
 from streamalloc.checker.recorder import REFUSED, Recorder
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
+from streamalloc.cupti import callers
 from streamalloc.cupti.blocks import Blocks, Run, Use
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Launch, Subscription, raise_soon
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.errors import DriverMisuseError
-from streamalloc.driver.internal import Stack, cuda, described
+from streamalloc.driver.internal import cuda, described
 from streamalloc.driver.processes import search_path
 from streamalloc.driver.wrappers import Call
 
@@ -123,6 +124,8 @@ class Check:
         """Thread that works on them; 0: none does."""
         self._handles: set[int] = set()
         """Streams that have launched kernels."""
+        self._of_natives: set[int | None] = set()
+        """Addresses that native libraries have just allocated for themselves."""
         self._first: TrackedStream | None = None
         """The first stream that works."""
         self._is_alone = True
@@ -215,6 +218,9 @@ class Check:
             self._work()
 
     def _called(self, call: DriverCall) -> None:
+        # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
+        if call.function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
+            self._of_natives.add(call.answer[1])
         self._waiting.append(call)
         self._work()
 
@@ -261,15 +267,13 @@ class Check:
             stream.time += len(launches) - 1
             stream.clock.known[stream.number] = stream.time
 
-        first, kernels = launches[0], [(one.kernel.what, one.place, one.pointers()) for one in launches]
+        first, kernels = launches[0], [one.used() for one in launches]
         caller = CallingThread(first.thread, first.context, first.place)
         self._recorder.feed_kernels(caller, first.stream, kernels, runs)
 
     def _follow(self, call: DriverCall) -> None:
         self._seen.saw(call)
         self._has_new_segments |= call.function in _MAKE_SEGMENTS
-        if call.function.startswith("cuMemset"):
-            self._is_initialised(call.args[0], call.place)
         if call.function == "cuStreamBeginCapture":
             self._is_alone = False
             self._blocks.captures.append((call.time, 0))
@@ -282,21 +286,16 @@ class Check:
             self._recorder.feed(Call(call.function, call.args, call.answer, call.thread), call.context, call.place)
         except REFUSED:  # arguments of C that the bindings do not have, such as no pointer for an answer
             self._recorder.state.notes.add("calls", call.function, call.place)
+        addresses, made = self._recorder.state.addresses, call.answer[-1]
+        if self._of_natives and made in self._of_natives and (found := addresses.find(made)) is not None:
+            self._of_natives.discard(made)
+            addresses.divide(found)
 
     def _uses(self, stream: TrackedStream) -> None:
         """Note that a stream works."""
         if self._first is None:
             self._first = stream
         self._is_alone &= stream is self._first
-
-    def _is_initialised(self, address: int, place: Stack) -> None:
-        """Leave memory to the library that has allocated it and fills it, both for one line of the program: no line of
-        the program could order its uses. cuDNN does so, on a stream of its own.
-        """
-        addresses = self._recorder.state.addresses
-        found = addresses.find(address)
-        if found is not None and found.kind == "device memory" and found.stack == place:
-            addresses.divide(found)
 
     def _used(self, access: Access, piece: Piece, stream: TrackedStream, node: TrackedNode) -> None:
         self._uses(stream)
@@ -313,9 +312,9 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
 
     Memory of pools, ``cuMemAlloc``, mappings, pinned memory and the blocks of PyTorch's and CuPy's allocators is
     followed, with the copies, fills, kernels, waits, graphs and frees that use it. A kernel uses the memory whose
-    addresses are among its arguments. Element-wise kernels of PyTorch and CuPy write their output, and the first use of
-    a new block writes it; otherwise what a kernel does is unknown and counts as a read. So races are missed if the only
-    write is by such a kernel, in memory that was used before.
+    addresses are among its arguments. Element-wise kernels of PyTorch and CuPy write their output, and another kernel
+    writes new memory that it uses first; otherwise what a kernel does is unknown and counts as a read. So races are
+    missed if the only write is by such a kernel, in memory that was used before.
 
     The libraries should be imported, and CUDA initialised, in the block. Leaks are not reported, because libraries
     keep memory until the end.

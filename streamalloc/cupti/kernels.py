@@ -1,8 +1,9 @@
 """Kernels: their names, the words of their arguments, and which of their addresses they certainly write, as far as
 libraries keep to a convention.
 
-PyTorch's element-wise kernels have the output first among their pointers; its reductions have it second; CuPy's have it
-last. What other kernels do with an address is unknown.
+PyTorch's element-wise kernels have the output first among their pointers; its reductions have it second; those of lists
+of tensors, such as optimizers', have the list that they change first. CuPy's kernels have the output last. What other
+kernels do with an address is unknown.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ import numpy as np
 from streamalloc.cupti.library import memory
 from streamalloc.driver.internal import cuda
 
-Written = Callable[[tuple[int, ...]], tuple[int, ...]]
-
-
+Addresses = tuple[int, ...]
 _PATIENCE = 2.0
 """Seconds to wait for what the driver says about a kernel."""
 _LOWEST, _HIGHEST = 1 << 32, 1 << 49
@@ -38,9 +37,8 @@ class Kernel:
         readable = _demangled(name)
         self.what: str = f"kernel {_short(readable)}"
         """Name for reports: that of C++ without arguments."""
-        rule = next((rule for pattern, rule in _CONVENTIONS if pattern.search(readable)), lambda found: ())
-        self.written: Written = rule
-        """Returns those addresses that the kernel writes, of all that are among its arguments, in their order."""
+        conventions = ((pattern.search(readable), written) for pattern, written in _CONVENTIONS)
+        self._written = next(((found, written) for found, written in conventions if found), None)
         self._words = None if sizes is None else [size // 8 * 8 for size in sizes if size >= 8]
         self._at = struct.Struct("".join("Q" if size >= 8 else "8x" for size in sizes or ()))
 
@@ -53,9 +51,15 @@ class Kernel:
         places = self._at.unpack_from(memory, params)
         return b"".join([memory[at : at + size] for at, size in zip(places, self._words, strict=True)])
 
+    def written(self, addresses: Addresses) -> Addresses:
+        """Those addresses that the kernel writes, of all that are among its arguments, in their order; empty if what it
+        writes is unknown.
+        """
+        return () if self._written is None else self._written[1](addresses, self._written[0])
 
-@functools.lru_cache(4096)
-def addresses(arguments: bytes) -> tuple[int, ...]:
+
+@functools.lru_cache(1024)
+def addresses(arguments: bytes) -> Addresses:
     """The words of a kernel's arguments that may be addresses. Programs launch the same kernels again and again."""
     words = np.frombuffer(arguments, np.uint64)
     return tuple(words[(words >= _LOWEST) & (words < _HIGHEST)].tolist())
@@ -95,13 +99,13 @@ class Kernels:
     def _answer(self) -> None:
         while (asked := self._asked.get()) is not None:
             function, name, context, done = asked
-            cuda.cuCtxSetCurrent(cuda.CUcontext(context))
-            self.known[function] = Kernel(function, name, _sizes(function))
+            self.known[function] = Kernel(function, name, _sizes(function, context))
             done.set()
 
 
-def _sizes(function: int) -> list[int] | None:
+def _sizes(function: int, context: int) -> list[int] | None:
     """The sizes of a kernel's arguments; None if the driver does not tell them."""
+    cuda.cuCtxSetCurrent(cuda.CUcontext(context))
     for ask, kind in ((cuda.cuKernelGetParamInfo, cuda.CUkernel), (cuda.cuFuncGetParamInfo, cuda.CUfunction)):
         sizes: list[int] = []
         while not (answer := ask(kind(function), len(sizes)))[0]:
@@ -111,11 +115,19 @@ def _sizes(function: int) -> list[int] | None:
     return None
 
 
-_CONVENTIONS: tuple[tuple[re.Pattern[str], Written], ...] = (
-    (re.compile(r"at::native::\w*elementwise_kernel_for_multi_outputs<2,"), lambda found: found[:2]),
-    (re.compile(r"at::native::\w*elementwise_kernel(_with_index)?<"), lambda found: found[:1]),
-    (re.compile(r"at::native::reduce_kernel<"), lambda found: found[1:2]),
-    (re.compile(r"^cupy_\w+$"), lambda found: found[-1:]),
+_LISTS = r"at::native::.*multi_tensor_apply_kernel<.*?TensorList(?:ScalarList)?Metadata<(?:\w+, )?(\d)\b"
+_CONVENTIONS: tuple[tuple[re.Pattern[str], Callable[[Addresses, re.Match[str]], Addresses]], ...] = (
+    (re.compile(r"at::native::\w*elementwise_kernel_for_multi_outputs<2,"), lambda found, _: found[:2]),
+    (re.compile(r"at::native::\w*elementwise_kernel(_with_index)?<"), lambda found, _: found[:1]),
+    (re.compile(r"at::native::reduce_kernel<"), lambda found, _: found[1:2]),
+    # The last number is that of the list with the results.
+    (
+        re.compile(_LISTS + r".*\b(?:Unary|Binary|Ternary|Pointwise)Op\w*(?<!Tensor)Functor<[^<>]*, 0>"),
+        lambda found, lists: found[: len(found) // int(lists[1])],
+    ),
+    # Beside the lists, it has a counter of steps for each tensor.
+    (re.compile(_LISTS + r".*\bFusedAdam\w*Functor<"), lambda found, lists: found[: len(found) // (int(lists[1]) + 1)]),
+    (re.compile(r"^cupy_\w+$"), lambda found, _: found[-1:]),
 )
 
 

@@ -99,6 +99,11 @@ class Launch(NamedTuple):
         """The words of the arguments that may be addresses; None if they are unknown."""
         return None if self.arguments is None else addresses(self.arguments)
 
+    def used(self) -> tuple[str, Stack, tuple[int, ...] | None, tuple[int, ...]]:
+        """The kernel for the checker: text, place, addresses among the arguments, those that it certainly writes."""
+        found = self.pointers()
+        return self.kernel.what, self.place, found, self.kernel.written(found or ())
+
 
 class Subscription:
     """A subscription to driver calls, which :func:`subscribe` returns."""

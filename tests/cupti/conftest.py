@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from streamalloc.cupti import subscription
+from tests.cupti import interposed
 from tests.cupti.interposed import Interposed, Library
 
 
@@ -17,4 +18,5 @@ def shown(machine: Any, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
         return machine
     library = Library()
     monkeypatch.setattr(subscription, "Library", lambda: library)
+    monkeypatch.setattr(subscription, "_GENERATED", (*subscription._GENERATED, interposed.__file__))
     return Interposed(machine, library)  # type: ignore[abstract]  # it looks functions up

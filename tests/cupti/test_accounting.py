@@ -21,8 +21,7 @@ from streamalloc.cupti.internal import ALLOCATIONS, REST, Recording
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import line_of
-
-MiB = 1 << 20
+from tests.cupti.pytorch import MiB, Torch
 
 
 @pytest.fixture
@@ -316,61 +315,6 @@ def test_the_figure_of_the_process_is_its_own(monkeypatch: pytest.MonkeyPatch) -
 # --- libraries ------------------------------------------------------------------------------------------------------
 
 
-class Torch:
-    """PyTorch's allocator: its state, its history, and a model of every state that was."""
-
-    def __init__(self) -> None:
-        self.segments: dict[int, tuple[int, dict[int, tuple[int, int]]]] = {}
-        """Size and blocks (size, line) by address."""
-        self.history: list[dict[str, Any]] = []
-        self.states: list[tuple[int, int, dict[str, int]]] = []
-        """Times in us, reserved bytes, and the split."""
-        self.cuda = types.SimpleNamespace(
-            is_initialized=lambda: True,
-            memory=types.SimpleNamespace(_snapshot=self._snapshot, _record_memory_history=lambda *_, **__: None),
-        )
-
-    def act(self, action: str, address: int, nbytes: int, line: int = 0, time: int = 0) -> None:
-        if action == "segment_alloc":
-            self.segments[address] = nbytes, {}
-        elif action == "segment_free":
-            del self.segments[address]
-        else:
-            (blocks,) = (found for at, (size, found) in self.segments.items() if at <= address < at + size)
-            if action == "alloc":
-                blocks[address] = nbytes, line
-            else:
-                del blocks[address]
-        time = time or 10_000 * (1 + len(self.history))
-        frames = [{"filename": "/model.py", "name": "forward", "line": line}] if action == "alloc" else []
-        entry = {"action": action, "addr": address, "size": nbytes, "stream": 0, "time_us": time, "frames": frames}
-        self.history.append(entry)
-        self.states.append((time, sum(size for size, _ in self.segments.values()), self.split()))
-
-    def split(self) -> dict[str, int]:
-        found = {"cached": 0, "fragments": 0}
-        for size, blocks in self.segments.values():
-            used = sum(nbytes for nbytes, _ in blocks.values())
-            found["fragments" if used else "cached"] += size - used
-            for nbytes, line in blocks.values():
-                found[f"line {line}"] = found.get(f"line {line}", 0) + nbytes
-        return found
-
-    def _snapshot(self) -> dict[str, Any]:
-        made = []
-        for address, (size, blocks) in self.segments.items():
-            listed, at = [], address
-            for start, (nbytes, line) in [*sorted(blocks.items()), (address + size, (0, 0))]:
-                if start > at:
-                    listed.append({"size": start - at, "state": "inactive"})
-                if nbytes:
-                    frames = [{"filename": "/model.py", "name": "forward", "line": line}]
-                    listed.append({"size": nbytes, "state": "active_allocated", "frames": frames})
-                at = start + nbytes
-            made.append({"address": address, "total_size": size, "device": 0, "blocks": listed})
-        return {"segments": made, "device_traces": [list(self.history)]}
-
-
 def split_of(torch: segments.Torch) -> dict[str, int]:
     found = torch.split(0)
     lines = {f"line {place[0][0].co_firstlineno}": nbytes for place, nbytes in found.live.items()}
@@ -381,8 +325,8 @@ def test_earlier_states_of_pytorchs_allocator_are_those_that_were() -> None:
     """For random acts, and each span of time: the state with the most live bytes while the segments had their size."""
     random_, torch = random.Random(3), Torch()
     for _ in range(300):
-        free = [at for at, (_, blocks) in torch.segments.items() if not blocks]
-        live = [(at, one) for at, (_, blocks) in torch.segments.items() for one in blocks]
+        free = [at for at, (*_, blocks) in torch.segments.items() if not blocks]
+        live = [(at, one) for at, (*_, blocks) in torch.segments.items() for one in blocks]
         kind = random_.random()
         if not torch.segments or kind < 0.1:
             torch.act("segment_alloc", (1 + len(torch.history)) << 26, random_.choice((2, 20)) * MiB)
@@ -391,11 +335,11 @@ def test_earlier_states_of_pytorchs_allocator_are_those_that_were() -> None:
             torch.act("segment_free", at, torch.segments[at][0])
         elif kind < 0.5 and live:
             at, one = random_.choice(live)
-            torch.act("free_completed", one, torch.segments[at][1][one][0])
+            torch.act("free_completed", one, torch.segments[at][2][one][0])
         else:
             at = random_.choice([*torch.segments])
             places = [at + part * 65536 for part in range(torch.segments[at][0] // 65536)]
-            empty = [place for place in places if place not in torch.segments[at][1]]
+            empty = [place for place in places if place not in torch.segments[at][2]]
             if empty:
                 torch.act("alloc", random_.choice(empty), random_.choice((512, 65536)), random_.randrange(1, 9))
     now = segments.Torch(torch._snapshot())

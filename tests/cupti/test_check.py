@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import sys
-import types
 from pathlib import Path
-from time import sleep, time_ns
+from time import sleep
 from typing import Any
 
 import pytest
@@ -16,56 +14,11 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import cupti
+from streamalloc.cupti import blocks, callers, checking, kernels
 from streamalloc.cupti.checking import Check
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
-
-MiB = 1 << 20
-
-
-class Torch:
-    """An allocator with one segment for each stream, which gives the same block again at once."""
-
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-        self.entries: list[dict[str, Any]] = []
-        self.contexts: list[str | None] = []
-        """Acts of which lines were wanted, at each begin of a history."""
-        self.cuda = types.SimpleNamespace(
-            is_initialized=lambda: True,
-            _lazy_call=lambda call: call(),
-            memory=types.SimpleNamespace(_snapshot=self._snapshot, _record_memory_history=self._record),
-        )
-        self._segments: dict[int, int] = {}
-
-    def _record(self, enabled: str, context: str | None, **_: Any) -> None:
-        self.contexts.append(context)
-
-    def _snapshot(self) -> dict[str, Any]:
-        taken, self.entries = self.entries, []
-        return {"device_traces": [taken]}
-
-    def _add(self, action: str, address: int, nbytes: int, stream: int) -> None:
-        caller = sys._getframe(2)
-        frame = {"filename": caller.f_code.co_filename, "name": caller.f_code.co_name, "line": caller.f_lineno}
-        entry = {"action": action, "addr": address, "size": nbytes, "stream": stream, "frames": [frame]}
-        sleep(1e-5)  # an entry has microseconds only
-        self.entries.append(entry | {"time_us": time_ns() / 1000})
-        sleep(1e-5)
-
-    def empty(self, stream: int, nbytes: int = MiB) -> int:
-        if stream not in self._segments:
-            self._segments[stream] = int(self.driver.cuMemAlloc(2 * MiB)[1])
-            self._add("segment_alloc", self._segments[stream], 2 * MiB, stream)
-        self._add("alloc", self._segments[stream], nbytes, stream)
-        return self._segments[stream]
-
-    def drop(self, address: int, stream: int, nbytes: int = MiB) -> None:
-        self._add("free_completed", address, nbytes, stream)
-
-    def end(self) -> None:
-        for segment in self._segments.values():
-            self.driver.cuMemFree(segment)
+from tests.cupti.pytorch import MiB, Torch
 
 
 class Scene:
@@ -99,6 +52,7 @@ class Scene:
 def checked(shown: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function that runs a scene under the check, and returns what was found."""
     device = sa.Device(0, driver=shown)
+    monkeypatch.setattr(kernels, "_sizes", lambda function, context: [8] * (function % 16))
 
     def run(scene: Any, *args: Any) -> cupti.Check:
         monkeypatch.setattr(Libraries, "followed", lambda self: contextlib.nullcontext(self))
@@ -207,24 +161,19 @@ def test_frees_of_pools_are_checked_too(checked: Any) -> None:
     assert [one.kind for one in checked(scene, False).hazards] == ["free racing a use"]
 
 
-def test_memory_that_a_library_fills_for_itself_is_left_to_it(checked: Any) -> None:
-    """It allocates and fills for one line of the program."""
-
-    def scene(s: Scene, own: bool) -> None:
-        memory = 0
-        if own:
-            for name in ("cuMemAlloc", "cuMemsetD8Async"):  # one place makes both calls
-                answer = getattr(s.driver, name)(*((memory, 0, MiB, s.side) if memory else (MiB,)))
-                memory = memory or int(answer[1])
-        else:
-            memory = int(s.driver.cuMemAlloc(MiB)[1])
-            s.fill(memory, s.side)
+@pytest.mark.parametrize("library", ["cuDNN", "the program"])
+def test_memory_that_a_native_library_allocates_is_left_to_it(
+    checked: Any, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    def scene(s: Scene) -> None:
+        memory = int(s.driver.cuMemAlloc(MiB)[1])
+        s.fill(memory, s.side)
         s.read(memory, s.first)
         s.driver.cuCtxSynchronize()
         s.driver.cuMemFree(memory)
 
-    assert [one.kind for one in checked(scene, False).hazards] == ["race"]
-    assert checked(scene, True).hazards == []
+    monkeypatch.setattr(callers, "caller", lambda frame: library)
+    assert [one.kind for one in checked(scene).hazards] == ["race"] * (library == "the program")
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -291,7 +240,8 @@ def test_lines_of_blocks_are_wanted_from_the_second_stream_on(checked: Any, stre
                 s.fill(s.torch.empty(stream), stream)
 
     checked(scene)
-    assert ("all" in libraries[0].contexts) is (streams == 2) and None in libraries[0].contexts
+    contexts = [more["context"] for _, more in libraries[0].began]
+    assert ("all" in contexts) is (streams == 2)
 
 
 def test_leaks_are_not_reported(checked: Any, shown: Any) -> None:
@@ -349,3 +299,152 @@ def late(s: Scene, ordered: bool) -> None:
 def test_what_lies_before_a_reading_of_the_history_counts(checked: Any, scene: Any) -> None:
     assert [one.kind for one in checked(scene, False).hazards] == ["race"]
     assert checked(scene, True).hazards == []
+
+
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+FILL = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_"
+"""An element-wise kernel, which writes its first address."""
+launches = pytest.mark.simulated_only("the launches are shown, not made")
+
+
+def handed_over(s: Scene, ordered: bool, make: str, place: str) -> None:
+    """One stream's kernel makes what another one's uses."""
+    tensor = s.torch.empty(s.first) if place == "a block" else int(s.driver.cuMemAlloc(MiB)[1])
+    s.driver.launch(make, s.first, tensor)  # made
+    if ordered:
+        s.order(s.first, s.side)
+    s.driver.launch("consume", s.side, tensor)  # consumed
+    s.driver.cuCtxSynchronize()
+    if place != "a block":
+        s.driver.cuMemFree(tensor)
+
+
+@launches
+@pytest.mark.parametrize("make", [FILL, "gemm"])
+@pytest.mark.parametrize("place", ["a block", "plain memory"])
+def test_a_missing_wait_between_two_kernels_is_found(checked: Any, make: str, place: str) -> None:
+    assert checked(handed_over, True, make, place).hazards == []
+    (hazard,) = checked(handed_over, False, make, place).hazards
+    assert hazard.kind == "race" and "kernel consume" in hazard.what
+    assert any("# made" in line for line in hazard.stacks["used"])
+    assert any("# consumed" in line for line in hazard.stacks["this call"])
+
+
+@launches
+@pytest.mark.parametrize("place", ["a block", "plain memory"])
+@pytest.mark.parametrize("kind", ["kernels", "known kernels", "copies"])
+def test_streams_that_work_on_parts_of_new_memory_are_in_order(checked: Any, kind: str, place: str) -> None:
+    def scene(s: Scene) -> None:
+        whole = s.torch.empty(s.first) if place == "a block" else int(s.driver.cuMemAlloc(MiB)[1])
+        for part, stream in ((whole, s.first), (whole + MiB // 2, s.side), (whole + 4, s.side)):
+            if kind == "copies" and part % 8 == 0:
+                s.driver.cuMemcpyHtoDAsync(part, s.pinned, MiB // 2, stream)
+            elif kind != "copies":
+                s.driver.launch(FILL if kind == "known kernels" else "chunk", stream, part)
+        s.driver.cuCtxSynchronize()
+        if place != "a block":
+            s.driver.cuMemFree(whole)
+
+    assert checked(scene).hazards == []
+
+
+@launches
+def test_streams_that_read_new_memory_are_in_order(checked: Any) -> None:
+    """What a known kernel reads it does not write, if it is the first to use it or not."""
+
+    def scene(s: Scene) -> None:
+        garbage, sums = s.torch.empty(s.first), [s.torch.empty(one) for one in (s.first, s.side)]
+        for stream, target in zip((s.first, s.side), sums, strict=True):
+            s.driver.launch(FILL, stream, target, garbage)
+
+    assert checked(scene).hazards == []
+
+
+@launches
+def test_kernels_in_a_row_come_before_the_event_behind_them(checked: Any) -> None:
+    def scene(s: Scene, late: bool) -> None:
+        tensors = [s.torch.empty(s.first, MiB // 4) for _ in range(4)]
+        for _ in range(3):
+            for tensor in tensors:
+                s.driver.launch(FILL, s.first, tensor)
+        s.order(s.first, s.side)
+        if late:
+            s.driver.launch(FILL, s.first, tensors[2])
+        for tensor in tensors:
+            s.driver.launch("read", s.side, tensor)
+
+    assert checked(scene, False).hazards == []
+    assert [one.kind for one in checked(scene, True).hazards] == ["race"]
+
+
+@launches
+@pytest.mark.parametrize("forgets", [False, True])
+def test_the_work_of_a_lone_stream_is_kept_for_the_second_one(
+    checked: Any, monkeypatch: pytest.MonkeyPatch, forgets: bool
+) -> None:
+    """The latest of it, through new segments and a history that has forgotten the allocation."""
+    monkeypatch.setattr(checking, "_MOST_LOGGED", 40)
+    monkeypatch.setattr(blocks, "_MOST_KEPT", 40)
+    counts: list[int] = []
+
+    def scene(s: Scene, check: cupti.Check) -> None:
+        early = s.torch.empty(s.first)
+        other = s.torch.empty(s.first, new=True)
+        for number in range(200):
+            s.driver.launch(FILL, s.first, other)
+            if number % 10 == 0:
+                s.driver.cuEventRecord(s.event, s.first)
+            counts.append(check._blocks.count)
+            if forgets:
+                s.torch.history.clear()
+        s.driver.launch(FILL, s.first, early)
+        s.torch.empty(s.first, new=True)
+        s.driver.launch(FILL, s.first, other)
+        s.driver.launch("read", s.side, early)  # read
+
+    def run(s: Scene) -> None:
+        scene(s, made[-1])
+
+    made: list[cupti.Check] = []
+    init = Check.__init__
+
+    def remember(self: Check, raises: bool) -> None:
+        made.append(self)
+        init(self, raises)
+
+    monkeypatch.setattr(Check, "__init__", remember)
+    (hazard,) = checked(run).hazards
+    assert hazard.kind == "race" and any("# read" in line for line in hazard.stacks["this call"])
+    assert 20 <= max(counts) <= 60
+
+
+@launches
+def test_a_call_in_the_middle_of_the_work_on_another_is_next(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A finaliser makes it."""
+
+    def scene(s: Scene) -> None:
+        tensor = s.torch.empty(s.first)
+        s.driver.launch(FILL, s.first, tensor)
+        original = Check._follow
+
+        def follow(self: Check, call: cupti.DriverCall) -> None:
+            monkeypatch.setattr(Check, "_follow", original)
+            s.driver.cuStreamWaitEvent(s.side, s.event, 0)  # it must come after the recording
+            original(self, call)
+
+        monkeypatch.setattr(Check, "_follow", follow)
+        s.driver.cuEventRecord(s.event, s.first)
+        s.driver.launch("read", s.side, tensor)
+
+    assert checked(scene).hazards == []
+
+
+@launches
+def test_a_kernel_whose_arguments_are_unknown_is_noted(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_sizes", lambda function, context: None)
+    monkeypatch.setattr(Libraries, "followed", lambda self: contextlib.nullcontext(self))
+    with sa.Device(0, driver=shown).current(), cupti.check() as check, contextlib.ExitStack() as undo:
+        here = Scene(shown, undo)
+        here.driver.launch("closed", here.first, MiB << 20)
+    assert check.error is None and len(check.notes) == 1 and "kernel closed" in check.notes[0]

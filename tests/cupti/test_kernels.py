@@ -28,3 +28,23 @@ def test_a_name_tells_what_is_written(name: str, what: str, written: tuple[int, 
 
 def test_a_kernel_without_addresses_writes_nothing() -> None:
     assert Kernel(0, FIND, None).written(()) == ()
+
+
+_LIST = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+_OF = f"{_LIST}TensorListMetadata<2>, at::native::(anonymous namespace)::"
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        (f"{_OF}BinaryOpListAlphaFunctor<float, 2, 2, 0>, std::plus<float>, float>(int)", 3),
+        (f"{_OF}UnaryOpFunctor<float, 2, 1, 1>, at::native::Sqrt<float> >(int)", 0),
+        (f"{_OF}BinaryOpScalarTensorFunctor<float, 2, 1, 0>, std::multiplies<float> >(int)", 0),
+        (f"{_LIST}TensorListScalarListMetadata<float, 3>, at::PointwiseOpScalarListFunctor<float, 3, 3, 0> >(int)", 2),
+        (f"{_LIST}FusedOptimizerTensorListMetadata<4>, at::FusedAdamMathFunctor<float, float, 4, (A)1, false> >(x)", 1),
+        (f"{_OF}LpNormFunctor<float, (NormType)1, float, 2, 0>, float*>(int)", 0),
+    ],
+)
+def test_lists_of_tensors_are_written_where_the_name_says_it(name: str, written: int) -> None:
+    found = Kernel(0, name, None).written(tuple(range(6)))
+    assert found == tuple(range(written))

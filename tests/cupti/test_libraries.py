@@ -11,20 +11,13 @@ import pytest
 from streamalloc.cupti import libraries
 from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT
 from streamalloc.cupti.libraries import Libraries
+from tests.cupti.pytorch import Torch
 
 _TORCH = """
-class cuda:
-    began = []
-    @staticmethod
-    def is_initialized(): return bool(cuda.began)
-    @staticmethod
-    def _lazy_call(call): cuda.waiting = call
-    class memory:
-        entries = []
-        @staticmethod
-        def _record_memory_history(enabled, **more): cuda.began.append((enabled, more))
-        @staticmethod
-        def _snapshot(): return {"device_traces": [cuda.memory.entries]}
+from tests.cupti.pytorch import Torch
+
+stand_in = Torch(initialized=False)
+cuda = stand_in.cuda
 """
 _CUPY = """
 class cuda:
@@ -55,20 +48,20 @@ class TestImports:
         with followed.followed():
             import torch
 
-            assert followed.events() == [] and torch.cuda.began == []
-            torch.cuda.waiting()
-            torch.cuda.memory.entries += [
-                {"action": action, "addr": 64, "size": 32, "stream": 5, "time_us": at, "frames": []}
-                for at, action in enumerate(("segment_alloc", "alloc", "free_requested", "free_completed"))
-            ]
+            stand_in: Torch = torch.stand_in
+            assert followed.events() == [] and stand_in.began == []
+            stand_in.initialize()
+            for at, action in enumerate(("segment_alloc", "alloc", "free_completed"), 1):
+                stand_in.act(action, 64, 32, stream=5, time=at)
             events = followed.events()
             assert [(one.kind, one.time, one.address, one.nbytes, one.stream) for one in events] == [
-                (SEGMENT, 0, 64, 32, 5),
-                (ALLOCATED, 1000, 64, 32, 5),
+                (SEGMENT, 1000, 64, 32, 5),
+                (ALLOCATED, 2000, 64, 32, 5),
                 (FREED, 3000, 64, 32, 5),
             ]
-            assert torch.cuda.began[-1][1]["clear_history"]
-        assert torch.cuda.began[-1] == (None, {})
+            assert "free_requested" in stand_in.began[0][1]["skip_actions"]
+            assert stand_in.began[-1][1]["clear_history"] and stand_in.history == []
+        assert stand_in.began[-1][0] is None
         # The module has the loader that Python would have given it.
         assert type(torch.__loader__).__name__ == type(torch.__spec__.loader).__name__ == "SourceFileLoader"
         assert not any(isinstance(one, libraries._Finder) for one in sys.meta_path)
