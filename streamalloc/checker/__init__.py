@@ -2,7 +2,7 @@
 
 The way of a hazard, for the race of ``cuMemsetD8Async(x, ..., b)`` with earlier work of another stream:
 
-1. ``wrapper.Checked._observe`` gets the call of the program. It forwards the call to the wrapped driver between
+1. ``wrapper.CheckedDriver._observe`` gets the call of the program. It forwards the call to the wrapped driver between
    ``Recorder.begin`` and ``Recorder.finish_call``.
 2. ``recorder.Recorder`` takes its lock and looks up the rule of the call in ``rules.table.RULES``: one function for the
    time before the call (``Rule.before``), and one for the time after its success (``Rule.after``).
@@ -21,6 +21,6 @@ Between processes, an interprocess event or a value in shared memory (:mod:`.int
 choose, such as an address that is free, orders nothing; a hazard says so if only that separates its operations.
 """
 
-from streamalloc.checker.wrapper import Checked
+from streamalloc.checker.wrapper import CheckedDriver
 
-__all__ = ["Checked"]
+__all__ = ["CheckedDriver"]

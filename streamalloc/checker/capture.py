@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from streamalloc.checker.clocks import Actor, Clock, Obstacle, Timeline, TrackedStream
-from streamalloc.checker.judge import Judge, Recording, Wait
+from streamalloc.checker.judge import Judge, RecordedEvent, Wait
 from streamalloc.checker.ranges import Access, Bytes, Piece, Range
 from streamalloc.driver.reports import Hazard, Stack, place_of
 
@@ -240,7 +240,7 @@ class TrackedEvent:
     """Export data; the event's name on boards of other processes."""
     made: Stack = ()
     """Place of the creation."""
-    recordings: deque[Recording] = field(default_factory=lambda: deque(maxlen=_RECORDINGS))
+    recordings: deque[RecordedEvent] = field(default_factory=lambda: deque(maxlen=_RECORDINGS))
     """The last recording, and earlier ones that nothing has waited for."""
     awaited: bool = False
     """Whether something has waited for the last recording."""
@@ -250,7 +250,7 @@ class TrackedEvent:
         if self.awaited:
             self.recordings.clear()
         self.awaited = False
-        self.recordings.append(Recording(stream, mark, place))
+        self.recordings.append(RecordedEvent(stream, mark, place))
 
     def wait(self, place: Stack) -> Wait:
         """A wait for the event, for reports."""

@@ -40,7 +40,7 @@ from streamalloc.checker.capture import TrackedEvent
 from streamalloc.checker.clocks import Actor, Clock, Obstacle, Timeline, TrackedStream
 from streamalloc.checker.contents import WaitValues
 from streamalloc.checker.judge import Judge
-from streamalloc.checker.ranges import AddressMap, AwaitedPart, Moment, Piece, Range
+from streamalloc.checker.ranges import AddressMap, AwaitedPart, Piece, Range, RecordedOperation
 from streamalloc.checker.report import Notes
 from streamalloc.driver.processes import alive
 from streamalloc.driver.reports import Stack
@@ -393,11 +393,11 @@ class Interprocess:
             remedy = "free it after every importer has freed its pointer and notified this process."
             self._judge.report("free before the importer's", what, remedy, range_, stack)
 
-    def _missing(self, piece: Piece, clock: Clock) -> Moment | None:
+    def _missing(self, piece: Piece, clock: Clock) -> RecordedOperation | None:
         """The allocation or a write of memory that is missing in a clock."""
         range_, low, high = piece
-        moments, certain = range_.written(low, high), self._timeline.certain
-        return next((one for one in moments if not certain(clock, one.actor.number, one.time)), None)
+        written, certain = range_.written(low, high), self._timeline.certain
+        return next((one for one in written if not certain(clock, one.actor.number, one.time)), None)
 
     def export(self, range_: Range, stack: Stack, name: bytes = b"") -> None:
         """Check an export: importers can only wait for recorded interprocess events. ``name``: export data."""
@@ -537,9 +537,9 @@ class Interprocess:
                 self._remove_post(index)
             self.drop_uses(self._timeline.may_be_known)
 
-    def _may_be_known(self, moment: Moment) -> bool:
+    def _may_be_known(self, operation: RecordedOperation) -> bool:
         """Whether the host or another process may have waited for an operation."""
-        number, time = moment.actor.number, moment.time
+        number, time = operation.actor.number, operation.time
         return self._timeline.published.after(number, time) or self._timeline.is_known(number, time)
 
     def awaited(self, range_: Range, name: bytes) -> None:
@@ -594,7 +594,7 @@ class Interprocess:
 
         self._timeline.submit(stream, share)
 
-    def _incomplete(self, range_: Range, missing: Moment, stack: Stack) -> None:
+    def _incomplete(self, range_: Range, missing: RecordedOperation, stack: Stack) -> None:
         by = missing.actor.name
         work = f"its {missing}" if missing is range_.born else missing
         what = f"{range_} is exported, but nothing lets importers wait for {work}."

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from streamalloc.checker.clocks import BY_CHOICE, CERTAIN, MOST_WAITS, Actor, Clock, Obstacle, Timeline, TrackedStream
-from streamalloc.checker.ranges import MANY_USERS, NEVER, Access, AwaitedPart, Moment, Piece, Range
+from streamalloc.checker.ranges import MANY_USERS, NEVER, Access, AwaitedPart, Piece, Range, RecordedOperation
 from streamalloc.driver.reports import LAUNCHED, Hazard, Launched, Stack, place_of
 
 _WAKES = {"sleep()": ", or wake() before it", "evict()": ", or restore() before it"}
 _VERBS = {"unmap": "unmaps", "release": "releases", "": "frees"}
 
 
-class Recording(NamedTuple):
+class RecordedEvent(NamedTuple):
     """A recording of an event."""
 
     stream: TrackedStream
@@ -28,7 +28,7 @@ class Wait(NamedTuple):
 
     made: str
     """Place where the event was made."""
-    recordings: tuple[Recording, ...]
+    recordings: tuple[RecordedEvent, ...]
     """The last recording before the wait, and earlier ones that it replaced."""
     stack: Stack
 
@@ -48,14 +48,14 @@ class Judge:
         """Record a wait for an event, for reports of an order that it does not give."""
         (actor.waits if isinstance(actor, TrackedStream) else self._waits).append(wait)
 
-    def missing_order(self, before: Moment, later: Actor) -> str:
+    def missing_order(self, before: RecordedOperation, later: Actor) -> str:
         """The advice how to order an actor after an operation. It names a wait that has no effect."""
         waiting = later if later.within is None else later.within
         waits = waiting.waits if isinstance(waiting, TrackedStream) else self._waits
         vain = (_vain(wait, before, waiting) for wait in reversed(waits) if isinstance(before.actor, TrackedStream))
         return next(filter(None, vain), "") or _missing_order(before, later)
 
-    def _is_open(self, range_: Range, before: Moment) -> bool:
+    def _is_open(self, range_: Range, before: RecordedOperation) -> bool:
         """Whether another process may have ordered the operation, unseen by the checker."""
         found = range_.bytes.shared and self._published.after(before.actor.number, before.time)
         if found:
@@ -66,7 +66,7 @@ class Judge:
 
     def allocate(self, made: Range, stream: TrackedStream) -> None:
         """Record an allocation when its stream runs it."""
-        made.born = Moment(stream, "allocation", made.stack)
+        made.born = RecordedOperation(stream, "allocation", made.stack)
         made.pending = False
         for previous in made.previous:
             ended = previous.ended
@@ -89,7 +89,7 @@ class Judge:
         def undo() -> None:
             range_.ended, range_.freed_after = before
 
-        born, free = range_.born, Moment(actor, what, stack)
+        born, free = range_.born, RecordedOperation(actor, what, stack)
         if range_.ended is not None:
             what = f"{free} frees {range_} again: {range_.ended} had freed it."
             self.report("double free", what, "free it once.", range_, stack, freed=range_.ended.stack)
@@ -120,7 +120,7 @@ class Judge:
         range_.freed_after = None if actor.is_host else clock.copy()
         return undo
 
-    def _import_ended(self, range_: Range, over: Moment | None, actor: Actor, clock: Clock) -> bool:
+    def _import_ended(self, range_: Range, over: RecordedOperation | None, actor: Actor, clock: Clock) -> bool:
         if over is None:
             return False
         ordered = over.actor is actor or self.timeline.order(clock, over.actor.number, over.time)
@@ -246,7 +246,7 @@ class Judge:
             kind, remedy = "free racing a use", self.missing_order(access, ended.actor)
         self.report(kind, what, remedy, range_, access.stack, freed=ended.stack)
 
-    def _before_birth(self, piece: Piece, born: Moment, access: Access, clock: Clock, ordered: int) -> None:
+    def _before_birth(self, piece: Piece, born: RecordedOperation, access: Access, clock: Clock, ordered: int) -> None:
         range_, low, high = piece
         actor = access.actor
         for previous in () if ordered else range_.previous:
@@ -287,7 +287,7 @@ def _formerly(range_: Range) -> tuple[str, dict[str, Stack]]:
     return "", {}
 
 
-def _vain(wait: Wait, before: Moment, waiting: Actor) -> str:
+def _vain(wait: Wait, before: RecordedOperation, waiting: Actor) -> str:
     """The advice if a wait was meant to order its actor after an operation, but does not; otherwise empty."""
     operation = f"the {_bare(before)} of {place_of(before.stack)}"
     waits = f"{'the host' if waiting.is_host else waiting.short} waits at {place_of(wait.stack)} for the event"
@@ -309,12 +309,12 @@ def _vain(wait: Wait, before: Moment, waiting: Actor) -> str:
     return ""
 
 
-def _bare(moment: Moment) -> str:
+def _bare(operation: RecordedOperation) -> str:
     """The name of an operation without its article."""
-    return moment.call.removeprefix("a ").removeprefix("an ")
+    return operation.call.removeprefix("a ").removeprefix("an ")
 
 
-def _missing_order(before: Moment, later: Actor) -> str:
+def _missing_order(before: RecordedOperation, later: Actor) -> str:
     its = _bare(before)
     actor, waiting = before.actor.short, later.short
     if later.is_host and later.within is not None and not before.actor.is_host:

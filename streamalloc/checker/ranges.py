@@ -28,7 +28,7 @@ _MANY_RANGES = 20_000
 """Recorded ranges before freed ones are removed."""
 
 
-class Moment:
+class RecordedOperation:
     """One operation: its actor, its time, its name, and its place in the program."""
 
     __slots__ = ("actor", "stack", "time", "what")
@@ -52,7 +52,7 @@ class Moment:
         return f"{function}()" if function else self.what
 
 
-class Access(Moment):
+class Access(RecordedOperation):
     """An operation that reads or writes memory."""
 
     __slots__ = ("atomic", "write")
@@ -227,9 +227,9 @@ class Range:
     offset: int = 0
     """Offset of the first address in the bytes."""
     stack: Stack = ()
-    born: Moment | None = None
+    born: RecordedOperation | None = None
     """Stream-ordered allocation; None for a synchronous one."""
-    ended: Moment | None = None
+    ended: RecordedOperation | None = None
     """Free, unmap or release."""
     freed_after: Clock | None = None
     """Clock of a free in stream order."""
@@ -281,9 +281,9 @@ class Range:
                 found.append((one.bytes, first - one.offset + one.start, last - one.offset + one.start))
         return found
 
-    def written(self, low: int, high: int) -> list[Moment]:
+    def written(self, low: int, high: int) -> list[RecordedOperation]:
         """The allocation, and the latest writes of the bytes from ``low`` to ``high``."""
-        found: list[Moment] = [] if self.born is None else [self.born]
+        found: list[RecordedOperation] = [] if self.born is None else [self.born]
         for memory, start, end in self.physical(low, high):
             found += memory.writes(start, end)
         return found

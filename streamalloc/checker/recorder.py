@@ -1,6 +1,6 @@
 """The recorder: it applies the rule of each driver call to the state, and takes the facade's notifications.
 
-Three feeds can drive a recorder: the wrapper :class:`.wrapper.Checked`, which calls :meth:`Recorder.begin` and
+Three feeds can drive a recorder: the wrapper :class:`.wrapper.CheckedDriver`, which calls :meth:`Recorder.begin` and
 :meth:`Recorder.finish_call` around each call that it forwards; the facade, by the methods of ``MemoryListener``; and
 :meth:`Recorder.feed`, for calls that somebody else has seen.
 """

@@ -54,7 +54,7 @@ _NODE_OF_HOST_FUNCTION = {
 """Argument index of node parameters, which may contain a host function."""
 
 
-class Checked(Wrapper, Recorder):
+class CheckedDriver(Wrapper, Recorder):
     """A driver that finds missing stream order: :func:`checked`."""
 
     def __init__(self, driver: _Interface, on: On, poison: bool, uninitialized: bool = False) -> None:
@@ -179,7 +179,7 @@ def _keeps_convention(name: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # -- the end of the process ------------------------------------------------------------------------------------
 
-_alive: weakref.WeakSet[Checked] = weakref.WeakSet()
+_alive: weakref.WeakSet[CheckedDriver] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

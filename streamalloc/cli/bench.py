@@ -14,10 +14,10 @@ from typing import Any
 from streamalloc.cli import bench_calls, bench_processes, bench_vmm
 from streamalloc.cli.info import versions
 from streamalloc.cli.machine import Chosen
-from streamalloc.cli.measuring import UNITS, Bench, Row, measured
+from streamalloc.cli.measuring import UNITS, Bench, BenchRow, measured
 from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument
 
-ROWS: tuple[Row, ...] = (*bench_calls.ROWS, *bench_vmm.ROWS, *bench_processes.ROWS)
+ROWS: tuple[BenchRow, ...] = (*bench_calls.ROWS, *bench_vmm.ROWS, *bench_processes.ROWS)
 
 _EXTRA = {
     "gb_per_s": ("GB/s", ",.1f"),

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import streamalloc as sa
-from streamalloc.cli.measuring import SIZE, Bench, Call, CudaCore, CuPy, PyTorch, Row, Setup, Target
+from streamalloc.cli.measuring import SIZE, Bench, BenchRow, Call, CudaCore, CuPy, PyTorch, Setup, Target
 from streamalloc.core.internal import raw_handle
 
 RAW = "raw calls"
@@ -100,7 +100,7 @@ def capsule_of(array: Any) -> Call:
 # --- many live allocations, many streams ----------------------------------------------------------------------------
 
 
-def _scaled(key: str, title: str, scales: dict[str, dict[str, int]]) -> Row:
+def _scaled(key: str, title: str, scales: dict[str, dict[str, int]]) -> BenchRow:
     """Return a row that allocates and frees at several scales.
 
     The targets: the pool's ratio to the raw calls does not grow with the scale, nor does the cache's time.
@@ -111,14 +111,14 @@ def _scaled(key: str, title: str, scales: dict[str, dict[str, int]]) -> Row:
     first, *others = scales
     targets = [Target(f"{OURS}, {scale}", 1.15, f"{OURS}, {first}", "ratio_to_raw") for scale in others]
     targets += [Target(f"{CACHED}, {scale}", 1.15, f"{CACHED}, {first}") for scale in others]
-    return Row(key, title, variants, tuple(targets), bases=bases)
+    return BenchRow(key, title, variants, tuple(targets), bases=bases)
 
 
 _LIVE = {f"{count:,} alive": {"nbytes": 512, "alive": count} for count in (10, 1_000, 100_000, 1_000_000)}
 _ON = {"1 stream": {"streams": 1}, "64 streams": {"streams": 64}}
 
 ROWS = (
-    Row(
+    BenchRow(
         "pair",
         "Allocate and free 4 KiB",
         {
@@ -130,8 +130,10 @@ ROWS = (
         },
         (Target(OURS, 1.25, RAW), Target(CACHED, 0.4, RAW), Target(CACHED, 1.0, CUPY_CACHING)),
     ),
-    Row("drop", "Allocate 4 KiB and drop the buffer", {RAW: pair(RAW), OURS: our_drop(OURS), CACHED: our_drop(CACHED)}),
-    Row(
+    BenchRow(
+        "drop", "Allocate 4 KiB and drop the buffer", {RAW: pair(RAW), OURS: our_drop(OURS), CACHED: our_drop(CACHED)}
+    ),
+    BenchRow(
         "fill",
         "Fill 4 KiB",
         {
@@ -146,7 +148,7 @@ ROWS = (
         (Target(OURS, 1.35, RAW),),
         most=_QUEUED,
     ),
-    Row(
+    BenchRow(
         "copy",
         "Copy 4 KiB to another buffer",
         {
@@ -162,7 +164,7 @@ ROWS = (
         (Target(OURS, 1.2, RAW),),
         most=_QUEUED,
     ),
-    Row(
+    BenchRow(
         "dlpack",
         "DLPack capsule, without ordering",
         {

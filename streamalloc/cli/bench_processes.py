@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 import streamalloc as sa
 from streamalloc import ipc, traces
 from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools
-from streamalloc.cli.measuring import Bench, Call, CudaCore, Measured, Row, Setup, Target, value_of
+from streamalloc.cli.measuring import Bench, BenchRow, Call, CudaCore, Measured, Setup, Target, value_of
 from streamalloc.cli.worker import Worker, WorkerBase, environment
 from streamalloc.driver.internal import cuda
 
@@ -210,7 +210,7 @@ VARIANTS: dict[str, tuple[Callable[[Stage], Measured], Callable[..., Call]]] = {
 """Setup functions of this process and of the other one."""
 
 
-class WorkerActions(WorkerBase):
+class BenchActions(WorkerBase):
     """Actions of the other process."""
 
     def set_up(self, name: str, *arguments: Any) -> None:
@@ -228,7 +228,7 @@ class WorkerActions(WorkerBase):
 def _need_sharing(bench: Bench) -> None:
     """Start the other process and create the shared pool, for all variants."""
     need_shared_pools(bench.device)
-    worker = bench.resources.enter_context(Worker(bench.chosen.driver, __name__))
+    worker = bench.resources.enter_context(Worker(bench.chosen.driver, BenchActions))
     pool = sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL)
     bench.common = worker, bench.resources.enter_context(pool)
 
@@ -290,7 +290,7 @@ def _made(name: str) -> traces.Trace:
 
 
 ROWS = (
-    Row(
+    BenchRow(
         "share",
         "Send 1 MiB to another process, and wait for its reply",
         {name: _staged(name) for name in VARIANTS},
@@ -298,7 +298,7 @@ ROWS = (
         most=500,
         need=_need_sharing,
     ),
-    Row(
+    BenchRow(
         "import",
         "Import, in a new process",
         {one: _import(one) for one in (BASE, IMPORT)},
@@ -308,7 +308,7 @@ ROWS = (
         rounds=(15, 3),
     ),
     *(
-        Row(
+        BenchRow(
             f"replay_{trace}",
             f"Replay of a trace: {trace}",
             {entry.title: _replay(name, trace) for name, entry in traces.ALLOCATORS.items()},

@@ -12,7 +12,7 @@ from typing import Any
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.machine import KEEP_ALL, need_host_pool, need_virtual_memory
-from streamalloc.cli.measuring import Bench, Call, Measured, Row, Setup, Target, undone, value_of
+from streamalloc.cli.measuring import Bench, BenchRow, Call, Measured, Setup, Target, undone, value_of
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import work
 from streamalloc.core.resource import close_all
@@ -226,9 +226,9 @@ def _segments_of_a_group(bench: Bench, *, wake: bool, host: str) -> Measured:
     return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS if host != NO_BYTES else 0)
 
 
-def _segments(name: str, title: str, host: str, limit: float) -> Row:
+def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
     raw, ours = (functools.partial(kind, host=host) for kind in (_segments_by_raw_calls, _segments_of_a_group))
-    return Row(
+    return BenchRow(
         name,
         f"Put {SEGMENTS} segments to sleep {title}",
         {
@@ -276,7 +276,7 @@ NEW, KEPT, NO_BYTES = "new", "kept", "no bytes"
 """The pinned memory of a sleep: made and freed with it, kept from one sleep to the next, or none."""
 
 ROWS = (
-    Row(
+    BenchRow(
         "growth",
         f"Grow a buffer by {STEPS} steps of {size_text(STEP)}",
         {RAW: _grown(_raw), OURS: _grown(_ours), "cuMemAlloc, copy and cuMemFree": _grown(_copied)},
@@ -285,7 +285,7 @@ ROWS = (
         rounds=(24, 6),
         need=lambda bench: need_virtual_memory(bench.device),
     ),
-    Row(
+    BenchRow(
         "eviction",
         "Evict and restore a buffer, beside copies of the same size",
         {

@@ -280,7 +280,7 @@ def _dma_buf(device: sa.Device) -> str:
 # --- sharing: the other process -------------------------------------------------------------------------------------
 
 
-class WorkerActions(WorkerBase):
+class InfoActions(WorkerBase):
     """Actions of the other process."""
 
     def read(self) -> int:
@@ -303,7 +303,7 @@ class WorkerActions(WorkerBase):
 
 def _try_sharing(device: sa.Device) -> list[Row]:
     """Share each kind of memory and an event with another process, which reads it; ``how`` is the mechanism."""
-    with Worker(device.driver, __name__) as worker, device.create_stream() as stream:
+    with Worker(device.driver, InfoActions) as worker, device.create_stream() as stream:
         trials = [
             _tried({"what": what, "how": how}, trial, worker, device, stream)
             for what, how, trial in (

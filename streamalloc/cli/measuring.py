@@ -81,7 +81,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One task of the benchmark and its variants; ratios are to the first variant."""
 
     key: str
@@ -225,7 +225,7 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(value / one for value, one in zip(values, base, strict=True))
 
 
-def measured(bench: Bench, row: Row) -> dict[str, Any]:
+def measured(bench: Bench, row: BenchRow) -> dict[str, Any]:
     """Measure a row; return its report, with the reason if it is unavailable."""
     report: dict[str, Any] = {"key": row.key, "title": row.title, "unit": row.unit}
     with contextlib.ExitStack() as resources:
@@ -247,7 +247,7 @@ def measured(bench: Bench, row: Row) -> dict[str, Any]:
     return {**report, "rows": [*found.values(), *missing], "targets": list(_targets(bench, row, found, times))}
 
 
-def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measured], list[dict[str, Any]]]:
+def _set_up(bench: Bench, row: BenchRow) -> tuple[dict[str, Measured], list[dict[str, Any]]]:
     """Set up the variants; return those that work, and report rows with the reason for the others.
 
     A library that is not installed (``ImportError``) gets no report row.
@@ -276,7 +276,7 @@ def _set_up(bench: Bench, row: Row) -> tuple[dict[str, Measured], list[dict[str,
     return ready, missing
 
 
-def _times(bench: Bench, row: Row, ready: dict[str, Measured]) -> dict[str, list[float]]:
+def _times(bench: Bench, row: BenchRow, ready: dict[str, Measured]) -> dict[str, list[float]]:
     """Return the time of each round in the row's unit, by variant."""
     numbers = {name: _calls_per_block(bench, row, variant) for name, variant in ready.items()}
     times: dict[str, list[float]] = {name: [] for name in ready}
@@ -289,7 +289,7 @@ def _times(bench: Bench, row: Row, ready: dict[str, Measured]) -> dict[str, list
     return times
 
 
-def _calls_per_block(bench: Bench, row: Row, variant: Measured) -> int:
+def _calls_per_block(bench: Bench, row: BenchRow, variant: Measured) -> int:
     """Return the calls that fill one block of :data:`BLOCK` seconds."""
     if row.most == 1:
         return 1
@@ -301,7 +301,7 @@ def _calls_per_block(bench: Bench, row: Row, variant: Measured) -> int:
 
 
 def _targets(
-    bench: Bench, row: Row, rows: dict[str, dict[str, Any]], times: dict[str, list[float]]
+    bench: Bench, row: BenchRow, rows: dict[str, dict[str, Any]], times: dict[str, list[float]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the row's targets with the figures found; None if a variant was not measured or lacks the figure."""
     for target in () if bench.chosen.is_simulated else row.targets:

@@ -102,7 +102,7 @@ class Tour(contextlib.ExitStack):
     def worker(self) -> Worker:
         """The other process, for all parts."""
         need_shared_pools(self.device)
-        return self.enter_context(Worker(self.device.driver, __name__))
+        return self.enter_context(Worker(self.device.driver, TourActions))
 
     @property
     def multicast(self) -> Literal["auto", False]:
@@ -204,7 +204,7 @@ def growth(device: sa.Device, stream: sa.Stream, chunk: int) -> Steps:
 # --- sharing --------------------------------------------------------------------------------------------------------
 
 
-class WorkerActions(WorkerBase):
+class TourActions(WorkerBase):
     """Actions of the other process; ``name`` is the key of an opened object."""
 
     def open(self, name: str) -> str:

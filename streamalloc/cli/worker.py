@@ -1,14 +1,15 @@
 """Worker: the other process of ``info``, ``bench`` and ``tour``, a Python interpreter with the same driver.
 
-It receives actions over a channel and runs them one by one. The actions are the methods of a class ``WorkerActions``.
+It receives actions over a channel and runs them one by one. The actions are the methods of a subclass of
+:class:`WorkerBase`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -64,15 +65,17 @@ class Worker(Closes):
     driver
         The driver of this process.
     actions
-        Name of the module with the class ``WorkerActions``.
+        The class whose methods it runs.
     """
 
-    def __init__(self, driver: Driver, actions: str) -> None:
+    def __init__(self, driver: Driver, actions: type[WorkerBase]) -> None:
         self.channel: ipc.Channel
         self.channel, theirs = ipc.Channel.pair()
         self.channel.timeout = SECONDS
         with theirs:
-            self.process: subprocess.Popen[bytes] = start(driver, theirs.fileno(), actions)
+            self.process: subprocess.Popen[bytes] = start(
+                driver, theirs.fileno(), f"{actions.__module__}:{actions.__name__}"
+            )
 
     def begin(self, action: str, *arguments: Any, fds: Sequence[ipc.Fd | int] = ()) -> None:
         """Start an action. Data for the action can follow on :attr:`channel`."""
@@ -137,9 +140,9 @@ class WorkerBase:
 
 
 def main() -> None:
-    """Run the other process. The command-line arguments are a file descriptor and a module name."""
+    """Run the other process. The command-line arguments are a file descriptor and a class of actions."""
     channel = ipc.Channel.from_fd(int(sys.argv[1]))
-    actions = importlib.import_module(sys.argv[2]).WorkerActions
+    actions = pkgutil.resolve_name(sys.argv[2])
     try:
         worker = actions(channel)
         while True:

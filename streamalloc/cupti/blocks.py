@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from streamalloc.checker.clocks import CERTAIN, Clock, TrackedStream
-from streamalloc.checker.ranges import Access, AddressMap, Moment, Range
+from streamalloc.checker.ranges import Access, AddressMap, Range, RecordedOperation
 from streamalloc.checker.state import State
 from streamalloc.cupti.subscription import Launch
 from streamalloc.driver.internal import Stack
@@ -190,7 +190,7 @@ class Blocks:
             if at >= 0 and self._bases[at] == event.address:
                 del self._bases[at]
             if isinstance(block, _Block) and block.range is not None:
-                block.range.ended = Moment(block.stream, f"{event.owner}'s allocator", event.place())
+                block.range.ended = RecordedOperation(block.stream, f"{event.owner}'s allocator", event.place())
                 self._gone.add(block.range)
 
     def _find(self, address: int) -> _Block | None:

@@ -20,7 +20,10 @@ from streamalloc.driver.parent import configuration, parent_test
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Checked, Driver, On
 
-_FACTORIES = {"checked": "streamalloc.checker:Checked", "simulated": "streamalloc.simulator:SimulatedDriver.of_spec"}
+_FACTORIES = {
+    "checked": "streamalloc.checker:CheckedDriver",
+    "simulated": "streamalloc.simulator:SimulatedDriver.of_spec",
+}
 """Makers of drivers, by name as in an entry point: the door knows no module above it, and imports one on first use."""
 _ON = ("raise", "report", "warn")
 

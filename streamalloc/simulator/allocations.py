@@ -13,8 +13,8 @@ from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, Place, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.graph_memory import GraphHeap
-from streamalloc.simulator.memory import FREED, Extent, Physical, RangeMap, Reservation, is_accessible
-from streamalloc.simulator.physical import Mapping
+from streamalloc.simulator.memory import FREED, Extent, Physical, RangeMap, ReservedExtent, is_accessible
+from streamalloc.simulator.physical import MappedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Operation
 
@@ -72,7 +72,7 @@ class _Defaults(Extent):
     """Rarely set attributes, as class attributes, so that making an allocation is cheap."""
 
     pool: Pool | OpenedPool | None = None
-    mapping: Mapping | None = None
+    mapping: MappedExtent | None = None
     pages: Pages | None = None
     """Advice for managed memory, once there is any."""
     waits: bool = False
@@ -80,7 +80,7 @@ class _Defaults(Extent):
 
 
 @dataclass(eq=False)
-class Allocation(_Defaults):
+class LiveMemory(_Defaults):
     """A live range of memory. ``device`` is None for host memory."""
 
     base: int
@@ -106,22 +106,22 @@ class Allocation(_Defaults):
 
 
 @dataclass(eq=False)
-class DeviceMemory(Allocation):
+class DeviceMemory(LiveMemory):
     """Device memory of cuMemAlloc."""
 
     block: Block
 
 
 @dataclass(eq=False)
-class ManagedMemory(Allocation):
+class ManagedMemory(LiveMemory):
     """Memory of cuMemAllocManaged, at the start of a reservation."""
 
-    reservation: Reservation
+    reservation: ReservedExtent
     managed = True
 
 
 @dataclass(eq=False)
-class HostMemory(Allocation):
+class HostMemory(LiveMemory):
     """Pinned host memory. ``block`` is None for registered memory of the user."""
 
     block: Block | None
@@ -129,7 +129,7 @@ class HostMemory(Allocation):
 
 
 @dataclass(eq=False)
-class PoolMemory(Allocation):
+class PoolMemory(LiveMemory):
     """Memory of a pool of this process, or imported from a pool of another process."""
 
     pool: Pool | OpenedPool = field()
@@ -137,17 +137,17 @@ class PoolMemory(Allocation):
 
 
 @dataclass(eq=False)
-class GraphAllocation(Allocation):
+class GraphAllocation(LiveMemory):
     """An allocation of a graph launch that outlives the launch."""
 
     memory: GraphHeap
 
 
 @dataclass(eq=False)
-class MappedAllocation(Allocation):
+class MappedAllocation(LiveMemory):
     """A range mapped by cuMemMap."""
 
-    mapping: Mapping = field()
+    mapping: MappedExtent = field()
 
 
 @dataclass(eq=False)
@@ -156,12 +156,12 @@ class OpenedBlock:
 
     key: tuple[int, ...]
     """Process and descriptor, owner, offset."""
-    reservation: Reservation
+    reservation: ReservedExtent
     allocations: int = 0
 
 
 @dataclass(eq=False)
-class OpenedMemory(Allocation):
+class OpenedMemory(LiveMemory):
     """Another process's cuMemAlloc memory. ``device``: the device of the context that opened it and may use it. Opening
     enables peer access (NVIDIA's page on cuIpcOpenMemHandle).
     """
@@ -173,13 +173,13 @@ class OpenedMemory(Allocation):
     """Opens without a close."""
 
 
-def is_gone(allocation: Allocation, address: int, size: int) -> bool:
+def is_gone(allocation: LiveMemory, address: int, size: int) -> bool:
     """Whether the host has unmapped registered memory, or a part of it within a range."""
     registered = isinstance(allocation, HostMemory) and allocation.block is None
     return registered and not is_accessible(address, size)
 
 
-def is_reachable(allocation: Allocation, context: Context) -> bool:
+def is_reachable(allocation: LiveMemory, context: Context) -> bool:
     """Whether work in ``context`` may use the memory directly: its own memory, host memory, or that of an enabled
     peer.
     """
@@ -190,7 +190,7 @@ def is_reachable(allocation: Allocation, context: Context) -> bool:
     return allocation.device in (None, ordinal) or peer or allocation.managed
 
 
-class AllocationTable(RangeMap[Allocation]):
+class AllocationTable(RangeMap[LiveMemory]):
     """The allocations of a machine by their addresses."""
 
     def forget_registered(self, start: int, end: int) -> None:
@@ -199,11 +199,11 @@ class AllocationTable(RangeMap[Allocation]):
             if isinstance(allocation, HostMemory) and allocation.block is None:
                 self.remove(allocation)
 
-    def is_live(self, allocation: Allocation) -> bool:
+    def is_live(self, allocation: LiveMemory) -> bool:
         return self.at.get(allocation.base) is allocation
 
 
-def pages_of(allocation: Allocation) -> Pages:
+def pages_of(allocation: LiveMemory) -> Pages:
     if allocation.pages is None:
         allocation.pages = Pages(allocation.base, allocation.end)
     return allocation.pages
@@ -250,7 +250,7 @@ class Managed:
         whole = round_up(size, BLOCK)
         if self._physical is None:
             self._physical = Physical("managed", 0)
-        reservation = Reservation(whole, BLOCK, self._physical.fd, self._physical.extend(whole))
+        reservation = ReservedExtent(whole, BLOCK, self._physical.fd, self._physical.extend(whole))
         self.banks.arenas.add(reservation)
         self.allocations.add(ManagedMemory(reservation.base, size, context.device.ordinal, context, reservation))
         return reservation.base

@@ -116,7 +116,7 @@ Reach = Callable[[int], int]
 """Maps a stream to the sequence number up to which blocks it left can be taken."""
 
 
-class Line:
+class PoolAddresses:
     """The addresses of one pool."""
 
     def __init__(self, capacity: int, chunk: int = CHUNK, ranks: dict[int, int] | None = None) -> None:

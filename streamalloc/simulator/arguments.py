@@ -164,8 +164,8 @@ MipmappedArray = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap
 # For calls that destroy the object (a null handle on H200: test_modules).
 EndedArray = Annotated[arrays.Array, _array, _found_in(*_no_array, _gone)]
 EndedMipmap = Annotated[arrays.MipmappedArray, _mipmap, _found_in(*_no_mipmap, _gone)]
-MulticastObject = Annotated[
-    multicast.MulticastObject,
+MulticastMemory = Annotated[
+    multicast.MulticastMemory,
     Handle(cuda.CUmemGenericAllocationHandle),
     lambda machine, handle: machine.multicast.object(handle),
 ]

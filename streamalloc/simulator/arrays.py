@@ -14,19 +14,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from streamalloc.simulator.banks import Banks
-from streamalloc.simulator.constants import BLOCK, STEP, TILE_SIZE, Handles, new_handle, round_up
+from streamalloc.simulator.constants import BLOCK, STEP, TILE_SIZE, Dim3, Handles, new_handle, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import NotModelled, Result
 from streamalloc.simulator.memory import Bytes, Shape, Side, rows_at, view_address
-from streamalloc.simulator.physical import Memory
+from streamalloc.simulator.physical import CreatedMemory
 from streamalloc.simulator.scheduler import Operation
 
 # Elements of a tile per dimension, by bytes of an element (observed on H200: test_sparse_arrays).
 _TILES_2D = {1: (256, 256, 1), 2: (256, 128, 1), 4: (128, 128, 1), 8: (128, 64, 1), 16: (64, 64, 1)}
 _TILES_3D = {1: (64, 32, 32), 2: (32, 32, 32), 4: (32, 32, 16), 8: (32, 16, 16), 16: (16, 16, 16)}
 
-Extent = tuple[int, int, int]
-"""Elements in x, y and z."""
 Tile = tuple[int, int, int, int, int, int]
 """Device, level (or TAIL, or WHOLE), layer, then x, y and z in tiles."""
 TAIL = -1
@@ -39,7 +37,7 @@ _MAP_NORESERVE = 0x4000
 class ArrayLayout:
     """Description of an array. ``layers``: 0 if not layered. ``extent``: that of one layer."""
 
-    extent: Extent
+    extent: Dim3
     layers: int
     solid: bool
     """Three-dimensional."""
@@ -50,7 +48,7 @@ class ArrayLayout:
     sparse: bool = True
     deferred: bool = False
     """Whether its memory is mapped as a whole."""
-    described: tuple[int, int, int] = (0, 0, 0)
+    described: Dim3 = (0, 0, 0)
     """Format, channels and flags of the descriptor."""
     line: bool = False
     """Whether it has one dimension."""
@@ -81,10 +79,10 @@ class ArrayLayout:
         return sum(self.bytes_of(above) for above in range(level)) * max(self.layers, 1)
 
     @property
-    def tile(self) -> Extent:
+    def tile(self) -> Dim3:
         return (_TILES_3D if self.solid else _TILES_2D)[self.element]
 
-    def extent_of(self, level: int) -> Extent:
+    def extent_of(self, level: int) -> Dim3:
         x, y, z = self.extent
         return max(x >> level, 1), max(y >> level, 1), max(z >> level, 1)
 
@@ -124,11 +122,11 @@ class Storage:
     layout: ArrayLayout
     memory: mmap.mmap | None = None
     """Bytes of an ordinary array."""
-    tiles: dict[Tile, tuple[Memory, int]] = field(default_factory=dict)
+    tiles: dict[Tile, tuple[CreatedMemory, int]] = field(default_factory=dict)
     queued: int = 0
     """Operations on it that are not done yet."""
 
-    def put(self, tile: Tile, backing: tuple[Memory, int] | None) -> None:
+    def put(self, tile: Tile, backing: tuple[CreatedMemory, int] | None) -> None:
         """Set or remove the memory of a tile. The caller has already counted the tile in the new memory."""
         before = self.tiles.pop(tile, None)
         if before is not None:
@@ -275,7 +273,7 @@ class Arrays:
 class Remap(Operation):
     """The moment when tiles get memory or lose it."""
 
-    def __init__(self, changes: list[tuple[Storage, Tile, tuple[Memory, int] | None]]) -> None:
+    def __init__(self, changes: list[tuple[Storage, Tile, tuple[CreatedMemory, int] | None]]) -> None:
         self._changes = changes
         for storage, _, backing in changes:
             storage.queued += 1

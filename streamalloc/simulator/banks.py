@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from streamalloc.simulator.allocator import Line
+from streamalloc.simulator.allocator import PoolAddresses
 from streamalloc.simulator.constants import CHUNK, round_up
 from streamalloc.simulator.files import Usage
-from streamalloc.simulator.memory import Physical, RangeMap, Reservation, is_accessible, keep_readable
+from streamalloc.simulator.memory import Physical, RangeMap, ReservedExtent, is_accessible, keep_readable
 
 
 class Bank:
@@ -69,14 +69,14 @@ class Bank:
         self._shared = None
 
 
-class Arenas(RangeMap[Reservation]):
+class Arenas(RangeMap[ReservedExtent]):
     """The reservations of a machine. ``on_add`` is called with the start and end of a new one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_add: Callable[[int, int], None] = lambda start, end: None
 
-    def add(self, extent: Reservation) -> None:
+    def add(self, extent: ReservedExtent) -> None:
         self.on_add(extent.base, extent.end)
         super().add(extent)
 
@@ -154,7 +154,7 @@ class Space:
     def __init__(
         self, name: str, banks: Banks, bank: Bank, capacity: int, ranks: dict[int, int], of_node: bool, on_host: bool
     ) -> None:
-        self.line: Line = Line(round_up(capacity, CHUNK), CHUNK, ranks)
+        self.line: PoolAddresses = PoolAddresses(round_up(capacity, CHUNK), CHUNK, ranks)
         self.bank = bank
         self.of_node = of_node
         self._name = name
@@ -163,7 +163,7 @@ class Space:
         """All that was ever backed is below."""
         self._arenas = banks.arenas
         # reserved with the pool, so that no other range gets these addresses (observed on H200: test_pool_creation)
-        self._reservation = Reservation(self.line.capacity, CHUNK, low=True)
+        self._reservation = ReservedExtent(self.line.capacity, CHUNK, low=True)
         self.base: int = self._reservation.base
         self._arenas.add(self._reservation)
 

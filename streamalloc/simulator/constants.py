@@ -14,7 +14,7 @@ class Location:
     NONE, DEVICE, HOST, HOST_NUMA, HOST_NUMA_CURRENT = range(5)
 
 
-class Handle:
+class HandleType:
     """CUmemAllocationHandleType."""
 
     NONE, POSIX_FD, WIN32, WIN32_KMT, FABRIC = 0, 1, 2, 4, 8
@@ -29,6 +29,9 @@ class EventFlag:
 NO_ACCESS, READ, READ_WRITE = 0, 1, 3  # CUmemAccess_flags
 PINNED, MANAGED = 1, 2  # CUmemAllocationType
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2  # CU_STREAM_LEGACY, CU_STREAM_PER_THREAD
+
+Dim3 = tuple[int, int, int]
+"""Sizes in x, y and z."""
 
 ALIGNMENT = 512
 """Bytes; alignment of allocations."""

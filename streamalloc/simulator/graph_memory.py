@@ -16,7 +16,7 @@ from typing import NamedTuple
 from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import ALIGNMENT, CHUNK, round_up
 from streamalloc.simulator.errors import Result, check
-from streamalloc.simulator.memory import Physical, Reservation
+from streamalloc.simulator.memory import Physical, ReservedExtent
 from streamalloc.simulator.scheduler import Clock, Operation, Points, Queue
 
 
@@ -38,7 +38,7 @@ class LastUses:
         return all(clock.get(stream.id, 0) >= seq for stream, seq in self.unfinished())
 
 
-class Chunk:
+class GraphChunk:
     """A piece of physical memory under addresses of graphs."""
 
     def __init__(self, offset: int) -> None:
@@ -65,14 +65,14 @@ class DeviceGraphMemory:
     bank: Bank
     used_high: int = 0
     reserved_high: int = 0
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[GraphChunk] = field(default_factory=list)
     memories: set[GraphHeap] = field(default_factory=set)
-    _set_aside: Reservation | None = None
+    _set_aside: ReservedExtent | None = None
 
     def set_aside(self) -> None:
         """Reserve the addresses for all graphs, as many as a pool has (observed on H200: test_address_ranges)."""
         if self._set_aside is None:
-            self._set_aside = Reservation(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
+            self._set_aside = ReservedExtent(round_up(self.bank.addresses, CHUNK), CHUNK, low=True)
 
     def __post_init__(self) -> None:
         self.banks.reserves.append((self.bank, self.trim))
@@ -89,7 +89,7 @@ class DeviceGraphMemory:
     def used(self) -> int:
         return sum(chunk.used for chunk in self.chunks) * CHUNK
 
-    def take(self, reserved: int, mapped: int, clock: Clock, before: Container[Chunk]) -> list[Chunk]:
+    def take(self, reserved: int, mapped: int, clock: Clock, before: Container[GraphChunk]) -> list[GraphChunk]:
         """Choose ``mapped`` of at least ``reserved`` chunks for a launch that is ordered after ``clock``: first those
         that the graph had ``before``, then the oldest, or if new ones are needed the newest (observed on H200:
         test_graph_memory).
@@ -97,7 +97,7 @@ class DeviceGraphMemory:
         free = [chunk for chunk in self.chunks if not chunk.is_live and chunk.uses.over_for(clock)]
         missing = max(reserved - len(free), 0)
         check(self.banks.make_room(self.bank, missing * CHUNK), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        new = [Chunk(self.physical.extend(CHUNK)) for _ in range(missing)]
+        new = [GraphChunk(self.physical.extend(CHUNK)) for _ in range(missing)]
         self.chunks += new
         self.bank.used += missing * CHUNK
         ordered = sorted([*new, *reversed(free)] if new else free, key=lambda chunk: chunk not in before)
@@ -119,7 +119,7 @@ class DeviceGraphMemory:
                 self._release(chunk)
         self.collect()
 
-    def _release(self, chunk: Chunk) -> None:
+    def _release(self, chunk: GraphChunk) -> None:
         for memory in self.memories:
             memory.lose(chunk)
         self.chunks.remove(chunk)
@@ -158,14 +158,14 @@ class GraphHeap:
         shared.collect()
         shared.set_aside()
         self._shared = shared
-        self._reservation = Reservation(round_up(shared.bank.addresses, CHUNK), CHUNK)
+        self._reservation = ReservedExtent(round_up(shared.bank.addresses, CHUNK), CHUNK)
         shared.banks.arenas.add(self._reservation)
         self._size = 0
         self._reserved = 0
         self.holes: list[Hole] = []
         """Holes in the order of their frees."""
-        self._places: dict[Chunk, int] = {}  # of the chunks of the latest launch, by number
-        self._mapped: dict[int, Chunk] = {}  # by place, in stream order, for launches that are queued
+        self._places: dict[GraphChunk, int] = {}  # of the chunks of the latest launch, by number
+        self._mapped: dict[int, GraphChunk] = {}  # by place, in stream order, for launches that are queued
         self.uses: LastUses = LastUses()
         self.live: dict[int, int] = {}
         """Sizes of the allocations that outlived a launch, by address."""
@@ -219,7 +219,7 @@ class GraphHeap:
 
     # -- launches --------------------------------------------------------------------------------------------
 
-    def prepare(self, clock: Clock, outlives: bool) -> dict[Chunk, int]:
+    def prepare(self, clock: Clock, outlives: bool) -> dict[GraphChunk, int]:
         """Choose the chunks of a launch that is ordered after ``clock``, with their places. ``outlives``: its
         allocations outlive it.
         """
@@ -231,7 +231,7 @@ class GraphHeap:
         self._places = {chunk: place for place, chunk in enumerate(chunks)}
         return self._places
 
-    def map(self, places: dict[Chunk, int]) -> None:
+    def map(self, places: dict[GraphChunk, int]) -> None:
         """Map chunks at the addresses. Runs in stream order, because earlier launches may use other chunks."""
         for chunk, place in places.items():
             if self._mapped.get(place) is not chunk:
@@ -251,14 +251,14 @@ class GraphHeap:
         if stream is not None:
             self.in_use(stream, stream.submit(Operation()))
 
-    def lives_in(self, chunk: Chunk) -> bool:
+    def lives_in(self, chunk: GraphChunk) -> bool:
         """Whether a part of a live allocation is in a chunk."""
         start = self._reservation.base + self._places[chunk] * CHUNK
         return any(address < start + CHUNK and start < address + size for address, size in self.live.items())
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def lose(self, chunk: Chunk) -> None:
+    def lose(self, chunk: GraphChunk) -> None:
         """Release a chunk."""
         self._places.pop(chunk, None)
         for place in [place for place, one in self._mapped.items() if one is chunk]:

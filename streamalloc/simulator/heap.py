@@ -15,7 +15,7 @@ from streamalloc.simulator.allocator import HEAP, USED, Block, Shelf
 from streamalloc.simulator.banks import Bank, Banks
 from streamalloc.simulator.constants import ALIGNMENT, BLOCK, round_up
 from streamalloc.simulator.errors import undo_by
-from streamalloc.simulator.memory import Physical, Reservation
+from streamalloc.simulator.memory import Physical, ReservedExtent
 
 _REGION = 32 << 20
 
@@ -78,8 +78,8 @@ class Regions:
             self._new_region(_REGION).take(_REGION - left)
 
     @functools.cached_property
-    def reservation(self) -> Reservation:
-        made = Reservation(self.size, BLOCK)
+    def reservation(self) -> ReservedExtent:
+        made = ReservedExtent(self.size, BLOCK)
         self._banks.arenas.add(made)
         return made
 

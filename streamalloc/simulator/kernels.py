@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from streamalloc.simulator.allocations import Allocation, AllocationTable
+from streamalloc.simulator.allocations import AllocationTable, LiveMemory
 from streamalloc.simulator.allocator import Block
 from streamalloc.simulator.constants import Handles, new_handle
 from streamalloc.simulator.contexts import Context
@@ -28,12 +28,11 @@ from streamalloc.simulator.memory import is_accessible
 Uses: TypeAlias = Callable[..., Iterable[tuple[int, int]]]
 """Maps kernel arguments to used addresses and sizes in bytes."""
 CType: TypeAlias = Any
-Extent = tuple[int, int, int]
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class RegisteredKernel:
     """A registered kernel."""
 
     function: Callable[..., object]
@@ -61,7 +60,7 @@ class Kernel:
         ]
 
 
-_kernels: dict[str, Kernel] = {}
+_kernels: dict[str, RegisteredKernel] = {}
 _globals: dict[str, bytes] = {}
 
 
@@ -117,7 +116,7 @@ def kernel(
     def register(function: _F) -> _F:
         if not callable(function):
             raise TypeError(f"the kernel {name!r} must be a function, got {function!r}")
-        made = Kernel(function, given or _annotated(function), reads, writes, atomics, dict(attributes or {}))
+        made = RegisteredKernel(function, given or _annotated(function), reads, writes, atomics, dict(attributes or {}))
         _kernels.pop(name, None)  # the latest matching pattern applies
         _kernels[name] = made
         return function
@@ -154,7 +153,7 @@ def device_global(name: str, nbytes: int, initial: bytes = b"") -> None:
     _globals[name] = initial.ljust(nbytes, b"\0")
 
 
-def find_kernel(name: str) -> Kernel | None:
+def find_kernel(name: str) -> RegisteredKernel | None:
     """The kernel registered under a name, or under a matching pattern."""
     if name in _kernels:
         return _kernels[name]
@@ -238,7 +237,7 @@ BINARIES = (b"\x7fELF", *(struct.pack("=I", one) for one in (0xBA55ED50, 0x46624
 
 
 @dataclass(eq=False)
-class VariableMemory(Allocation):
+class VariableMemory(LiveMemory):
     """Memory of a variable of a module."""
 
     block: Block
@@ -309,7 +308,7 @@ class Function:
     handle: int = field(default_factory=new_handle)
 
     @property
-    def kernel(self) -> Kernel | None:
+    def kernel(self) -> RegisteredKernel | None:
         """The Python function that runs in its place."""
         return find_kernel(self.name)
 

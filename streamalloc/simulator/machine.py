@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from streamalloc.simulator import allocations, call_lock
 from streamalloc.simulator.allocations import (
-    Allocation,
     AllocationTable,
     DeviceMemory,
     HostMemory,
+    LiveMemory,
     Managed,
     ManagedMemory,
 )
@@ -54,7 +54,7 @@ class Machine:
         self.contexts: Handles[Context] = Handles()
         self.streams: Handles[Queue] = Handles()
         self.events: Handles[QueueEvent] = Handles()
-        self.freed: list[tuple[Allocation, Queue, int]] = []
+        self.freed: list[tuple[LiveMemory, Queue, int]] = []
         """cuMemAlloc memory freed in a stream, until the host synchronises with that (H200: test_plain_memory)."""
         self.thread: call_lock.Threads = call_lock.Threads()
         self._context_numbers = itertools.count(1)
@@ -278,7 +278,7 @@ class Machine:
             elif self.allocations.is_live(allocation):
                 self.discard(allocation)
 
-    def discard(self, allocation: Allocation) -> None:
+    def discard(self, allocation: LiveMemory) -> None:
         """Release cuMemAlloc, pinned or managed memory at once."""
         if isinstance(allocation, ManagedMemory):
             self.managed.free(allocation)

@@ -313,7 +313,7 @@ class Extent:
         return self.base + self.size
 
 
-class Reservation(Extent):
+class ReservedExtent(Extent):
     """A range of reserved addresses, parts of which can be mapped. It is placed at ``hint`` if that is free, at the
     lowest free addresses with ``low``, else by the system. With a file, all of it is mapped, from ``offset`` on.
     """
@@ -344,7 +344,7 @@ class Reservation(Extent):
         _mmap(start, size, _PROT_READ_WRITE, _MAP_FIXED | _MAP_SHARED | _MAP_NORESERVE, fd, offset)
         self.mapped.add(start, start + size)
 
-    def map_again(self, other: Reservation) -> None:
+    def map_again(self, other: ReservedExtent) -> None:
         """Map the start of this reservation to the file at the start of ``other``."""
         # mremap(2) of 0 bytes of a shared mapping makes a second mapping of the same file.
         with undo_by(self.close):
@@ -378,7 +378,7 @@ class Reservation(Extent):
             _unmap(start, size)
 
 
-class ReservedRange(Reservation):
+class ReservedRange(ReservedExtent):
     """A reservation by the user."""
 
 
@@ -427,9 +427,9 @@ def _forget_kept(start: int, end: int) -> None:
 _addresses = Addresses()
 
 
-def window(fd: int, offset: int, size: int) -> Reservation:
+def window(fd: int, offset: int, size: int) -> ReservedExtent:
     """A mapping of physical memory outside of simulated addresses."""
-    return Reservation(size, mmap.PAGESIZE, fd, offset)
+    return ReservedExtent(size, mmap.PAGESIZE, fd, offset)
 
 
 E = TypeVar("E", bound=Extent)

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from streamalloc.simulator.allocations import Allocation, AllocationTable
+from streamalloc.simulator.allocations import AllocationTable, LiveMemory
 from streamalloc.simulator.constants import NOWHERE, Location, Place
 from streamalloc.simulator.errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
 from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach
-from streamalloc.simulator.memory import Physical, Reservation, ReservedRange, window
-from streamalloc.simulator.physical import Mappable, Mapping, Memory, Properties
+from streamalloc.simulator.memory import Physical, ReservedExtent, ReservedRange, window
+from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
 from streamalloc.simulator.pool import Pool
 from streamalloc.simulator.scheduler import Scheduler
 from streamalloc.simulator.virtual import VirtualMemory
@@ -239,12 +239,12 @@ class Backing(NamedTuple):
     physical: Physical
     start: int
     device: int | None
-    memory: Memory | None = None
-    allocation: Allocation | None = None
+    memory: CreatedMemory | None = None
+    allocation: LiveMemory | None = None
     """Pool allocation; None for memory of cuMemCreate."""
 
 
-class MulticastObject(Mappable):
+class MulticastMemory(Mappable):
     """One handle's view of a multicast object.
 
     The object and its bindings exist until each returned handle is released and nothing is mapped. Handles of other
@@ -257,7 +257,7 @@ class MulticastObject(Mappable):
         self.imported = imported
         self._owner = owner
         self._bound: dict[int, Backing] = {}  # by this holder, by the bindings' numbers
-        self._windows: dict[int, Reservation] = {}  # to all bindings
+        self._windows: dict[int, ReservedExtent] = {}  # to all bindings
 
     @property
     def serial(self) -> str:
@@ -345,7 +345,7 @@ class MulticastObject(Mappable):
                 found[binding.device].append(segment)
         return found
 
-    def _window(self, binding: TeamBinding) -> Reservation | None:
+    def _window(self, binding: TeamBinding) -> ReservedExtent | None:
         """The bytes of a binding; None after their release."""
         backing, found = self._bound.get(binding.number), self._windows.get(binding.number)
         allocation = None if backing is None else backing.allocation
@@ -378,7 +378,7 @@ class Multicast:
     slots: int
     patience: float
     granularity: int
-    objects: set[MulticastObject] = field(default_factory=set)
+    objects: set[MulticastMemory] = field(default_factory=set)
 
     def fits(self, *sizes: int) -> bool:
         """Whether sizes, offsets and addresses are multiples of the granularity."""
@@ -389,27 +389,27 @@ class Multicast:
         """Whether the switch has a slot for another team. Only objects with a handle in this machine count."""
         return len({one.serial for one in self.objects if one.table.state == FORMED}) < self.slots
 
-    def create(self, devices: int, size: int, handle_types: int) -> MulticastObject:
+    def create(self, devices: int, size: int, handle_types: int) -> MulticastMemory:
         label = self.labels.new("multicast", NOWHERE)
         return self._adopt(MulticastTable.create(str(label), devices, size, handle_types), imported=False)
 
-    def open(self, fd: int) -> MulticastObject:
+    def open(self, fd: int) -> MulticastMemory:
         """The object of a descriptor. The caller keeps the descriptor."""
         return self._adopt(MulticastTable.open(fd), imported=True)
 
-    def _adopt(self, table: MulticastTable, imported: bool) -> MulticastObject:
-        made = MulticastObject(self, table, imported)
+    def _adopt(self, table: MulticastTable, imported: bool) -> MulticastMemory:
+        made = MulticastMemory(self, table, imported)
         self.objects.add(made)
         self.virtual.handles.add(made)
         return made
 
-    def object(self, handle: int) -> MulticastObject:
+    def object(self, handle: int) -> MulticastMemory:
         what = "a handle of physical memory where a multicast object is expected"
-        return need_a(MulticastObject, self.virtual.named(handle), what)
+        return need_a(MulticastMemory, self.virtual.named(handle), what)
 
     # -- waiting for the team --------------------------------------------------------------------------------
 
-    def formed(self, wanted: MulticastObject, call: str) -> None:
+    def formed(self, wanted: MulticastMemory, call: str) -> None:
         """Block until all devices are added, as the real driver does; forever if nobody adds them."""
         wanted.mappings += 1  # other threads may release its last handle during the wait
         try:
@@ -455,7 +455,7 @@ class Multicast:
         allocation = need(self.allocations.find(address))
         mapping, pool = allocation.mapping, allocation.pool
         if mapping is not None:
-            memory = need_a(Memory, mapping.memory, "binding a multicast object to another")
+            memory = need_a(CreatedMemory, mapping.memory, "binding a multicast object to another")
             not_modelled(len(self.virtual.span(address, size)) > 1, "cuMulticastBindAddr of more than one mapping")
             start = memory.offset + address - mapping.base
             return Backing(memory.physical, start, memory.properties.device, memory)
@@ -466,9 +466,9 @@ class Multicast:
 
     # -- work on mapped objects ------------------------------------------------------------------------------
 
-    def mapping_at(self, address: int) -> tuple[Mapping, MulticastObject] | None:
+    def mapping_at(self, address: int) -> tuple[MappedExtent, MulticastMemory] | None:
         mapping = self.virtual.mappings.find(address)
-        if mapping is None or not isinstance(mapping.memory, MulticastObject):
+        if mapping is None or not isinstance(mapping.memory, MulticastMemory):
             return None
         return mapping, mapping.memory
 
@@ -494,7 +494,7 @@ class Multicast:
             if mapping is None:
                 return None
             stop = min(end, mapping.end)
-            if isinstance(mapping.memory, Memory):
+            if isinstance(mapping.memory, CreatedMemory):
                 targets.append(Segment(at, at - address, stop - at))
             else:
                 replicas = self.replicas(at, stop - at)

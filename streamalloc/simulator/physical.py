@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from streamalloc.simulator.banks import Bank
 from streamalloc.simulator.constants import NO_ACCESS, Location, Place, new_handle
 from streamalloc.simulator.errors import NotModelled, Result, check
-from streamalloc.simulator.memory import Extent, Physical, Reservation, ReservedRange, window
+from streamalloc.simulator.memory import Extent, Physical, ReservedExtent, ReservedRange, window
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Mappable:
         self.properties = properties
         self.handles = 1
         self.mappings = 0
-        self.leader: Mapping | None = None
+        self.leader: MappedExtent | None = None
         """For RDMA memory: the mapping that decides whether others can get access. At first it is the oldest mapping.
         After the leader is unmapped, the next mapping that is made or gets access is the leader. If a mapping leads
         because it got access, then no other one can be made or get access while it has access (observed on H200:
@@ -47,14 +47,14 @@ class Mappable:
         """
         self.leads_by_access: bool = False
 
-    def lead(self, mapping: Mapping, by_access: bool) -> None:
+    def lead(self, mapping: MappedExtent, by_access: bool) -> None:
         """Record a mapping that is new or was given access."""
         if self.properties.rdma:
             check(not self.leads_by_access or self.leader is mapping, Result.CUDA_ERROR_UNKNOWN)
             if self.leader is None:
                 self.leader, self.leads_by_access = mapping, by_access
 
-    def lose_leader(self, mapping: Mapping) -> None:
+    def lose_leader(self, mapping: MappedExtent) -> None:
         if self.leader is mapping:
             self.leader, self.leads_by_access = None, False
 
@@ -71,7 +71,7 @@ class Mappable:
         raise NotImplementedError
 
 
-class Memory(Mappable):
+class CreatedMemory(Mappable):
     """One handle's view of physical memory: ``size`` bytes of a file, from ``offset`` on.
 
     The memory exists until each returned handle is released, and no mapping or multicast binding is left. Then its
@@ -89,7 +89,7 @@ class Memory(Mappable):
         """Number of array tiles mapped now or by queued work."""
 
     @functools.cached_property
-    def window(self) -> Reservation:
+    def window(self) -> ReservedExtent:
         """Map the whole memory, for work without addresses."""
         return window(self.physical.fd, self.offset, self.size)
 
@@ -118,7 +118,7 @@ class Memory(Mappable):
 
 
 @dataclass(eq=False)
-class Mapping(Extent):
+class MappedExtent(Extent):
     """Memory mapped at an address, with its access rights."""
 
     base: int
@@ -129,7 +129,7 @@ class Mapping(Extent):
 
     @property
     def is_multicast(self) -> bool:
-        return not isinstance(self.memory, Memory)
+        return not isinstance(self.memory, CreatedMemory)
 
     def right(self, place: Place) -> int:
         return self.rights.get(place, NO_ACCESS)
@@ -153,7 +153,7 @@ class Mapping(Extent):
         return next(reversed(self.rights.values()), NO_ACCESS)
 
 
-def connected(mappings: list[Mapping]) -> list[Mapping]:
+def connected(mappings: list[MappedExtent]) -> list[MappedExtent]:
     """The mappings before the first hole. Only these get access, without an error (observed on H200:
     test_mapping_access).
     """
@@ -161,6 +161,6 @@ def connected(mappings: list[Mapping]) -> list[Mapping]:
     return mappings[: next(hole, len(mappings))]
 
 
-def least_right(mappings: Iterable[Mapping], place: Place) -> int:
+def least_right(mappings: Iterable[MappedExtent], place: Place) -> int:
     """The access that a location has to all of some mappings."""
     return min(mapping.right(place) for mapping in mappings)

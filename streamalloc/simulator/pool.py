@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamalloc.simulator import constants
-from streamalloc.simulator.allocator import HEAP, Block, Line
+from streamalloc.simulator.allocator import HEAP, Block, PoolAddresses
 from streamalloc.simulator.banks import Banks, Space
 from streamalloc.simulator.constants import (
     ALIGNMENT,
@@ -23,7 +23,7 @@ from streamalloc.simulator.constants import (
 )
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
-from streamalloc.simulator.memory import Physical, Reservation
+from streamalloc.simulator.memory import Physical, ReservedExtent
 from streamalloc.simulator.scheduler import Clock, Mark, Operation, Queue, QueuedCall, Scheduler
 
 _MOST_KEPT = (1 << 64) - CHUNK
@@ -94,7 +94,7 @@ class Pool(Accessible):
         of_node = self.place.type == Location.HOST_NUMA
         kind = (of_node, self.managed or self.device is None)
         self.space: Space = Space(str(self.label), banks, bank, capacity, self._scheduler.ranks, *kind)
-        self.line: Line = self.space.line
+        self.line: PoolAddresses = self.space.line
         banks.pools[self.handle] = self.space
 
     @property
@@ -263,7 +263,9 @@ class OpenedPool(Accessible):
 
     managed = False
     granted = True  # it is device memory
-    handle_types = constants.Handle.NONE  # an imported pool cannot be exported again (observed on H200: test_sharing)
+    handle_types = (
+        constants.HandleType.NONE
+    )  # an imported pool cannot be exported again (observed on H200: test_sharing)
 
     def __init__(self, banks: Banks, label: Label, fd: int) -> None:
         self._arenas = banks.arenas
@@ -279,14 +281,14 @@ class OpenedPool(Accessible):
         self._whole = os.fstat(fd).st_size
         # Map only the first _VIEW bytes: most pools are smaller, and a process has addresses for only some hundred
         # ranges of full size. The sparse file is as large as the pool can become, so more can be mapped later.
-        self._views = [Reservation(min(self._whole, _VIEW), CHUNK, fd)]
+        self._views = [ReservedExtent(min(self._whole, _VIEW), CHUNK, fd)]
         self._arenas.add(self._views[0])
 
     def address(self, offset: int, size: int) -> int:
         """Always the same address for the same memory."""
         check(offset + size <= self._whole)
         if offset + size > self._views[-1].size:
-            view = Reservation(self._whole, CHUNK)
+            view = ReservedExtent(self._whole, CHUNK)
             view.map_again(self._views[0])
             self._views.append(view)
             self._arenas.add(view)

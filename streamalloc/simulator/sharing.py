@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from streamalloc.driver.processes import alive
-from streamalloc.simulator.allocations import Allocation, AllocationTable, OpenedBlock, OpenedMemory, PoolMemory
+from streamalloc.simulator.allocations import AllocationTable, LiveMemory, OpenedBlock, OpenedMemory, PoolMemory
 from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
@@ -27,7 +27,7 @@ from streamalloc.simulator.contexts import Context, SimulatedDevice
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.events import TABLE_BYTES, EventTable, QueueEvent, SharedEvent
 from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach, recognise
-from streamalloc.simulator.memory import Physical, Reservation
+from streamalloc.simulator.memory import Physical, ReservedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Scheduler
 
@@ -150,7 +150,7 @@ class Sharing:
 
     # -- plain memory ----------------------------------------------------------------------------------------
 
-    def memory_handle(self, allocation: Allocation) -> bytes:
+    def memory_handle(self, allocation: LiveMemory) -> bytes:
         """The IPC handle of an allocation, equal for all addresses in it."""
         assert allocation.device is not None
         physical, offset = self.devices[allocation.device].heap.locate(allocation.base)
@@ -162,7 +162,7 @@ class Sharing:
         where = os.getpid() << 32 | physical.fd
         return pack_memory(allocation.id, where, allocation.size, offset, self.labels.owner, allocation.id)
 
-    def withdraw(self, allocation: Allocation) -> None:
+    def withdraw(self, allocation: LiveMemory) -> None:
         """Record a free of plain memory. Its handle can no longer be opened, unless it is open already."""
         fd = self._handed_out.pop(allocation.id, None)
         if fd is not None:
@@ -188,7 +188,7 @@ class Sharing:
                 check(is_locked(own, number))
                 end = -(-(offset + size) // BLOCK) * BLOCK
                 check(end <= os.fstat(own).st_size)
-                block = self._blocks[key] = OpenedBlock(key, Reservation(end - start, BLOCK, own, start))
+                block = self._blocks[key] = OpenedBlock(key, ReservedExtent(end - start, BLOCK, own, start))
                 self.banks.arenas.add(block.reservation)
         finally:
             os.close(own)

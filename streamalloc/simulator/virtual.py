@@ -15,7 +15,7 @@ from streamalloc.simulator.constants import Handles
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.files import Labels
 from streamalloc.simulator.memory import Physical, RangeMap, ReservedRange
-from streamalloc.simulator.physical import Mappable, Mapping, Memory, Properties
+from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
 from streamalloc.simulator.scheduler import Scheduler
 
 _LARGEST_ADDRESS = 1 << 47
@@ -38,7 +38,7 @@ class VirtualMemory:
     scheduler: Scheduler
     page: int
     """Bytes; addresses and sizes are multiples."""
-    mappings: RangeMap[Mapping] = field(default_factory=RangeMap)
+    mappings: RangeMap[MappedExtent] = field(default_factory=RangeMap)
     handles: Handles[Mappable] = field(default_factory=Handles)
     _released: dict[int, Mappable] = field(default_factory=dict)
     """Mapped memory without handles, which can be mapped again."""
@@ -47,7 +47,7 @@ class VirtualMemory:
 
     # -- physical memory -------------------------------------------------------------------------------------
 
-    def create(self, size: int, properties: Properties) -> Memory:
+    def create(self, size: int, properties: Properties) -> CreatedMemory:
         bank = self.banks.bank(properties.device)
         if size > bank.free:
             not_modelled(self.banks.make_room(bank, size), "cuMemCreate of memory that pools hold in reserve")
@@ -62,14 +62,18 @@ class VirtualMemory:
         bank.used += size
         return self.adopt(physical, offset, size, properties, bank)
 
-    def adopt(self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None) -> Memory:
+    def adopt(
+        self, physical: Physical, offset: int, size: int, properties: Properties, bank: Bank | None
+    ) -> CreatedMemory:
         """Make a handle of memory."""
-        memory = Memory(physical, offset, size, properties, bank)
+        memory = CreatedMemory(physical, offset, size, properties, bank)
         self.handles.add(memory)
         return memory
 
-    def memory(self, handle: int) -> Memory:
-        return need_a(Memory, self.named(handle), "a handle of a multicast object where physical memory is expected")
+    def memory(self, handle: int) -> CreatedMemory:
+        return need_a(
+            CreatedMemory, self.named(handle), "a handle of a multicast object where physical memory is expected"
+        )
 
     # -- handles, of physical memory and of multicast objects ------------------------------------------------
 
@@ -85,7 +89,7 @@ class VirtualMemory:
 
     def release(self, handle: int) -> None:
         found = need(self.handles.get(handle))
-        if found.handles == 1 and isinstance(found, Memory) and found.tiles:
+        if found.handles == 1 and isinstance(found, CreatedMemory) and found.tiles:
             raise NotModelled("releasing memory that tiles of an array are mapped to, or will be: unmap them before")
         found.handles -= 1
         if not found.handles:
@@ -154,7 +158,7 @@ class VirtualMemory:
         check(segments and not self.mappings.overlapping(address, end))
         not_modelled(segments[-1][2] < end, "mapping beyond the end of a reservation: the real driver does not notice")
         not_modelled(memory.properties.tile_pool, "cuMemMap of memory for tiles of arrays")
-        mapping = Mapping(address, size, memory)
+        mapping = MappedExtent(address, size, memory)
         memory.lead(mapping, False)
         try:
             for found, start, stop in segments:
@@ -190,17 +194,17 @@ class VirtualMemory:
                 self._released.pop(mapping.memory.handle, None)
             mapping.memory.leave()
 
-    def mapping_at(self, address: int) -> Mapping:
+    def mapping_at(self, address: int) -> MappedExtent:
         return need(self.mappings.find(address))
 
-    def span(self, address: int, size: int) -> list[Mapping]:
+    def span(self, address: int, size: int) -> list[MappedExtent]:
         """The mappings under a range without holes. The range may begin and end inside a mapping."""
         mappings = self.mappings.overlapping(address, address + size)
         check(mappings and mappings[0].base <= address and address + size <= mappings[-1].end)
         check(all(one.end == two.base for one, two in itertools.pairwise(mappings)))
         return mappings
 
-    def whole_span(self, address: int, size: int) -> list[Mapping]:
+    def whole_span(self, address: int, size: int) -> list[MappedExtent]:
         """The mappings of a range that begins and ends with a mapping. Holes between are allowed."""
         mappings = self.mappings.overlapping(address, address + size)
         check(mappings and mappings[0].base == address and mappings[-1].end == address + size)
@@ -210,7 +214,7 @@ class VirtualMemory:
 
     def close(self) -> None:
         known = {*self.handles.values(), *(mapping.memory for mapping in self.mappings.at.values())}
-        memories = [one for one in known if isinstance(one, Memory)]
+        memories = [one for one in known if isinstance(one, CreatedMemory)]
         for memory in memories:
             memory.close_window()
         for physical in {memory.physical for memory in memories}:

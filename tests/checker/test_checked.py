@@ -661,7 +661,7 @@ print(type(device.driver).__name__, type(sa.driver.default()).__name__)
 def test_a_process_reports_to_its_end(python: Callable[..., CompletedProcess[str]]) -> None:
     """Memory in garbage, and memory whose release was put off, is no leak."""
     done = python(_PROGRAM, STREAMALLOC_CHECK="1")
-    assert done.returncode == 0 and done.stdout.split() == ["Checked", "Checked"]
+    assert done.returncode == 0 and done.stdout.split() == ["CheckedDriver", "CheckedDriver"]
     assert "use before allocation: cuMemsetD8Async" in done.stderr
     assert done.stderr.count("leak: ") == done.stderr.count("leak: allocation of 64 bytes") == 1
 

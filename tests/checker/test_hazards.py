@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 
 import streamalloc.driver as sd
 from streamalloc.checker.clocks import CERTAIN, Timeline
-from streamalloc.checker.ranges import Access, AddressMap, Bytes, Moment, Range
+from streamalloc.checker.ranges import Access, AddressMap, Bytes, Range, RecordedOperation
 from streamalloc.driver.bindings import cuda
 from streamalloc.formats.sizes import size_text
 
@@ -74,7 +74,7 @@ def test_what_has_ended_is_forgotten_at_last() -> None:
     addresses.add(stays)
     for number in range(25_000):
         made = Range(16 * (number + 1), 8, "goes")
-        made.ended = Moment(Timeline().thread("host"), "free", ())
+        made.ended = RecordedOperation(Timeline().thread("host"), "free", ())
         addresses.add(made)
     assert addresses.find(1) is stays and addresses.find(16) is None and addresses.find(made.base) is made
 

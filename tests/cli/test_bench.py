@@ -15,7 +15,7 @@ import pytest
 import streamalloc.driver as sd
 from streamalloc.cli import bench, bench_calls, bench_processes, bench_vmm, main, measuring, worker
 from streamalloc.cli.machine import Chosen, Unavailable
-from streamalloc.cli.measuring import Row, Target
+from streamalloc.cli.measuring import BenchRow, Target
 from streamalloc.traces import Event, Trace
 from tests.cli.conftest import Complete, Run, complete, start_worker_quickly, without
 
@@ -23,7 +23,7 @@ SMALL = Trace((Event("allocate", 0, 4096, 0, 0, 0), Event("free", 0, 4096, 0, 0,
 ALL_ROWS = bench.ROWS
 
 
-def own(row: Row) -> Row:
+def own(row: BenchRow) -> BenchRow:
     """The row in short, without other libraries, which change the default pool, and the environment."""
     kept = {name: setup for name, setup in row.variants.items() if not measuring.is_library(name)}
     return dataclasses.replace(row, variants=kept, rounds=(2, 1 if row.most == 1 else 2))
@@ -82,7 +82,7 @@ def test_every_way_of_every_row_is_in_the_table_and_the_report(whole: Measured) 
 
 
 @pytest.mark.parametrize("row", ALL_ROWS, ids=lambda row: row.key)
-def test_targets_name_ways_of_their_row(row: Row) -> None:
+def test_targets_name_ways_of_their_row(row: BenchRow) -> None:
     names = {name for target in row.targets for name in (target.of, target.to)} | {*row.bases, *row.bases.values()}
     assert names - {""} <= set(row.variants)
 
@@ -167,12 +167,12 @@ def raising(error: Exception) -> Callable[[Any], Any]:
     return setup
 
 
-def measured(machine: Any, row: Row, chosen: type[Chosen] = OnAGpu) -> dict[str, Any]:
+def measured(machine: Any, row: BenchRow, chosen: type[Chosen] = OnAGpu) -> dict[str, Any]:
     with contextlib.ExitStack() as resources:
         return measuring.measured(measuring.Bench(chosen(machine), False, resources), row)
 
 
-row_of = functools.partial(Row, "row", "A row", most=1, rounds=(2, 2))
+row_of = functools.partial(BenchRow, "row", "A row", most=1, rounds=(2, 2))
 
 
 def test_medians_ratios_and_targets(machine: Any) -> None:

@@ -17,7 +17,7 @@ import streamalloc.core.session as sessions_module
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.checker.report import Reports
-from streamalloc.checker.wrapper import Checked
+from streamalloc.checker.wrapper import CheckedDriver
 from streamalloc.core import deferred
 from streamalloc.core.allocation_hooks import Watching, tap_of, watching_of
 from streamalloc.core.deferred import Deferred, DeferredQueue
@@ -67,17 +67,17 @@ def test_a_primary_context_is_retained_once() -> None:
 
 
 def test_a_hazard_that_two_threads_deliver_is_kept_once() -> None:
-    def make() -> Checked:
+    def make() -> CheckedDriver:
         checked: Any = sd.checked(sd.simulated())
         checked._reports.found += [
             sd.Hazard(kind, "two writes", "order them", 512) for kind in ("race", "leak", "double free")
         ]
-        return cast("Checked", checked)
+        return cast("CheckedDriver", checked)
 
     kept: list[list[Any]] = []
     guard = threading.Lock()
 
-    def keep(checked: Checked) -> None:
+    def keep(checked: CheckedDriver) -> None:
         fresh = checked._alone(checked._reports.take)
         with guard:
             kept.append(fresh)

@@ -14,7 +14,7 @@ from streamalloc.simulator.calls.copies import PlannedCopy
 from streamalloc.simulator.calls.multicast import Gather, Update
 from streamalloc.simulator.errors import Fault
 from streamalloc.simulator.events import _RING, TABLE_BYTES, EventTable, SharedEvent
-from streamalloc.simulator.multicast import MulticastObject, MulticastTable
+from streamalloc.simulator.multicast import MulticastMemory, MulticastTable
 from streamalloc.simulator.runtime import Functions
 from tests.interleaving import interleaved
 
@@ -100,13 +100,13 @@ class TestMulticast:
                 backing: Any = SimpleNamespace(physical=physical, device=0, start=0, memory=None)
                 multicast: Any = SimpleNamespace(table=tables[which], _owner=owner, _bound={})
                 try:
-                    MulticastObject.bind(multicast, 0, 512, backing)
+                    MulticastMemory.bind(multicast, 0, 512, backing)
                 except Fault:
                     refused.append(True)
 
             return act
 
-        for tables in interleaved(MulticastObject.bind, begin, bind(0), bind(1), at="line"):
+        for tables in interleaved(MulticastMemory.bind, begin, bind(0), bind(1), at="line"):
             assert len(refused) == len(tables[0].bindings()) == 1
 
 

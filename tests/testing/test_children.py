@@ -125,10 +125,10 @@ def lasting():
 @pytest.mark.streamalloc(check=True)
 def test_starts_it(lasting):
     lasting[0]()
-    assert asked(lasting[1]) == "Checked"
+    assert asked(lasting[1]) == "CheckedDriver"
 
 def test_uses_it(lasting):
-    assert asked(lasting[1]) == "Checked"
+    assert asked(lasting[1]) == "CheckedDriver"
 """
     )
     result.assert_outcomes(passed=2)

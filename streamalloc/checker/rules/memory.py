@@ -9,7 +9,7 @@ from typing import Any
 from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedCapture, TrackedNode
 from streamalloc.checker.clocks import TrackedStream
-from streamalloc.checker.ranges import BoundBytes, Moment, Range
+from streamalloc.checker.ranges import BoundBytes, Range, RecordedOperation
 from streamalloc.checker.state import OPENED, State, TrackedArray, TrackedMemory
 from streamalloc.checker.streams import beside_captures, rights_of_process
 from streamalloc.checker.uses import After, Answer, Arguments, Finish, ends, nothing, rules
@@ -72,13 +72,13 @@ def _allocates(state: State, name: str, args: Arguments, answer: Answer) -> None
     pool = int(args[1]) if "FromPool" in name else _current_pool(state, state.streams.devices.get(stream))
     made = Range(int(answer[1]), int(args[0]), "allocation", stack=stack, grants=state.pools.get(pool), pending=True)
     made.viewed = pool in state.host_pools
-    made.born = Moment(stream, "allocation", stack)
+    made.born = RecordedOperation(stream, "allocation", stack)
     state.addresses.add(made)
     capture = state.capture_of(stream)
     if capture is not None:
         node = TrackedNode("allocate", stack=stack, range=made)
         capture.add(stream, node)
-        made.born = Moment(stream, "allocation at a launch of its graph", stack)
+        made.born = RecordedOperation(stream, "allocation at a launch of its graph", stack)
         state.streams.name_nodes(stream, node)
     else:
         state.timeline.submit(stream, lambda stream: state.judge.allocate(made, stream))

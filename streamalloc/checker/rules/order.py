@@ -12,7 +12,7 @@ from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedEvent, TrackedNode
 from streamalloc.checker.clocks import Actor, Obstacle, TrackedStream
 from streamalloc.checker.contents import HOST_KINDS
-from streamalloc.checker.ranges import NEVER, Access, Moment
+from streamalloc.checker.ranges import NEVER, Access, RecordedOperation
 from streamalloc.checker.state import State
 from streamalloc.checker.uses import Answer, Arguments, Before, Finish, ends, nothing, rules
 from streamalloc.driver.bindings import cuda, number_of
@@ -225,7 +225,7 @@ def end_context(state: State, context: int, what: str, stack: Stack) -> None:
     state.timeline.host_acts(thread)
     for range_ in state.addresses.living():
         if range_.context == context != 0:
-            range_.ended, range_.vacated = Moment(thread, what, stack), True
+            range_.ended, range_.vacated = RecordedOperation(thread, what, stack), True
             state.account.lost(range_.kind, range_.base)
             state.interprocess.import_ended(range_)
 

@@ -111,7 +111,7 @@ def numpy_type(name: str) -> np.dtype[Any]:
     return np.dtype(f"u{TYPES[name]}")
 
 
-class Layout(Mapping[str, Tensor]):
+class TensorLayout(Mapping[str, Tensor]):
     """The tensors of one epoch by name.
 
     An argument of :meth:`Store.open`, and the value of :attr:`Weights.layout`.
@@ -210,7 +210,7 @@ class Layout(Mapping[str, Tensor]):
             if fault:
                 raise ProtocolError(f"the manifest has a tensor {name!r:.80} {fault}")
 
-    def changes(self, newer: Layout) -> list[str]:
+    def changes(self, newer: TensorLayout) -> list[str]:
         """Return the differences from a newer layout as text, one for each tensor."""
         texts = [f"{name!r} is gone" for name in self if name not in newer]
         texts += [f"{name!r} is new" for name in newer if name not in self]
@@ -225,7 +225,7 @@ class Layout(Mapping[str, Tensor]):
 class Manifest(NamedTuple):
     """Description of an epoch beside its memory."""
 
-    layout: Layout
+    layout: TensorLayout
     metadata: dict[str, Any]
     fabric: list[str]
     """Fabric handles of the chunks, hexadecimal; empty without FABRIC memory."""
@@ -245,7 +245,7 @@ class Manifest(NamedTuple):
         return f"[{_VERSION},{json.dumps(self.fabric, separators=(',', ':'))},{about}]".encode()
 
     @classmethod
-    def parse(cls, layout: Layout, data: bytes) -> Manifest:
+    def parse(cls, layout: TensorLayout, data: bytes) -> Manifest:
         """Decode the bytes of :meth:`to_bytes`.
 
         Raises

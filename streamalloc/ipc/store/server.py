@@ -32,7 +32,7 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
 from streamalloc.ipc.store.holdings import Epoch, HeldEntry, Holder, Holdings
-from streamalloc.ipc.store.manifest import Layout, Manifest, read_file, sealed_file
+from streamalloc.ipc.store.manifest import Manifest, TensorLayout, read_file, sealed_file
 from streamalloc.ipc.store.protocol import REQUESTS, encode, request_in, socket_path
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors
 from streamalloc.ipc.wire.control_block import ReadyWord
@@ -340,9 +340,9 @@ class StoreServer(Closes):
         files = (*epoch.files[:1], handles[0]) if same else tuple(handles[:2])
         hash, count = epoch.layout, epoch.count
         if not same:
-            layout = Layout(read_file(files[0]))
+            layout = TensorLayout(read_file(files[0]))
             hash, count = layout.hash, _checked(layout, sum(chunks), epoch.entry.current)
-        about = Manifest.parse(Layout(), read_file(files[1]))
+        about = Manifest.parse(TensorLayout(), read_file(files[1]))
         word = announcement(handles[first - 1], ready) if ready else None
         _check_room(handles[0])
         self._told = False
@@ -407,7 +407,7 @@ def _about(entry: HeldEntry) -> dict[str, Any]:
     return about
 
 
-def _checked(layout: Layout, nbytes: int, last: Epoch | None) -> int:
+def _checked(layout: TensorLayout, nbytes: int, last: Epoch | None) -> int:
     """Check a layout, unless it is that of the last commit. Returns its number of tensors."""
     if last is not None and last.layout == layout.hash and sum(last.chunks) <= nbytes:
         return last.count

@@ -18,7 +18,7 @@ from streamalloc.core.properties import MemHandleType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
-from streamalloc.ipc.store.manifest import Layout, Tensor, read_file
+from streamalloc.ipc.store.manifest import Tensor, TensorLayout, read_file
 from streamalloc.ipc.store.protocol import Connection, checked_key
 from streamalloc.ipc.store.server import StoreServer
 from streamalloc.ipc.store.weights import OpenEpoch, Weights
@@ -201,7 +201,7 @@ class Store(Closes):
         *,
         at: int | bool | None = None,
         stream: StreamLike | None = None,
-        layout: Layout | str | None = None,
+        layout: TensorLayout | str | None = None,
     ) -> Weights:
         """Map the last commit of a key for reading, at the writer's addresses if these are free.
 
@@ -230,8 +230,8 @@ class Store(Closes):
             The layout differs from the expected one; the message lists the changes.
         """
         home, key = self._device(device), checked_key(key)
-        if not isinstance(layout, (Layout, str, type(None))):
-            raise TypeError(f"layout must be a Layout or its hash, not {layout!r}")
+        if not isinstance(layout, (TensorLayout, str, type(None))):
+            raise TypeError(f"layout must be a TensorLayout or its hash, not {layout!r}")
         opened = OpenEpoch.open(self._connect(), key, session_of(home), layout)
         return Weights.open(opened, None if device is None else home, at, stream)
 

@@ -17,7 +17,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.ipc.importer.imported import Announcement
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
-from streamalloc.ipc.store.manifest import Layout, Manifest, numpy_type, read_file
+from streamalloc.ipc.store.manifest import Manifest, TensorLayout, numpy_type, read_file
 from streamalloc.ipc.store.protocol import Connection
 from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Foreign, Mechanism
 from streamalloc.vmm import AddressRange, RangeView
@@ -66,7 +66,7 @@ class Tensors(Mapping[str, TypedView[Any]]):
     range: AddressRange
     stream: Stream
     """The stream of operations that name no other."""
-    layout: Layout
+    layout: TensorLayout
     """Types, shapes, strides and offsets by name; ``layout.hash`` is equal for equal layouts."""
     metadata: dict[str, Any]
     nbytes: int
@@ -124,17 +124,17 @@ class OpenEpoch:
     """Announcement of the contents; None if they are there."""
 
     @classmethod
-    def open(cls, connection: Connection, key: str, session: Session, expected: Layout | str | None) -> OpenEpoch:
+    def open(cls, connection: Connection, key: str, session: Session, expected: TensorLayout | str | None) -> OpenEpoch:
         """Open the last commit of a key, and import its memory. The epoch owns the connection."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(undoing(connection.close))
             undo.enter_context(session.relaxed())
             answer, received = connection.ask("open", key=key)
             undo.callback(close_all, received)
-            if isinstance(expected, Layout) and expected.hash == answer["layout"]:
+            if isinstance(expected, TensorLayout) and expected.hash == answer["layout"]:
                 layout = expected
             else:
-                layout = Layout(read_file(received[0]))
+                layout = TensorLayout(read_file(received[0]))
                 if expected is not None and answer["layout"] != expected:
                     raise changed(key, answer["epoch"], expected, layout)
             manifest = Manifest.parse(layout, read_file(received[1]))
@@ -199,7 +199,7 @@ class Weights(Tensors, Closes):
         self._epoch = opened
         self.epoch: int = opened.number
         self.nbytes: int = opened.nbytes
-        self.layout: Layout
+        self.layout: TensorLayout
         self.metadata: dict[str, Any]
         self.layout, self.metadata, self._fabric = opened.manifest
 
@@ -367,7 +367,7 @@ class Weights(Tensors, Closes):
         return f" {self.key!r}, epoch {self.epoch}, {size}, {where}{gone}"
 
 
-def changed(key: str, epoch: int, expected: Layout | str, found: Layout) -> LayoutChangedError:
+def changed(key: str, epoch: int, expected: TensorLayout | str, found: TensorLayout) -> LayoutChangedError:
     """Make the error for a layout that is not the expected one."""
     if isinstance(expected, str):
         what = f"its layout has the hash {found.hash}, not {expected}"

@@ -36,7 +36,7 @@ from streamalloc.core.session import session_of
 from streamalloc.driver import ForkedProcessError
 from streamalloc.ipc.exporter.exports import Lease, exports_of
 from streamalloc.ipc.store.errors import StoreError
-from streamalloc.ipc.store.manifest import ALIGNMENT, Layout, Manifest, Tensor, dtype_name, read_file, sealed_file
+from streamalloc.ipc.store.manifest import ALIGNMENT, Manifest, Tensor, TensorLayout, dtype_name, read_file, sealed_file
 from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection
 from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
@@ -80,7 +80,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self.device: Device = device
         self.epoch: int = 0
         self.metadata: dict[str, Any] = dict(metadata or {})
-        self.layout: Layout = Layout()
+        self.layout: TensorLayout = TensorLayout()
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session)
         self._group = None if group is None else as_communicator(group)
         self._voted = False
@@ -117,7 +117,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
 
     def _take_over(self, chunks: list[int], layout: Fd, *reused: Fd) -> None:
         """Begin with the layout of the epoch before, on memory that nobody has any more, or on as large chunks."""
-        self.layout = Layout(read_file(layout))
+        self.layout = TensorLayout(read_file(layout))
         if reused:
             session = session_of(self.device)
             for fd, nbytes in zip(reused, chunks, strict=True):

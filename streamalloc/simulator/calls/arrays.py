@@ -8,16 +8,16 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments, arrays
-from streamalloc.simulator.allocations import Allocation
+from streamalloc.simulator.allocations import LiveMemory
 from streamalloc.simulator.arguments import Array, Device, EndedArray, EndedMipmap, MipmappedArray, Queue, UnsignedInt
-from streamalloc.simulator.arrays import TAIL, WHOLE, ArrayLayout, BoxCopy, Extent, Part, Remap, Storage, Tile
+from streamalloc.simulator.arrays import TAIL, WHOLE, ArrayLayout, BoxCopy, Part, Remap, Storage, Tile
 from streamalloc.simulator.calls.base import call, with_async
 from streamalloc.simulator.calls.copies import ARRAY, DEVICE, OF_HOST, UNIFIED, CopyCalls
-from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE, round_up
+from streamalloc.simulator.constants import BLOCK, READ, READ_WRITE, TILE_SIZE, Dim3, round_up
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import NotModelled, Result, check, need, not_modelled
 from streamalloc.simulator.memory import Shape, Side
-from streamalloc.simulator.physical import Memory
+from streamalloc.simulator.physical import CreatedMemory
 
 _LAYERED, _SURFACE, _GATHER, _SPARSE, _DEFERRED = 0x01, 0x02, 0x08, 0x40, 0x80  # CUDA_ARRAY3D_*
 # Surface, cube map, depth texture, deferred mapping (observed on H200: test_sparse_arrays).
@@ -42,7 +42,7 @@ def _kinds(copy: Any) -> tuple[int, int]:
     return arguments.number_in(copy, "srcMemoryType"), arguments.number_in(copy, "dstMemoryType")
 
 
-Change = tuple[Storage, Tile, "tuple[Memory, int] | None"]
+Change = tuple[Storage, Tile, "tuple[CreatedMemory, int] | None"]
 
 
 class ArrayCalls(CopyCalls):
@@ -101,7 +101,7 @@ class ArrayCalls(CopyCalls):
             extent, layers, solid, element, sparse=sparse, deferred=deferred, described=described, line=not height
         )
 
-    def _check_sparse(self, sizes: Extent, described: tuple[int, int, int], layered: bool, solid: bool) -> None:
+    def _check_sparse(self, sizes: Dim3, described: Dim3, layered: bool, solid: bool) -> None:
         (width, height, depth), (number, channels, flags) = sizes, described
         check(not flags & _NEVER_SPARSE and channels != 3)
         if number not in _BYTES_OF_FORMAT or channels not in (1, 2, 4) or flags & ~(_SPARSE | _LAYERED | _GATHER):
@@ -115,7 +115,7 @@ class ArrayCalls(CopyCalls):
         if too_large or not width or not height or (layered and not depth) or (solid and flags & _GATHER):
             raise NotModelled(f"a sparse array of {width} x {height} x {depth} with flags {flags:#x}")
 
-    def _check_ordinary(self, sizes: Extent, described: tuple[int, int, int], layered: bool, solid: bool) -> None:
+    def _check_ordinary(self, sizes: Dim3, described: Dim3, layered: bool, solid: bool) -> None:
         (width, height, depth), (number, channels, flags) = sizes, described
         known = number in _BYTES_OF_FORMAT and not flags & ~(_LAYERED | _SURFACE | _GATHER | _DEFERRED)
         not_modelled(not known, f"an array of format {number:#x} and flags {flags:#x}")
@@ -245,7 +245,7 @@ class ArrayCalls(CopyCalls):
         check(array.mipmap is None)
         return array.storage
 
-    def _tile_memory(self, info: Any) -> Memory:
+    def _tile_memory(self, info: Any) -> CreatedMemory:
         handle = int(info.memHandle.memHandle)
         not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
         return self._machine.virtual.memory(handle)
@@ -376,7 +376,7 @@ class ArrayCalls(CopyCalls):
 
     def _end_of_memory(
         self, side: Side, shape: Shape, context: Context, into: bool, must_be_device: bool
-    ) -> Allocation | None:
+    ) -> LiveMemory | None:
         address, size = side.address, side.span(shape)
         end = self._copy_end(address, size, must_be_device, context)
         lost = self._lost(address, size, end, not into)

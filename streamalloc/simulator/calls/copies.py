@@ -11,7 +11,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments
-from streamalloc.simulator.allocations import Allocation, is_gone, is_reachable
+from streamalloc.simulator.allocations import LiveMemory, is_gone, is_reachable
 from streamalloc.simulator.arguments import Context, Queue, Size, UnsignedLongLong
 from streamalloc.simulator.calls.base import EDGE_DATA, GONE, Calls, with_async
 from streamalloc.simulator.constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
@@ -192,7 +192,7 @@ class CopyCalls(Calls):
     cuMemsetD32, cuMemsetD32Async = with_async("dstDevice ui N", _fill, 4)
     cuMemsetD2D32, cuMemsetD2D32Async = with_async("dstDevice dstPitch ui Width Height", _fill_rows, 4)
 
-    def _check_fill(self, address: int, size: int, context: Context) -> Allocation:
+    def _check_fill(self, address: int, size: int, context: Context) -> LiveMemory:
         allocation = need(self._machine.allocations.find(address))
         check(allocation.known)
         if allocation.mapping is not None:
@@ -302,11 +302,11 @@ class CopyCalls(Calls):
 
     def _check_copy(
         self, target: Side, source: Side, shape: Shape, device: str, contexts: Contexts, graph: NodeGraph | None
-    ) -> tuple[Allocation | None, Allocation | None]:
+    ) -> tuple[LiveMemory | None, LiveMemory | None]:
         """Check both sides of a copy. Returns the allocation of each, or None for memory that only the host uses.
         ``graph``: the graph that gets the copy; its own addresses have no allocation yet.
         """
-        found: list[Allocation | None] = []
+        found: list[LiveMemory | None] = []
         lost = ""
         ends = ((target, "dst", READ_WRITE), (source, "src", READ))
         for (side, name, needed), context in zip(ends, contexts, strict=True):
@@ -329,7 +329,7 @@ class CopyCalls(Calls):
 
     def _copy_end(
         self, address: int, size: int, must_be_device: bool, context: Context, skipped: int = 0
-    ) -> Allocation | None:
+    ) -> LiveMemory | None:
         """The allocation of one side of a copy; None for pageable host memory. ``skipped``: bytes left out before
         ``address``.
         """
@@ -351,7 +351,7 @@ class CopyCalls(Calls):
         not_modelled(arena and address + size > arena.end, "a copy of rows that lie behind the addresses of a pool")
         return allocation
 
-    def _lost(self, address: int, size: int, end: Allocation | None, write: bool, now: bool = True) -> str:
+    def _lost(self, address: int, size: int, end: LiveMemory | None, write: bool, now: bool = True) -> str:
         """The reason why host memory cannot be used, or "". ``now``: False for a copy in a graph, which uses it
         later.
         """
@@ -361,7 +361,7 @@ class CopyCalls(Calls):
             return LOST if freed or (now and not is_accessible(address, size, write)) else ""
         return GONE if is_gone(end, address, size) else ""
 
-    def _check_mapped(self, address: int, size: int, end: Allocation | None, needed: int, context: Context) -> bool:
+    def _check_mapped(self, address: int, size: int, end: LiveMemory | None, needed: int, context: Context) -> bool:
         """Check that a copy in ``context`` can access mapped memory. Returns False if the host makes the copy, as for
         memory unknown to the driver (observed on H200: test_planes).
         """
@@ -452,11 +452,11 @@ class CopyCalls(Calls):
         return order
 
 
-WaitsFor = Callable[[int, "Allocation | None", "Allocation | None"], tuple[bool, bool]]
+WaitsFor = Callable[[int, "LiveMemory | None", "LiveMemory | None"], tuple[bool, bool]]
 """Whether the call reads a source first, and whether it waits for the copy."""
 
 
-def _waits_for_row(order: int, destination: Allocation | None, origin: Allocation | None) -> tuple[bool, bool]:
+def _waits_for_row(order: int, destination: LiveMemory | None, origin: LiveMemory | None) -> tuple[bool, bool]:
     """Whether the call reads the source first, and whether it waits for the copy. It reads pageable memory first if a
     device would read it in stream order, and host memory that must be read before the call returns. It waits for other
     copies whose source must be read before it returns (observed on H200: test_batches).
@@ -467,7 +467,7 @@ def _waits_for_row(order: int, destination: Allocation | None, origin: Allocatio
     return staged, order == _AT_CALL and not staged
 
 
-def _waits_for_box(order: int, destination: Allocation | None, origin: Allocation | None) -> tuple[bool, bool]:
+def _waits_for_box(order: int, destination: LiveMemory | None, origin: LiveMemory | None) -> tuple[bool, bool]:
     return origin is None, order == _AT_CALL or destination is None
 
 

@@ -21,14 +21,14 @@ import numpy.typing as npt
 
 from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments, call_lock, kernels
-from streamalloc.simulator.allocations import Allocation, is_reachable
+from streamalloc.simulator.allocations import LiveMemory, is_reachable
 from streamalloc.simulator.arguments import Device, Function, Int, Kernel, Link, Module, NamedFunction, UnsignedInt
 from streamalloc.simulator.calls.base import Calls, call
-from streamalloc.simulator.constants import READ, READ_WRITE, device_place
+from streamalloc.simulator.constants import READ, READ_WRITE, Dim3, device_place
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
 from streamalloc.simulator.graphs import Values
-from streamalloc.simulator.kernels import BINARIES, Extent
+from streamalloc.simulator.kernels import BINARIES
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import Intervals, is_accessible
 from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
@@ -38,8 +38,8 @@ from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
 class LaunchShape:
     """The shape of a launch."""
 
-    grid: Extent
-    block: Extent
+    grid: Dim3
+    block: Dim3
     shared_bytes: int
     cooperative: bool = False
 
@@ -60,7 +60,7 @@ class Launch(HostFunction):
         driver: Any,
         context: Context,
         name: str,
-        kernel: kernels.Kernel,
+        kernel: kernels.RegisteredKernel,
         shape: LaunchShape,
         arguments: tuple[Any, ...],
     ) -> None:
@@ -72,8 +72,8 @@ class Launch(HostFunction):
         self._arguments = arguments
         self._uses = kernel.touched(arguments)
         self.name = name
-        self.grid: Extent = shape.grid
-        self.block: Extent = shape.block
+        self.grid: Dim3 = shape.grid
+        self.block: Dim3 = shape.block
         self.shared_bytes: int = shape.shared_bytes
         self.cooperative: bool = shape.cooperative
         self.device: int = context.device.ordinal
@@ -144,7 +144,7 @@ def _may_use(machine: Machine, context: Context, address: int, size: int, write:
     return there and machine.banks.is_mapped(address, size, write)
 
 
-def _has_right(allocation: Allocation, context: Context, write: bool) -> bool:
+def _has_right(allocation: LiveMemory, context: Context, write: bool) -> bool:
     if allocation.mapping is not None:
         right = allocation.mapping.right(device_place(context.device.ordinal))
         return right & (READ_WRITE if write else READ) == (READ_WRITE if write else READ)

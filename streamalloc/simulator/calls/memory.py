@@ -12,11 +12,11 @@ from streamalloc.driver.bindings import check_readable, cuda
 from streamalloc.simulator import arguments
 from streamalloc.simulator.allocations import (
     Advice,
-    Allocation,
     DeviceMemory,
     Discard,
     GraphAllocation,
     HostMemory,
+    LiveMemory,
     ManagedMemory,
     PoolMemory,
     common,
@@ -42,7 +42,7 @@ _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 
 
 _OF_POOLS = (PoolMemory, GraphAllocation)
-_POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
+_POINTER_ATTRIBUTES: dict[str, Callable[[LiveMemory, int], Any]] = {
     "CONTEXT": lambda a, at: cuda.CUcontext(a.context.handle if a.context and not isinstance(a, _OF_POOLS) else 0),
     "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
     "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
@@ -63,11 +63,11 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[Allocation, int], Any]] = {
 _PREFIX = "CU_POINTER_ATTRIBUTE_"
 
 
-def _has_rdma(allocation: Allocation) -> bool:
+def _has_rdma(allocation: LiveMemory) -> bool:
     return allocation.context is not None and allocation.context.device.attributes["GPU_DIRECT_RDMA_SUPPORTED"] == 1
 
 
-def _range_start(allocation: Allocation) -> int:
+def _range_start(allocation: LiveMemory) -> int:
     """The start of the range. For a host's pool it is an offset in one of its chunks instead (observed on H200:
     test_pointer_attributes).
     """
@@ -76,7 +76,7 @@ def _range_start(allocation: Allocation) -> int:
     return allocation.base
 
 
-def _ordinal(allocation: Allocation) -> int:
+def _ordinal(allocation: LiveMemory) -> int:
     """The device of the memory, even if mapped; 0 for a device that is not visible to the process.
 
     For a ``cuIpc*`` import it is the opening device. This was read from libcuda directly, because cuda-bindings 13.3
@@ -245,7 +245,7 @@ class MemoryCalls(Calls):
             values.append(absent.get(name, 0) if value is None else value)
         return values
 
-    def _read_attribute(self, attribute: Any, allocation: Allocation | None, address: int) -> Any:
+    def _read_attribute(self, attribute: Any, allocation: LiveMemory | None, address: int) -> Any:
         """The value of an attribute; None if the driver refuses, as for an address without an allocation."""
         name = attribute.name.removeprefix(_PREFIX)
         check_readable("CUpointer_attribute", attribute)
@@ -285,7 +285,7 @@ class MemoryCalls(Calls):
         self._check_launch(hStream, "cuStreamAttachMemAsync")
         hStream.submit(Operation())
 
-    def _managed(self, address: int, size: int) -> Allocation:
+    def _managed(self, address: int, size: int) -> LiveMemory:
         allocation = need(self._machine.allocations.find(address))
         check(allocation.managed and address + size <= allocation.end)
         return allocation

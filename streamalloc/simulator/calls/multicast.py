@@ -7,19 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.simulator.arguments import Device, MulticastObject, Queue, Size
+from streamalloc.simulator.arguments import Device, MulticastMemory, Queue, Size
 from streamalloc.simulator.calls.base import Method, call, driver_call
 from streamalloc.simulator.calls.copies import CopyCalls, PlannedCopy, Put
-from streamalloc.simulator.constants import READ, READ_WRITE, STEP, Handle, device_place
+from streamalloc.simulator.constants import READ, READ_WRITE, STEP, HandleType, device_place
 from streamalloc.simulator.contexts import Context
 from streamalloc.simulator.errors import Fault, Result, check, need, not_modelled
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.multicast import Backing, Segment
-from streamalloc.simulator.physical import Memory
+from streamalloc.simulator.physical import CreatedMemory
 
 Combine = Callable[[list[bytes]], bytes]
 # Parameters of bindings.
-_OBJECT = "mcHandle:MulticastObject"
+_OBJECT = "mcHandle:MulticastMemory"
 _MEMORY = "mcOffset:Size memHandle:MemoryHandle memOffset:Size size:Size flags:UnsignedLongLong"
 _ADDRESS = "mcOffset:Size memptr:DevicePointer size:Size flags:UnsignedLongLong"
 
@@ -117,7 +117,7 @@ class MulticastCalls(CopyCalls):
     def cuMulticastCreate(self, prop: cuda.CUmulticastObjectProp) -> Any:
         devices, size, handle_types = self._multicast_properties(prop)
         check(size and self._machine.multicast.fits(size))
-        if handle_types & Handle.FABRIC:
+        if handle_types & HandleType.FABRIC:
             # no IMEX channel: the code was observed for cuMemCreate, and is documented for this call
             check(self._machine.fabric is not None, Result.CUDA_ERROR_NOT_PERMITTED)
             refused = not self._machine.fabric
@@ -127,7 +127,7 @@ class MulticastCalls(CopyCalls):
     def _multicast_properties(self, props: Any) -> tuple[int, int, int]:
         """Number of devices, size in bytes, and handle types."""
         devices, handle_types = int(props.numDevices), int(props.handleTypes)
-        check(devices and not int(props.flags) and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
+        check(devices and not int(props.flags) and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
         able = any(device.attributes["MULTICAST_SUPPORTED"] for device in self._machine.devices)
         check(able, Result.CUDA_ERROR_NOT_SUPPORTED)
         # users report a refusal, but not its code (InternLM/lmdeploy#4296)
@@ -136,7 +136,7 @@ class MulticastCalls(CopyCalls):
         not_modelled(too_many, "a multicast object for more devices than this machine has")
         return devices, int(props.size), handle_types
 
-    def cuMulticastAddDevice(self, mcHandle: MulticastObject, dev: Device) -> None:
+    def cuMulticastAddDevice(self, mcHandle: MulticastMemory, dev: Device) -> None:
         """The kernel module refuses a device that was added before, and surplus devices. The driver's result code is
         unknown.
         """
@@ -148,7 +148,7 @@ class MulticastCalls(CopyCalls):
     # -- bindings --------------------------------------------------------------------------------------------
 
     def _bind_memory(
-        self, found: MulticastObject, offset: int, handle: int, start: int, size: int, flags: int, device: Any = None
+        self, found: MulticastMemory, offset: int, handle: int, start: int, size: int, flags: int, device: Any = None
     ) -> None:
         self._check_part(found, offset, size, flags)
         memory = self._machine.virtual.memory(handle)
@@ -160,7 +160,7 @@ class MulticastCalls(CopyCalls):
         found.bind(offset, size, Backing(memory.physical, memory.offset + start, memory.properties.device, memory))
 
     def _bind_address(
-        self, found: MulticastObject, offset: int, address: int, size: int, flags: int, device: Any = None
+        self, found: MulticastMemory, offset: int, address: int, size: int, flags: int, device: Any = None
     ) -> None:
         multicast = self._machine.multicast
         self._check_part(found, offset, size, flags)
@@ -175,7 +175,7 @@ class MulticastCalls(CopyCalls):
         multicast.formed(found, "cuMulticastBindAddr")
         multicast.object(found.handle).bind(offset, size, multicast.locate(address, size))
 
-    def _on_device(self, bind: Method, found: MulticastObject, device: Device, *rest: Any) -> None:
+    def _on_device(self, bind: Method, found: MulticastMemory, device: Device, *rest: Any) -> None:
         bind(self, found, *rest, device)
 
     cuMulticastBindMem = call(f"{_OBJECT} {_MEMORY}", _bind_memory)
@@ -183,12 +183,12 @@ class MulticastCalls(CopyCalls):
     cuMulticastBindAddr = call(f"{_OBJECT} {_ADDRESS}", _bind_address)
     cuMulticastBindAddr_v2 = call(f"{_OBJECT} dev:Device {_ADDRESS}", _on_device, _bind_address)
 
-    def _check_part(self, found: MulticastObject, offset: int, size: int, flags: int = 0) -> None:
+    def _check_part(self, found: MulticastMemory, offset: int, size: int, flags: int = 0) -> None:
         check(flags == 0)
         check(size and self._machine.multicast.fits(size, offset) and offset + size <= found.size)
 
     @staticmethod
-    def _check_bindable(found: MulticastObject, memory: Memory, device: Device | None) -> None:
+    def _check_bindable(found: MulticastMemory, memory: CreatedMemory, device: Device | None) -> None:
         properties = memory.properties
         not_modelled(memory.bank is None, "binding memory that was imported")
         special = properties.compression or properties.tile_pool
@@ -197,7 +197,7 @@ class MulticastCalls(CopyCalls):
         check(properties.device is not None and (device is None or device.ordinal == properties.device))
         check(properties.handle_types or not found.properties.handle_types)
 
-    def cuMulticastUnbind(self, mcHandle: MulticastObject, dev: Device, mcOffset: Size, size: Size) -> None:
+    def cuMulticastUnbind(self, mcHandle: MulticastMemory, dev: Device, mcOffset: Size, size: Size) -> None:
         self._check_part(mcHandle, mcOffset, size)
         number = self._machine.multicast.labels.number(dev.ordinal)
         check(number in mcHandle.table.devices, Result.CUDA_ERROR_INVALID_DEVICE)

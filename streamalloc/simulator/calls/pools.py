@@ -10,7 +10,7 @@ from streamalloc.simulator import arguments
 from streamalloc.simulator.allocations import DeviceMemory, GraphAllocation, PoolMemory
 from streamalloc.simulator.arguments import Device, DeviceNumber, DevicePointer, PoolHandle, Queue, Size
 from streamalloc.simulator.calls.base import Calls
-from streamalloc.simulator.constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, Handle, Location, Place
+from streamalloc.simulator.constants import MANAGED, NO_ACCESS, PINNED, READ, READ_WRITE, HandleType, Location, Place
 from streamalloc.simulator.errors import Fault, Result, check, not_modelled
 from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Operation
@@ -51,7 +51,7 @@ class PoolCalls(Calls):
             check(self._machine.supports("CONCURRENT_MANAGED_ACCESS"), Result.CUDA_ERROR_NOT_SUPPORTED)
         else:
             check(kind == PINNED and self._is_place(place))
-            check(handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
+            check(handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
             check(not (place.type == Location.HOST and handle_types))
             check(usage & ~_USAGE_FLAGS == 0)
             check(max_size < _TOO_LARGE_MAX_SIZE, Result.CUDA_ERROR_OUT_OF_MEMORY)

@@ -13,14 +13,14 @@ from streamalloc.simulator import arguments, events
 from streamalloc.simulator.allocations import DeviceMemory, PoolMemory
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, MemoryHandle, PoolHandle, UnsignedLongLong
 from streamalloc.simulator.calls.base import Calls
-from streamalloc.simulator.constants import HANDLE_BYTES, EventFlag, Handle, device_place
+from streamalloc.simulator.constants import HANDLE_BYTES, EventFlag, HandleType, device_place
 from streamalloc.simulator.errors import NotModelled, Result, check, need_a, not_modelled
 from streamalloc.simulator.memory import Physical, is_accessible
-from streamalloc.simulator.multicast import MulticastObject
-from streamalloc.simulator.physical import Memory, Properties
+from streamalloc.simulator.multicast import MulticastMemory
+from streamalloc.simulator.physical import CreatedMemory, Properties
 from streamalloc.simulator.pool import OpenedPool, Pool
 
-_HANDLE_TYPES = (Handle.NONE, Handle.POSIX_FD, Handle.WIN32, Handle.WIN32_KMT, Handle.FABRIC)
+_HANDLE_TYPES = (HandleType.NONE, HandleType.POSIX_FD, HandleType.WIN32, HandleType.WIN32_KMT, HandleType.FABRIC)
 _LAZY_ENABLE_PEER_ACCESS = 1  # CUipcMem_flags, the only one
 
 
@@ -42,7 +42,7 @@ class SharingCalls(Calls):
 
     def _need_channel(self, kind: int) -> None:
         """Refuse fabric handles without an IMEX channel. By default there is none, as on the observed machine."""
-        check(kind != Handle.FABRIC or self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
+        check(kind != HandleType.FABRIC or self._machine.fabric, Result.CUDA_ERROR_NOT_PERMITTED)
 
     # -- exporting and importing as a whole ------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class SharingCalls(Calls):
         kind = _handle_type("handleType", handleType, arguments.number)
         self._not_during_capture()
         check(not flags)
-        known = kind in (Handle.POSIX_FD, Handle.FABRIC)
+        known = kind in (HandleType.POSIX_FD, HandleType.FABRIC)
         not_modelled(not known, f"cuMemPoolImportFromShareableHandle of {handleType!r}")
         return cuda.CUmemoryPool(self._import("pool", kind, handle).handle)
 
@@ -69,18 +69,18 @@ class SharingCalls(Calls):
         memory = self._machine.virtual.named(handle)
         self._not_during_capture()
         check(kind & memory.properties.handle_types and not flags)
-        not_modelled(isinstance(memory, Memory) and memory.properties.device is None, "exporting host memory")
+        not_modelled(isinstance(memory, CreatedMemory) and memory.properties.device is None, "exporting host memory")
         self._need_channel(kind)
-        if not isinstance(memory, MulticastObject):
-            physical = need_a(Memory, memory).physical
+        if not isinstance(memory, MulticastMemory):
+            physical = need_a(CreatedMemory, memory).physical
             return self._export("memory", kind, physical, physical.lend)
         not_modelled(memory.imported, "exporting a multicast object that was imported")
-        memory.table.has_fabric_handle |= kind == Handle.FABRIC
+        memory.table.has_fabric_handle |= kind == HandleType.FABRIC
         return self._export("memory", kind, memory.table.physical, memory.table.export)
 
     def _export(self, name: str, kind: int, physical: Physical, lend: Callable[[], int]) -> Any:
         """A descriptor, or a fabric handle."""
-        if kind == Handle.POSIX_FD:
+        if kind == HandleType.POSIX_FD:
             return lend()
         physical.lent = True
         physical.seal()
@@ -89,16 +89,16 @@ class SharingCalls(Calls):
     def cuMemImportFromShareableHandle(self, osHandle: HostPointer, shHandleType: Any) -> Any:
         kind = _handle_type("shHandleType", shHandleType, arguments.number)
         self._not_during_capture()
-        check(kind != Handle.NONE)
-        check(kind != Handle.WIN32, Result.CUDA_ERROR_NOT_SUPPORTED)
-        not_modelled(kind == Handle.WIN32_KMT, f"cuMemImportFromShareableHandle of {shHandleType!r}")
+        check(kind != HandleType.NONE)
+        check(kind != HandleType.WIN32, Result.CUDA_ERROR_NOT_SUPPORTED)
+        not_modelled(kind == HandleType.WIN32_KMT, f"cuMemImportFromShareableHandle of {shHandleType!r}")
         return cuda.CUmemGenericAllocationHandle(self._import("memory", kind, osHandle).handle)
 
-    def _import(self, kind: str, handle_type: int, given: int) -> OpenedPool | Memory | MulticastObject:
+    def _import(self, kind: str, handle_type: int, given: int) -> OpenedPool | CreatedMemory | MulticastMemory:
         """Import the object of a descriptor, or of the fabric handle at an address. The caller keeps the descriptor."""
         sharing = self._machine.sharing
         take = sharing.import_pool if kind == "pool" else self._import_memory
-        if handle_type == Handle.POSIX_FD:
+        if handle_type == HandleType.POSIX_FD:
             return take(given, False)
         self._need_channel(handle_type)
         wild = not is_accessible(given, HANDLE_BYTES)
@@ -109,7 +109,7 @@ class SharingCalls(Calls):
         finally:
             os.close(fd)
 
-    def _import_memory(self, fd: int, fabric: bool) -> Memory | MulticastObject:
+    def _import_memory(self, fd: int, fabric: bool) -> CreatedMemory | MulticastMemory:
         """Import memory. Each import has a separate handle, and takes no memory from the device (H200:
         test_memory_exports).
         """
@@ -129,7 +129,7 @@ class SharingCalls(Calls):
         allocation = need_a(PoolMemory, allocation)
         pool = need_a(Pool, allocation.pool)
         check(pool.handle_types)
-        exportable = pool.handle_types & Handle.POSIX_FD or self._machine.fabric
+        exportable = pool.handle_types & HandleType.POSIX_FD or self._machine.fabric
         refused = pool.destroyed or not exportable
         not_modelled(refused, "cuMemPoolExportPointer of a pool that can no longer, or not here, be exported itself")
         check(pool.space.physical.kept)  # the pool must be exported first (observed on H200: test_sharing)

@@ -14,11 +14,11 @@ from streamalloc.simulator import arguments
 from streamalloc.simulator.allocations import PoolMemory
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, MemoryHandle, Size, UnsignedLongLong
 from streamalloc.simulator.calls.base import Calls
-from streamalloc.simulator.constants import CHUNK, HOST, PINNED, Handle, Location, Place, device_place
+from streamalloc.simulator.constants import CHUNK, HOST, PINNED, HandleType, Location, Place, device_place
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
 from streamalloc.simulator.machine import Machine
-from streamalloc.simulator.multicast import MulticastObject
-from streamalloc.simulator.physical import Mapping, Memory, Properties, connected
+from streamalloc.simulator.multicast import MulticastMemory
+from streamalloc.simulator.physical import CreatedMemory, MappedExtent, Properties, connected
 from streamalloc.simulator.profiles import Granularity
 
 _TILE_POOL = 1  # CUmemAllocationProp.allocFlags.usage
@@ -44,7 +44,7 @@ class VirtualMemoryCalls(Calls):
         place, kind, handle_types = arguments.place(props.location), int(props.type), read_handle_types(props)
         flags = props.allocFlags
         compression, rdma, usage = int(flags.compressionType), int(flags.gpuDirectRDMACapable), int(flags.usage)
-        check(kind == PINNED and handle_types & ~(Handle.POSIX_FD | Handle.FABRIC) == 0)
+        check(kind == PINNED and handle_types & ~(HandleType.POSIX_FD | HandleType.FABRIC) == 0)
         wanted = place.type
         if wanted == Location.DEVICE:
             check(0 <= place.id < len(self._machine.devices), Result.CUDA_ERROR_INVALID_DEVICE)
@@ -58,7 +58,7 @@ class VirtualMemoryCalls(Calls):
         check(not (tile_pool and (compression or handle_types)))
         special = tile_pool and (rdma or wanted == Location.HOST_NUMA)
         not_modelled(special, "cuMemCreate of memory for tiles that is RDMA-capable or of a HOST_NUMA")
-        if handle_types & Handle.FABRIC:
+        if handle_types & HandleType.FABRIC:
             able = self._machine.supports("HANDLE_TYPE_FABRIC_SUPPORTED", place.device)
             not_modelled(not able, "cuMemCreate of memory with fabric handles where these are not supported")
             # Default as on the observed machine: the devices support fabric handles, but there is no IMEX channel.
@@ -70,7 +70,7 @@ class VirtualMemoryCalls(Calls):
         """Refuse properties that the profile's devices lack. Raises if the driver's result code for them is unknown."""
         self._check_vmm(properties.device)
         kinds = (
-            (properties.handle_types & Handle.POSIX_FD, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
+            (properties.handle_types & HandleType.POSIX_FD, "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
             (properties.compression, "GENERIC_COMPRESSION_SUPPORTED"),
             (properties.rdma, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"),
             (properties.device is None, "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"),
@@ -97,7 +97,9 @@ class VirtualMemoryCalls(Calls):
 
     def cuMemGetAllocationPropertiesFromHandle(self, handle: MemoryHandle) -> Any:
         named = self._machine.virtual.named_or_mapped(handle)
-        properties = need_a(Memory, named, "cuMemGetAllocationPropertiesFromHandle of a multicast object").properties
+        properties = need_a(
+            CreatedMemory, named, "cuMemGetAllocationPropertiesFromHandle of a multicast object"
+        ).properties
         props, location = cuda.CUmemAllocationProp(), cuda.CUmemLocation()
         location.type, location.id = cuda.CUmemLocationType(properties.place.type), properties.place.id
         props.type, props.location = cuda.CUmemAllocationType(PINNED), location
@@ -129,7 +131,7 @@ class VirtualMemoryCalls(Calls):
         virtual = self._machine.virtual
         found = virtual.named_or_mapped(handle)
         check(flags == 0)
-        if isinstance(found, MulticastObject):
+        if isinstance(found, MulticastMemory):
             self._machine.multicast.formed(found, "cuMemMap")
             found = virtual.named_or_mapped(handle)  # another thread may have released it meanwhile
         virtual.map(ptr, size, offset, found)
@@ -160,13 +162,13 @@ class VirtualMemoryCalls(Calls):
                 check(not refused, Result.CUDA_ERROR_NOT_SUPPORTED)
                 mapping.grant(place, flags)
 
-    def _check_teams(self, mappings: list[Mapping], wanted: list[tuple[Place, int]]) -> None:
+    def _check_teams(self, mappings: list[MappedExtent], wanted: list[tuple[Place, int]]) -> None:
         """Refuse access to a multicast object for a device outside the team; users report ILLEGAL_STATE (NVIDIA
         developer forum, 356726).
         """
         number = self._machine.multicast.labels.number
         for mapping in mappings:
-            if isinstance(mapping.memory, MulticastObject):
+            if isinstance(mapping.memory, MulticastMemory):
                 team = mapping.memory.table.devices
                 outside = any(
                     flags and place.type == Location.DEVICE and number(place.id) not in team for place, flags in wanted
@@ -239,13 +241,13 @@ def _unreadable_file(size: int) -> int:
 # -- cuPointerGetAttribute -----------------------------------------------------------------------------------
 
 
-def right_of_current(machine: Machine, mapping: Mapping, name: str) -> int:
+def right_of_current(machine: Machine, mapping: MappedExtent, name: str) -> int:
     """The access of the current context's device to mapped memory."""
     without = f"CU_POINTER_ATTRIBUTE_{name} of mapped memory without a current context"
     return mapping.right(device_place(need(machine.current_or_none(), without).device.ordinal))
 
 
-MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, Mapping, int], Any]] = {
+MAPPED_ATTRIBUTES: dict[str, Callable[[Machine, MappedExtent, int], Any]] = {
     # the start of the reservation, not that of the mapping
     "RANGE_START_ADDR": lambda machine, mapping, at: cuda.CUdeviceptr(need(machine.virtual.range_of(at)).base),
     "RANGE_SIZE": lambda machine, mapping, at: need(machine.virtual.range_of(at)).size,
