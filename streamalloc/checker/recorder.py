@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from time import monotonic, sleep
 from typing import Any, TypeVar, cast
@@ -186,7 +186,7 @@ class Recorder:
         self._reports.deliver(self._alone(self._as_caller, CallingThread(call.thread, context, place), record))
 
     def feed_kernels(
-        self, caller: CallingThread, stream: int, kernels: list[Kernel], runs: Callable[[TrackedStream], None]
+        self, caller: CallingThread, stream: int, kernels: Sequence[Kernel], runs: Callable[[TrackedStream], None]
     ) -> None:
         """Record launches, one after the other, of kernels of other code. ``runs`` is called when their stream runs
         them.

@@ -34,9 +34,9 @@ Before: TypeAlias = Callable[[State, str, Arguments], Finish]
 
 For example frees: after the call another thread may already get the memory.
 """
-Kernel = tuple[str, Stack, "tuple[int, ...] | None", "tuple[int, ...]"]
-"""A launched kernel: text, place, the addresses among its arguments, None if they are unknown, and those that it
-certainly writes.
+Kernel: TypeAlias = "tuple[str, Stack, tuple[int, ...] | None, Callable[[tuple[int, ...]], tuple[int, ...]]]"
+"""A launched kernel: text, place, the addresses among its arguments, None if they are unknown, and a function that
+returns those of them which it certainly writes.
 """
 T = TypeVar("T")
 
@@ -260,20 +260,22 @@ def kernels_of_others(
     is_captured = state.capture_of(stream) is not None
     if not is_captured:
         state.timeline.submit(stream, runs)
-    for what, place, addresses, written in kernels:
+    for what, place, addresses, written_of in kernels:
         if is_captured:
             ranges = ((state.addresses.find(one), one) for one in addresses or ())
             found = [(one, address) for one, address in ranges if one is not None]
         else:
             found = state.addresses.whole(addresses or ())
+        if not found:
+            continue
         pieces: Pieces = []
+        written = written_of(addresses or ())
         for range_, address in found:
             if range_.kind in HOST_KINDS:
                 state.sources.may_be_written(stream, frozenset((range_.bytes,)))
             write = address in written or (not (written or is_captured) and _is_new(range_, address))
             pieces.append(((range_, address, address + 1), write))  # it uses one byte at least
-        if pieces:
-            queue_use(state, stream, TrackedNode("use", what, place, pieces, kernel=True))
+        queue_use(state, stream, TrackedNode("use", what, place, pieces, kernel=True))
 
 
 def _is_new(range_: Range, address: int) -> bool:

@@ -59,8 +59,8 @@ class Run(NamedTuple):
         """What each of them uses."""
         found = []
         for at, one in enumerate(self.launches, self.at):
-            what, place, addresses, written = one.used()
-            found.append(Use(one.time, self.stream, at, self.clock, what, place, addresses or (), written))
+            what, addresses, written = one.kernel.what, one.pointers or (), one.kernel.written(one.pointers or ())
+            found.append(Use(one.time, self.stream, at, self.clock, what, one.place, addresses, written))
         return found
 
 

@@ -267,7 +267,10 @@ class Check:
             stream.time += len(launches) - 1
             stream.clock.known[stream.number] = stream.time
 
-        first, kernels = launches[0], [one.used() for one in launches]
+        first, kernels = (
+            launches[0],
+            [(one.kernel.what, one.place, one.pointers, one.kernel.written) for one in launches],
+        )
         caller = CallingThread(first.thread, first.context, first.place)
         self._recorder.feed_kernels(caller, first.stream, kernels, runs)
 

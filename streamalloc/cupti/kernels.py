@@ -42,14 +42,14 @@ class Kernel:
         self._words = None if sizes is None else [size // 8 * 8 for size in sizes if size >= 8]
         self._at = struct.Struct("".join("Q" if size >= 8 else "8x" for size in sizes or ()))
 
-    def arguments(self, params: int) -> bytes | None:
-        """The words of a launch's arguments, which pointers at an address point to; None if the driver does not tell
-        the arguments, or if they are one block of bytes.
+    def pointers(self, params: int) -> Addresses | None:
+        """The words of a launch's arguments that may be addresses, from pointers to the arguments; None if the driver
+        does not tell the arguments, or if they are one block of bytes.
         """
         if not self._words or not params:
-            return b"" if self._words == [] else None
+            return () if self._words == [] else None
         places = self._at.unpack_from(memory, params)
-        return b"".join([memory[at : at + size] for at, size in zip(places, self._words, strict=True)])
+        return _addresses(b"".join([memory[at : at + size] for at, size in zip(places, self._words, strict=True)]))
 
     def written(self, addresses: Addresses) -> Addresses:
         """Those addresses that the kernel writes, of all that are among its arguments, in their order; empty if what it
@@ -58,9 +58,9 @@ class Kernel:
         return () if self._written is None else self._written[1](addresses, self._written[0])
 
 
-@functools.lru_cache(1024)
-def addresses(arguments: bytes) -> Addresses:
-    """The words of a kernel's arguments that may be addresses. Programs launch the same kernels again and again."""
+@functools.lru_cache(4096)
+def _addresses(arguments: bytes) -> Addresses:
+    # Programs launch the same kernels with the same arguments again and again.
     words = np.frombuffer(arguments, np.uint64)
     return tuple(words[(words >= _LOWEST) & (words < _HIGHEST)].tolist())
 

@@ -12,10 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from time import sleep, time_ns
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
-from streamalloc.cupti.kernels import Kernel, Kernels, addresses
+from streamalloc.cupti.kernels import Kernel, Kernels
 from streamalloc.cupti.layouts import Layout, layout
 from streamalloc.cupti.library import Library, memory
 from streamalloc.driver.errors import DriverMisuseError
@@ -43,6 +43,8 @@ _launch_ex = struct.Struct("QQQ").unpack_from
 """Reads the arguments of ``cuLaunchKernelEx``: configuration, function, arguments."""
 _code = struct.Struct("I").unpack_from
 _word = struct.Struct("Q").unpack_from
+_new = tuple.__new__
+"""Makes a named tuple without a function of Python."""
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
 """Functions that launch a kernel."""
 _CONFIG_STREAM = 32
@@ -78,7 +80,7 @@ class DriverCall(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel that has returned, as it is kept until somebody asks what it uses."""
+    """A launch of a kernel that has returned."""
 
     function: str
     stream: int
@@ -87,22 +89,12 @@ class Launch(NamedTuple):
     place: Stack
     time: int
     kernel: Kernel
-    arguments: bytes | None
-    """See :meth:`~streamalloc.cupti.kernels.Kernel.arguments`."""
+    pointers: tuple[int, ...] | None
 
     def call(self) -> DriverCall:
         """The launch as a call."""
-        args, pointers = (self.kernel.handle, self.stream), self.pointers()
-        return DriverCall(self.function, args, _LAUNCHED, *self[2:6], self.kernel.name, pointers)
-
-    def pointers(self) -> tuple[int, ...] | None:
-        """The words of the arguments that may be addresses; None if they are unknown."""
-        return None if self.arguments is None else addresses(self.arguments)
-
-    def used(self) -> tuple[str, Stack, tuple[int, ...] | None, tuple[int, ...]]:
-        """The kernel for the checker: text, place, addresses among the arguments, those that it certainly writes."""
-        found = self.pointers()
-        return self.kernel.what, self.place, found, self.kernel.written(found or ())
+        args = self.kernel.handle, self.stream
+        return DriverCall(self.function, args, _LAUNCHED, *self[2:6], self.kernel.name, self.pointers)
 
 
 class Subscription:
@@ -157,9 +149,9 @@ class Subscription:
     def _called(self, user: int, domain: int, number: int, data: int) -> None:
         # Nothing may leave this function: ctypes would print it in the middle of the program's output.
         try:
-            site, *call = _data(memory, data)
+            site, args, result, symbol, context = _data(memory, data)
             if site and self.error is None and not _is_child:  # the call has returned
-                self._returned(number, *call)
+                self._returned(number, args, result, symbol, context)
         except BaseException as error:
             self._fail(error)
 
@@ -187,8 +179,8 @@ class Subscription:
             if per_thread and not stream:
                 stream = _PER_THREAD
             kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
-            words = kernel.arguments(params)
-            self._launched(Launch(name, stream, thread, context, self._place(1), now, kernel, words))
+            found = name, stream, thread, context, self._place(1), now, kernel, kernel.pointers(params)
+            self._launched(_new(Launch, found))
 
     def _place(self, depth: int) -> Stack:
         """The innermost frames of the program."""
@@ -206,9 +198,10 @@ def frames_of(frame: FrameType | None, depth: int) -> Stack:
     found = []
     while frame is not None:
         code = frame.f_code
-        library = _kinds.get(code)
+        file = code.co_filename
+        library = _kinds.get(file)
         if library is None:
-            library = _kinds[code] = is_library(code.co_filename)
+            library = _kinds[file] = is_library(file)
         if not library:
             found.append((code, frame.f_lasti))
             if len(found) == depth:
@@ -217,8 +210,8 @@ def frames_of(frame: FrameType | None, depth: int) -> Stack:
     return tuple(found)
 
 
-_kinds: dict[CodeType, bool] = {}
-"""Whether code is of a library."""
+_kinds: dict[str, bool] = {}
+"""Whether a file is of a library. Not by code objects, whose hash goes through all their instructions."""
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import cupti
 from streamalloc.cupti import library
-from streamalloc.cupti.kernels import Kernel, addresses
+from streamalloc.cupti.kernels import Kernel
 from streamalloc.cupti.layouts import layout
 from streamalloc.cupti.subscription import _known
 from streamalloc.driver.bindings import cuda
@@ -69,10 +69,9 @@ def test_long_arguments_of_a_kernel_are_read_whole() -> None:
     short = ctypes.c_uint64(address)
     kernel = Kernel(7, "name", [8, 4, 8 * words + 4])
     params = (ctypes.c_uint64 * 3)(ctypes.addressof(short), 0, ctypes.addressof(long))
-    found = kernel.arguments(ctypes.addressof(params))
-    assert found is not None and addresses(found) == (address, *(address + at for at in range(1, words, 2)))
-    assert kernel.arguments(0) is None and Kernel(7, "name", None).arguments(ctypes.addressof(params)) is None
-    assert Kernel(7, "name", [4, 4]).arguments(0) == b""
+    assert kernel.pointers(ctypes.addressof(params)) == (address, *(address + at for at in range(1, words, 2)))
+    assert kernel.pointers(0) is None and Kernel(7, "name", None).pointers(ctypes.addressof(params)) is None
+    assert Kernel(7, "name", [4, 4]).pointers(0) == ()
 
 
 def test_structures_and_arrays_are_copied(shown: Any) -> None:
