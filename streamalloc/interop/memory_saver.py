@@ -199,7 +199,7 @@ class TorchMemorySaver:
         InUseError
             Memory was exported, or is mapped elsewhere.
         CaptureError
-            A stream is being captured.
+            PyTorch captures its current stream, or this thread a stream of this package.
         OutOfMemoryError, OSError
             There is no room for a backup. After each error nothing has changed.
         TypeError
@@ -229,7 +229,7 @@ class TorchMemorySaver:
         EvictedError
             There is memory of the tag, and none of it is paused.
         CaptureError
-            PyTorch captures its current stream.
+            As for :meth:`pause`.
         OutOfMemoryError
             There is not enough device memory.
         OSError, DamagedBackupError
@@ -376,7 +376,8 @@ class TorchMemorySaver:
         if tag is not None:
             checked_type("tag", tag, str)
         self._ensure_initialized()
-        refuse_capture()
+        for group in self._groups.values():
+            refuse_capture(session_of(group))
         collect()
         found = {}
         for group in self._groups.values():

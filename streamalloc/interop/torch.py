@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from streamalloc.core.errors import CaptureError, InUseError, OutOfMemoryError, refused
-from streamalloc.core.internal import BufferView, Memory, StreamLike
-from streamalloc.core.session import session_of
+from streamalloc.core.internal import BufferView, Memory, StreamLike, deferred_queue
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.interop.bridge import AllocatorSource, Bridge, Ledger, Sources, library
 from streamalloc.interop.loans import Borrowed, Lent, borrow, form
@@ -199,10 +199,14 @@ class TorchBridge(Bridge):
         self.stop()
 
 
-def refuse_capture() -> None:
-    """Raise :class:`CaptureError` while PyTorch captures its current stream: a call that waits ends the capture."""
+def refuse_capture(session: Session) -> None:
+    """Raise :class:`CaptureError` while PyTorch captures its current stream, or this thread a stream of ours: a call
+    that waits would end the capture.
+    """
     if library("torch").cuda.is_current_stream_capturing():
         raise refused(CaptureError, "cuStreamSynchronize", "PyTorch captures its current stream, which must not wait")
+    if threading.get_ident() in deferred_queue(session).captures.values():
+        raise refused(CaptureError, "cuStreamSynchronize", "this thread captures a stream, and must not wait")
 
 
 class _Route:

@@ -16,6 +16,7 @@ from typing import Any
 from streamalloc.core.errors import EvictedError, InUseError
 from streamalloc.core.internal import Device
 from streamalloc.core.properties import checked_type
+from streamalloc.core.session import session_of
 from streamalloc.interop.bridge import Sources, library
 from streamalloc.interop.torch import TorchBridge, collect, refuse_capture, unrouted, without_expandable
 from streamalloc.vmm import SleepGroup, VirtualBuffer
@@ -274,9 +275,8 @@ class CuMemAllocator:
         finally:
             self.current_tag = before
 
-    @staticmethod
-    def _ready() -> None:
-        refuse_capture()
+    def _ready(self) -> None:
+        refuse_capture(session_of(self.group))
         collect()
 
     @staticmethod

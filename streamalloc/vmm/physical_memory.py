@@ -401,7 +401,8 @@ class PhysicalMemory(GenericAllocation):
             memory = cls._of_raw(session, handle, owner)
         else:
             if owner is not _UNSAID and not is_ours(owner):
-                raise TypeError(f"owner={owner!r} is for a CUmemGenericAllocationHandle: an import has its own handle")
+                kind = type(handle).__name__
+                raise TypeError(f"owner= is for CUmemGenericAllocationHandle, not {kind}: an import has its own handle")
             if isinstance(handle, cuda.CUmemFabricHandle):
                 handle = MemFabricHandle(handle)
             try:

@@ -399,6 +399,18 @@ class TestMore:
         graph.replay()
         assert torch.holds(tensor, 2)
 
+    def test_a_capture_of_ours(self, torch: Library, allocator: CuMemAllocator, stream: sa.Stream) -> None:
+        with allocator.use_memory_pool():
+            tensor = torch.make(N)
+        torch.fill(tensor, 1)
+        with stream.capture() as graph:
+            calls: list[Callable[[str], object]] = [allocator.sleep, allocator.wake_up, allocator.discard]
+            for call in calls:
+                with pytest.raises(sa.CaptureError, match="this thread captures"):
+                    call("default")
+        assert torch.holds(tensor, 1)
+        graph.close()
+
 
 class TestPlugin:
     def test_only_if_it_is_asked(self, engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
