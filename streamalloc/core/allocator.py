@@ -103,18 +103,17 @@ class Allocator(Unique):
         ClosedError
             The pool or the stream was closed.
         """
-        session = self._session
-        ordered = stream if isinstance(stream, Stream) else library_stream(stream, session)
+        ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
         if type(nbytes) is not int or nbytes >> 64:  # negative, or too large for the driver
             nbytes = size_of("nbytes", nbytes)
-        handle = ordered.direct or ordered.ready()
-        if handle is None or ordered._session is not session:
-            return self._allocate_checked(nbytes, stream)
-        # Memory allocated in a capture is the graph's, and the driver alone knows of captures by other code.
-        if ordered.capturable:
-            is_capturing = session.cuStreamIsCapturing
-            if is_capturing(handle) != NOT_CAPTURED:
+        handle = ordered.unlent
+        if handle is None:
+            # Memory allocated in a capture is the graph's, and the driver alone knows of captures by other code.
+            handle, is_capturing = ordered.direct or ordered.ready(), self._session.cuStreamIsCapturing
+            if handle is None or (ordered.capturable and is_capturing(handle) != NOT_CAPTURED):
                 return self._allocate_checked(nbytes, stream)
+        if ordered._session is not self._session:
+            return self._allocate_checked(nbytes, stream)
         buffer: Buffer = PoolBuffer()
         buffer._nbytes = nbytes
         buffer._stream = ordered

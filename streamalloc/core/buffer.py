@@ -39,7 +39,6 @@ from streamalloc.core.stream import (
     StreamLike,
     as_stream,
     direct_handle,
-    library_stream,
     of_this_thread,
     refuse_capture,
 )
@@ -319,20 +318,27 @@ class Buffer(Memory, Closes):
             Another process has it open: ``"raise"`` raises at once, ``"wait"`` after ``timeout``. The buffer stays
             valid.
         """
-        ordered = own = self._stream
-        if stream is not None:
-            ordered = stream if isinstance(stream, Stream) else library_stream(stream, own._session)
-        handle = ordered.direct or ordered.ready()
-        if handle is None or self._ptr is None or still_imported is not _DEFER or ordered._session is not own._session:
+        ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
+        handle, free = ordered.direct or ordered.ready(), self._allocator._free
+        if handle is None or self._ptr is None or still_imported is not _DEFER:
             self._free_checked(stream, still_imported, timeout)
-        else:
-            self._free_on(ordered, handle)
+            return
+        # Taken in one line, before the call: threads are not switched within it, so of two threads only one frees. A
+        # second free would end the memory of whoever gets the address next.
+        ptr, self._ptr = self._ptr, None
+        if ptr is None:
+            raise _freed_already(self)
+        try:
+            result = free(ptr, handle)[0]
+        except NOT_CALLED:
+            self._ptr = ptr
+            raise
+        if result:
+            self._ptr = ptr
+            raise free_refused(result, ordered)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:
-        """Free the memory, shared or not, on a stream with this ``CUstream``. If the driver refuses, the buffer keeps
-        it.
-        """
-        # Cleared first, and no call in between: of two threads, only one frees.
+        """:meth:`free` on the checked way: of memory that may be shared, with this ``CUstream``."""
         ptr, shared = self._ptr, self._shared
         self._ptr = self._shared = None
         pointer = ptr if shared is None else shared[1]
@@ -457,7 +463,7 @@ class PoolBuffer(Buffer):
         try:
             # In relaxed mode the free invalidates no capture of this thread.
             failed, mode = exchange(_RELAXED)
-            handle = stream._ready_to_drop()
+            handle = stream.unlent or stream._ready_to_drop()
             if failed:
                 mode = _GLOBAL
             elif handle is not None:

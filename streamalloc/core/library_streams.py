@@ -10,6 +10,7 @@ the interpreter crashes at exit.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable
 from operator import attrgetter
 from types import GetSetDescriptorType
@@ -99,8 +100,8 @@ def handle_of_library_stream(stream: object) -> int:
     raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}{way_out}")
 
 
-def open_question(stream: Any, number: int) -> Callable[[], bool] | None:
-    """A function that tells whether stream ``number`` of a library is open; None if users cannot close it.
+def closed_question(stream: Any, number: int) -> Callable[[], bool] | None:
+    """A function that tells whether stream ``number`` of a library is closed; None if users cannot close it.
 
     CuPy and PyTorch keep a stream open while its object lives. For other libraries with ``__cuda_stream__`` this is not
     certain.
@@ -110,16 +111,17 @@ def open_question(stream: Any, number: int) -> Callable[[], bool] | None:
     with contextlib.suppress(Exception):  # an attribute of a closed stream may raise
         if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
             return None
-    if isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType)):
-        return lambda: not stream.is_closed  # cuda.core's: faster than its protocol
+    closed = getattr(type(stream), "is_closed", None)
+    if isinstance(closed, (property, GetSetDescriptorType)):
+        return functools.partial(closed.__get__, stream)  # cuda.core's, asked without a Python frame
 
-    def has_the_same_handle() -> bool:
+    def has_another_handle() -> bool:
         try:
-            return _by_protocol(stream) == number
+            return _by_protocol(stream) != number
         except Exception:  # as a closed stream may raise
-            return False
+            return True
 
-    return has_the_same_handle
+    return has_another_handle
 
 
 def device_of_library_stream(stream: object) -> int | None:

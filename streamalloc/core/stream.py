@@ -20,8 +20,9 @@ checked way (:meth:`Stream._checked_raw`, :meth:`Stream._in_context`) if the res
 Memory allocated in a capture belongs to the graph, and each launch writes it again. If cached memory were handed out in
 a capture, the next owner's bytes would be overwritten at every launch. Other code may capture the per-thread stream,
 a library's stream, and a stream of ours that it knows (``capturable``). There an allocation asks the driver
-(``cuStreamIsCapturing``). A free need not ask: in a capture the driver refuses the free of other memory, and the
-capture goes on.
+(``cuStreamIsCapturing``, the only question that leaves a capture valid and tells of it: ``cuStreamGetId`` and
+``cuStreamGetFlags`` end it). ``unlent`` is set if that need not be asked either. A free need not ask: in a capture the
+driver refuses the free of other memory, and the capture goes on.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from streamalloc.core.library_streams import (
     NumbaStreamLike,
     SupportsCudaStream,
     TorchStreamLike,
+    closed_question,
     device_of_library_stream,
     handle_of_library_stream,
     keep,
     keeps_open,
     only_names,
-    open_question,
 )
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, members, sessions
@@ -130,6 +131,7 @@ class Stream(Closes, Shown):
         "device",
         "direct",
         "free_lists",
+        "unlent",
     )
 
     device: Device
@@ -146,6 +148,10 @@ class Stream(Closes, Shown):
     """One entry per finaliser that is freeing memory on the stream."""
     direct: Any
     """``CUstream`` if a direct call may be made without a question, else None."""
+    unlent: Any
+    """:attr:`direct` if besides no other code can capture the stream, else None: then memory is allocated without a
+    question, too.
+    """
     _may_ask: bool
     """Whether direct calls are allowed once :meth:`ready` has made sure of the kind's condition."""
     free_lists: dict[object, dict[int, Any]]
@@ -223,7 +229,7 @@ class Stream(Closes, Shown):
 
     def _forbid_direct(self) -> None:
         """Make every call take the checked way."""
-        self.direct = None
+        self.direct = self.unlent = None
         self._may_ask = False
 
     _shut_after_fork = _forbid_direct
@@ -233,10 +239,12 @@ class Stream(Closes, Shown):
         if not (self._closed or self._capture or self._before_work or deferred_queue(self._session).forbidding):
             self._may_ask = True
             self.direct = self._raw
+            self.unlent = None if self.capturable else self._raw
 
     def _lend(self) -> None:
         """Other code has the handle, and may capture the stream from now on."""
         self.capturable = True
+        self.unlent = None
 
     def _notice_joining(self) -> None:
         """Ask whether a wait has made the stream part of a capture by other code."""
@@ -774,7 +782,7 @@ class LibraryStream(Stream):
     its work then, so what was allocated on it is released once the device is idle (:func:`ordered_after`).
     """
 
-    __slots__ = ("_alive", "_is_open", "drained", "owned", "owner")
+    __slots__ = ("_alive", "_is_closed", "drained", "owned", "owner")
 
     owner: object
     """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` does that."""
@@ -782,16 +790,16 @@ class LibraryStream(Stream):
     """Whether the owner is known to do so, as a library's own stream object is."""
     drained: bool
     """Whether the stream was closed and the device was idle since then, so that the stream has no work."""
-    _is_open: Callable[[], bool] | None
-    """Asks the owner whether the stream is open; None if users of the library cannot close it."""
+    _is_closed: Callable[[], bool] | None
+    """Asks the owner whether the stream is closed; None if users of the library cannot close it."""
     _alive: weakref.ref[Stream]
 
     @classmethod
-    def _borrow(cls, device: Device, handle: int, owner: object, is_open: Callable[[], bool] | None = None) -> Self:
+    def _borrow(cls, device: Device, handle: int, owner: object, is_closed: Callable[[], bool] | None = None) -> Self:
         stream = cls.__new__(cls)
         stream.owner = owner
         stream.owned = stream.drained = False
-        stream._is_open = is_open
+        stream._is_closed = is_closed
         stream._alive = weakref.ref(stream, _gone)
         stream._prepare(device, cuda.CUstream(handle), capturable=True)
         stream._open()
@@ -799,12 +807,12 @@ class LibraryStream(Stream):
 
     def _allow_direct(self) -> None:
         super()._allow_direct()
-        if self._is_open is not None:
+        if self._is_closed is not None:
             self.direct = None
 
     def ready(self) -> Any | None:
-        is_open = self._is_open
-        return self._raw if self._may_ask and (is_open is None or is_open()) else None
+        is_closed = self._is_closed
+        return None if not self._may_ask or (is_closed is not None and is_closed()) else self._raw
 
     def _ready_to_drop(self) -> Any | None:
         # In a garbage cycle the library's object may have been finalised before, and its stream destroyed with it. This
@@ -819,13 +827,13 @@ class LibraryStream(Stream):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, or the stream's library closed it."""
-        if not self._closed and self._is_open is not None and not self._is_open():
+        if not self._closed and self._is_closed is not None and self._is_closed():
             self._end_use()
         return self._closed
 
     def _checked_raw(self) -> Any:
         if self.closed:
-            raise ClosedError(f"{self!r} was closed{'' if self._is_open is None else ', here or by its library'}")
+            raise ClosedError(f"{self!r} was closed{'' if self._is_closed is None else ', here or by its library'}")
         return super()._checked_raw()
 
     def _close(self) -> None:
@@ -892,6 +900,7 @@ def library_stream(stream: Any, session: Session) -> Stream:
 
     A library's object is resolved once, see :func:`~streamalloc.core.library_streams.keep`.
     """
+    found: Stream
     owner, found = session.latest_library_stream
     if owner is not stream:
         entry = session.library_streams.get(KEYS.get(type(stream), id)(stream))
@@ -899,7 +908,7 @@ def library_stream(stream: Any, session: Session) -> Stream:
             return _resolve(stream, session)
         found = entry[1]
         session.latest_library_stream = stream, found
-    return cast("Stream", found)
+    return found
 
 
 def _resolve(stream: Any, session: Session) -> Stream:
@@ -917,7 +926,7 @@ def _resolve(stream: Any, session: Session) -> Stream:
     else:
         # Not cuStreamGetDevice: on a captured stream it invalidates the capture.
         ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
-        found = LibraryStream._borrow(Device._of(ordinal, session), number, stream, open_question(stream, number))
+        found = LibraryStream._borrow(Device._of(ordinal, session), number, stream, closed_question(stream, number))
         keeps, found.owned = not only_names(stream, number), keeps_open(stream, number)
     if not isinstance(stream, cuda.CUstream):
         found._notify_lent(found._raw, used=True)
@@ -948,9 +957,7 @@ def direct_handle(stream: object, session: Session) -> Any | None:
 
     They are allowed for an open stream of this package that is not being captured and that no other code knows.
     """
-    if isinstance(stream, Stream) and stream._session is session and not stream.capturable:
-        return stream.direct
-    return None
+    return stream.unlent if isinstance(stream, Stream) and stream._session is session else None
 
 
 # -- what the areas need of streams --------------------------------------------------------------------------

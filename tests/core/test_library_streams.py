@@ -429,7 +429,7 @@ def test_a_named_stream_says_its_name(device: sa.Device, pool: sa.MemoryPool) ->
 @pytest.mark.parametrize("kind", ["own", "default", "CuPy, null"])
 @pytest.mark.parametrize("named", [False, True])
 def test_two_threads_that_free_one_buffer(scene: Scene, kind: str, named: bool) -> None:
-    """One of them gets an error, wherever the other one begins."""
+    """One of them gets an error, at whichever line the other one begins: the pointer is taken within one line."""
     stream = stream_of(scene, kind)
 
     def make() -> tuple[sa.Buffer, list[object], int]:
@@ -442,5 +442,5 @@ def test_two_threads_that_free_one_buffer(scene: Scene, kind: str, named: bool) 
         except sa.ClosedError as error:
             state[1].append(error)
 
-    for _, errors, before in interleaved(sa.Buffer.free, make, free, free):
+    for _, errors, before in interleaved(sa.Buffer.free, make, free, free, at="line"):
         assert len(errors) == 1 and names(scene.driver).count(FREE) == before + 1

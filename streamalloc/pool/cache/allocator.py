@@ -196,12 +196,14 @@ class CachingAllocator(Allocator, Closes, Shown):
             The cache, its pool or the stream was closed.
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
-        if ordered.capturable:
+        if ordered.unlent is not None:
+            usable = True
+        elif ordered.capturable:
             # A graph writes its memory at each launch: it must be the graph's own.
             handle, is_capturing = ordered.direct or ordered.ready(), self._session.cuStreamIsCapturing
             usable = handle is not None and is_capturing(handle) == NOT_CAPTURED
         else:
-            usable = ordered.direct is not None or ordered.here()
+            usable = ordered.here()
         if usable and type(nbytes) is int:
             try:
                 block = ordered.free_lists[self._key][(nbytes - 1) >> 9].pop()
