@@ -278,6 +278,13 @@ def _their_stream(b: Bench) -> Any:
     return made
 
 
+def _raw_of_pool(b: Bench, stream: sa.Stream) -> int:
+    """Memory of a pool of its own: what cuMemFree takes of a pool counts as used for ever, also in the default pool."""
+    pool = b.raw("cuMemPoolCreate", sa.MemPoolProps(location=sa.MemLocation.device(0)).to_driver())
+    b._stack.callback(lambda: b.raw("cuMemPoolDestroy", pool))
+    return int(b.raw("cuMemAllocFromPoolAsync", SIZE, pool, stream._raw))
+
+
 THINGS: dict[str, Callable[..., Any]] = {
     "new": Bench.new,
     "ready": Bench.ready,
@@ -302,6 +309,7 @@ THINGS: dict[str, Callable[..., Any]] = {
     "of_shared_pool": _of_shared_pool,
     "opened": lambda b, buffer: b.shared.open(buffer),
     "of_current_pool": lambda b, stream: sa.allocate(SIZE, stream),
+    "raw_of_pool": _raw_of_pool,
     "mapped": Mapped,
     "second": lambda b, mapped: mapped.at[1],
     "told_by": _told_by,

@@ -19,11 +19,11 @@ free before allocation
     freed_on_another_stream_at_once: x = new a; + a > b; free x b
 free racing a use
     freed_while_another_stream_reads: x = new a; a > b; read x b; + b > a; free x
-    freed_at_once_while_in_use: x = cuMemAllocAsync 4096 a; at x a; + synchronize a; cuMemFree x
+    freed_at_once_while_in_use: x = raw_of_pool a; at x a; + synchronize a; cuMemFree x
     used_while_another_stream_frees: x = new a; a > b; - free x; at x b; + b > a; + free x
 double free
     freed_twice: x = cuMemAllocAsync 4096 a; cuMemFreeAsync x a; - cuMemFreeAsync x a
-    freed_in_stream_order_and_at_once: x = cuMemAllocAsync 4096 a; cuMemFreeAsync x a; - cuMemFree x
+    freed_in_stream_order_and_at_once: x = raw_of_pool a; cuMemFreeAsync x a; - cuMemFree x
     freed_by_a_pointer_into_it: x = cuMemAllocAsync 4096 a; - cuMemFreeAsync x+512 a; cuMemFreeAsync x a; synchronize a
     pinned_memory_freed_twice: x = cuMemHostAlloc 4096 0; cuMemFreeHost x; - cuMemFreeHost x
 use after free
