@@ -23,6 +23,10 @@ from tests.support import MiB, holds, in_threads, later_memory_is_whole
 
 SIZE = 4096
 Worker = Callable[[Callable[[], Any]], Any]
+_ends_with_work = pytest.mark.simulated_only(
+    "an H200's driver never returns from cuCtxSynchronize once a thread has ended whose per-thread stream still works "
+    "on memory of pools"
+)
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -56,7 +60,9 @@ def next_address(cache: sa.CachingAllocator, device: sa.Device) -> int:
 
 
 @pytest.mark.parametrize("end", ["trim", "close", "out of memory"])
-@pytest.mark.parametrize("lives", [False, True], ids=["ended", "alive"])
+@pytest.mark.parametrize(
+    "lives", [pytest.param(False, id="ended", marks=_ends_with_work), pytest.param(True, id="alive")]
+)
 def test_blocks_of_another_thread_are_released_after_its_work(
     device: sa.Device, worker: Worker, lives: bool, end: str
 ) -> None:
@@ -79,6 +85,7 @@ def test_blocks_of_another_thread_are_released_after_its_work(
         cache.close()
 
 
+@_ends_with_work
 def test_a_thread_with_the_identifier_of_one_that_has_ended(
     device: sa.Device, cache: sa.CachingAllocator, gate: Gate
 ) -> None:
@@ -108,6 +115,7 @@ def test_a_thread_with_the_identifier_of_one_that_has_ended(
     assert cache.statistics().in_use == 0
 
 
+@_ends_with_work
 def test_a_block_outlives_its_thread(device: sa.Device, cache: sa.CachingAllocator, gate: Gate) -> None:
     """Freed afterwards, it is the pool's: behind the stream of the thread as well if it was dropped."""
     for dropped in (True, False):
@@ -192,9 +200,11 @@ def test_a_thread_that_other_code_captures(device: sa.Device, cache: sa.CachingA
     assert worker(lambda: cache.statistics()).in_use == 0
 
 
-@pytest.mark.parametrize("who", ["another thread", "a thread with the same identifier"])
+@pytest.mark.parametrize(
+    "who", ["another thread", pytest.param("a thread with the same identifier", marks=_ends_with_work)]
+)
 def test_a_pool_s_buffer_that_another_thread_drops(
-    device: sa.Device, pool: sa.MemoryPool, gate: Gate, who: str
+    device: sa.Device, pool: sa.MemoryPool, gate: Gate, worker: Worker, who: str
 ) -> None:
     """It is freed after the work of all threads, also of those that have ended."""
     pool.allocate(MiB, device.per_thread_stream).free()
@@ -208,7 +218,10 @@ def test_a_pool_s_buffer_that_another_thread_drops(
         return buffer, threading.get_ident()
 
     other = device.create_stream()  # a new one may wait for streams that are held
-    ((buffer, ident),) = in_threads(use)
+    if who == "another thread":
+        buffer, ident = worker(use)
+    else:
+        ((buffer, ident),) = in_threads(use)
     held = [buffer]
     del buffer
 
@@ -231,7 +244,9 @@ def test_a_pool_s_buffer_that_another_thread_drops(
 
 @pytest.mark.parametrize("end", ["free", "close", "shared"])
 @pytest.mark.parametrize("current", [False, True])
-def test_a_pool_s_buffer_that_another_thread_frees(device: sa.Device, gate: Gate, end: str, current: bool) -> None:
+def test_a_pool_s_buffer_that_another_thread_frees(
+    device: sa.Device, gate: Gate, worker: Worker, end: str, current: bool
+) -> None:
     """It is freed after the work of the thread that allocated it."""
     with contextlib.ExitStack() as entered:
         if current:
@@ -245,7 +260,7 @@ def test_a_pool_s_buffer_that_another_thread_frees(device: sa.Device, gate: Gate
             buffer.fill(1)
             return buffer
 
-        (buffer,) = in_threads(use)
+        buffer = worker(use)
         if end == "shared":
             ipc.share(buffer)
         (buffer.close if end == "close" else buffer.free)()
