@@ -389,12 +389,6 @@ class Recorder:
         waiting = None if stream is None else self._state.stream(stream)
         self._state.interprocess.opened(waiting, address, nbytes, name, word)
 
-    @_notification()
-    def unseen(self, what: str) -> None:
-        """Record that code runs whose work and waits the checker does not see: all earlier work counts as done."""
-        self._state.notes.add("waits", what)
-        self._state.timeline.host_observes(self._state.timeline.everything())
-
     # -- results ---------------------------------------------------------------------------------------------
 
     @property

@@ -1,4 +1,4 @@
-"""Run a Python program: its calls of ``cuda.bindings`` reach the simulated driver, or a checker."""
+"""Run a Python program: its calls of ``cuda.bindings`` reach the simulated driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from streamalloc.cli.machine import Chosen
 from streamalloc.cli.terminal import Terminal, UsageError
 from streamalloc.driver import use
-from streamalloc.driver.internal import RealFunctions, as_asked
+from streamalloc.driver.internal import as_asked
 from streamalloc.testing import install
 
 _for_good = contextlib.ExitStack()
@@ -35,13 +35,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     check_files(options)
     if chosen.not_found:
         print(chosen.headline, file=sys.stderr)
-    driver: Any = chosen.driver
-    if not chosen.is_simulated:
-        driver = RealFunctions()
-        if as_asked(driver) is driver:
-            run_program(options)
-            return 0
-    run_on(as_asked(driver), options)
+    if chosen.is_simulated:
+        run_on(as_asked(chosen.driver), options)
+    else:
+        run_program(options)
     return 0
 
 

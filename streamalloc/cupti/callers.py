@@ -11,13 +11,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from streamalloc.cupti.subscription import is_library
+from streamalloc.driver.internal import LIBRARIES
 
 PROGRAM = "the program"
-_NAMES = {
-    **{"torch": "PyTorch", "cupy": "CuPy", "cupy_backends": "CuPy", "rmm": "RMM", "numba": "Numba", "jax": "JAX"},
-    **{"numba_cuda": "Numba", "cuda": "cuda.core", "jaxlib": "JAX", "triton": "Triton"},
-}
-"""Names of libraries by the folder in which Python finds them."""
 _NATIVE = re.compile(r"/lib(cublas|cudnn|nccl|cufft|cusparse|cusolver|curand|cutensor)[\w-]*\.so")
 _NATIVE_NAMES = {
     **{"cublas": "cuBLAS", "cudnn": "cuDNN", "nccl": "NCCL", "cufft": "cuFFT", "cusparse": "cuSPARSE"},
@@ -91,7 +87,7 @@ def _name(file: str) -> str:
     if native:
         return _NATIVE_NAMES[native[1]]
     if installed:
-        return _NAMES.get(installed[1], installed[1])
+        return LIBRARIES.get(installed[1], installed[1])
     return os.path.basename(file).partition(".")[0]
 
 

@@ -22,18 +22,18 @@ from streamalloc.driver.bindings import (
 from streamalloc.driver.locks import Lock, RLock
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.processes import address_space_limit, search_path
-from streamalloc.driver.selection import RealFunctions, as_asked, default_of_threads, read_choice
+from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import MemoryListener
-    from streamalloc.driver.reports import Stack, described, here, line_of, lines, place_of
+    from streamalloc.driver.reports import LIBRARIES, Stack, described, here, line_of, lines, place_of
     from streamalloc.driver.wrappers import Wrapper
 
 # Imported on first use, to keep the package's import fast.
 _LATER = {
     "MemoryListener": "protocol",
     "Wrapper": "wrappers",
-    **dict.fromkeys(("Stack", "described", "here", "line_of", "lines", "place_of"), "reports"),
+    **dict.fromkeys(("LIBRARIES", "Stack", "described", "here", "line_of", "lines", "place_of"), "reports"),
 }
 
 

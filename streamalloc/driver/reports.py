@@ -17,6 +17,21 @@ from typing import Any, TypeAlias
 
 Stack: TypeAlias = "tuple[tuple[CodeType, int], ...]"
 """Code and instruction offset per frame, innermost first."""
+LIBRARIES = {
+    "cuda": "cuda.core",
+    "cupy": "CuPy",
+    "cupy_backends": "CuPy",
+    "jax": "JAX",
+    "jaxlib": "JAX",
+    "numba": "Numba",
+    "numba_cuda": "Numba",
+    "pycuda": "PyCUDA",
+    "rmm": "RMM",
+    "tensorflow": "TensorFlow",
+    "torch": "PyTorch",
+    "triton": "Triton",
+}
+"""Libraries that use the driver, by the folder in which Python finds them."""
 
 
 class Called(tuple[tuple[CodeType, int], ...]):

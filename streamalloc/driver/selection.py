@@ -53,19 +53,6 @@ def real() -> Driver:
     return cast("Driver", cuda)
 
 
-class RealFunctions:
-    """The real driver for a wrapper that is installed in place of ``cuda.bindings.driver``. It keeps the functions."""
-
-    settings: str = "cuda"
-    """Its text in the format of ``STREAMALLOC_DRIVER``."""
-
-    def __init__(self) -> None:
-        vars(self).update((name, value) for name, value in vars(real()).items() if not name.startswith("__"))
-
-    def __repr__(self) -> str:
-        return "<the CUDA driver>"
-
-
 def _not_found(what: str) -> str:
     return (
         f"no CUDA driver (looked for libcuda.so.1 with cuda-bindings {BINDINGS_VERSION}): {what}. "

@@ -51,7 +51,7 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, session_of
-from streamalloc.driver.internal import BINDINGS_VERSION, cuda
+from streamalloc.driver.internal import BINDINGS_VERSION, LIBRARIES, cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.pool.internal import CachedBuffer
 
@@ -71,18 +71,6 @@ class AllocatorSource(Protocol):
     def location(self) -> MemLocation: ...
 
     def allocate(self, nbytes: int, stream: Stream, /) -> Memory: ...
-
-
-_NAMES = {
-    "cuda": "cuda.core",
-    "cupy": "CuPy",
-    "jax": "JAX",
-    "jaxlib": "JAX",
-    "numba": "Numba",
-    "rmm": "RMM",
-    "torch": "PyTorch",
-}
-"""Names of the libraries by their module."""
 
 
 def library(name: str, session: Session | None = None) -> Any:
@@ -116,7 +104,7 @@ def check_driver(module: ModuleType | None, session: Session) -> None:
     A module without a ``__spec__`` is a test's stand-in, on whatever driver the test says.
     """
     spec = getattr(module, "__spec__", None)
-    name = "" if spec is None else _NAMES.get(spec.name.partition(".")[0], "")
+    name = None if spec is None else LIBRARIES.get(spec.name.partition(".")[0])
     # A checked CUDA driver has settings, too. `testing.install` has wrapped the bindings' functions, which Numba calls.
     settings = getattr(session.driver, "settings", "cuda")
     if name and settings != "cuda" and not (name == "Numba" and hasattr(cuda.cuInit, "__wrapped__")):

@@ -1,4 +1,4 @@
-"""A simulated machine, or the checked real driver, in place of the functions of ``cuda.bindings``."""
+"""A simulated machine in place of the functions of ``cuda.bindings``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import streamalloc.driver as sd
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import (
-    RealFunctions,
+    LIBRARIES,
     as_asked,
     cuda,
     default_of_threads,
@@ -81,16 +81,14 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
     driver: Any = as_asked(sd.simulated()) if machine is None else machine
     files = [os.path.abspath(one) for one in kernels]
     settings = getattr(driver, "settings", None)
-    if not isinstance(settings, str):
+    if not isinstance(settings, str) or settings == "cuda":
         raise TypeError(f"machine={driver!r}: must be a simulated machine (streamalloc.driver.simulated)")
-    simulated = settings != "cuda"
     with contextlib.ExitStack() as undo:
         if not _installed.acquire(blocking=False):
             raise RuntimeError(f"a machine is installed already: {_targets.get(cuda.__name__)!r}; end its block first")
         undo.callback(_installed.release)
         undo.callback(_targets.clear)
-        in_runtime = Runtime(driver) if simulated else _Unseen(driver)
-        _targets.update({cuda.__name__: driver, runtime().__name__: in_runtime})
+        _targets.update({cuda.__name__: driver, runtime().__name__: Runtime(driver)})
         undo.callback(sd.real.cache_clear)  # the machine may be cached as the real driver
         for holder, name, stand_in in _places():
             undo.callback(setattr, holder, name, getattr(holder, name))
@@ -98,36 +96,17 @@ def install(machine: Driver | None = None, *, kernels: Iterable[str] = ()) -> It
         undo.callback(sd.set_default, default_of_threads())
         sd.set_default(driver)
         hidden = os.environ.get(VISIBLE)
-        if simulated and hidden is not None and hidden == inherited() and VARIABLE not in os.environ:
+        if hidden is not None and hidden == inherited() and VARIABLE not in os.environ:
             undo.callback(_set_variable, VISIBLE, hidden)
             del os.environ[VISIBLE]
         variables = {VARIABLE: settings, KERNELS: json.dumps(files), "PYTHONPATH": search_path()}
         for variable, value in variables.items():
             undo.callback(_set_variable, variable, os.environ.get(variable))
             os.environ[variable] = value
-        undo.enter_context(watch_imports("does not reach the simulated machine" if simulated else "is not checked"))
+        undo.enter_context(watch_imports())
         for file in files:
             runpy.run_path(file)
         yield driver
-
-
-class _Unseen:
-    """The bindings' functions of the CUDA runtime, whose calls a checker does not see."""
-
-    def __init__(self, driver: Any) -> None:
-        self._functions = dict(vars(runtime()))
-        self._note: Callable[[str], None] = getattr(driver, "unseen", lambda what: None)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = self._functions[name]
-
-        def call(*args: Any, **named: Any) -> Any:
-            try:
-                return function(*args, **named)
-            finally:
-                self._note(f"calls of cuda.bindings.runtime ({name})")
-
-        return call
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
@@ -171,41 +150,29 @@ def install_in_child() -> None:
     """Install the parent's machine for the life of this process. No effect if the parent has none."""
     text = os.environ.get(VARIABLE)
     if text:
-        kind, settings = read_choice(text, VARIABLE)
         kernels = json.loads(os.environ.get(KERNELS) or "[]")
-        machine: Any = RealFunctions() if kind == "cuda" else sd.simulated(**settings)
-        _for_good.enter_context(install(as_asked(machine), kernels=kernels))
+        machine = as_asked(sd.simulated(**read_choice(text, VARIABLE)[1]))
+        _for_good.enter_context(install(machine, kernels=kernels))
 
 
 # -- libraries that call CUDA's C libraries directly, past an installed driver --------------------------------
 
-_LIBRARIES = {
-    "cuda.core": "cuda.core",
-    "cupy": "CuPy",
-    "jaxlib": "JAX",
-    "pycuda": "PyCUDA",
-    "rmm": "RMM",
-    "tensorflow": "TensorFlow",
-    "torch": "PyTorch",
-    "triton": "Triton",
-}
-"""Libraries by module."""
-
+_NOT_CALLING = ("cuda", "numba")
+"""Modules that do not call them: the bindings' package, and Numba, which loads them by ctypes."""
 _watching = False
 _added = False
-_loss = ""
 _reported: set[str] = set()
 
 
 @contextlib.contextmanager
-def watch_imports(loss: str) -> Iterator[None]:
-    """In the block, warn about each imported library that calls CUDA's C libraries. ``loss``: end of the text."""
-    global _watching, _added, _loss
+def watch_imports() -> Iterator[None]:
+    """In the block, warn about each imported library that calls CUDA's C libraries."""
+    global _watching, _added
     if not _added:
         _added = True
         sys.addaudithook(_look)  # the interpreter keeps it
     _reported.clear()
-    _watching, _loss = True, loss
+    _watching = True
     try:
         yield
     finally:
@@ -216,8 +183,8 @@ def _look(event: str, args: tuple[Any, ...]) -> None:
     if not _watching:
         return
     if event == "import":
-        library = _LIBRARIES.get(args[0])
-        if library is not None:
+        library = LIBRARIES.get(args[0].removesuffix(".core"))
+        if library is not None and args[0] not in _NOT_CALLING:
             _warn(library, f"{library} calls")
     elif event == "ctypes.dlopen" and str(args[0]).rpartition("/")[2].startswith(("libcuda.so", "libcudart.so")):
         _warn("ctypes", f"ctypes.CDLL({args[0]!r}) loads")
@@ -226,5 +193,5 @@ def _look(event: str, args: tuple[Any, ...]) -> None:
 def _warn(library: str, what: str) -> None:
     if library not in _reported:
         _reported.add(library)
-        text = f"{what} CUDA's C libraries, not cuda.bindings: what it does there {_loss}"
+        text = f"{what} CUDA's C libraries, not cuda.bindings: what it does there does not reach the simulated machine"
         warnings.warn(text, RuntimeWarning, stacklevel=3)

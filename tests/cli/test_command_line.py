@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,46 +292,3 @@ def test_no_line_is_wider_than_a_narrow_terminal(screen: Screen, machine: Any, w
     assert main(words.split()) == 0
     lines = re.sub(r"\x1b\[[0-9;]*m", "", screen.text).splitlines()
     assert len(lines) > 5 and [line for line in lines if len(line) > 60] == []
-
-
-_CHECKED_PROGRAM = """
-import streamalloc as sa
-from cuda.bindings import driver, runtime
-driver.cuInit(0)
-driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
-one, two = (driver.cuStreamCreate(1)[1] for _ in range(2))
-memory = driver.cuMemAllocAsync(64, one)[1]
-driver.cuMemFreeAsync(memory, two)  # by the bindings
-driver.cuCtxSynchronize()
-device = sa.Device(0)
-with sa.MemoryPool(device) as pool, device.create_stream() as here, device.create_stream() as there:
-    buffer = pool.allocate(64, here)
-    buffer.fill(1, there)  # by the facade
-    device.synchronize()
-    buffer.free()
-runtime.cudaGetDeviceCount()
-"""
-_NO_GPU = """
-import streamalloc.driver as sd
-from cuda.bindings import driver
-machine = sd.simulated()
-for name in [name for name in vars(driver) if name[:2] == "cu" and name[2:3].isupper() and hasattr(machine, name)]:
-    setattr(driver, name, getattr(machine, name))
-"""
-"""Gives the bindings' functions to a simulated machine, in the place of libcuda."""
-
-
-def test_a_checked_program_on_the_cuda_driver(
-    python: Callable[..., subprocess.CompletedProcess[str]], on_cuda: bool, tmp_path: Path
-) -> None:
-    """Its calls of the bindings and of the facade are checked, each once, and calls of the runtime are noted."""
-    (tmp_path / "program.py").write_text(_CHECKED_PROGRAM)
-    command = f"main(['run', '--driver', 'cuda', {str(tmp_path / 'program.py')!r}])"
-    code = f"{'' if on_cuda else _NO_GPU}\nimport sys\nfrom streamalloc.cli import main\nsys.exit({command})"
-    done = python(code, STREAMALLOC_CHECK="1")
-    first, _, second = done.stderr.partition("use before allocation: ")
-    assert done.returncode == 0 and first.startswith("free before allocation: cuMemFreeAsync")
-    assert "# by the bindings" in first and "# by the facade" in second and "<frozen" not in done.stderr
-    assert "streamalloc check: 2 hazards, 0 leaks" in done.stderr.splitlines()
-    assert "calls of cuda.bindings.runtime (cudaGetDeviceCount)" in done.stderr
-    assert "hazard" not in python(code, STREAMALLOC_CHECK="0").stderr
