@@ -30,7 +30,7 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.driver.internal import SETTLERS
 from streamalloc.simulator import call_lock
 from streamalloc.simulator import machine as simulated_machine
-from streamalloc.testing import Gate
+from streamalloc.testing import Faults, Gate
 
 MiB = 1 << 20
 GROWTH = 32 * MiB  # the step in which a pool takes memory (tests/facts/test_pool_sizes.py)
@@ -331,6 +331,29 @@ class Account:
     def calls(self, *functions: str) -> list[str]:
         """The calls so far, only those of the given functions if any are given."""
         return [call.name for call in self.traced.calls if not functions or call.name in functions]
+
+
+class NoHostMemory:
+    """A driver that pins no host memory once it was told so, by any of the calls that do."""
+
+    CALLS = ("cuMemHostRegister", "cuMemAllocFromPoolAsync", "cuMemHostAlloc")
+
+    def __init__(self, driver: Any) -> None:
+        self._layers: list[Any] = []
+        for _ in self.CALLS:
+            kind: Any = Faults
+            self._layers.append(kind(self._layers[-1] if self._layers else driver))
+        self.driver = self._layers[-1]
+
+    def begin(self, registered: int = 0) -> None:
+        """Refuse all calls after so many that register memory."""
+        for layer, call in zip(self._layers, self.CALLS, strict=True):
+            layer.fail(call, registered + 1 if call == self.CALLS[0] else 1, times=1000)
+
+    def stop(self) -> None:
+        """Refuse no more calls."""
+        for layer in self._layers:
+            layer.stop()
 
 
 def is_open(number: int) -> bool:

@@ -140,6 +140,7 @@ class GrowableBuffer(VirtualBuffer):
     def _resize(self, nbytes: int, after: After, release: bool) -> None:
         size = self._checked("nbytes", nbytes, self.capacity)
         self._check_usable()
+        self._check_thawed()
         needed = self._spec.round_up(size)
         if needed > self._mapped:
             starts = range(self._mapped, needed, self._chunk or needed - self._mapped)

@@ -11,27 +11,33 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from streamalloc.core.errors import CudaError, EvictedError, attach, size_text, undoing
-from streamalloc.core.internal import Device, Stream, StreamLike, check_device
-from streamalloc.core.properties import MemHandleType, MemLocation, checked_size
+from streamalloc.core.internal import Device, Stream, StreamLike, check_device, work
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
-from streamalloc.vmm.access import After, copying_stream, wait_for_users
+from streamalloc.vmm.access import After, Rights, copying_stream, listed, wait_for_users
 from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.stores.blocks import Bytes, Saved
-from streamalloc.vmm.stores.disk import AnyTier, DiskTier, tier_of
-from streamalloc.vmm.stores.pool import NearTier
+from streamalloc.vmm.stores.disk import DiskTier, tier_of
+from streamalloc.vmm.stores.host import HostTier, shared_tier
+from streamalloc.vmm.stores.pool import PoolTier
 from streamalloc.vmm.virtual_buffer import (
     RESTORE,
     Backup,
+    Frozen,
     Step,
     VirtualBuffer,
+    copying,
     drop_all,
+    drop_woken,
+    kept_of,
     mapping,
     nothing,
+    protect,
     release_all,
     run,
     unmapping,
@@ -201,11 +207,15 @@ class _Members(Closes, Claimable):
         ------
         EvictedError
             The buffer of the group is asleep: wake it first.
+        InUseError
+            The buffer of the group is frozen: thaw it first.
         """
 
         def act(_: Claim) -> None:
             if buffer.evicted and buffer in self._members:
                 raise EvictedError(f"{buffer!r} sleeps, and its bytes are the group's: wake() it first")
+            if buffer in self._members:
+                buffer._check_thawed()
             if self._members.pop(buffer, None) is not None:
                 buffer._remedy = RESTORE
 
@@ -314,9 +324,10 @@ class SleepGroup(_Members):
     device
         Device of :meth:`allocate`; its default stream copies if no stream is given.
     backup
-        Pool in host memory for the kept bytes, to which the device has access, or a :class:`DiskTier`. By default the
-        group makes a pool on the NUMA node of the device, or on any node if memory runs out there. The pool keeps its
-        memory for the next sleep, because pinning memory takes longer than a copy; ``group.backup.trim()`` releases it.
+        Place for the kept bytes: a :class:`HostTier`, a :class:`DiskTier`, or a pool in host memory to which the device
+        has access. By default all groups with devices on one NUMA node share a :class:`HostTier`, whose memory is near
+        them if there is room. It keeps its memory for the next sleep of any of them, because pinning memory takes
+        longer than a copy; ``group.backup.trim()`` releases what no buffer uses.
     handle_types
         Handle types for sharing the memory of :meth:`allocate` with other processes.
 
@@ -332,36 +343,66 @@ class SleepGroup(_Members):
         self,
         device: Device,
         *,
-        backup: MemoryPool | DiskTier | None = None,
+        backup: MemoryPool | HostTier | DiskTier | None = None,
         handle_types: MemHandleType = MemHandleType.NONE,
     ) -> None:
         super().__init__(device, handle_types)
         if backup is not None:
             tier_of(backup)
-        self._backup: MemoryPool | DiskTier | None = backup
-        self._near: NearTier | None = None
+        self._backup: MemoryPool | HostTier | DiskTier | None = backup
+        self._near: HostTier | None = None
         self._before_sleep: list[tuple[Hook, Hook | None]] = []
         self._after_wake: list[tuple[Hook, Hook | None]] = []
 
     @property
     def backup(self) -> Any:
-        """Pool or :class:`DiskTier` for the kept bytes; the first use makes a pool."""
+        """Pool or tier for the kept bytes; the first use makes the tier of the device's NUMA node, if there is none."""
         self._check_open()
-        return self._backup or self._near_tier().pool
+        return self._backup or self._near_tier()
 
-    def _near_tier(self) -> NearTier:
-        if self._near is not None:
-            return self._near
-        made = NearTier(self.device)
-        # Another thread may have made one.
-        self._near = near = self._near or made
-        if near is not made:
-            made.close()
+    def _near_tier(self) -> HostTier:
+        near = self._near
+        if near is None or near.closed:
+            self._near = near = shared_tier(self.device)
         return near
 
-    def _tier(self, backup: MemoryPool | DiskTier | None) -> AnyTier:
+    def _tier(self, backup: MemoryPool | HostTier | DiskTier | None) -> PoolTier | HostTier | DiskTier:
         given = backup or self._backup
         return self._near_tier() if given is None else tier_of(given)
+
+    def prepare(self, nbytes: int | None = None, *, background: bool = False, most_cores: int | None = None) -> None:
+        """Pin host memory for the next sleep, because that takes longer than the copy; see :meth:`HostTier.prepare`.
+
+        Begin it in the background while other work runs; a sleep meanwhile takes what is ready. ::
+
+            group.prepare(background=True, most_cores=2)
+            serve()
+            group.sleep()
+
+        Parameters
+        ----------
+        nbytes
+            Bytes that the sleep will keep; default: those of all buffers that are awake and not frozen.
+        background
+            Whether to return at once. An error is logged then, and the sleep tries again.
+        most_cores
+            Most threads; default: one for each core that the process may use, at most 16.
+
+        Raises
+        ------
+        TypeError
+            :attr:`backup` is no :class:`HostTier`.
+        OutOfMemoryError
+            There is not enough host memory.
+        ClosedError
+            The group was closed.
+        """
+        tier = self.backup
+        if not isinstance(tier, HostTier):
+            raise TypeError(f"backup must be a HostTier to prepare memory, not {type(tier).__name__} ({tier!r})")
+        if nbytes is None:
+            nbytes = sum(HostTier.rounded(one.nbytes) for one in self.buffers if not (one.evicted or one.frozen))
+        tier.prepare(nbytes, background=background, most_cores=most_cores)
 
     def tagged(self, tag: str) -> Tagged:
         """Return an allocator whose buffers get this tag, for ``streamalloc.interop.torch.use``."""
@@ -374,13 +415,14 @@ class SleepGroup(_Members):
         shared: bool = False,
         stream: StreamLike | None = None,
         after: After = None,
-        backup: MemoryPool | DiskTier | Callable[[VirtualBuffer, str], Backup] | None = None,
+        backup: MemoryPool | HostTier | DiskTier | Callable[[VirtualBuffer, str], Backup] | None = None,
         ranks: Ranks | None = None,
         timeout: float | None = None,
     ) -> int:
         """Evict all buffers, or those with these tags. Returns the released bytes.
 
-        The host waits until the kept bytes are stored. Sleeping buffers are skipped.
+        The host waits until the kept bytes are stored. Sleeping buffers are skipped. Frozen buffers have their backup
+        already, so ``keep`` and ``backup`` do not concern them.
 
         Parameters
         ----------
@@ -395,8 +437,8 @@ class SleepGroup(_Members):
         after
             Events or streams to wait for first, as for :meth:`VirtualBuffer.evict`.
         backup
-            Pool or :class:`DiskTier` for the kept bytes of this call; default: :attr:`backup`. Or a function that is
-            called with each buffer that keeps its bytes, and its tag; it returns a backup as for
+            Pool, :class:`HostTier` or :class:`DiskTier` for the kept bytes of this call; default: :attr:`backup`. Or a
+            function that is called with each buffer that keeps its bytes, and its tag; it returns a backup as for
             :meth:`VirtualBuffer.evict`, such as a host array, or None to discard the bytes.
         ranks
             A communicator, such as one of ``ipc.ProcessCommunicator`` or ``ipc.as_communicator(group)``: the groups of
@@ -472,11 +514,16 @@ class SleepGroup(_Members):
             # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
             left = self.buffers
             going = {one: tag for one, tag in chosen.items() if one in left and (stored or not one.evicted)}
+            kept = kept_of(going)
+            for buffer in kept if stored else ():
+                buffer._check_thawed()
             entries.update({buffer: buffer._evictable(shared=shared) for buffer in going if not buffer.evicted})
             wait_for_users(after, self._session, (one.rights for several in entries.values() for one in several))
-            yield functools.partial(_hold_all, going, hold, saved), functools.partial(drop_all, saved)
+            lacking = {one: tag for one, tag in going.items() if one not in kept}
+            yield functools.partial(_hold_all, lacking, hold, saved), functools.partial(drop_all, saved)
             # With ``stored``, buffers that sleep already get the stored bytes.
-            yield from unmapping(entries, {one: saved[one] for one in saved if one in entries}, ordered, stored=stored)
+            new = {one: saved[one] for one in saved if one in entries}
+            yield from unmapping(entries, new | kept, {} if stored else new, ordered)
             # The vote is the last step before memory is released: until then all ranks can undo.
             yield agree, nothing
 
@@ -539,7 +586,7 @@ class SleepGroup(_Members):
         """Restore all sleeping buffers, or those with these tags. Returns the restored bytes.
 
         The copies are stream-ordered: use the bytes on ``stream`` or after it. Bytes that were not kept are undefined.
-        The host waits while bytes are read from a disk.
+        The host waits while bytes are read from a disk, and for the copies of frozen buffers.
 
         Parameters
         ----------
@@ -585,10 +632,99 @@ class SleepGroup(_Members):
                 yield votes.agree, nothing
 
             run(steps())
-            drop_all({buffer: eviction.saved for buffer, eviction in evictions.items()})
+            drop_woken(evictions)
             return sum(eviction.nbytes for eviction in evictions.values())
 
         return votes.run(lambda: self._alone(act))
+
+    def freeze(self, *tags: str, stream: StreamLike | None = None, after: After = None) -> None:
+        """Back up all buffers, or those with these tags, and let them only be read until :meth:`thaw`.
+
+        The backup stays valid while the buffers are awake, so that the next :meth:`sleep` copies nothing. The host
+        waits until the bytes are stored. The device refuses writes (``cuMemSetAccess``): fills and copies to a frozen
+        buffer raise :class:`CudaError`, and a kernel that writes to it fails with ``CUDA_ERROR_ILLEGAL_ADDRESS``, after
+        which the context is lost. Frozen buffers keep the backup in :attr:`backup` also while they are awake.
+
+        Frozen buffers are skipped. A sleeping buffer keeps its present backup when it wakes. Buffers that get the tag
+        later are not frozen. ::
+
+            group.freeze("weights")
+            group.sleep()    # unmaps, without a copy
+            group.wake()
+            group.thaw("weights")
+
+        Parameters
+        ----------
+        tags
+            Tags of the buffers; without a tag, all buffers.
+        stream
+            Stream of the copies; default: the device's default stream.
+        after
+            Events or streams with the last writes, which the host waits for first; default: all work of the devices
+            with access.
+
+        Raises
+        ------
+        ValueError
+            The bytes of a sleeping buffer were not kept.
+        OutOfMemoryError, OSError
+            There is no room for the bytes.
+        KeyError, ClosedError, InUseError, CudaError
+            As for :meth:`sleep`. After each error every buffer is unchanged.
+        """
+
+        def act(claim: Claim) -> None:
+            chosen, ordered = self._chosen(tags), self._copying_stream(stream)
+            claim.take(chosen)
+            going = {buffer: tag for buffer, tag in chosen.items() if buffer.nbytes and not buffer.frozen}
+            saved = {one: self._kept(one) for one in going if one.evicted}
+            awake = {buffer: tag for buffer, tag in going.items() if not buffer.evicted}
+            new: dict[VirtualBuffer, Saved] = {}
+            waits = listed(after)
+
+            def hold(tag: str, buffers: Sequence[VirtualBuffer]) -> Iterable[Saved | None]:
+                return self._tier(None).hold([buffer.nbytes for buffer in buffers], ordered, tag)
+
+            def copy() -> None:
+                copying(new, ordered)
+                ordered.synchronize()
+
+            def steps() -> Iterator[Step]:
+                for buffer in awake:
+                    node, before = buffer.range._node, buffer.rights
+                    rights = functools.partial(node.set_rights, list(node.table()), _read_only(before), waits)
+                    yield rights, functools.partial(protect, buffer, before)
+                yield functools.partial(_hold_all, awake, hold, new), functools.partial(drop_all, new)
+                yield copy, nothing
+
+            run(steps())
+            for buffer, one in (saved | new).items():
+                buffer._frozen = Frozen(one, _read_only(buffer.rights))
+
+        self._alone(act)
+
+    def thaw(self, *tags: str) -> None:
+        """Let frozen buffers be written again, and drop the backups of those that are awake. Others are skipped.
+
+        Parameters
+        ----------
+        tags
+            Tags of the buffers; without a tag, all buffers.
+
+        Raises
+        ------
+        KeyError
+            No buffer has such a tag.
+        ClosedError, InUseError, CudaError
+            As for :meth:`sleep`. After each error every buffer is unchanged.
+        """
+
+        def act(claim: Claim) -> None:
+            chosen = self._chosen(tags)
+            claim.take(chosen)
+            _thaw(chosen)
+
+        self._alone(act)
 
     def before_sleep(self, hook: Hook, undo: Hook | None = None) -> None:
         """Call ``hook(buffers)`` in each :meth:`sleep` and :meth:`resume`, before memory is released.
@@ -637,7 +773,8 @@ class SleepGroup(_Members):
     def write(self, buffer: VirtualBuffer, source: Any, offset: int = 0) -> None:
         """Replace bytes of a sleeping buffer by those of a host array, without waking it. Blocks the host.
 
-        A buffer without kept bytes can only be written as a whole; its bytes are stored in :attr:`backup`.
+        A buffer without kept bytes can only be written as a whole; its bytes are stored in :attr:`backup`. A frozen
+        buffer cannot be written.
 
         Parameters
         ----------
@@ -659,6 +796,7 @@ class SleepGroup(_Members):
 
         def act(_: Claim) -> None:
             start, array = _checked_bytes(buffer, source, offset)
+            buffer._check_thawed()
             eviction = buffer.eviction
             if eviction is None or eviction.saved is not None or array.nbytes < buffer.nbytes or eviction.held:
                 self._kept(buffer).write(start, array)
@@ -697,19 +835,20 @@ class SleepGroup(_Members):
 
     @claimed
     def close(self) -> None:
-        """Remove all buffers, which stay unchanged, and close the backup pool if the group made it. Idempotent.
+        """Remove all buffers, which stay unchanged but are frozen no longer. Idempotent.
 
-        A sleeping buffer keeps its bytes until it is closed; :meth:`VirtualBuffer.restore` restores it.
+        A sleeping buffer keeps its bytes until it is closed; :meth:`VirtualBuffer.restore` restores it. The default
+        backup releases its memory once the last group that shares it is closed and no buffer has bytes there.
         """
+        _thaw(self.buffers)
         self.closed = True
         for buffer in self.buffers:
             buffer._remedy = RESTORE
         self._members.clear()
         self._before_sleep.clear()
         self._after_wake.clear()
-        if self._near is not None:
-            self._near.close()
-            self._near = None
+        self._near = None
+        work(self._session)
 
     def _text(self) -> str:
         if self.closed:
@@ -717,6 +856,22 @@ class SleepGroup(_Members):
         buffers = self.buffers
         state = f"{sum(buffer.evicted for buffer in buffers)} asleep, {size_text(self.mapped_bytes)} mapped"
         return f" of {len(buffers)} buffers, {state}"
+
+
+def _read_only(rights: Rights) -> Rights:
+    return {where: min(allowed, MemAccess.READ) for where, allowed in rights.items()}
+
+
+def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
+    frozen = {one: one._frozen for one in buffers if one._frozen is not None}
+    awake = [buffer for buffer in frozen if not buffer.evicted]
+    run(
+        (functools.partial(protect, one, one._rights), functools.partial(protect, one, frozen[one].rights))
+        for one in awake
+    )
+    for buffer in frozen:
+        buffer._frozen = None
+    drop_all({buffer: frozen[buffer].saved for buffer in awake})
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:

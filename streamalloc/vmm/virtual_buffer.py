@@ -26,13 +26,14 @@ from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.stores.blocks import Bytes, Move, Saved, Stored
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
+from streamalloc.vmm.stores.host import HostTier
 from streamalloc.vmm.stores.pool import saved_in
 
 _BATCH = 64 << 20
 """Bytes per batch: unmapped after their copy, while later copies run."""
 
 
-Backup: TypeAlias = "MemoryPool | DiskTier | Memory | Bytes | Saved | None"
+Backup: TypeAlias = "MemoryPool | HostTier | DiskTier | Memory | Bytes | Saved | None"
 """A place for the bytes of one buffer. :class:`Saved` is what a tier has reserved; None discards the bytes."""
 
 
@@ -74,6 +75,14 @@ class Eviction(NamedTuple):
         return sum(piece.nbytes for piece in self.pieces)
 
 
+class Frozen(NamedTuple):
+    """State of a buffer that may only be read, and whose backup stays valid while it is awake."""
+
+    saved: Saved
+    rights: Rights
+    """Permissions while it is awake: reading, for those who have access."""
+
+
 class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     """A buffer with a constant address whose physical memory can be released and created again.
 
@@ -97,7 +106,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     """
 
     __slots__ = (
-        "__weakref__", "_device", "_evicted", "_given_stream", "_location", "_mapped", "_nbytes", "_remedy",
+        "__weakref__", "_device", "_evicted", "_frozen", "_given_stream", "_location", "_mapped", "_nbytes", "_remedy",
         "_rights", "_session", "_structs", "range",
     )  # fmt: skip
 
@@ -121,6 +130,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._mapped = 0
         self._nbytes = 0
         self._evicted: Eviction | None = None
+        self._frozen: Frozen | None = None
         self._remedy = RESTORE
         self.range: AddressRange = AddressRange(capacity, driver=device.driver)
         """The reserved addresses. Only this buffer maps and unmaps memory there."""
@@ -192,7 +202,12 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     @property
     def rights(self) -> Rights:
         """Permissions by location, which later chunks also get."""
-        return dict(self._rights)
+        return dict(self._rights if self._frozen is None else self._frozen.rights)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether :meth:`SleepGroup.freeze` has made it read-only."""
+        return self._frozen is not None
 
     @property
     def evicted(self) -> bool:
@@ -217,6 +232,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         it is restored.
         """
         self._check_open()
+        self._check_thawed()
         rights = device_rights(who, self._session, access, location=self._location)
         self._release_from(self._mapped)
         self.range._node.set_rights(self.range._node.table(), rights, after)
@@ -238,8 +254,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         ----------
         backup
             A pool in host memory with access for the device, from which the copy is allocated (pinned memory, so the
-            copy is fast); a :class:`DiskTier`; or memory, or a writable host array, of the same size, which stays the
-            caller's. None discards the bytes.
+            copy is fast); a :class:`HostTier` or :class:`DiskTier`; or memory, or a writable host array, of the same
+            size, which stays the caller's. None discards the bytes. A frozen buffer has its backup already.
         stream
             The stream of the copy; default: the buffer's.
         after
@@ -267,10 +283,11 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         entries = self._evictable(shared=shared)
         ordered = self._copying_stream(stream)
         wait_for_users(after, self._session, (entry.rights for entry in entries))
-        saved = self._backup(backup, ordered)
-        kept = {} if saved is None else {self: saved}
-        drop = (nothing, functools.partial(drop_all, kept))
-        run(itertools.chain((drop,), unmapping({self: entries}, kept, ordered)))
+        saved = None if self._frozen else self._backup(backup, ordered)
+        copied = {} if saved is None else {self: saved}
+        kept = copied | kept_of((self,))
+        drop = (nothing, functools.partial(drop_all, copied))
+        run(itertools.chain((drop,), unmapping({self: entries}, kept, copied, ordered)))
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
@@ -311,7 +328,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             self._evicted = self._evicted._replace(saved=None, held=tuple(entries))
             for entry in entries:
                 entry.map_again()
-            self.range._node.grant(entries, self._rights, self._structs)
+            self.range._node.grant(entries, self.rights)
             self._evicted = None
 
     @claimed
@@ -336,7 +353,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             raise EvictedError(f"{self!r} is not evicted")
         ordered = self._copying_stream(stream)
         run(mapping({self: evicted}, ordered))
-        drop_all({self: evicted.saved})
+        drop_woken({self: evicted})
 
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._session)
@@ -366,14 +383,14 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if entries:
             wait_for_users(after, self._session, (entry.rights for entry in entries))
             self._shrink_to(0, 0)
-        evicted = self._evicted
-        self._evicted = None
+        evicted, frozen = self._evicted, self._frozen
+        self._evicted = self._frozen = None
         self._mapped = self._nbytes = 0
         if evicted is not None:
             for entry in evicted.held:
                 entry.close()
-            if evicted.saved is not None:
-                evicted.saved.drop()
+        drop_all({self: evicted and evicted.saved})
+        drop_all({self: frozen and frozen.saved})
         self.range._free()
 
     # -- for subclasses --------------------------------------------------------------------------------------
@@ -457,6 +474,11 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             raise ValueError(f"backup={backup!r} is the buffer's own memory, which is released")
         return saved_in(backup, self._session)
 
+    def _check_thawed(self) -> None:
+        """Raise if the buffer is frozen."""
+        if self._frozen is not None:
+            raise InUseError(f"{self!r} is frozen: thaw() its tag in the group first")
+
     def _check_usable(self) -> None:
         if self.range.closed:
             self._check_open()
@@ -464,10 +486,12 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             raise EvictedError(f"{self!r} is evicted: {self._remedy} before it is used")
 
     def _read_only(self, on_host: bool) -> bool:
-        return self._rights.get(MemLocation.host() if on_host else self.stream.device.location) == MemAccess.READ
+        return self.rights.get(MemLocation.host() if on_host else self.stream.device.location) == MemAccess.READ
 
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location
+        if self._frozen is not None:
+            return f"{self!r} is frozen and can only be read: thaw() its tag in the group before it is written"
         return f"{where} has no access: set_access(device) gives it" if not self._rights.get(where) else ""
 
     def _about(self) -> Iterator[Row]:
@@ -475,7 +499,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         yield from super()._about()
         state = Html("evicted") if self._evicted else gauge(self._mapped, self.capacity)
         yield "mapped", state
-        yield "access", rights_text(self._rights)
+        yield "access", rights_text(self.rights)
         yield "chunks", len(self.range._node.table())
         yield "", drawn(self.range)
 
@@ -483,6 +507,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if self.range.closed:
             return ", closed"
         state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
+        state = f"frozen, {state}" if self._frozen else state
         room = f"{state} of {size_text(self.capacity)} [{self.range.draw(16)}]"
         return f" of {size_text(self._nbytes)} at {self._at:#x}, {room}"
 
@@ -561,12 +586,33 @@ class _Moves:
             block.__exit__(None if error is None else type(error), error, None)
 
 
+Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
+"""Buffers that are copied one after the other, and the event after their copies."""
+
+
+def copying(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Batch]:
+    """Queue the copies of buffers to their backups. The buffers behind the last batch have no event."""
+    batches: list[Batch] = []
+    batch: list[VirtualBuffer] = []
+    moves = _Moves(stream, out=True)
+    with undoing(moves.abandon):
+        for buffer, one in saved.items():
+            one.move(moves.of(one.stored), CopySide.of(buffer))
+            batch.append(buffer)
+            if sum(copied.nbytes for copied in batch) >= _BATCH:
+                batches.append((batch, stream.record()))
+                batch = []
+        moves.end()
+    for contents in {one.stored for one in saved.values()}:
+        contents.seal(stream)
+    return batches
+
+
 def unmapping(
     entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]],
-    saved: abc.Mapping[VirtualBuffer, Saved],
+    kept: abc.Mapping[VirtualBuffer, Saved],
+    copied: abc.Mapping[VirtualBuffer, Saved],
     stream: Stream,
-    *,
-    stored: bool = False,
 ) -> Iterator[Step]:
     """Steps that copy the bytes of buffers to their backups, and unmap their memory.
 
@@ -578,32 +624,19 @@ def unmapping(
     ----------
     entries
         Mappings of each buffer.
-    saved
+    kept
         Backups of the buffers whose bytes are kept.
+    copied
+        Those of the backups that do not have the bytes yet.
     stream
         Stream of the copies.
-    stored
-        Whether the backups have the bytes already, so that nothing is copied.
     """
 
     def unmap(buffer: VirtualBuffer) -> Step:
-        act = functools.partial(buffer._unmap, entries[buffer], saved.get(buffer))
+        act = functools.partial(buffer._unmap, entries[buffer], kept.get(buffer))
         return act, functools.partial(buffer._map_again, entries[buffer])
 
-    batches: list[tuple[list[VirtualBuffer], Event]] = []
-    batch: list[VirtualBuffer] = []
-    copied = {} if stored else saved
-    moves = _Moves(stream, out=True)
-    with undoing(moves.abandon):
-        for buffer, one in copied.items():
-            one.move(moves.of(one.stored), CopySide.of(buffer))
-            batch.append(buffer)
-            if sum(copied.nbytes for copied in batch) >= _BATCH:
-                batches.append((batch, stream.record()))
-                batch = []
-        moves.end()
-    for contents in {one.stored for one in copied.values()}:
-        contents.seal(stream)
+    batches = copying(copied, stream)
     for batch, end in batches:
         end.synchronize()
         yield from map(unmap, batch)
@@ -658,6 +691,11 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
             yield functools.partial(create, buffer, eviction), functools.partial(release, buffer)
     yield moves.end, nothing
     yield note_copies, nothing
+    frozen = {buffer: buffer._frozen.rights for buffer in evictions if buffer._frozen is not None}
+    if frozen:
+        yield stream.synchronize, nothing  # the copies write the memory
+        for buffer, rights in frozen.items():
+            yield functools.partial(protect, buffer, rights), nothing
     for buffer, eviction in evictions.items():
         if eviction.held:
             yield functools.partial(buffer._map_again, eviction.held), functools.partial(_unmap_held, buffer, eviction)
@@ -678,6 +716,21 @@ def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
     wait_for_users(None, session_of(buffer), (entry.rights for entry in mapped))
     buffer._evicted = eviction
     buffer.range._node.unmap(mapped)
+
+
+def protect(buffer: VirtualBuffer, rights: Rights) -> None:
+    """Set the permissions of all memory of a buffer."""
+    buffer.range._node.grant(list(buffer.range._node.table()), rights)
+
+
+def kept_of(buffers: Iterable[VirtualBuffer]) -> dict[VirtualBuffer, Saved]:
+    """Return the valid backups of those buffers that are frozen."""
+    return {buffer: buffer._frozen.saved for buffer in buffers if buffer._frozen is not None}
+
+
+def drop_woken(evictions: abc.Mapping[VirtualBuffer, Eviction]) -> None:
+    """Drop the backups of buffers that have woken, except those of frozen buffers."""
+    drop_all({buffer: eviction.saved for buffer, eviction in evictions.items() if not buffer.frozen})
 
 
 def drop_all(saved: abc.Mapping[VirtualBuffer, Saved | None]) -> None:

@@ -511,7 +511,7 @@ class TestKindsOfMemory:
             assert library.holds(array, 6, stream)
             device.synchronize()
             group.sleep()
-            assert group.mapped_bytes == 0 < group.backup.statistics().used
+            assert group.mapped_bytes == 0 < group.backup.used
             if not freed_asleep:
                 group.wake()
                 device.synchronize()
@@ -520,7 +520,7 @@ class TestKindsOfMemory:
         gc.collect()
         library.finish(bridge)
         device.synchronize()
-        assert group.mapped_bytes == group.backup.statistics().used == 0
+        assert group.mapped_bytes == group.backup.used == 0
 
 
 class Closable:

@@ -28,7 +28,7 @@ from streamalloc.testing import Faults, settle
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
 from tests.processes import fork
-from tests.support import MiB
+from tests.support import MiB, NoHostMemory
 
 N = 32 * MiB  # a segment of its own
 BACKENDS = ["pinned", "mmap"]
@@ -402,7 +402,8 @@ class TestMemory:
 
     @pytest.mark.gpus(2)
     def test_a_second_device_that_cannot_resume(self, torch: Library, make: Make, machine: Any) -> None:
-        faults = Faults(machine)
+        host = NoHostMemory(machine)
+        faults = Faults(host.driver)
         saver = make(faults)
         tensors = []
         for ordinal in range(2):
@@ -410,10 +411,10 @@ class TestMemory:
                 tensors.append(torch.make(N))
                 torch.fill(tensors[-1], ordinal + 1)
                 torch.module.cuda.current_stream().synchronize()
-        faults.fail("cuMemHostRegister", nth=2)
+        host.begin(registered=1)
         with pytest.raises(sa.OutOfMemoryError):
             saver.pause()
-        faults.stop()
+        host.stop()
         assert mapped(saver) == 2 * N and not saver._hosts
         saver.pause()
         faults.fail("cuMemCreate", nth=2)
@@ -510,15 +511,15 @@ class TestRefused:
         assert all(torch.holds(tensor, value) for value, tensor in enumerate(tensors))
 
     def test_a_pause_without_host_memory(self, torch: Library, make: Make, machine: Any) -> None:
-        faults = Faults(machine)
-        saver = make(faults)
+        host = NoHostMemory(machine)
+        saver = make(host.driver)
         with saver.region(enable_cpu_backup=True):
             tensors = [torch.make(N), torch.make(N)]
         torch.fill(tensors[1], 5)
-        faults.fail("cuMemHostRegister", nth=2)
+        host.begin(registered=1)
         with pytest.raises(sa.OutOfMemoryError):
             saver.pause()
-        faults.stop()
+        host.stop()
         assert mapped(saver) == 2 * N and not saver._hosts and torch.holds(tensors[1], 5)
 
     def test_a_pause_during_a_capture(self, torch: Library, saver: TorchMemorySaver) -> None:

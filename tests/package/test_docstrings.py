@@ -189,6 +189,8 @@ space.commit(range(64))
     "vmm.PageBudget": "pages = range(4); space = vmm.PageArena(device).space(1 << 30); evict = int",
     "vmm.PageTable": "pages = range(4); cache = vmm.PageArena(device).space(1 << 30); cache.commit(pages)",
     "vmm.SleepGroup.before_sleep": "group = vmm.SleepGroup(device); register = deregister = lambda buffers: None",
+    "vmm.SleepGroup.freeze": "group = vmm.SleepGroup(device); weights = group.allocate(1 << 20, tag='weights')",
+    "vmm.SleepGroup.prepare": "group = vmm.SleepGroup(device); serve = lambda: None",
     "vmm.SparseArray": "tiles = vmm.TilePool(device, 2 << 20)",
     "vmm.VirtualBuffer": """
 buffer = vmm.GrowableBuffer(device, 1 << 30, 2 << 20)

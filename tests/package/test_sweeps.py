@@ -276,6 +276,12 @@ def _slept(world: Virtual, one: Any) -> None:
     one.wake(stream=world.stream)
 
 
+def _frozen(world: Virtual, one: Any) -> None:
+    one.freeze("one", stream=world.stream)
+    _slept(world, one)
+    one.thaw("one")
+
+
 def _read_asleep(world: Virtual, one: Any) -> None:
     one.sleep("one", stream=world.stream)
     world.shapes.append(world.shape())
@@ -418,6 +424,9 @@ ACTS: dict[str, Act] = {
     "resident": lambda world, one: one.resident(),
     "resume": lambda world, one: None,  # with a tier on disk, in tests/vmm
     "sleep": _slept,
+    "freeze": _frozen,
+    "prepare": lambda world, one: vmm.SleepGroup(world.device).prepare(PAGE),
+    "thaw": lambda world, one: None,  # with freeze
     "tagged": lambda world, one: one.tagged("one"),
     "wake": lambda world, one: None,  # with sleep
     "plot": lambda world, one: None,  # of other libraries

@@ -159,7 +159,8 @@ class TestMembers:
         group.wake()
         assert shows(several[1], 1)
         device.synchronize()
-        assert group.backup.statistics().used == 0
+        group.backup.trim()
+        assert group.backup.used == group.backup.reserved == 0
 
     def test_a_closed_group_takes_no_buffers(self, device: sa.Device, group: vmm.SleepGroup) -> None:
         (buffer,) = buffers(group, "a")
@@ -198,7 +199,7 @@ class TestMembers:
             group.add(wrong)
 
     def test_a_backup_that_is_no_pool(self, device: sa.Device) -> None:
-        with pytest.raises(TypeError, match="backup must be a MemoryPool or DiskTier, not Device"):
+        with pytest.raises(TypeError, match="backup must be a MemoryPool, HostTier or DiskTier, not Device"):
             vmm.SleepGroup(device, backup=device)  # type: ignore[arg-type]
 
 

@@ -47,7 +47,7 @@ from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import After, copying_stream, ends_of
 
 T = TypeVar("T")
-_LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
+LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Index of a block, or a sequence or an array of indices."""
@@ -204,8 +204,8 @@ class Stored(Unique, abc.ABC):
         """Replace bytes of a buffer's block from ``offset`` on by those of a host array. Blocks the host."""
         raise NotImplementedError
 
-    def memory(self, block: int) -> Memory | Bytes | None:
-        """The block as memory, or as a part of the user's array; None if it is on disk."""
+    def memory(self, blocks: range) -> Memory | Bytes | None:
+        """The blocks as memory, or as an array; None if they are on disk or in several pieces."""
         return None
 
     def save(self, source: Addresses, stream: Stream) -> None:
@@ -278,8 +278,8 @@ class Saved(NamedTuple):
 
     @property
     def memory(self) -> Memory | Bytes | None:
-        """The bytes as memory, or in the user's array; None if they are on disk or in several pieces."""
-        return None if len(self.blocks) > 1 else self.stored.memory(self.blocks.start)
+        """The bytes as memory, or as an array; None if they are on disk or in several pieces."""
+        return self.stored.memory(self.blocks)
 
     def move(self, move: Move, side: CopySide) -> None:
         """Queue the copies from or to a buffer."""
@@ -485,16 +485,23 @@ class BlockTier(Tier, Closes):
 
     def _grow(self, nbytes: int, count: int) -> Chunk:
         size = self._room(nbytes)
-        wanted = max(min(max(size * count, _LEAST), _MOST) // size, 1)
-        room = wanted if self._limit is None else (self._limit - self.reserved) // size
-        if room <= 0:
-            why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {count} pages"
-            error = refused(OutOfMemoryError, self._call, f"{why} of {size_text(nbytes)}")
-            error.requested, error.used, error.limit = nbytes * count, self.used, self._limit or 0
-            raise error
-        chunk = self._chunk(nbytes, min(wanted, room))
+        wanted = max(min(max(size * count, LEAST), _MOST) // size, 1)
+        chunk = self._chunk(nbytes, self._allowed(nbytes, wanted))
         self._chunks.append(chunk)
         return chunk
+
+    def _allowed(self, nbytes: int, wanted: int, least: int = 1, under_way: int = 0) -> int:
+        """Return how many new blocks the limit allows, at most ``wanted``; raise if they are fewer than ``least``.
+        ``under_way``: blocks that are being made.
+        """
+        size = self._room(nbytes)
+        room = wanted if self._limit is None else (self._limit - self.reserved) // size - under_way
+        if room < least:
+            why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {wanted} pages"
+            error = refused(OutOfMemoryError, self._call, f"{why} of {size_text(nbytes)}")
+            error.requested, error.used, error.limit = nbytes * wanted, self.used, self._limit or 0
+            raise error
+        return min(wanted, room)
 
     @property
     def used(self) -> int:
@@ -507,9 +514,11 @@ class BlockTier(Tier, Closes):
         return sum(self._room(chunk.nbytes) * chunk.count for chunk in self._chunks)
 
     def trim(self) -> None:
-        """Release the chunks without contents, each after the copies that use it (``cuMemFreeHost``)."""
+        """Release the memory or files without contents, after the copies that use them (``cuMemHostUnregister``)."""
+        queue = deferred_queue(session_of(self.device))
+        queue.work()  # returns the room of dropped buffers
         self._forget_unused()
-        deferred_queue(session_of(self.device)).work()
+        queue.work()
 
     def _forget_unused(self) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -30,7 +30,8 @@ from streamalloc.vmm.stores.blocks import (
     overlapping,
 )
 from streamalloc.vmm.stores.disk_file import MOST_BLOCK, PAGE, DiskFile, FileBlock, aligned, padded
-from streamalloc.vmm.stores.pool import NearTier, PoolTier
+from streamalloc.vmm.stores.host import HostTier
+from streamalloc.vmm.stores.pool import PoolTier
 from streamalloc.vmm.stores.staging import Loading, Saving, Staging
 
 _SLOTS = 16
@@ -267,7 +268,7 @@ class DiskTier(BlockTier):
         staging = None
         with contextlib.suppress(IndexError):
             staging = self._idle.pop()
-        staging = staging or Staging(stream.device, aligned(_SLOTS * self.block), self.block)
+        staging = staging or Staging(stream.device, _SLOTS * self.block, self.block)
         return kind(stream, staging, self._threads, self._take_back)
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
@@ -301,11 +302,7 @@ class DiskTier(BlockTier):
         return f" in {self.folder}{', persistent' if self.persistent else ''}{state}"
 
 
-AnyTier: TypeAlias = PoolTier | NearTier | DiskTier
-"""A tier for the bytes of buffers."""
-
-
-def tier_of(backup: MemoryPool | DiskTier) -> PoolTier | DiskTier:
+def tier_of(backup: MemoryPool | HostTier | DiskTier) -> PoolTier | HostTier | DiskTier:
     """Return the tier that an argument names.
 
     Raises
@@ -315,6 +312,6 @@ def tier_of(backup: MemoryPool | DiskTier) -> PoolTier | DiskTier:
     """
     if isinstance(backup, MemoryPool):
         return PoolTier(backup)
-    if not isinstance(backup, DiskTier):
-        raise TypeError(f"backup must be a MemoryPool or DiskTier, not {type(backup).__name__} ({backup!r})")
+    if not isinstance(backup, (HostTier, DiskTier)):
+        raise TypeError(f"backup must be a MemoryPool, HostTier or DiskTier, not {type(backup).__name__} ({backup!r})")
     return backup

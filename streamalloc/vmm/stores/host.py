@@ -1,4 +1,4 @@
-"""Contents of blocks in memory, and the store in pinned host memory for pages that are swapped out."""
+"""Contents of blocks in memory, and the store in pinned host memory for buffers that sleep and swapped-out pages."""
 
 from __future__ import annotations
 
@@ -6,30 +6,41 @@ import abc
 import contextlib
 import ctypes
 import functools
+import itertools
+import logging
+import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from streamalloc.core.errors import size_text, undoing
-from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, Stream, deferred_queue
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Stream, copy_bytes, deferred_queue
+from streamalloc.core.properties import checked_size
+from streamalloc.core.session import PerDriver, Session, members, session_of
 from streamalloc.vmm.stores.blocks import (
+    LEAST,
     Addresses,
     BlockTier,
     Bytes,
     Chunk,
     Indices,
     Move,
+    Saved,
     Stored,
     Tier,
     copy_batch,
     may_run,
 )
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
+from streamalloc.vmm.stores.pinned import HUGE, PIECE, Pinning, Release, Run, cores
 
-_PORTABLE = 1
+_BLOCKS = PIECE // HUGE
+"""Most blocks that a thread makes at a time."""
 
 
 class AfterCopies(Deferred):
@@ -66,12 +77,27 @@ class MemoryChunk(Chunk):
         self._end = AfterCopies(release)
         deferred_queue(session).end_with(self, self._end)
 
+    @property
+    def copies(self) -> list[Fence]:
+        """Copies that may still use the memory."""
+        return list(self._end.fences)
+
     def use(self, fence: Fence) -> None:
         """Keep the memory until copies have completed."""
         end = self._end
         end.fences[fence] = None
         if len(end.fences) > 64:
             end.forget_completed()
+
+
+class _HostChunk(MemoryChunk):
+    """Pinned host memory with room for some blocks."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, session: Session, nbytes: int, count: int, memory: Bytes, release: Release) -> None:
+        super().__init__(session, nbytes, count, memory.ctypes.data, release)
+        self.memory: Bytes = memory
 
 
 class InMemory(Stored):
@@ -145,21 +171,135 @@ class _HostContents(InMemory):
                 raise DamagedBackupError(why, block)
 
 
-class HostTier(BlockTier):
-    """Pinned host memory for swapped-out pages. It grows as needed, and is kept for later swaps.
+class _RoomReturn(Deferred):
+    """The return of the room of buffers that were dropped while they slept."""
 
-    It grows in chunks of at least 32 MiB (``cuMemHostAlloc``). Thread-safe. Contents stay until they are swapped in or
-    released, even after :meth:`close`.
+    __slots__ = ("addresses", "bases", "chunks", "present")
+
+    def __init__(self, count: int) -> None:
+        self.addresses: Addresses = np.zeros(count, np.int64)
+        self.bases: Addresses = np.zeros(count, np.int64)
+        self.present: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self.chunks: dict[int, _HostChunk] = {}
+
+    def attempt(self) -> bool:
+        left, bases = self.addresses[self.present], self.bases[self.present]
+        self.present[:] = False
+        for base in np.unique(bases).tolist():
+            self.chunks[base].give(left[bases == base], tuple(self.chunks[base].copies))
+        return True
+
+
+class _SleepingBytes(InMemory):
+    """The bytes of buffers in pinned host memory, in blocks of :data:`HUGE` bytes.
+
+    A block gets room when its bytes are first copied or written, so that the copies of the first blocks run while
+    memory for others is pinned.
+    """
+
+    __slots__ = ("__weakref__", "_room", "lacking")
+
+    tier: HostTier
+
+    def __init__(self, tier: HostTier, sizes: Sequence[int]) -> None:
+        super().__init__(tier)
+        counts = [-(-nbytes // HUGE) for nbytes in sizes]
+        self._sizes = np.full(sum(counts), HUGE)
+        ends = np.cumsum(counts)
+        self._sizes[ends - 1] -= np.array(counts) * HUGE - np.array(sizes)
+        self._room = room = _RoomReturn(len(self._sizes))
+        # The item has the same arrays: it returns what nobody has dropped.
+        self._addresses, self._bases, self._present = room.addresses, room.bases, room.present
+        self.lacking: npt.NDArray[np.bool_] = np.ones(len(self._sizes), np.bool_)
+        """Whether a block has no room yet."""
+        deferred_queue(session_of(tier.device)).end_with(self, room)
+
+    def place(self, blocks: Addresses, chunk: _HostChunk, addresses: Addresses) -> None:
+        """Give room to blocks. The caller holds the tier's lock."""
+        self._chunks[chunk.address] = self._room.chunks[chunk.address] = chunk
+        self._addresses[blocks], self._bases[blocks] = addresses, chunk.address
+        self._present[blocks], self.lacking[blocks] = True, False
+
+    def _with_room(self, blocks: Addresses) -> Iterator[tuple[Addresses, Sequence[Fence]]]:
+        """Yield the blocks in order, as soon as they have room, with the earlier copies from or to that room."""
+        lacking = self.lacking[blocks]
+        first = int(lacking.argmax()) if lacking.any() else len(blocks)
+        if first:
+            yield blocks[:first], ()
+        while first < len(blocks):
+            count, fences = self.tier._place(self, blocks[first:])
+            yield blocks[first : first + count], fences
+            first += count
+
+    def _runs(self, blocks: Addresses) -> Iterator[tuple[int, Bytes]]:
+        """Yield runs of blocks with adjacent room: the index of the first in ``blocks``, and the memory."""
+        addresses, bases, sizes = self._addresses[blocks], self._bases[blocks], self._sizes[blocks]
+        apart = (bases[1:] != bases[:-1]) | (addresses[1:] - addresses[:-1] != sizes[:-1])
+        for first, last in itertools.pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(blocks)]):
+            base, start = int(bases[first]), int(addresses[first])
+            yield first, self._chunks[base].memory[start - base : start - base + int(sizes[first:last].sum())]
+
+    def _move(self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None) -> None:
+        done, every = 0, np.asarray(blocks)
+        for some, fences in self._with_room(every):
+            for fence in fences:
+                fence.precede(stream)
+            for first, memory in self._runs(some):
+                ours = CopySide(memory.ctypes.data, memory.nbytes, None, memory)
+                theirs = CopySide(int(at[done + first]), memory.nbytes, side.ordinal, side.keep)
+                copy_bytes(*((ours, theirs) if out else (theirs, ours)), stream)
+            done += len(some)
+
+    def memory(self, blocks: range) -> Bytes | None:
+        """See :meth:`Stored.memory`."""
+        every = np.asarray(blocks)
+        if self.lacking[every].any() or not len(every):
+            return None
+        runs = [*self._runs(every)]
+        return runs[0][1] if len(runs) == 1 else None
+
+    def read(self, block: int, offset: int, target: Bytes) -> None:
+        """See :meth:`Stored.read`."""
+        ((_, memory),) = self._runs(np.array([block]))
+        target[:] = memory[offset : offset + target.nbytes]
+
+    def write(self, block: int, offset: int, source: Bytes) -> None:
+        """See :meth:`Stored.write`."""
+        for some, fences in self._with_room(np.array([block])):
+            for fence in fences:
+                fence.synchronize()
+            for _, memory in self._runs(some):
+                memory[offset : offset + source.nbytes] = source
+
+    def drop(self, blocks: Sequence[int] | None = None) -> None:
+        """See :meth:`Stored.drop`."""
+        self.lacking[slice(None) if blocks is None else np.asarray(blocks)] = False
+        super().drop(blocks)
+
+
+class HostTier(BlockTier):
+    """Pinned host memory for the bytes of buffers that sleep, and for swapped-out pages. It is kept for later use.
+
+    Threads fill huge pages and register them (``cuMemHostRegister``), 128 MiB at a time, while copies to earlier ones
+    run. If the driver or the process's limits refuse that, the memory comes from a pool in host memory or from
+    ``cuMemHostAlloc``; the first time is logged. Thread-safe. Contents stay until they are swapped in or released, or
+    the buffers wake or are closed, even after :meth:`close`. ::
+
+        with vmm.HostTier(device, limit=64 << 30) as host, vmm.SleepGroup(device, backup=host) as group:
+            group.allocate(8 << 20, tag="weights")
+            group.sleep()
+            print(host.used, host.reserved)
+            group.wake()
 
     Parameters
     ----------
     device
-        Device of the pages.
+        Device of the buffers and pages.
     limit
         Most bytes of host memory; None for no limit.
     check
-        Whether contents get a checksum, which :meth:`PageSpace.swap_in` verifies. :meth:`PageSpace.swap_out` then
-        blocks the host until the copies are complete.
+        Whether contents of pages get a checksum, which :meth:`PageSpace.swap_in` verifies. :meth:`PageSpace.swap_out`
+        then blocks the host until the copies are complete.
 
     Raises
     ------
@@ -167,23 +307,173 @@ class HostTier(BlockTier):
         ``device`` is no device.
     """
 
-    __slots__ = ("_check",)
+    __slots__ = ("_check", "_failure", "_grown", "_holders", "_making", "_pinning", "_wanted", "_workers")
 
-    _call = "cuMemHostAlloc"
+    _call = "cuMemHostRegister"
 
     def __init__(self, device: Device, limit: int | None = None, *, check: bool = False) -> None:
         super().__init__(device, limit)
         self._check = check
+        self._pinning = Pinning(device)
+        self._grown = threading.Condition(self._lock)  # type: ignore[arg-type]
+        """Notified when a thread has pinned a piece, or has failed."""
+        self._holders: weakref.WeakSet[_SleepingBytes] = weakref.WeakSet()
+        """Contents of buffers, some of which lack room."""
+        self._wanted = self._making = 0
+        """Blocks that no thread has begun to make, and that threads are making."""
+        self._workers = 0
+        """Threads that make blocks."""
+        self._failure: Exception | None = None
+        """The error of a thread; the others stop after it."""
+
+    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
+        """Promise room for the bytes of buffers, and begin to make what is missing.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The tier's limit leaves no room.
+        ClosedError
+            The tier was closed.
+        ValueError
+            The stream belongs to another driver.
+        """
+        if session_of(stream) is not session_of(self.device):
+            raise ValueError(f"backup {self!r} belongs to another driver")
+        stored = _SleepingBytes(self, sizes)
+        with self._lock:
+            self._check_open()
+            self._holders.add(stored)
+            with undoing(stored.drop):
+                self._begin(0, cores())
+        ends = [0, *itertools.accumulate(-(-nbytes // HUGE) for nbytes in sizes)]
+        return [Saved(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """Bytes of host memory for a buffer: whole huge pages."""
+        return -(-nbytes // HUGE) * HUGE
+
+    def prepare(self, nbytes: int, *, background: bool = False, most_cores: int | None = None) -> None:
+        """Pin free memory for so many bytes of buffers, beside those that sleep.
+
+        Parameters
+        ----------
+        nbytes
+            Size in bytes; the present free memory counts.
+        background
+            Whether to return at once, while threads pin the memory. Their error is logged. A sleep meanwhile uses what
+            is ready, and all cores for the rest.
+        most_cores
+            Most threads; default: one for each core that the process may use, at most 16.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is not enough host memory, or the tier's limit leaves no room.
+        ClosedError
+            The tier was closed.
+        """
+        count, threads = -(-checked_size("nbytes", nbytes) // HUGE), checked_size("most_cores", most_cores or cores())
+        with self._grown:
+            self._check_open()
+            self._begin(count, threads)
+            while not background and (self._wanted or self._making):
+                self._grown.wait()
+            if not background:
+                self._raise_failure()
+
+    def _begin(self, extra: int, threads: int) -> None:
+        """Have threads make the blocks that are promised, and ``extra`` ones, beyond those that are free. The caller
+        holds the lock.
+        """
+        promised = sum(int(one.lacking.sum()) for one in members(self._holders))
+        free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
+        missing = promised + extra - free - self._wanted - self._making
+        if missing > 0:
+            under_way = self._wanted + self._making
+            self._wanted += self._allowed(HUGE, max(missing, LEAST // HUGE), missing, under_way)
+            self._failure = None
+        while self._workers < min(threads, -(-self._wanted // _BLOCKS)):
+            self._workers += 1
+            threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
+
+    def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
+        """Give room to the first of these blocks, once a thread has made some. Returns the number of blocks, and the
+        copies that come before.
+        """
+        with self._grown:
+            while True:
+                for chunk in self._chunks:
+                    if chunk.nbytes == HUGE and chunk.left:
+                        addresses, fences = chunk.take(len(blocks))
+                        stored.place(blocks[: len(addresses)], chunk, addresses)  # type: ignore[arg-type]
+                        return len(addresses), fences
+                self._check_open()
+                if not (self._wanted or self._making):
+                    self._raise_failure()
+                self._begin(0, cores())
+                self._grown.wait()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _make_piece(self) -> bool:
+        """Make room for some blocks; whether there may be more to do."""
+        with self._grown:
+            # A program that ends waits for its threads.
+            count = 0 if self.closed or not threading.main_thread().is_alive() else min(self._wanted, _BLOCKS)
+            if not count:
+                self._wanted, self._workers = 0, self._workers - 1
+                self._grown.notify_all()
+                return False
+            self._wanted -= count
+            self._making += count
+        made: list[Chunk] = []
+        try:
+            made.append(self._host_chunk(HUGE, count))
+        except Exception as error:
+            with self._grown:
+                before, self._failure, self._wanted = self._failure, error, 0
+            if before is None:
+                # As text: a handler that keeps the error would keep the tier, by the frames of its traceback.
+                logging.getLogger(__name__).warning("host memory of backups: %s", str(error))
+        with self._grown:
+            self._chunks += made
+            self._making -= count
+            self._grown.notify_all()
+        return True
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
-        session, size = session_of(self.device), nbytes * count
-        end = HandleEnd(session, "cuMemFreeHost", None)
-        with undoing(lambda: deferred_queue(session).end(end)), session.relaxed(), self.device.current():
-            end._raw = int(session.call("cuMemHostAlloc", size, _PORTABLE))
-        return MemoryChunk(session, nbytes, count, end.raw, end.attempt)
+        with ThreadPoolExecutor(cores()) as threads:
+            return self._host_chunk(nbytes, count, threads.map)
+
+    def _host_chunk(self, nbytes: int, count: int, run: Run = map) -> Chunk:
+        memory, release = self._pinning.obtain(nbytes * count, run)
+        return _HostChunk(session_of(self.device), nbytes, count, memory, release)
 
     def _stored(self, nbytes: int) -> Stored:
         return _HostContents(self, nbytes, self._check)
 
     def _text(self) -> str:
-        return ", closed" if self.closed else f", {size_text(self.used)} used"
+        return ", closed" if self.closed else f", {size_text(self.used)} of {size_text(self.reserved)} used"
+
+
+def _make_pieces(tier: weakref.ref[HostTier]) -> None:
+    """The work of a thread. It ends early if the tier is dropped."""
+    while (found := tier()) is not None and found._make_piece():
+        del found
+
+
+_tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref.WeakValueDictionary())
+
+
+def shared_tier(device: Device) -> HostTier:
+    """Return the tier of all groups with devices on one NUMA node. It ends with the last group and backup."""
+    tiers, node = _tiers(session_of(device)), device.supports.host_numa_id or 0
+    found = tiers.get(node)
+    if found is None or found.closed:
+        tiers[node] = found = HostTier(device)
+    return found

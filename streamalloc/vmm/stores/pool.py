@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from streamalloc.core.errors import InvalidValueError, NotSupportedError, OutOfMemoryError, undoing
-from streamalloc.core.internal import CopySide, Device, Fence, Memory, Stream, copy_bytes, deferred_queue
-from streamalloc.core.properties import MemAccess, MemLocation
+from streamalloc.core.errors import undoing
+from streamalloc.core.internal import CopySide, Fence, Memory, Stream, copy_bytes, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
@@ -21,7 +19,6 @@ from streamalloc.vmm.stores.host import InMemory, MemoryChunk
 PIECE = 1 << 30
 """Most bytes per allocation. Equal pieces can be reused, and drivers limit pinned allocations."""
 _ALIGNMENT = 512  # bytes between buffers of a piece, the alignment of a pool
-_KEEP_ALL = (1 << 64) - 1  # release threshold in bytes: the pool never releases memory by itself
 
 
 class _Piece(MemoryChunk):
@@ -51,15 +48,18 @@ class _BufferBytes(InMemory):
     def _move(self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None) -> None:
         session = session_of(stream)
         for block, address in zip(blocks, at.tolist(), strict=True):
-            ours = self.memory(block)
+            ours = self._memory(block)
             theirs = CopySide(address, ours.nbytes, side.ordinal, side.keep)
             if out:
                 copy_bytes(CopySide.writable(ours, session), theirs, stream)
             else:
                 copy_bytes(theirs, CopySide.readable(ours, session), stream)
 
-    def memory(self, block: int) -> Memory | Bytes:
-        """The block as memory, or as a part of the user's array."""
+    def memory(self, blocks: range) -> Memory | Bytes | None:
+        """See :meth:`Stored.memory`."""
+        return None if len(blocks) > 1 else self._memory(blocks.start)
+
+    def _memory(self, block: int) -> Memory | Bytes:
         base, nbytes = int(self._bases[block]), int(self._sizes[block])
         whole, start = self._chunks[base].memory, int(self._addresses[block]) - base
         found: Memory | Bytes = whole if nbytes == whole.nbytes else whole[start : start + nbytes]
@@ -67,7 +67,7 @@ class _BufferBytes(InMemory):
 
     def read(self, block: int, offset: int, target: Bytes) -> None:
         """See :meth:`Stored.read`."""
-        memory = self.memory(block)[offset : offset + target.nbytes]
+        memory = self._memory(block)[offset : offset + target.nbytes]
         if not isinstance(memory, Memory):
             target[:] = memory
         elif memory.host_accessible:
@@ -78,7 +78,7 @@ class _BufferBytes(InMemory):
 
     def write(self, block: int, offset: int, source: Bytes) -> None:
         """See :meth:`Stored.write`."""
-        memory = self.memory(block)[offset : offset + source.nbytes]
+        memory = self._memory(block)[offset : offset + source.nbytes]
         if not isinstance(memory, Memory):
             memory[:] = source
         elif memory.host_accessible:
@@ -147,49 +147,3 @@ class PoolTier(Tier):
         if not reachable_from(pool, stream.device):
             how = "pool.set_access(device, MemAccess.READWRITE) gives it, so that copies run at full speed"
             raise ValueError(f"backup={pool!r} gives {stream.device!r} no access: {how}")
-
-
-class NearTier:
-    """Host memory on the NUMA node of a device, or on any node if that node has no pools or too little memory.
-
-    Its pools keep their memory until they are trimmed or closed, because pinning memory takes longer than a copy.
-    """
-
-    __slots__ = ("_device", "_pools")
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._pools: list[MemoryPool] = []
-        node = device.supports.host_numa_id
-        if node is not None and node >= 0:
-            with contextlib.suppress(InvalidValueError, NotSupportedError):
-                self._add(MemLocation.host_numa(node))
-        if not self._pools:
-            self._add(MemLocation.host())
-
-    def _add(self, location: MemLocation) -> None:
-        pool = MemoryPool(location, release_threshold=_KEEP_ALL, driver=self._device.driver)
-        with undoing(pool.close):
-            pool.set_access(self._device, MemAccess.READWRITE)
-        self._pools.append(pool)
-
-    @property
-    def pool(self) -> MemoryPool:
-        """The pool that is used first."""
-        return self._pools[0]
-
-    def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
-        """Allocate memory for buffers on a stream; errors as for :meth:`PoolTier.hold`."""
-        try:
-            return PoolTier(self.pool).hold(sizes, stream)
-        except OutOfMemoryError:
-            if self.pool.location == MemLocation.host():
-                raise
-        if len(self._pools) == 1:
-            self._add(MemLocation.host())
-        return PoolTier(self._pools[-1]).hold(sizes, stream)
-
-    def close(self) -> None:
-        """Close the pools; bytes that are stored stay."""
-        for pool in self._pools:
-            pool.close()

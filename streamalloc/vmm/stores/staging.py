@@ -4,55 +4,43 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import ClosedError, CudaError
-from streamalloc.core.internal import Device, Event, Fence, HandleEnd, Stream, deferred_queue
+from streamalloc.core.internal import Device, Event, Fence, Stream, deferred_queue
 from streamalloc.core.session import session_of
 from streamalloc.vmm.stores.blocks import Bytes
-from streamalloc.vmm.stores.disk_file import DiskFile, FileBlock, aligned
+from streamalloc.vmm.stores.disk_file import DiskFile, FileBlock
 from streamalloc.vmm.stores.host import AfterCopies
-
-_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for all devices
+from streamalloc.vmm.stores.pinned import Pinning, Run, cores, filled_pages
 
 
 class Staging:
-    """Pinned host memory in slots of equal size (``cuMemHostRegister``).
+    """Pinned host memory in slots of equal size, see :class:`Pinning`.
 
-    The memory is unregistered after the object was closed or dropped, and after the copies in it
-    (``cuMemHostUnregister``).
+    The memory is released after the object was closed or dropped, and after the copies in it.
     """
 
     __slots__ = ("__weakref__", "_end", "_session", "slots")
 
-    def __init__(self, device: Device, memory: Bytes, nbytes: int) -> None:
-        """``memory``: page-aligned host memory for slots of ``nbytes``."""
+    def __init__(self, device: Device, nbytes: int, slot: int, run: Run = map) -> None:
+        """``nbytes``: all bytes; ``slot``: those of a slot."""
         self._session = session = session_of(device)
-        handle = HandleEnd(session, "cuMemHostUnregister", None)
-
-        def unregister() -> None:
-            assert memory.nbytes  # its pages stay until they are unregistered
-            with device.current():
-                handle.attempt()
-
-        self._end = AfterCopies(unregister)
+        memory, release = Pinning(device).obtain(nbytes, run)
+        self._end = AfterCopies(release)
         deferred_queue(session).end_with(self, self._end)
-        self.slots: list[Bytes] = [memory[start : start + nbytes] for start in range(0, memory.nbytes, nbytes)]
+        self.slots: list[Bytes] = [memory[start : start + slot] for start in range(0, nbytes, slot)]
         """The slots."""
-        with session.relaxed(), device.current():
-            session.call("cuMemHostRegister", memory.ctypes.data, memory.nbytes, _PORTABLE)
-            handle._raw = memory.ctypes.data
 
     def use(self, fence: Fence) -> None:
         """Keep the memory registered until copies have completed."""
         self._end.fences[fence] = None
 
     def close(self) -> None:
-        """Unregister the memory; idempotent. If the driver refuses, it is unregistered later."""
+        """Release the memory; idempotent. If the driver refuses, it is released later."""
         self.slots = []
         with contextlib.suppress(CudaError):
             deferred_queue(self._session).end(self._end)
@@ -66,33 +54,21 @@ class HostSegment(NamedTuple):
     """Keeps the memory pinned; None for pageable memory."""
 
 
-_HUGE, _POPULATE = 14, 23  # MADV_HUGEPAGE, MADV_POPULATE_WRITE
-_PART, _THREADS = 16 << 20, 8
-# mmap.madvise() keeps the GIL, so that no two threads could fill pages.
-_ADVISE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_madvise = _ADVISE(("madvise", ctypes.pythonapi))
-
-
 def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list[HostSegment]:
-    """Return host memory of these sizes; errors as for ``cuMemHostRegister``.
+    """Return zeroed host memory of these sizes, see :class:`Pinning`.
 
-    Several threads fill huge pages and pin them: ``cuMemHostAlloc`` takes eight times as long, and a copy to pages that
-    do not exist yet ten times. Kernels before 5.14 refuse the advice, which only costs time.
+    Several threads fill it: a copy to pages that do not exist yet takes ten times as long.
     """
-    arrays = [aligned(size) for size in sizes]
-    for array in arrays:
-        _madvise(array.ctypes.data, array.nbytes, _HUGE)
-    parts = [
-        (array.ctypes.data + at, min(_PART, array.nbytes - at), _POPULATE)
-        for array in arrays
-        for at in range(0, array.nbytes, _PART)
-    ]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        deque(threads.map(lambda part: _madvise(*part), parts), 0)
-        if not pinned:
-            return [HostSegment(array, None) for array in arrays]
-        pins = threads.map(lambda array: Staging(device, array, array.nbytes), arrays)
-        return [HostSegment(array, pin) for array, pin in zip(arrays, pins, strict=True)]
+    # Threads of their own fill parts: those that wait for parts would leave no thread to fill them.
+    with ThreadPoolExecutor(cores()) as several, ThreadPoolExecutor(cores()) as parts:
+
+        def make(nbytes: int) -> HostSegment:
+            if not pinned:
+                return HostSegment(filled_pages(nbytes, run=parts.map), None)
+            pin = Staging(device, nbytes, nbytes, parts.map)
+            return HostSegment(pin.slots[0], pin)
+
+        return [*several.map(make, sizes)]
 
 
 class Step(NamedTuple):

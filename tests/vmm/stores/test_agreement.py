@@ -130,7 +130,7 @@ class TestHooks:
         if kept:
             assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
             group.device.synchronize()
-            assert group.backup.statistics().used == 0
+            assert group.backup.used == 0
 
     def test_one_that_calls_the_group(self, group: vmm.SleepGroup) -> None:
         several = made(group)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,10 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults, settle
 from streamalloc.vmm import virtual_buffer
-from streamalloc.vmm.stores import pool as host
+from streamalloc.vmm.stores import pinned as ways
+from streamalloc.vmm.stores import pool as pools
 from streamalloc.vmm.stores.staging import host_segments
-from tests.support import KEEP, Account, MiB, filled, names, pattern, read, shows
+from tests.support import KEEP, Account, MiB, NoHostMemory, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, READWRITE
 
 PIECE = 1 << 20
@@ -30,55 +34,193 @@ def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "PIECE", PIECE)
+    monkeypatch.setattr(pools, "PIECE", PIECE)
 
 
-def test_the_pool_of_a_group_is_on_the_node_of_its_device(device: sa.Device) -> None:
-    with vmm.SleepGroup(device) as group:
-        node = device.supports.host_numa_id
-        assert device.supports.host_numa_memory_pools and node is not None
-        assert group.backup.location == sa.MemLocation.host_numa(node)
-
-
-@pytest.mark.parametrize("result", ["CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_NOT_SUPPORTED"])
-def test_a_node_without_pools(machine: Any, result: str) -> None:
-    faults: Any = Faults(machine)
-    with vmm.SleepGroup(sa.Device(0, driver=faults)) as group:
-        faults.fail("cuMemPoolCreate", result=result)
-        assert group.backup.location == sa.MemLocation.host()
-        buffer = group.allocate(100)
+def sleep_and_wake(group: vmm.SleepGroup, nbytes: int = 100) -> None:
+    with group.allocate(nbytes) as buffer:
         filled(buffer, 1)
         group.sleep()
         group.wake()
         assert shows(buffer, 1)
+
+
+class TestOfGroups:
+    """The tier that groups share."""
+
+    def test_groups_that_sleep_in_turn_share_it(self, device: sa.Device) -> None:
+        with vmm.SleepGroup(device) as one:
+            with vmm.SleepGroup(device) as two:
+                assert one.backup is two.backup
+                sleep_and_wake(one, 40 * MiB)
+                reserved = one.backup.reserved
+                sleep_and_wake(two, 40 * MiB)
+                assert two.backup.reserved == reserved == 40 * MiB
+            assert one.backup.reserved == reserved
+            one.backup.trim()
+            assert one.backup.reserved == 0
+            sleep_and_wake(one)
+            one.backup.close()
+            sleep_and_wake(one)
+
+    def test_its_memory_goes_with_the_last_group(self, machine: Any) -> None:
+        account = Account(machine)
+        group = vmm.SleepGroup(sa.Device(0, driver=account.driver))
+        buffer = group.allocate(MiB)
+        filled(buffer, 3)
+        group.sleep()
+        group.close()
+        buffer.restore()
+        assert shows(buffer, 3)
         buffer.close()
+        settle()
+        assert account.left == {}
 
+    def test_resident_memory_is_as_before(self, device: sa.Device) -> None:
+        def resident() -> int:
+            found = re.search(r"VmRSS:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+            assert found
+            return int(found[1]) << 10
 
-def test_a_node_without_memory(machine: Any) -> None:
-    account = Account(machine)
-    faults: Any = Faults(account.driver)
-    device = sa.Device(0, driver=faults)
-    with vmm.SleepGroup(device) as group:
-        buffer = group.allocate(100)
-        for seed in range(2):
-            filled(buffer, seed)
-            faults.fail("cuMemAllocFromPoolAsync")
-            group.sleep()
-            faults.stop()
-            assert group.backup.statistics().used == 0
-            backup = buffer.eviction and buffer.eviction.backup
-            assert isinstance(backup, sa.Memory) and backup.location == sa.MemLocation.host()
-            del backup
+        with vmm.SleepGroup(device) as group:
+            sleep_and_wake(group)
+            group.backup.trim()
+            before = resident()
+            group.prepare(256 * MiB)
+            assert resident() - before >= 255 * MiB
+            group.backup.trim()
+            assert abs(resident() - before) < 16 * MiB
+
+    def test_a_limit(self, device: sa.Device) -> None:
+        group = vmm.SleepGroup(device, backup=vmm.HostTier(device, 40 * MiB))
+        with group, group.backup as tier, group.allocate(30 * MiB) as one, group.allocate(20 * MiB) as two:
+            for seed, buffer in enumerate((one, two)):
+                filled(buffer, seed)
+            with pytest.raises(sa.OutOfMemoryError, match="limit of 40 MiB"):
+                group.sleep()
+            assert shows(one, 0) and shows(two, 1) and tier.used == 0
+            with pytest.raises(sa.OutOfMemoryError, match="limit of 40 MiB"):
+                group.prepare(42 * MiB)
+            group.prepare(40 * MiB)
+            group.sleep(backup=lambda buffer, _: tier if buffer is one else np.zeros(buffer.nbytes, np.uint8))
+            assert tier.used == 30 * MiB
             group.wake()
-            assert shows(buffer, seed)
-        faults.fail("cuMemAllocFromPoolAsync", times=2)
-        with pytest.raises(sa.OutOfMemoryError):
+            assert shows(one, 0) and shows(two, 1)
+
+
+class TestWays:
+    """Pinned memory comes from any of the calls that give it."""
+
+    @pytest.mark.parametrize("refused", range(4))
+    def test_in_turn(
+        self, machine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: int
+    ) -> None:
+        monkeypatch.setattr(ways, "_said", set())
+        outer: Any = Faults(machine)
+        account = Account(outer)
+        inner: Any = Faults(account.driver)
+        with vmm.SleepGroup(sa.Device(0, driver=inner)) as group:
+            if refused:
+                outer.fail("cuMemHostRegister", times=9)
+            if refused > 1:
+                # The first is that of the pool on the node, the second that of the other pool.
+                inner.fail("cuMemPoolCreate", times=refused - 1, result="CUDA_ERROR_NOT_SUPPORTED")
+            for _ in range(2):
+                sleep_and_wake(group, 3 * MiB)
+            assert len(caplog.messages) == min(refused, 1)
+            words = ("", "a pool on the device's NUMA node", "a pool on any NUMA node", "cuMemHostAlloc")
+            assert all(words[refused] in message for message in caplog.messages)
+            outer.stop()
+        settle()
+        assert account.left == {}
+
+    def test_more_than_there_is(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernel would kill the process."""
+        monkeypatch.setattr(ways, "available", lambda: 32 * MiB)
+        with pytest.raises(sa.OutOfMemoryError, match="32 MiB are available"):
+            ways.filled_pages(2 * MiB)
+        with vmm.SleepGroup(device) as group:
+            sleep_and_wake(group)
+
+    def test_none_is_left(self, machine: Any) -> None:
+        host = NoHostMemory(machine)
+        account = Account(host.driver)
+        device = sa.Device(0, driver=account.driver)
+        with vmm.SleepGroup(device) as group, group.allocate(300 * MiB) as buffer, group.allocate(100) as other:
+            filled(buffer, 1)
+            filled(other, 2)
+            host.begin(registered=1)
+            with pytest.raises(sa.OutOfMemoryError):
+                group.sleep()
+            with pytest.raises(sa.OutOfMemoryError):
+                group.prepare(300 * MiB)
+            host.stop()
+            assert not group.asleep and group.backup.used == 0
             group.sleep()
-        faults.stop()
-        assert shows(buffer, 1)
-        buffer.close()
-    device.synchronize()
-    assert account.left == {}
+            group.wake()
+            assert shows(buffer, 1) and shows(other, 2)
+        settle()
+        assert account.left == {}
+
+
+class TestPrepare:
+    @pytest.mark.parametrize("background", [True, False])
+    def test_a_sleep_pins_nothing_more(self, machine: Any, background: bool) -> None:
+        traced: Any = sd.traced(machine)
+        with vmm.SleepGroup(sa.Device(0, driver=traced)) as group, group.allocate(300 * MiB) as buffer:
+            filled(buffer, 1)
+            group.prepare(background=background, most_cores=1)
+            if background:
+                group.prepare()
+            assert group.backup.reserved == 300 * MiB and len(names(traced, "cuMemHostRegister")) == 3
+            group.prepare(200 * MiB)
+            group.sleep()
+            assert len(names(traced, "cuMemHostRegister")) == 3
+            group.wake()
+            assert shows(buffer, 1)
+
+    def test_a_sleep_meanwhile(self, device: sa.Device) -> None:
+        with vmm.SleepGroup(device) as group, group.allocate(300 * MiB) as buffer:
+            filled(buffer, 1)
+            for _ in range(3):
+                group.prepare(background=True, most_cores=1)
+                group.sleep()
+                group.wake()
+                assert shows(buffer, 1) and group.backup.reserved == 300 * MiB
+                group.backup.trim()
+
+    def test_in_the_background_without_memory(self, machine: Any, caplog: pytest.LogCaptureFixture) -> None:
+        host = NoHostMemory(machine)
+        with vmm.SleepGroup(sa.Device(0, driver=host.driver)) as group:
+            host.begin()
+            group.prepare(MiB, background=True)
+            with pytest.raises(sa.OutOfMemoryError):
+                group.prepare(MiB)
+            host.stop()
+            assert "cuMemHostRegister" in caplog.text
+            sleep_and_wake(group)
+
+    def test_the_group_is_closed_meanwhile(self, machine: Any) -> None:
+        account = Account(machine)
+        group = vmm.SleepGroup(sa.Device(0, driver=account.driver))
+        group.prepare(600 * MiB, background=True, most_cores=1)
+        tier = group.backup
+        group.close()
+        tier.close()
+        for thread in threading.enumerate():
+            if thread.name == "streamalloc-pinning":
+                thread.join(10)
+        tier.trim()
+        assert tier.reserved == 0
+        with pytest.raises(sa.ClosedError):
+            group.prepare(1)
+        del tier, group
+        settle()
+        assert account.left == {}
+
+    def test_of_other_backups(self, device: sa.Device, pool: sa.MemoryPool) -> None:
+        with vmm.SleepGroup(device, backup=pool) as group, pytest.raises(TypeError, match="backup must be a HostTier"):
+            group.prepare(1)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -197,11 +339,11 @@ class TestReplacing:
 @pytest.mark.parametrize("pinned", [True, False])
 def test_segments(machine: Any, pinned: bool) -> None:
     """Zeroed, pinned until they are dropped; if one cannot be pinned, none stays."""
-    faults = Faults(machine)
-    device = sa.Device(0, driver=faults)
+    host = NoHostMemory(machine)
+    device = sa.Device(0, driver=host.driver)
 
     def known(address: int) -> bool:
-        return sa.pointer_attributes(address, driver=faults).kind is not sa.MemoryKind.UNKNOWN
+        return sa.pointer_attributes(address, driver=host.driver).kind is not sa.MemoryKind.UNKNOWN
 
     segments = host_segments(device, [2 * MiB, 34 * MiB], pinned=pinned)
     addresses = [segment.array.ctypes.data for segment in segments]
@@ -213,9 +355,9 @@ def test_segments(machine: Any, pinned: bool) -> None:
     settle()
     assert not any(map(known, addresses))
     first[:] = 1  # the pages stay with the array
-    faults.fail("cuMemHostRegister", nth=2)
     if pinned:
+        host.begin(registered=1)
         with pytest.raises(sa.OutOfMemoryError):
             host_segments(device, [2 * MiB, 2 * MiB], pinned=True)
-        assert len(faults.failed) == 1
+        host.stop()
         settle()

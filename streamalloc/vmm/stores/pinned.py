@@ -1,0 +1,237 @@
+"""Pinned host memory: huge pages that threads fill and register, or memory that the driver allocates."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from streamalloc.core.errors import CudaError, OutOfMemoryError, attach, refused, size_text, undoing
+from streamalloc.core.internal import Device, HandleEnd, Stream, deferred_queue
+from streamalloc.core.properties import MemAccess, MemLocation
+from streamalloc.core.session import session_of
+from streamalloc.driver.internal import address_space_limit
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm.stores.blocks import Bytes
+from streamalloc.vmm.stores.disk_file import aligned
+
+Release: TypeAlias = Callable[[], object]
+"""Releases memory; called after the copies that use it."""
+Run: TypeAlias = Callable[[Callable[[int], object], Iterable[int]], Iterable[object]]
+"""``map`` or that of an executor."""
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+PIECE = 128 << 20
+"""Bytes that are pinned at a time, while copies to earlier ones run."""
+_PART = 16 << 20
+"""Bytes that one thread fills at a time."""
+_MOST_CORES = 16
+"""Most threads; more fill memory no faster."""
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE: pinned for all devices
+_HUGE_PAGES, _POPULATE = 14, 23  # MADV_HUGEPAGE, MADV_POPULATE_WRITE
+_PREFERRED = 1  # MPOL_PREFERRED
+_MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call ``mbind``, for which the C library has no function."""
+
+# mmap.madvise() keeps the GIL, so that no two threads could fill pages.
+_ADVISE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, use_errno=True)
+_madvise = _ADVISE(("madvise", ctypes.pythonapi))
+_syscall = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_ulong] * 7)(("syscall", ctypes.pythonapi))
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use, at most 16."""
+    return min(len(os.sched_getaffinity(0)), _MOST_CORES)
+
+
+def available() -> int:
+    """Return the bytes of host memory that this process can still fill, by the kernel's estimate and the limit of the
+    control group. The kernel kills processes that fill more.
+    """
+    found = re.search(r"^MemAvailable: *(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE)
+    left = int(found[1]) << 10 if found else 1 << 62
+    group = re.search(r"^0::(.*)$", _text("/proc/self/cgroup"), re.MULTILINE)
+    for folder in {"/sys/fs/cgroup", f"/sys/fs/cgroup{group[1]}" if group else "/sys/fs/cgroup"}:
+        limit, used = (_text(f"{folder}/memory.{name}").strip() for name in ("max", "current"))
+        cached = re.search(r"^file (\d+)$", _text(f"{folder}/memory.stat"), re.MULTILINE)
+        if limit.isdigit() and used.isdigit():
+            left = min(left, int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    return left
+
+
+def _text(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    return ""
+
+
+def filled_pages(nbytes: int, node: int | None = None, run: Run = map) -> Bytes:
+    """Return zeroed host memory whose pages exist, huge ones if the kernel has some, near a NUMA node if it has room.
+
+    Raises
+    ------
+    OutOfMemoryError
+        There is not enough memory, or the process may not have so much.
+    """
+    left = available()
+    if left < nbytes + _MOST_CORES * min(nbytes, PIECE):  # other threads fill as much meanwhile
+        raise refused(OutOfMemoryError, "mmap", f"{size_text(nbytes)}, and {size_text(left)} are available")
+    try:
+        whole = aligned(nbytes + HUGE)
+        start = -whole.ctypes.data % HUGE
+        memory = whole[start : start + nbytes]
+        first = memory.ctypes.data
+        if _madvise(first, nbytes, _HUGE_PAGES) or "[never]" in _text("/sys/kernel/mm/transparent_hugepage/enabled"):
+            _say_once("the kernel has no transparent huge pages: small ones take four times as long to fill")
+        if node is not None:
+            _prefer(first, nbytes, node)
+
+        def fill(at: int) -> None:
+            # Kernels before 5.14 do not know the advice: then the driver fills the pages when it pins them.
+            if _madvise(first + at, min(_PART, nbytes - at), _POPULATE) and ctypes.get_errno() != errno.EINVAL:
+                raise OSError(ctypes.get_errno(), "madvise")
+
+        deque(run(fill, range(0, nbytes, _PART)), 0)
+    except (OSError, ValueError, MemoryError) as error:
+        if isinstance(error, CudaError):
+            raise
+        limit = address_space_limit()
+        why = f"{size_text(nbytes)}: {error}" + (f" (RLIMIT_AS is {size_text(limit)})" if limit else "")
+        raise refused(OutOfMemoryError, "mmap", why) from error
+    return memory
+
+
+def _prefer(address: int, nbytes: int, node: int) -> None:
+    """Have the pages come from a NUMA node, or from others once that has none left. A kernel that refuses gives them
+    from the node of the thread that fills them.
+    """
+    number = _MBIND.get(os.uname().machine)
+    if number is None or _text("/sys/devices/system/node/online").strip() in ("", "0"):
+        return
+    nodes = (ctypes.c_ulong * 17)()
+    nodes[node // 64] = 1 << node % 64
+    if _syscall(number, address, nbytes, _PREFERRED, ctypes.addressof(nodes), 1024, 0):
+        _say_once(f"the kernel does not take memory from NUMA node {node}")
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logging.getLogger(__name__).warning("host memory of backups: %s", text)
+
+
+def register(device: Device, memory: Bytes) -> Release:
+    """Pin page-aligned host memory for all devices (``cuMemHostRegister``); returns its release."""
+    session, address = session_of(device), memory.ctypes.data
+    end = HandleEnd(session, "cuMemHostUnregister", None)
+    with undoing(lambda: deferred_queue(session).end(end)), session.relaxed(), device.current():
+        session.call("cuMemHostRegister", address, memory.nbytes, _PORTABLE)
+        end._raw = address
+
+    def release() -> None:
+        assert memory.nbytes  # its pages stay until they are unregistered
+        with device.current():
+            end.attempt()
+
+    return release
+
+
+class Pinning:
+    """The ways to get pinned host memory for a device, tried in turn: the fastest first.
+
+    Huge pages that are filled and then registered take an eighth of the time of ``cuMemHostAlloc``. The driver may
+    refuse to register memory, or the process may not have so many addresses; then a pool on the NUMA node of the
+    device, a pool on any node, and ``cuMemHostAlloc`` are tried. The first use of another way is logged.
+    """
+
+    __slots__ = ("_device", "_node", "_pools")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        node = device.supports.host_numa_id
+        self._node = None if node is None or node < 0 else node
+        self._pools: dict[MemLocation, tuple[MemoryPool, Stream]] = {}
+
+    def obtain(self, nbytes: int, run: Run = map) -> tuple[Bytes, Release]:
+        """Return pinned memory and its release.
+
+        Raises
+        ------
+        OutOfMemoryError
+            There is not enough host memory. The errors of the other ways are attached.
+        CudaError
+            The driver refused each way.
+        """
+        ways: dict[str, Callable[[], tuple[Bytes, Release]]] = {
+            "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run)
+        }
+        if self._node is not None:
+            near = MemLocation.host_numa(self._node)
+            ways["a pool on the device's NUMA node"] = lambda: self._pooled(nbytes, near)
+        ways["a pool on any NUMA node"] = lambda: self._pooled(nbytes, MemLocation.host())
+        ways["cuMemHostAlloc"] = lambda: self._allocated(nbytes)
+        errors: list[CudaError] = []
+        try:
+            for name, way in ways.items():
+                try:
+                    found = way()
+                except CudaError as error:
+                    errors.append(error)
+                else:
+                    if errors:
+                        _say_once(f"it comes from {name}, which is slower, because {errors[0]}")
+                    return found
+            for later in errors[1:]:
+                attach(errors[0], later)
+            raise errors[0]
+        finally:
+            errors.clear()  # the frames of their tracebacks have this list
+
+    def _registered(self, nbytes: int, run: Run) -> tuple[Bytes, Release]:
+        memory = filled_pages(nbytes, self._node, run)
+        return memory, register(self._device, memory)
+
+    def _pooled(self, nbytes: int, location: MemLocation) -> tuple[Bytes, Release]:
+        if location not in self._pools:
+            pool = MemoryPool(location, driver=self._device.driver)
+            pool.set_access(self._device, MemAccess.READWRITE)
+            self._pools[location] = pool, self._device.create_stream()
+        pool, stream = self._pools[location]
+        memory = pool.allocate(nbytes, stream)
+        stream.synchronize()  # copies on other streams may use it at once
+        return _array(memory.address, nbytes, memory)
+
+    def _allocated(self, nbytes: int) -> tuple[Bytes, Release]:
+        session = session_of(self._device)
+        end = HandleEnd(session, "cuMemFreeHost", None)
+        with undoing(lambda: deferred_queue(session).end(end)), session.relaxed(), self._device.current():
+            end._raw = int(session.call("cuMemHostAlloc", nbytes, _PORTABLE))
+        owner = _Owner()
+        deferred_queue(session).end_with(owner, end)
+        return _array(end.raw, nbytes, owner)
+
+
+class _Owner:
+    """Object whose end releases memory."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:
+    """Return memory of the driver as an array. The last of its views ends the owner, and so the memory."""
+    found: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    found._owner = owner
+    return np.ctypeslib.as_array(found), [owner].clear
