@@ -6,6 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -23,7 +24,8 @@ from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.resident import Residents
 from streamalloc.vmm.stores.blocks import Bytes, Saved
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.host import HostTier, shared_tier
+from streamalloc.vmm.stores.host import HostTier, blocks_of, shared_tier
+from streamalloc.vmm.stores.pinned import HUGE
 from streamalloc.vmm.stores.pool import PoolTier
 from streamalloc.vmm.virtual_buffer import (
     RESTORE,
@@ -370,7 +372,9 @@ class SleepGroup(_Members):
         given = backup or self._backup
         return self._near_tier() if given is None else tier_of(given)
 
-    def prepare(self, nbytes: int | None = None, *, background: bool = False, most_cores: int | None = None) -> None:
+    def prepare(
+        self, nbytes: int | None = None, *, background: bool = False, most_cores: int | None = None
+    ) -> Future[int]:
         """Pin host memory for the next sleep, because that takes longer than the copy; see :meth:`HostTier.prepare`.
 
         Begin it in the background while other work runs; a sleep meanwhile takes what is ready. ::
@@ -384,9 +388,15 @@ class SleepGroup(_Members):
         nbytes
             Bytes that the sleep will keep; default: those of all buffers that are awake and not frozen.
         background
-            Whether to return at once. An error is logged then, and the sleep tries again.
+            Whether to return at once, while threads pin the memory.
         most_cores
             Most threads; default: one for each core that the process may use, at most 16.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is the free host memory in bytes once all is pinned. With ``background`` its error may be
+            ``OutOfMemoryError``; the sleep tries again.
 
         Raises
         ------
@@ -401,8 +411,8 @@ class SleepGroup(_Members):
         if not isinstance(tier, HostTier):
             raise TypeError(f"backup must be a HostTier to prepare memory, not {type(tier).__name__} ({tier!r})")
         if nbytes is None:
-            nbytes = sum(HostTier.rounded(one.nbytes) for one in self.buffers if not (one.evicted or one.frozen))
-        tier.prepare(nbytes, background=background, most_cores=most_cores)
+            nbytes = sum(blocks_of(one.nbytes) for one in self.buffers if not (one.evicted or one.frozen)) * HUGE
+        return tier.prepare(nbytes, background=background, most_cores=most_cores)
 
     def tagged(self, tag: str) -> Tagged:
         """Return an allocator whose buffers get this tag, for ``streamalloc.interop.torch.use``."""

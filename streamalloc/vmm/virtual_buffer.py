@@ -389,8 +389,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if evicted is not None:
             for entry in evicted.held:
                 entry.close()
-        drop_all({self: evicted and evicted.saved})
-        drop_all({self: frozen and frozen.saved})
+            if evicted.saved is not None:
+                evicted.saved.drop()
+        if frozen is not None:
+            frozen.saved.drop()
         self.range._free()
 
     # -- for subclasses --------------------------------------------------------------------------------------

@@ -486,20 +486,20 @@ class BlockTier(Tier, Closes):
     def _grow(self, nbytes: int, count: int) -> Chunk:
         size = self._room(nbytes)
         wanted = max(min(max(size * count, LEAST), _MOST) // size, 1)
-        chunk = self._chunk(nbytes, self._allowed(nbytes, wanted))
+        chunk = self._chunk(nbytes, self._allowed(nbytes, wanted, count))
         self._chunks.append(chunk)
         return chunk
 
-    def _allowed(self, nbytes: int, wanted: int, least: int = 1, under_way: int = 0) -> int:
+    def _allowed(self, nbytes: int, wanted: int, needed: int, least: int = 1, under_way: int = 0) -> int:
         """Return how many new blocks the limit allows, at most ``wanted``; raise if they are fewer than ``least``.
-        ``under_way``: blocks that are being made.
+        ``needed``: blocks to name in the error. ``under_way``: blocks that are being made.
         """
         size = self._room(nbytes)
         room = wanted if self._limit is None else (self._limit - self.reserved) // size - under_way
         if room < least:
-            why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {wanted} pages"
+            why = f"the tier's limit of {size_text(self._limit or 0)} leaves no room for {needed} pages"
             error = refused(OutOfMemoryError, self._call, f"{why} of {size_text(nbytes)}")
-            error.requested, error.used, error.limit = nbytes * wanted, self.used, self._limit or 0
+            error.requested, error.used, error.limit = nbytes * needed, self.used, self._limit or 0
             raise error
         return min(wanted, room)
 

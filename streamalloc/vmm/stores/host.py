@@ -7,18 +7,17 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import logging
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import size_text, undoing
+from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Stream, copy_bytes, deferred_queue
 from streamalloc.core.properties import checked_size
 from streamalloc.core.session import PerDriver, Session, members, session_of
@@ -171,6 +170,11 @@ class _HostContents(InMemory):
                 raise DamagedBackupError(why, block)
 
 
+def blocks_of(nbytes: int) -> int:
+    """Return the number of blocks of a buffer."""
+    return -(-nbytes // HUGE)
+
+
 class _RoomReturn(Deferred):
     """The return of the room of buffers that were dropped while they slept."""
 
@@ -203,7 +207,7 @@ class _SleepingBytes(InMemory):
 
     def __init__(self, tier: HostTier, sizes: Sequence[int]) -> None:
         super().__init__(tier)
-        counts = [-(-nbytes // HUGE) for nbytes in sizes]
+        counts = [blocks_of(nbytes) for nbytes in sizes]
         self._sizes = np.full(sum(counts), HUGE)
         ends = np.cumsum(counts)
         self._sizes[ends - 1] -= np.array(counts) * HUGE - np.array(sizes)
@@ -277,6 +281,14 @@ class _SleepingBytes(InMemory):
         super().drop(blocks)
 
 
+class _Preparation(Future[int]):
+    """Memory that threads pin. They go on as long as somebody refers to it, or the tier has other users."""
+
+    def __init__(self, tier: HostTier) -> None:
+        super().__init__()
+        self._tier = tier
+
+
 class HostTier(BlockTier):
     """Pinned host memory for the bytes of buffers that sleep, and for swapped-out pages. It is kept for later use.
 
@@ -307,7 +319,17 @@ class HostTier(BlockTier):
         ``device`` is no device.
     """
 
-    __slots__ = ("_check", "_failure", "_grown", "_holders", "_making", "_pinning", "_wanted", "_workers")
+    __slots__ = (
+        "_check",
+        "_failure",
+        "_grown",
+        "_holders",
+        "_making",
+        "_pinning",
+        "_preparations",
+        "_wanted",
+        "_workers",
+    )
 
     _call = "cuMemHostRegister"
 
@@ -325,6 +347,8 @@ class HostTier(BlockTier):
         """Threads that make blocks."""
         self._failure: Exception | None = None
         """The error of a thread; the others stop after it."""
+        self._preparations: list[Future[int]] = []
+        """Futures of :meth:`prepare` that are not complete."""
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
         """Promise room for the bytes of buffers, and begin to make what is missing.
@@ -346,15 +370,10 @@ class HostTier(BlockTier):
             self._holders.add(stored)
             with undoing(stored.drop):
                 self._begin(0, cores())
-        ends = [0, *itertools.accumulate(-(-nbytes // HUGE) for nbytes in sizes)]
+        ends = [0, *itertools.accumulate(map(blocks_of, sizes))]
         return [Saved(stored, range(first, last)) for first, last in itertools.pairwise(ends)]
 
-    @staticmethod
-    def rounded(nbytes: int) -> int:
-        """Bytes of host memory for a buffer: whole huge pages."""
-        return -(-nbytes // HUGE) * HUGE
-
-    def prepare(self, nbytes: int, *, background: bool = False, most_cores: int | None = None) -> None:
+    def prepare(self, nbytes: int, *, background: bool = False, most_cores: int | None = None) -> Future[int]:
         """Pin free memory for so many bytes of buffers, beside those that sleep.
 
         Parameters
@@ -362,10 +381,15 @@ class HostTier(BlockTier):
         nbytes
             Size in bytes; the present free memory counts.
         background
-            Whether to return at once, while threads pin the memory. Their error is logged. A sleep meanwhile uses what
-            is ready, and all cores for the rest.
+            Whether to return at once, while threads pin the memory. A sleep meanwhile uses what is ready, and all cores
+            for the rest.
         most_cores
             Most threads; default: one for each core that the process may use, at most 16.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Its result is the free memory in bytes once all is pinned. With ``background`` its errors are those below.
 
         Raises
         ------
@@ -374,14 +398,31 @@ class HostTier(BlockTier):
         ClosedError
             The tier was closed.
         """
-        count, threads = -(-checked_size("nbytes", nbytes) // HUGE), checked_size("most_cores", most_cores or cores())
-        with self._grown:
+        count, threads = blocks_of(checked_size("nbytes", nbytes)), checked_size("most_cores", most_cores or cores())
+        future = _Preparation(self)
+        with self._lock:
             self._check_open()
             self._begin(count, threads)
-            while not background and (self._wanted or self._making):
-                self._grown.wait()
-            if not background:
-                self._raise_failure()
+            self._preparations.append(future)
+        self._end_preparations()
+        if not background:
+            future.result()
+        return future
+
+    def _end_preparations(self) -> None:
+        """Complete the futures if nothing is being made."""
+        with self._lock:
+            if self._wanted or self._making:
+                return
+            ended, self._preparations = self._preparations, []
+            free, failure = sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE), self._failure
+        for future in ended:
+            if self.closed:
+                future.set_exception(ClosedError(f"{self!r} was closed"))
+            elif failure is not None:
+                future.set_exception(failure)
+            else:
+                future.set_result(free * HUGE)
 
     def _begin(self, extra: int, threads: int) -> None:
         """Have threads make the blocks that are promised, and ``extra`` ones, beyond those that are free. The caller
@@ -392,11 +433,11 @@ class HostTier(BlockTier):
         missing = promised + extra - free - self._wanted - self._making
         if missing > 0:
             under_way = self._wanted + self._making
-            self._wanted += self._allowed(HUGE, max(missing, LEAST // HUGE), missing, under_way)
+            self._wanted += self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, under_way)
             self._failure = None
         while self._workers < min(threads, -(-self._wanted // _BLOCKS)):
-            self._workers += 1
             threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
+            self._workers += 1  # it waits for the lock
 
     def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
         """Give room to the first of these blocks, once a thread has made some. Returns the number of blocks, and the
@@ -410,15 +451,13 @@ class HostTier(BlockTier):
                         stored.place(blocks[: len(addresses)], chunk, addresses)  # type: ignore[arg-type]
                         return len(addresses), fences
                 self._check_open()
-                if not (self._wanted or self._making):
-                    self._raise_failure()
+                if self._failure is not None and not (self._wanted or self._making):
+                    try:
+                        raise self._failure
+                    finally:
+                        self._failure = None
                 self._begin(0, cores())
                 self._grown.wait()
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def _make_piece(self) -> bool:
         """Make room for some blocks; whether there may be more to do."""
@@ -428,22 +467,25 @@ class HostTier(BlockTier):
             if not count:
                 self._wanted, self._workers = 0, self._workers - 1
                 self._grown.notify_all()
-                return False
             self._wanted -= count
             self._making += count
+        if not count:
+            self._end_preparations()
+            return False
         made: list[Chunk] = []
+        failure: Exception | None = None
         try:
             made.append(self._host_chunk(HUGE, count))
         except Exception as error:
-            with self._grown:
-                before, self._failure, self._wanted = self._failure, error, 0
-            if before is None:
-                # As text: a handler that keeps the error would keep the tier, by the frames of its traceback.
-                logging.getLogger(__name__).warning("host memory of backups: %s", str(error))
+            failure = error
         with self._grown:
+            if failure is not None:
+                self._failure, self._wanted = failure, 0
             self._chunks += made
             self._making -= count
             self._grown.notify_all()
+        failure = None  # its traceback has this frame
+        self._end_preparations()
         return True
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:

@@ -189,6 +189,8 @@ class Pinning:
                 try:
                     found = way()
                 except CudaError as error:
+                    if error.call not in ("mmap", "cuMemHostRegister") and not errors:
+                        raise
                     errors.append(error)
                 else:
                     if errors:

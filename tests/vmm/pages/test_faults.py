@@ -10,6 +10,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
+from streamalloc.vmm.stores.pinned import Pinning
 from tests.package.test_sweeps import Faults, fails_in_turn, makers, members
 from tests.processes import eventually
 from tests.support import end_what_was_dropped, read
@@ -116,6 +117,8 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageSpace.swap_out": _swapped,
     "PageTable.close": lambda world, one: one.close(),
     "PageTable.update": lambda world, one: (world.space.commit([8, 9]), one.update()),
+    "HostTier.hold": lambda world, one: one.hold([PAGE], world.stream)[0].drop(),
+    "HostTier.prepare": lambda world, one: one.prepare(40 * PAGE),
     "HostTier.close": lambda world, one: one.close(),
     "HostTier.load": lambda world, one: None,  # with save
     "HostTier.reserve": lambda world, one: one.reserve(40, PAGE),
@@ -132,5 +135,10 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, PAGE_ACTS, inherited=False), *makers(MAKERS)])
-def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:
+def test_each_call_fails_in_turn(machine: Any, monkeypatch: pytest.MonkeyPatch, kind: type, act: Any) -> None:
+    # What the tier gets from cuMemHostAlloc is told from what leaks.
+    def refuse(*_: object) -> None:
+        raise sa.OutOfMemoryError("CUDA_ERROR_OUT_OF_MEMORY", 2, "cuMemPoolCreate", "")
+
+    monkeypatch.setattr(Pinning, "_pooled", refuse)
     fails_in_turn(lambda: Paged(machine), kind, act, most=5)
