@@ -210,11 +210,12 @@ def supported(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def machine(streamalloc_machine: Any, request: pytest.FixtureRequest, on_cuda: bool) -> Iterator[Any]:
+def machine(streamalloc_machine: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The driver under test, as a user would name it; a fresh machine for each test where it is simulated."""
-    one_machine = request.config.getoption("streamalloc_one_machine")
-    its_own = any(mark.kwargs.get("simulated_only") for mark in request.node.iter_markers("streamalloc"))
-    if not on_cuda and (its_own or not one_machine):
+    # Not before pytest has loaded it itself.
+    from streamalloc.testing.plugin import is_lasting
+
+    if not is_lasting(request):
         yield streamalloc_machine
         return
     streamalloc_machine.cuInit(0)

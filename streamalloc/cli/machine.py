@@ -9,8 +9,8 @@ from pathlib import Path
 import streamalloc as sa
 from streamalloc import driver as sd
 from streamalloc.cli.terminal import plural
-from streamalloc.driver import Driver, DriverNotFoundError, default, simulated
-from streamalloc.driver.internal import read_choice
+from streamalloc.driver import Driver, simulated
+from streamalloc.driver.internal import default_or_simulated, read_choice
 
 KEEP_ALL = 2**64 - 1
 """Release threshold in bytes at which a pool keeps all its memory."""
@@ -96,16 +96,10 @@ def choose(driver: str | None = None, devices: int | None = None) -> Chosen:
         if devices is None:
             return Chosen(sd.real())
     else:
-        try:
-            found = default()
-        except DriverNotFoundError as error:
-            if os.environ.get("STREAMALLOC_DRIVER"):
-                raise
-            count = _DEVICES_WITHOUT_A_GPU if devices is None else devices
+        found, why = default_or_simulated(devices=_DEVICES_WITHOUT_A_GPU if devices is None else devices)
+        if why or devices is None:
             # Without the remedy for programs.
-            return Chosen(simulated(devices=count), not_found=str(error).partition(" To run ")[0])
-        if devices is None:
-            return Chosen(found)
+            return Chosen(found, not_found=why.partition(" To run ")[0])
     raise ValueError(f"--devices={devices}: only a simulated machine (--driver=simulated) takes a number of devices")
 
 

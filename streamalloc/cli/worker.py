@@ -22,6 +22,7 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.core.resource import Closes
 from streamalloc.driver import Driver
+from streamalloc.driver.internal import choice_of
 
 SECONDS = 60.0
 """Seconds to wait for it: contexts on a busy GPU take long."""
@@ -43,10 +44,7 @@ def environment(driver: Driver) -> dict[str, str]:
     """Return an environment in which a new process uses the same driver, or simulates the same machine."""
     package = str(Path(sa.__file__).parent.parent)
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    found = {**os.environ, "PYTHONPATH": path, "STREAMALLOC_DRIVER": "cuda"}
-    if getattr(driver, "is_simulated", False):
-        found["STREAMALLOC_DRIVER"] = driver.settings  # type: ignore[attr-defined]
-    return found
+    return {**os.environ, "PYTHONPATH": path, "STREAMALLOC_DRIVER": choice_of(driver)}
 
 
 def start(driver: Driver, fd: int, actions: str) -> subprocess.Popen[bytes]:

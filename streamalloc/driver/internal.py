@@ -22,7 +22,13 @@ from streamalloc.driver.bindings import (
 from streamalloc.driver.locks import Lock, RLock
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.processes import address_space_limit, search_path
-from streamalloc.driver.selection import as_asked, default_of_threads, read_choice
+from streamalloc.driver.selection import (
+    as_asked,
+    choice_of,
+    default_of_threads,
+    default_or_simulated,
+    read_choice,
+)
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import MemoryListener

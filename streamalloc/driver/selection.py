@@ -301,6 +301,21 @@ def default() -> Driver:
     return as_asked(_chosen())
 
 
+def default_or_simulated(**settings: Any) -> tuple[Driver, str]:
+    """Return the default driver, or without a choice and a CUDA driver a simulated one, and the reason for that."""
+    try:
+        return default(), ""
+    except DriverNotFoundError as error:
+        if os.environ.get("STREAMALLOC_DRIVER"):
+            raise
+        return as_asked(simulated(**settings)), str(error)
+
+
+def choice_of(driver: Driver) -> str:
+    """Return ``STREAMALLOC_DRIVER`` for a process that is to use the same driver, or to simulate the same machine."""
+    return str(getattr(driver, "settings", "cuda"))
+
+
 def _chosen() -> Driver:
     chosen = _in_use.get() or _for_all_threads
     if chosen is not None:

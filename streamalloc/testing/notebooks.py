@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamalloc import driver
 from streamalloc.core.internal import Device
+from streamalloc.driver.internal import choice_of, default_or_simulated
 
 if TYPE_CHECKING:
     from streamalloc.driver import Checked, Hazard
@@ -33,18 +34,12 @@ def notebook(devices: int = 1) -> Checked:
     ValueError
         ``STREAMALLOC_DRIVER`` is invalid, or ``devices`` is below 1.
     """
-    choice = os.environ.get("STREAMALLOC_DRIVER", "")
-    if not choice:
-        try:
-            driver.real()
-            choice = "cuda"
-        except driver.DriverNotFoundError:
-            choice = "simulated"
-    if choice == "simulated":
-        choice = f"simulated:devices={devices},name=notebook-{os.getpid()}"
-    os.environ["STREAMALLOC_DRIVER"] = choice
+    name = f"notebook-{os.getpid()}"
+    if os.environ.get("STREAMALLOC_DRIVER") == "simulated":
+        os.environ["STREAMALLOC_DRIVER"] = f"simulated:devices={devices},name={name}"
     driver.set_default(None)
-    chosen: Any = driver.default()
+    chosen: Any = default_or_simulated(devices=devices, name=name)[0]
+    os.environ["STREAMALLOC_DRIVER"] = choice = choice_of(chosen)
     # With STREAMALLOC_CHECK, the default has a checker.
     machine: Checked = chosen if hasattr(chosen, "hazards") else driver.checked(chosen)
     driver.set_default(machine)

@@ -336,22 +336,27 @@ def _settings(request: pytest.FixtureRequest) -> dict[str, Any]:
     return settings
 
 
+def is_lasting(request: pytest.FixtureRequest) -> bool:
+    """Whether the machine of a test outlives it."""
+    # A test that never runs on a GPU may well lose the context, or leave things that no other test expects.
+    one_machine = _option(request.config, "streamalloc_one_machine") and not _needs(request.node).simulated_only
+    return driver_under_test(request.config) == "cuda" or one_machine
+
+
 def _machine(request: pytest.FixtureRequest) -> Iterator[Driver]:
     """The machine of a fixture. Its end is an error if one of its checks reports something."""
     from streamalloc.driver import simulated
-    from streamalloc.driver.internal import as_asked
+    from streamalloc.driver.internal import as_asked, choice_of
     from streamalloc.testing import Faults, machines
 
     on_cuda = driver_under_test(request.config) == "cuda"
-    needs = _needs(request.node)
-    # A test that never runs on a GPU may well lose the context, or leave things that no other test expects.
-    lasting = on_cuda or (_option(request.config, "streamalloc_one_machine") and not needs.simulated_only)
+    needs, lasting = _needs(request.node), is_lasting(request)
     checks = [name for name in ("check", "leaks") if _wanted(request.config, needs, name)]
     with contextlib.ExitStack() as stack:
         make = machines.lasting if lasting else simulated
         driver = machines.real() if on_cuda else make(**_settings(request))
         driver = as_asked(driver)  # with a checker if STREAMALLOC_CHECK requests one
-        stack.enter_context(machines.inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else driver.settings))  # type: ignore[attr-defined]
+        stack.enter_context(machines.inherited(STREAMALLOC_DRIVER="cuda" if on_cuda else choice_of(driver)))
         driver, reports = _watched(request, driver, checks, stack)
         with machines.by_default(driver):
             yield driver
@@ -535,7 +540,8 @@ def streamalloc_installed(request: pytest.FixtureRequest, streamalloc_machine: D
 @pytest.fixture
 def streamalloc_environment(request: pytest.FixtureRequest, streamalloc_machine: Driver) -> dict[str, str]:
     """Environment variables for a process that uses the test's machine without inheriting the test's environment."""
-    machine: Any = streamalloc_machine
+    from streamalloc.driver.internal import choice_of
+
     checks = {name: os.environ[name] for name in ("STREAMALLOC_TEST",) if name in os.environ}
     on_cuda = driver_under_test(request.config) == "cuda"
-    return {"STREAMALLOC_DRIVER": "cuda" if on_cuda else machine.settings, **checks}
+    return {"STREAMALLOC_DRIVER": "cuda" if on_cuda else choice_of(streamalloc_machine), **checks}

@@ -74,7 +74,7 @@ class TestChoiceOfDriver:
         def nothing_found() -> Any:
             raise sd.DriverNotFoundError("no CUDA driver: nothing there")
 
-        monkeypatch.setattr("streamalloc.cli.machine.default", nothing_found)
+        monkeypatch.setattr("streamalloc.driver.selection.default", nothing_found)
         monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
 
     @pytest.mark.parametrize("command", ["tour", "info"])

@@ -40,7 +40,7 @@ def test_no_profile_of_a_machine_that_is_not_there(
     def nothing_found() -> Any:
         raise sd.DriverNotFoundError("no CUDA driver: nothing there")
 
-    monkeypatch.setattr("streamalloc.cli.machine.default", nothing_found)
+    monkeypatch.setattr("streamalloc.driver.selection.default", nothing_found)
     monkeypatch.delenv("STREAMALLOC_DRIVER", raising=False)
     assert main(["profile", "-o", str(tmp_path / "mine.json")]) == 2
     assert "no CUDA driver: nothing there" in capsys.readouterr().err
