@@ -151,7 +151,7 @@ class Memory:
 
     def __init__(self, driver: Any = cuda) -> None:
         self._driver = driver
-        self.libraries: Libraries = Libraries(self._library_has, "alloc")
+        self.libraries: Libraries = Libraries(self._library_has, "alloc", splits_rmm=False)
         self.libraries.most_entries = _MOST_ENTRIES
         self.failure: BaseException | None = None
         """An error of the account without a subscription."""

@@ -1,4 +1,4 @@
-"""Events of the blocks of libraries: PyTorch tells them by its memory history, CuPy by a hook."""
+"""Events of the blocks of libraries: PyTorch tells them by its memory history, CuPy and RMM by hooks."""
 
 from __future__ import annotations
 
@@ -29,20 +29,28 @@ _ACTIONS = {"alloc": ALLOCATED, "free_completed": FREED, "segment_alloc": SEGMEN
 class Libraries:
     """The allocators of the libraries that the program imports, from their import on."""
 
-    def __init__(self, take: Callable[[Event], object] | None = None, stacks: str | None = "all") -> None:
+    def __init__(
+        self,
+        take: Callable[[Event], object] | None = None,
+        stacks: str | None = "all",
+        splits_rmm: bool = True,
+    ) -> None:
         self._torch: Any = None
         self._events: list[Event] = []
         self._take = take or self._events.append
-        """Gets CuPy's events."""
+        """Gets the events of hooks."""
         self._stacks = stacks
         """The acts of which PyTorch records the frames."""
         self.most_entries: int = _MOST_ENTRIES
+        self._splits_rmm = splits_rmm
         self._open = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[Libraries]:
         """Follow the libraries in the block."""
         found = {"torch": self._follow_torch, "cupy": self._follow_cupy}
+        if self._splits_rmm:
+            found["rmm"] = self._follow_rmm
         finder = _Finder(found)
         for name, follow in found.items():
             if name in sys.modules:
@@ -54,6 +62,7 @@ class Libraries:
         finally:
             sys.meta_path.remove(finder)
             self._open.close()
+            self._take = lambda event: None
             torch = self._torch
             if torch is not None and torch.cuda.is_initialized():
                 torch.cuda.memory._record_memory_history(None)
@@ -114,24 +123,76 @@ class Libraries:
     # -- CuPy ------------------------------------------------------------------------------------------------------
 
     def _follow_cupy(self, cupy: ModuleType) -> None:
-        def event(kind: str, address: int, nbytes: int) -> Event:
-            place = frames_of(sys._getframe(2), _DEPTH)
-            stream = int(cupy.cuda.get_current_stream().ptr)
-            return Event(time_ns(), kind, address, nbytes, stream, "CuPy", lambda: place)
-
-        add = self._take
+        def tell(kind: str, given: dict[str, int]) -> None:
+            self._happened("CuPy", kind, given["mem_ptr"], given["mem_size"], cupy.cuda.get_current_stream().ptr)
 
         class Hook(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
             name = "streamalloc"
 
             def malloc_postprocess(self, **given: int) -> None:
-                add(event(SEGMENT, given["mem_ptr"], given["mem_size"]))
-                add(event(ALLOCATED, given["mem_ptr"], given["mem_size"]))
+                tell(SEGMENT, given)
+                tell(ALLOCATED, given)
 
             def free_postprocess(self, **given: int) -> None:
-                add(event(FREED, given["mem_ptr"], given["mem_size"]))
+                tell(FREED, given)
 
         self._open.enter_context(Hook())
+
+    def _happened(self, owner: str, kind: str, address: int, nbytes: int, stream: int) -> None:
+        place = frames_of(sys._getframe(2), _DEPTH)
+        self._take(Event(time_ns(), kind, address, nbytes, int(stream), owner, lambda: place))
+
+    # -- RMM -------------------------------------------------------------------------------------------------------
+
+    def _follow_rmm(self, rmm: ModuleType) -> None:
+        """Put callbacks around each resource that hands out parts of what it has."""
+        mr = rmm.mr
+
+        def around(resource: Any) -> Any:
+            if type(resource).__name__ in _WITHOUT_BLOCKS or resource in _around_rmm:
+                return resource
+
+            def allocate(nbytes: int, stream: Any) -> int:
+                address: int = resource.allocate(nbytes, stream)
+                for kind in (SEGMENT, ALLOCATED) * (nbytes > 0):
+                    self._happened("RMM", kind, address, nbytes, stream.__cuda_stream__()[1])
+                return address
+
+            def deallocate(address: int, nbytes: int, stream: Any) -> None:
+                if nbytes:
+                    self._happened("RMM", FREED, address, nbytes, stream.__cuda_stream__()[1])
+                resource.deallocate(address, nbytes, stream)
+
+            made = mr.CallbackMemoryResource(allocate, deallocate)
+            _around_rmm.append(made)
+            return made
+
+        per_device, current, reinitialize = mr.set_per_device_resource, mr.set_current_device_resource, rmm.reinitialize
+
+        def reinitialized(*args: Any, **named: Any) -> None:
+            reinitialize(*args, **named)
+            devices = named.get("devices", 0)
+            for device in [devices] if isinstance(devices, int) else devices:
+                per_device(device, around(mr.get_per_device_resource(device)))
+
+        for module, name, function in (
+            (mr, "set_per_device_resource", lambda device, resource: per_device(device, around(resource))),
+            (mr, "set_current_device_resource", lambda resource: current(around(resource))),
+            (rmm, "reinitialize", reinitialized),
+        ):
+            self._open.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, function)
+
+
+_WITHOUT_BLOCKS = (
+    "CudaMemoryResource",
+    "ManagedMemoryResource",
+    "CudaAsyncMemoryResource",
+    "CudaAsyncViewMemoryResource",
+)
+"""Resources of RMM that call the driver for each allocation."""
+_around_rmm: list[Any] = []
+"""Resources that RMM has raw pointers to. They are never freed."""
 
 
 @contextlib.contextmanager

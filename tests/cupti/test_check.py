@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -19,6 +20,7 @@ from streamalloc.cupti.checking import Check
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
 from tests.cupti.pytorch import MiB, Torch
+from tests.interop import standins
 
 
 class Scene:
@@ -299,6 +301,72 @@ def late(s: Scene, ordered: bool) -> None:
 def test_what_lies_before_a_reading_of_the_history_counts(checked: Any, scene: Any) -> None:
     assert [one.kind for one in checked(scene, False).hazards] == ["race"]
     assert checked(scene, True).hazards == []
+
+
+# -- RMM ---------------------------------------------------------------------------------------------------------------
+
+
+def rmm_module(driver: Any) -> Any:
+    """The stand-in for RMM, with its pool: parts of one segment, given again in the order of their stream."""
+    module: Any = standins.rmm(driver)["rmm"]
+
+    class PoolMemoryResource:
+        def __init__(self, upstream_mr: Any) -> None:
+            self.segment: int = upstream_mr.allocate(4 * MiB, None)
+            self.free: list[int] = [self.segment + part * MiB for part in range(4)]
+
+        def allocate(self, nbytes: int, stream: Any) -> int:
+            return self.free.pop(0)
+
+        def deallocate(self, address: int, nbytes: int, stream: Any) -> None:
+            self.free.insert(0, address)
+
+    def reinitialize(pool_allocator: bool = False, devices: Any = 0) -> None:
+        # Not by the functions that a program calls.
+        module.resources[devices] = PoolMemoryResource(module.mr.CudaMemoryResource())
+
+    module.mr.PoolMemoryResource, module.reinitialize = PoolMemoryResource, reinitialize
+    return module
+
+
+@pytest.mark.simulated_only("the stand-in's streams are those of the simulated machine")
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("way", ["set_per_device_resource", "set_current_device_resource", "reinitialize", "plain"])
+def test_blocks_of_rmm_are_those_of_the_resource_that_the_program_sets(
+    shown: Any, monkeypatch: pytest.MonkeyPatch, way: str, ordered: bool
+) -> None:
+    rmm = rmm_module(shown)
+    monkeypatch.setitem(sys.modules, "rmm", rmm)
+    before = dict(vars(rmm.mr))
+    with sa.Device(0, driver=shown).current(), cupti.check() as check, contextlib.ExitStack() as undo:
+        s = Scene(shown, undo)
+        plain = rmm.mr.CudaMemoryResource()
+        pool = rmm.mr.PoolMemoryResource(plain)
+        if way == "reinitialize":
+            rmm.reinitialize(pool_allocator=True, devices=0)
+        elif way == "plain":
+            rmm.mr.set_current_device_resource(plain)
+        else:
+            getattr(rmm.mr, way)(*[0] * (way == "set_per_device_resource"), pool)
+        first = rmm.pylibrmm.stream.Stream(s.first)
+        buffer = rmm.DeviceBuffer(MiB, first)
+        address = buffer.ptr
+        s.fill(address, s.first)
+        s.order(s.first, s.side)
+        s.read(address, s.side)  # used
+        if ordered:
+            s.order(s.side, s.first)
+        del buffer  # freed
+        again = rmm.DeviceBuffer(MiB, first)
+        s.fill(again.ptr, s.first, 2)  # reused
+        shown.cuCtxSynchronize()
+        del again
+        assert (rmm.mr.get_per_device_resource(0) is plain) is (way == "plain")
+    assert dict(vars(rmm.mr)) == before and check.error is None
+    found = check.hazards
+    assert [one.kind for one in found] == ["free racing a use"] * (way != "plain" and not ordered)
+    for name, mark in (("used", "# used"), ("this call", "# freed"), ("reused", "# reused")):
+        assert all(mark in "".join(one.stacks[name]) for one in found), name
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------------

@@ -672,10 +672,11 @@ def rmm(driver: Any) -> dict[str, ModuleType]:
                 self.resource.deallocate(self.ptr, self.size, self.stream)
 
     module: Any = ModuleType("rmm")
-    module.DeviceBuffer = DeviceBuffer
+    module.DeviceBuffer, module.resources = DeviceBuffer, resources
     module.mr = SimpleNamespace(
         CudaAsyncViewMemoryResource=CudaAsyncViewMemoryResource, CallbackMemoryResource=CallbackMemoryResource,
         CudaAsyncMemoryResource=CudaAsyncMemoryResource, StatisticsResourceAdaptor=StatisticsResourceAdaptor,
+        CudaMemoryResource=CudaMemoryResource,
         get_per_device_resource=resources.__getitem__, set_per_device_resource=resources.__setitem__,
         set_current_device_resource=functools.partial(resources.__setitem__, 0),
     )  # fmt: skip
