@@ -286,7 +286,9 @@ class TestProgress:
         assert sent == []
 
 
-@pytest.mark.parametrize("words", ["info", "tour", "replay mixed --rounds 1", "bench --quick -k pair"])
+@pytest.mark.parametrize(
+    "words", ["info", "tour", "replay mixed --rounds 1 --on pool --on cached", "bench --quick -k pair"]
+)
 def test_no_line_is_wider_than_a_narrow_terminal(screen: Screen, machine: Any, words: str) -> None:
     screen.show()
     assert main(words.split()) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Iterator
@@ -269,9 +270,11 @@ def test_copies_run_while_other_memory_is_unmapped_and_made(machine: Any, monkey
             filled(buffer, seed)
         traced.calls.clear()
         group.sleep(after=())
-        waits = names(traced, "cuEventSynchronize", "cuStreamSynchronize", "cuMemUnmap")
+        calls = names(traced, "cuEventSynchronize", "cuStreamSynchronize", "cuMemUnmap")
         event, unmap = "cuEventSynchronize", "cuMemUnmap"
-        assert waits == [event, unmap, unmap, event, unmap, unmap, "cuStreamSynchronize", unmap]
+        # Any number of waits in a row: how many it takes depends on how far the copies are.
+        runs = [(call, *((len([*run]),) if call == unmap else ())) for call, run in itertools.groupby(calls)]
+        assert runs == [(event,), (unmap, 2), (event,), (unmap, 2), ("cuStreamSynchronize",), (unmap, 1)]
         traced.calls.clear()
         group.wake()
         assert names(traced, "cuMemCreate", "cuMemcpyAsync") == ["cuMemCreate", "cuMemcpyAsync"] * 5
