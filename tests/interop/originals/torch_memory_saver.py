@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,12 +91,21 @@ class Saver(TorchMemorySaver):
         return getattr(ctypes.CDLL(min(loaded)), name)
 
 
+class _Process(ctypes.Structure):
+    _fields_ = (("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), ("instances", ctypes.c_uint * 2))
+
+
 def _memory_used(device: int = 0) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total - free)
+    """Device memory of this process by NVML: others on the device would change the figures that the tests compare."""
+    nvml, found = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    count, processes = ctypes.c_uint(256), (_Process * 256)()
+    assert nvml.nvmlInit_v2() == 0
+    assert nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(found)) == 0
+    assert nvml.nvmlDeviceGetComputeRunningProcesses_v3(found, ctypes.byref(count), processes) == 0
+    return next(int(one.used) for one in processes[: count.value] if one.pid == os.getpid())
 
 
-if importlib.util.find_spec("pynvml") is None:  # which torch.cuda.device_memory_used needs
-    torch.cuda.device_memory_used = _memory_used
+torch.cuda.device_memory_used = _memory_used
 
 torch_memory_saver = Saver()
