@@ -431,29 +431,29 @@ class TorchMemorySaver:
 class _Source:
     """Allocator of buffers with one tag of a group, which leaves the saver's margin free."""
 
-    __slots__ = ("_group", "_saver", "_tag")
+    __slots__ = ("_saver", "_tag", "group")
 
     def __init__(self, saver: TorchMemorySaver, group: SleepGroup, tag: str) -> None:
         self._saver = saver
-        self._group = group
+        self.group: SleepGroup = group
         self._tag = tag
 
     @property
     def location(self) -> MemLocation:
-        return self._group.location
+        return self.group.location
 
     @property
     def _session(self) -> Session:
-        return session_of(self._group)
+        return session_of(self.group)
 
     def allocate(self, nbytes: int, stream: Stream, /) -> Memory:
         margin = self._saver.memory_margin_bytes
         if margin:
-            free = self._group.device.memory_info().free
+            free = self.group.device.memory_info().free
             if margin + nbytes > free:
                 why = f"{size_text(nbytes)} with memory_margin_bytes={margin}, and {size_text(free)} are free"
                 raise refused(OutOfMemoryError, "cuMemCreate", why)
-        return self._group.allocate(nbytes, stream, tag=self._tag)
+        return self.group.allocate(nbytes, stream, tag=self._tag)
 
 
 def _flag(name: str) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -24,7 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from streamalloc.core.errors import CaptureError, InUseError, OutOfMemoryError, refused
+from streamalloc.core.errors import (
+    CaptureError,
+    CudaError,
+    EvictedError,
+    InUseError,
+    OutOfMemoryError,
+    refused,
+    undoing,
+)
 from streamalloc.core.internal import BufferView, Memory, StreamLike, deferred_queue
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import RLock
@@ -281,6 +290,7 @@ def collect() -> int:
         if pool.use_count() > 1:
             kept.append(pool)
         else:
+            _taken.pop(pool.id, None)
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(pool))  # of _immortal()
         del pool
     _ended.extend(kept)
@@ -303,8 +313,43 @@ def _return_segments() -> int:
         return sum(callbacks.free_gone(there) for callbacks in _made) if _latest[0] == mine else 0
 
 
+def _strip(ledger: Ledger, ordinal: int, handle: int) -> int:
+    """Release the memory of segments without tensors in the active pool, whose addresses stay; return the bytes.
+
+    PyTorch keeps such segments for later tensors, also when memory runs out, as long as the pool is in use. So that it
+    places no tensor there any more, one tensor takes each segment until the pool ends. Only for groups that sleep.
+    """
+    torch, routes = library("torch"), vars(_routes).get("all", [])
+    group = getattr(ledger.sources.by_device.get(ordinal), "group", None)
+    if group is None or not routes or torch.cuda.is_current_stream_capturing():
+        return 0
+    pool, nbytes = routes[-1]._pools[ordinal], 0
+    if pool.use_count() > 2:  # of a captured graph, whose memory may have no tensors, or of another thread
+        return 0
+    tags = {buffer.address: (buffer, tag) for buffer, tag in group.buffers.items() if not buffer.evicted}
+    _routes.stripping = True  # a segment that is taken needs no new memory
+    try:
+        for segment in torch.cuda.memory_snapshot(include_traces=False):
+            if segment["allocated_size"] or segment["stream"] != handle or segment["address"] not in tags:
+                continue
+            buffer, tag = tags[segment["address"]]
+            with contextlib.suppress(torch.OutOfMemoryError, CudaError, InUseError, EvictedError):
+                taken = torch.empty(segment["total_size"], dtype=torch.uint8, device="cuda")
+                if taken.data_ptr() == buffer.address:
+                    group.remove(buffer)
+                    with undoing(functools.partial(group.add, buffer, tag)):
+                        buffer.evict()
+                    _taken.setdefault(pool.id, []).append(taken)
+                    nbytes += buffer.nbytes
+    finally:
+        _routes.stripping = False
+    return nbytes
+
+
+_taken: dict[object, list[Any]] = {}
+"""Tensors in segments without memory, by the ids of their pools."""
 _routes = threading.local()
-"""The routes of a thread, outermost first, as its attribute ``all``."""
+"""The routes of a thread, outermost first, as its attribute ``all``; and whether it is in :func:`_strip`."""
 
 
 class Callbacks:
@@ -328,6 +373,8 @@ class Callbacks:
         return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
 
     def _allocate(self, nbytes: int, ordinal: int, stream: int | None) -> int:
+        if getattr(_routes, "stripping", False):
+            return 0
         address = 0
         try:
             # PyTorch also allocates segments during captures, and these must not become graph memory.
@@ -335,7 +382,7 @@ class Callbacks:
                 try:
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
                 except OutOfMemoryError:
-                    if not _return_segments():
+                    if not _return_segments() + _strip(self.ledger, ordinal, stream or 0):
                         raise
                     address = self.ledger.allocate(nbytes, ordinal, stream or 0, in_capture=False)
             return address

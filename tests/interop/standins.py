@@ -384,7 +384,7 @@ def torch(driver: Any) -> dict[str, ModuleType]:
             return id(self)
 
         def use_count(self) -> int:
-            return 1 + len(graphs.get(self.id, ()))
+            return 1 + len(graphs.get(self.id, ())) + recording.count(self)
 
         def take(self, nbytes: int, stream: int) -> int:
             size = -(-nbytes // segment_size) * segment_size

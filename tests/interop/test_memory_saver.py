@@ -23,7 +23,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.interop import memory_saver
 from streamalloc.interop.memory_saver import TorchMemorySaver
-from streamalloc.interop.torch import collect
+from streamalloc.interop.torch import collect, unrouted
 from streamalloc.testing import Faults, settle
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
@@ -386,6 +386,56 @@ class TestMemory:
         one.resume()
         assert torch.holds(outer, 2)
         other.resume()
+
+    def test_memory_that_pytorch_keeps_is_released_before_it_runs_out(
+        self, torch: Library, saver: TorchMemorySaver, device: sa.Device
+    ) -> None:
+        with saver.region(enable_cpu_backup=True):
+            kept, dropped = torch.make(N), [torch.make(2 * N), torch.make(2 * N)]
+            torch.fill(kept, 3)
+            addresses = {tensor.data_ptr() for tensor in dropped}
+            dropped.clear()
+            gc.collect()
+            saver.memory_margin_bytes = device.memory_info().free - N
+            large = torch.make(4 * N)
+            assert mapped(saver) == 5 * N and large.data_ptr() not in addresses
+            with pytest.raises(torch.module.OutOfMemoryError):
+                torch.make(2 * N)
+            saver.memory_margin_bytes = 0
+            again = torch.make(2 * N)
+        assert again.data_ptr() not in addresses
+        torch.fill(large, 4)
+        torch.fill(again, 5)
+        saver.pause()
+        assert mapped(saver) == 0
+        saver.resume()
+        assert mapped(saver) == 7 * N
+        assert torch.holds(kept, 3) and torch.holds(large, 4) and torch.holds(again, 5)
+        (bridge,) = saver._bridges.values()
+        del kept, large, again
+        bridge.close()
+        settle()
+        assert not sys.modules["streamalloc.interop.torch"]._taken and not bridge.segments
+
+    def test_memory_that_a_graph_may_use_is_not_released(
+        self, torch: Library, saver: TorchMemorySaver, device: sa.Device
+    ) -> None:
+        cuda = torch.module.cuda
+        side = cuda.Stream()
+        with saver.region():
+            kept = torch.make(N)
+        (bridge,) = saver._bridges.values()
+        with unrouted(), cuda.graph(graph := cuda.CUDAGraph(), bridge.pool.id, stream=side):
+            torch.make(2 * N).fill_(1)  # memory without a tensor, which each replay writes
+        gc.collect()
+        saver.memory_margin_bytes = device.memory_info().free - N
+        with saver.region(), cuda.stream(side), pytest.raises(torch.module.OutOfMemoryError):
+            torch.make(3 * N)
+        saver.memory_margin_bytes = 0
+        assert mapped(saver) == 3 * N
+        graph.replay()
+        cuda.current_stream().synchronize()
+        torch.fill(kept, 1)
 
     def test_tensors_of_other_threads_stay(self, torch: Library, saver: TorchMemorySaver) -> None:
         made: list[Any] = []
