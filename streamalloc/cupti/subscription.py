@@ -114,6 +114,7 @@ class Subscription:
         self._library = Library()
         self._functions = _known(self._library.functions(), frozenset(functions))
         self.kernels: Kernels = Kernels()
+        self._watch = _Watch()
         self._main = threading.main_thread().ident or 0
         self._waiting: Stack | None = None
         """Place of the main thread while threads of C++ work for it."""
@@ -124,6 +125,7 @@ class Subscription:
             undo.callback(self.kernels.close)
             self.kernels.open()
             self._library.subscribe(self._called, self._functions)
+            self._watch.open()
             undo.pop_all()
         # While a callback runs, its thread should keep Python's lock: the library that makes the call may hold a lock
         # of its own for which the next thread, which has Python's then, waits.
@@ -144,6 +146,7 @@ class Subscription:
         """End the subscription."""
         self._library.unsubscribe()
         self.kernels.close()
+        self._watch.close()
         sys.setswitchinterval(self._interval)
 
     def _called(self, user: int, domain: int, number: int, data: int) -> None:
@@ -244,6 +247,46 @@ def subscribe(listener: Callable[[DriverCall], None], functions: Iterable[str]) 
         yield made
     finally:
         made.close()
+
+
+class _Watch:
+    """Says that no thread of Python has run for a minute: a callback may wait for Python's lock, with a lock of its
+    library, while the thread that has Python's lock waits for the library's.
+
+    No code of Python could say it. So a timer of C calls a function of C, unless a thread sets the timer again before.
+    """
+
+    def __init__(self) -> None:
+        self._text = ctypes.c_char_p(_HANG)
+        self._c: Any = ctypes.CDLL(None)
+        self._timer = ctypes.c_void_p()
+        self._ended = threading.Event()
+
+    def open(self) -> None:
+        """Begin to watch, where C has such timers."""
+        if hasattr(self._c, "timer_create") and hasattr(self._c, "warnx"):
+            text, function = (ctypes.cast(one, ctypes.c_void_p).value for one in (self._text, self._c.warnx))
+            event = struct.pack("QiiQ40x", text, 0, _SIGEV_THREAD, function)
+            if not self._c.timer_create(_CLOCK_MONOTONIC, event, ctypes.byref(self._timer)):
+                threading.Thread(target=self._go_on, name="streamalloc watch", daemon=True).start()
+
+    def _go_on(self) -> None:
+        while not self._ended.wait(_MOST_SILENT / 10):
+            self._c.timer_settime(
+                self._timer, 0, struct.pack("QQQQ", 0, 0, *divmod(int(_MOST_SILENT * 1e9), 10**9)), None
+            )
+        self._c.timer_delete(self._timer)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._ended.set()
+
+
+_MOST_SILENT = 60.0
+"""Seconds without a thread of Python that are said to be a hang."""
+_HANG = b"""streamalloc: no thread of Python has run for a minute. If the program hangs, a library has called the driver
+with a lock of its own, and its callback waits for Python's lock, whose thread waits for the library's."""
+_CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
 def raise_soon(kind: type[BaseException]) -> threading.Timer:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from time import sleep
 from typing import Any
 
@@ -121,6 +123,27 @@ def test_threads_change_less_often_while_calls_are_listened_to(shown: Any) -> No
     with cupti.subscribe(lambda call: None, ["cuMemGetInfo"]):
         assert sys.getswitchinterval() > 0.09 > before
     assert sys.getswitchinterval() == before
+
+
+def test_a_process_whose_lock_of_python_nobody_gives_away_says_so(
+    python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """While a thread sleeps with the lock; not while it sleeps without."""
+    code = """
+import ctypes, time
+from streamalloc.cupti import subscription
+subscription._MOST_SILENT = 0.5
+watch = subscription._Watch()
+watch.open()
+time.sleep(1)
+print("so far", flush=True)
+{sleep}
+watch.close()
+time.sleep(0.8)
+"""
+    held, free = (python(code.format(sleep=one)) for one in ("ctypes.PyDLL(None).usleep(800_000)", "time.sleep(0.8)"))
+    assert held.returncode == free.returncode == 0 and held.stdout == "so far\n"
+    assert held.stderr.count("no thread of Python has run") == 1 and free.stderr == ""
 
 
 def test_an_interrupt_in_a_callback_reaches_the_program(shown: Any) -> None:
