@@ -45,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="SIZE", type=size_of, default=None, help=about)
     about = "make room below the limit: remove keys that nobody reads, the least recently used first"
     parser.add_argument("--evict", action="store_true", help=about)
+    about = "keep what the store holds in a second process, for the next server if this one is killed"
+    parser.add_argument("--keep", action="store_true", help=about)
 
 
 def run(terminal: Terminal, options: argparse.Namespace) -> int:
@@ -52,7 +54,8 @@ def run(terminal: Terminal, options: argparse.Namespace) -> int:
     try:
         # The driver is queried only for UUIDs. Without --devices it is not even loaded.
         driver = None if options.served is None else choose(options.driver, options.devices).driver
-        server = StoreServer(options.name, options.served, options.limit, evict=options.evict, driver=driver)
+        evict, keep = options.evict, options.keep
+        server = StoreServer(options.name, options.served, options.limit, evict=evict, keep=keep, driver=driver)
     except (StoreBusyError, DriverNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from None
 

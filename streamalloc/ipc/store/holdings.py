@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,9 @@ class Epoch:
     fabric: bool = field(init=False)
     """Whether other machines may have the memory, of which the store knows nothing."""
 
+    adopted: bool = False
+    """Whether a server held it that was killed. Its readers at that time are not known."""
+
     def close(self) -> None:
         """Close the descriptors. The driver frees the memory once no process maps it."""
         close_all((*self.files, *self.handles))
@@ -125,7 +128,8 @@ class HeldEntry:
         current = self.current
         # While contents are announced, or were lost, the writer's copies may still be on their way into the memory.
         fits = current is not None and (epoch.device, epoch.chunks) == (current.device, current.chunks)
-        if self.recycles and self.spare is None and fits and epoch.ready is None and not epoch.fabric:
+        known = epoch.ready is None and not epoch.fabric and not epoch.adopted
+        if self.recycles and self.spare is None and fits and known:
             self.spare = epoch
         else:
             epoch.close()
@@ -168,8 +172,23 @@ class Holdings:
         self.entries: dict[str, HeldEntry] = {}
         self.lost: dict[str, tuple[int, str]] = {}
         """Last epoch and reason of each key lost without a request."""
+        self.keep: Callable[[Sequence[HeldEntry]], None] | None = None
+        """Called with keys whose last complete commit has changed, before anybody is told of it."""
         self._journal = journal
         self._read_journal()
+
+    def adopt(self, epoch: Epoch) -> None:
+        """Take over a commit that a killed server held."""
+        entry = epoch.entry
+        epoch.nbytes, epoch.adopted = sum(epoch.chunks), True
+        number, _ = self.lost.pop(entry.key, (0, ""))
+        entry.number = max(epoch.number, number)  # a commit whose contents were not there yet had a number, too
+        entry.current, self.entries[entry.key] = epoch, entry
+
+    def _changed(self, *entries: HeldEntry) -> None:
+        if self.keep is not None:
+            self.keep(entries)
+        self._write_journal()
 
     # -- writers ---------------------------------------------------------------------------------------------------
 
@@ -242,6 +261,7 @@ class Holdings:
             self.evicted += 1
             self.lost[epoch.entry.key] = epoch.entry.number, "it was evicted, to make room for other keys"
             self._drop(epoch.entry)
+            self._changed(epoch.entry)
 
     def prepare(self, epoch: Epoch, address: int, chunks: list[int], files: tuple[Fd, ...], handles: list[Fd]) -> None:
         """Take over the memory of a complete epoch. :meth:`publish` makes it visible."""
@@ -275,7 +295,7 @@ class Holdings:
             else:
                 entry.retire(replaced)
             self.lost.pop(entry.key, None)
-        self._write_journal()
+        self._changed(*(epoch.entry for epoch in epochs))
 
     # -- readers ---------------------------------------------------------------------------------------------------
 
@@ -306,7 +326,7 @@ class Holdings:
             self._drop(entry)
         elif known is None:
             raise StoreKeyError(f"the store holds nothing under {key!r}")
-        self._write_journal()
+        self._changed(*([] if entry is None else [entry]))
 
     def _drop(self, entry: HeldEntry) -> None:
         epochs = entry.current, entry.before
@@ -366,18 +386,23 @@ class Holdings:
             epoch.settle()
             entry.retire(entry.before)
             entry.before = None
+            self._changed(entry)
         elif ended or word.lost:
             entry.current, entry.before = entry.before, None
             entry.retire(epoch)
             if entry.current is None:
                 self.lost[entry.key] = entry.number, "its writer died before the contents were there"
             self._forget(entry)
-            self._write_journal()
+            self._changed(entry)
+
+    def release(self) -> None:
+        """Close all descriptors."""
+        for epoch in self.all_epochs():
+            epoch.close()
 
     def close(self) -> None:
         """Close all descriptors, and remove the journal."""
-        for epoch in self.all_epochs():
-            epoch.close()
+        self.release()
         self._journal.unlink(missing_ok=True)
 
     # -- sums ------------------------------------------------------------------------------------------------------

@@ -32,8 +32,9 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
 from streamalloc.ipc.store.holdings import Epoch, HeldEntry, Holder, Holdings
+from streamalloc.ipc.store.keeper import Keeper, Kept
 from streamalloc.ipc.store.manifest import Manifest, TensorLayout, read_file, sealed_file
-from streamalloc.ipc.store.protocol import REQUESTS, encode, request_in, socket_path
+from streamalloc.ipc.store.protocol import REQUESTS, checked_key, encode, request_in, socket_path
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors
 from streamalloc.ipc.wire.control_block import ReadyWord
 
@@ -85,6 +86,9 @@ class StoreServer(Closes):
         Most bytes held per device; None: no limit.
     evict
         Whether to make room by removing keys without readers, the least recently used first.
+    keep
+        Whether a small process keeps the descriptors of all complete commits as well, so that the next server goes on
+        with them if this one is killed.
     driver
         The driver that numbers the devices.
 
@@ -94,8 +98,8 @@ class StoreServer(Closes):
         Another process of this user serves a store of this name.
     """
 
-    __slots__ = ("__weakref__", "_clients", "_holdings", "_listener", "_lock", "_process", "_selector", "_spare",
-                 "_thread", "_told", "_wake", "address", "name")  # fmt: skip
+    __slots__ = ("__weakref__", "_clients", "_holdings", "_keeper", "_listener", "_lock", "_process", "_selector",
+                 "_spare", "_thread", "_told", "_wake", "address", "name")  # fmt: skip
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class StoreServer(Closes):
         limit: int | None = None,
         *,
         evict: bool = False,
+        keep: bool = False,
         driver: Driver | None = None,
     ) -> None:
         path = socket_path(name)
@@ -127,6 +132,15 @@ class StoreServer(Closes):
             self.address: str = self._listener.address
             """Path of the socket."""
             self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
+            self._keeper: Keeper | None = None
+            if keep:
+                undo.callback(self._holdings.release)
+                self._keeper = Keeper(path.with_suffix(".keeper"))
+                undo.callback(self._keeper._channel.close)  # a keeper serves one connection at a time
+                for kept in self._keeper.take():
+                    with undoing(functools.partial(close_all, kept.handles)):
+                        self._holdings.adopt(_adopted(kept))
+                self._holdings.keep = self._keep
             self._wake = tuple(map(Fd, os.pipe()))
             self._spare = Fd(os.dup(self._wake[0].fileno()))
             """Descriptor that is closed to accept, and refuse, a connection when no other is left."""
@@ -194,9 +208,28 @@ class StoreServer(Closes):
         self._clients.clear()
         self._holdings.close()
         self._selector.close()
-        close_all((*self._wake, self._spare))
+        close_all((*self._wake, self._spare, *([] if self._keeper is None else [self._keeper])))
         Path(self.address).with_suffix(".lock").unlink(missing_ok=True)
         self._lock.close()
+
+    def _keep(self, entries: Sequence[HeldEntry]) -> None:
+        """Tell the keeper of changes. Without one the server goes on, and its log says what that means."""
+        if self._keeper is None:
+            return
+        kept, dropped = [], []
+        for entry in entries:
+            # Only complete commits: until the contents of a new one are there, the one before counts.
+            epoch = entry.current if entry.current is None or entry.current.ready is None else entry.before
+            if epoch is not None:
+                kept.append((entry.key, Kept(_described(epoch), (*epoch.files, *epoch.handles))))
+            else:
+                dropped.append(entry.key)
+        try:
+            self._keeper.put(kept, dropped)
+        except (OSError, ValueError) as error:
+            text = "the keeper of the store %r has ended: what the store holds is lost if its server is killed (%s)"
+            logging.getLogger(__name__).warning(text, self.name, error)
+            self._keeper = None
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -413,6 +446,39 @@ def _checked(layout: TensorLayout, nbytes: int, last: Epoch | None) -> int:
         return last.count
     layout.check(nbytes)
     return len(layout)
+
+
+def _described(epoch: Epoch) -> str:
+    about = {name: getattr(epoch, name) for name in _DESCRIBED}
+    return json.dumps(about | {"key": epoch.entry.key, "place": epoch.entry.place})
+
+
+def _adopted(kept: Kept) -> Epoch:
+    """Return an epoch as :func:`_described` wrote it; ``ProtocolError`` if it is none."""
+    try:
+        about = json.loads(kept.text)
+        entry = HeldEntry(checked_key(about["key"]), int(about["place"]), 0)
+        epoch = Epoch(entry, str(about["device"]), False, None)
+        for name, kind in _DESCRIBED.items():
+            if type(about[name]) is not kind:
+                raise ValueError(f"{name} is {about[name]!r:.80}")
+            setattr(epoch, name, about[name])
+        if len(kept.handles) != 2 + len(epoch.chunks) or not all(type(one) is int and one > 0 for one in epoch.chunks):
+            raise ValueError(f"it has {len(kept.handles)} descriptors, for {len(epoch.chunks)} chunks")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ProtocolError(
+            f"what the keeper has cannot be read: {error}. If that is of another release, end the keeper, which "
+            "releases it"
+        ) from None
+    epoch.files, epoch.handles = kept.handles[:2], list(kept.handles[2:])
+    return epoch
+
+
+_DESCRIBED: dict[str, type] = {
+    "device": str, "number": int, "chunks": list, "created": float, "layout": str, "count": int, "address": int,
+    "fabric": bool,
+}  # fmt: skip
+"""Fields of an epoch that the keeper has, with their types."""
 
 
 def _pids(epoch: Epoch) -> list[int]:

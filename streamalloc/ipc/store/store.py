@@ -129,12 +129,13 @@ class Store(Closes):
         limit: int | None = None,
         *,
         evict: bool = False,
+        keep: bool = False,
         driver: Driver | None = None,
     ) -> StoreServer:
         """Serve a store on a thread of this process, until :meth:`StoreServer.close`; parameters as for
         :class:`StoreServer`.
         """
-        return StoreServer(name, devices, limit, evict=evict, driver=driver).start()
+        return StoreServer(name, devices, limit, evict=evict, keep=keep, driver=driver).start()
 
     # -- writing and reading ---------------------------------------------------------------------------------------
 
