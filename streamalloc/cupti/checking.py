@@ -166,6 +166,7 @@ class Check:
             undo.enter_context(self._libraries.followed())
             undo.callback(self.merge)
             undo.callback(self._raise_here)
+            undo.callback(self._work)
             self._subscription.open()
             undo.callback(self._subscription.close)
             yield self

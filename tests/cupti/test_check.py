@@ -447,6 +447,19 @@ def test_kernels_in_a_row_come_before_the_event_behind_them(checked: Any) -> Non
 
 
 @launches
+def test_the_last_launches_of_a_program_count(shown: Any, checked: Any) -> None:
+    with sa.Device(0, driver=shown).current(), contextlib.ExitStack() as undo:
+        with cupti.check() as check:
+            s = Scene(shown, undo)
+            made = int(shown.cuMemAlloc(MiB)[1])
+            shown.launch(FILL, s.first, made)
+            shown.launch("read", s.side, made)
+            shown.launch("read", s.side, made)
+        shown.cuMemFree(made)
+    assert [one.kind for one in check.hazards] == ["race", "race"]
+
+
+@launches
 @pytest.mark.parametrize("forgets", [False, True])
 def test_the_work_of_a_lone_stream_is_kept_for_the_second_one(
     checked: Any, monkeypatch: pytest.MonkeyPatch, forgets: bool
