@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "notebooks" / "docs" / "behaviours.md"
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in PAGE.read_text().splitlines()
+    for line in PAGE.read_text().partition("\n## NVIDIA's pages")[0].splitlines()
     if line.startswith("| ") and not line.startswith(("| ---", "| behaviour"))
 ]
 _PROGRAM = re.compile(r"`([^`]+)`(?: raises `(\w+)`)?$")
