@@ -211,6 +211,13 @@ def _raw_handles(thing: object, **options: Any) -> Any:
 
 streamalloc.core.resource.raw_handles = _raw_handles
 
+
+def _buffer_from_handle(*args: Any) -> Any:
+    return importlib.import_module("streamalloc.pool.borrowed").buffer_from_handle(*args)
+
+
+streamalloc.core.resource.buffer_from_handle = _buffer_from_handle
+
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
 _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")
 _NAMES_BY_MODULE = {

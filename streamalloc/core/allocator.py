@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from streamalloc.core.allocation_hooks import Watcher, bare, holders, watch, watching_of
-from streamalloc.core.buffer import Buffer, GraphBuffer, PoolBuffer
+from streamalloc.core.buffer import Buffer, BufferSource, GraphBuffer, PoolBuffer
 from streamalloc.core.copies import CopySide
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.fence import await_closed_streams
-from streamalloc.core.properties import MemLocation, MemLocationType, checked_size, size_of
+from streamalloc.core.properties import MemLocationType, checked_size, size_of
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
 from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, as_stream, library_stream
@@ -32,26 +32,19 @@ _IN_GRAPHS = (
 )
 
 
-class Allocator(Unique):
+class Allocator(Unique, BufferSource):
     """Source of buffers: a memory pool, or a cache over one."""
 
-    __slots__ = ("__weakref__", "_alloc", "_free", "_ordinal", "_raw", "_session", "location")
+    __slots__ = ("__weakref__", "_alloc", "_raw")
 
-    location: MemLocation
-    """Location of the memory."""
     _alloc_name = "cuMemAllocFromPoolAsync"
     """Name of the driver function behind ``_alloc``, for errors."""
     _alloc: Any
     """The driver's function, or one in its place: of watchers (:class:`Tap`), of the current pool, or one that raises,
     for a closed pool and in a forked child.
     """
-    _free: Any
-    """The driver's function, or one of watchers, of a cache, or of a forked child in its place."""
     _raw: Any
     """``CUmemoryPool``, the second argument of ``_alloc``."""
-    _session: Session
-    _ordinal: int | None
-    """Ordinal of the device that owns the memory, see :attr:`Memory._ordinal`."""
 
     def _bind(self, session: Session, alloc: Any, raw: Any, free: Any = None) -> None:
         """Bind the two functions of direct calls. ``alloc`` takes the size, ``raw`` and the handle of the stream.
@@ -247,24 +240,11 @@ class Allocator(Unique):
         """Figures for an :class:`OutOfMemoryError`; those that cannot be read are left out."""
         raise NotImplementedError
 
-    def _pool_of(self, buffer: Buffer) -> object:
-        """The pool that a buffer's memory is in."""
-        raise NotImplementedError
-
-    def _reachable_from(self, device: Device) -> bool:
-        """Whether a device may use the memory."""
-        raise NotImplementedError
-
-    @property
-    def managed(self) -> bool:
-        """Whether the memory migrates between devices and host."""
-        return False
-
     def _shut_after_fork(self) -> None:
         self._alloc = self._free = refuse_after_fork
 
 
-def free_function(allocator: Allocator) -> Any:
+def free_function(allocator: BufferSource) -> Any:
     """The function by which an allocator frees now: the driver's, or one of watchers."""
     return allocator._free
 

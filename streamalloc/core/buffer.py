@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import abc
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from streamalloc.core import resource
 from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
-from streamalloc.core.device import Device, session_for
+from streamalloc.core.device import Device
 from streamalloc.core.errors import (
     LOST,
     CaptureError,
@@ -29,18 +29,16 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
-from streamalloc.core.places import Address, Residence, has_access
-from streamalloc.core.plain import PlainEnd, PlainSource, find, is_ours, number_of_handle, refuse_second_owner
+from streamalloc.core.places import Residence
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, checked_size
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import NOT_CALLED, PerDriver, Session
+from streamalloc.core.session import NOT_CALLED, Session
 from streamalloc.core.stream import (
     Stream,
     StreamLike,
     as_stream,
     direct_handle,
     of_this_thread,
-    refuse_capture,
 )
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row
@@ -80,26 +78,49 @@ class SharedState(abc.ABC):
         """Submit the free of a dropped buffer to the deferred queue. Called by the finaliser."""
 
 
-class BufferSource(Protocol):
-    """The allocator of buffers, as far as they need it."""
+class BufferSource:
+    """Origin of buffers' memory: an allocator, or the place of memory that no allocator of this package gave."""
+
+    __slots__ = ("_free", "_ordinal", "_session", "location")
 
     location: MemLocation
+    """Location of the memory."""
+    _free: Any
+    """Function that frees: called with a pointer and a ``CUstream``, it returns the driver's answer."""
+    _ordinal: int | None
+    """Ordinal of the device that owns the memory, see :attr:`Memory._ordinal`."""
     _session: Session
 
     @property
-    def _free(self) -> Any:
-        """Called with a pointer and the handle of a stream; returns the driver's answer."""
+    def managed(self) -> bool:
+        """Whether the memory migrates between devices and host."""
+        return False
 
-    @property
-    def _ordinal(self) -> int | None: ...
+    def _pool_of(self, buffer: Buffer) -> object:
+        """The pool that a buffer's memory is in; None if it is not known."""
+        return None
+
+    def _reachable_from(self, device: Device) -> bool:
+        """Whether a device may use the memory."""
+        return True
+
+
+class PlainSource(BufferSource):
+    """The place of one memory, for its buffer in place of a pool."""
+
+    __slots__ = ("_managed",)
+
+    def __init__(self, session: Session, place: Residence, free: Any) -> None:
+        self._session = session
+        self._free = free
+        self._ordinal = None if place.managed else place.ordinal
+        self._managed = place.managed
+        self.location = place.location or MemLocation.none()
 
     @property
     def managed(self) -> bool:
-        """Whether the driver migrates the memory."""
-
-    def _pool_of(self, buffer: Buffer, /) -> object: ...
-
-    def _reachable_from(self, device: Device, /) -> bool: ...
+        """Whether the memory migrates between devices and host."""
+        return self._managed
 
 
 class Allocates(Protocol):
@@ -171,26 +192,9 @@ class Buffer(Memory, Closes):
         >>> again.location == buffer.location
         True
         """
-        session = stream._session if isinstance(stream, Stream) else session_for(None, driver)
-        session.check_process()
-        number, nbytes = number_of_handle("address", address), checked_size("nbytes", nbytes)
-        taken = _taken(session)
-        known = taken.get(number)
-        if is_ours(owner) and known is not None and not known.freed:
-            raise refuse_second_owner(known)
-        source, call = find(session, number, nbytes, ours=is_ours(owner))
-        device = Device(source._ordinal or 0, driver=session.driver)
-        ordered = device.default_stream if stream is None else as_stream(stream, session)
-        if call == "cuMemFreeAsync":
-            buffer: Buffer = PoolBuffer()
-            buffer._allocator, buffer._nbytes, buffer._shared = source, nbytes, None
-            buffer._stream, buffer._ptr = ordered, cuda.CUdeviceptr(number)
-        else:
-            end = PlainEnd(source, call, number, ordered, None if is_ours(owner) else owner)
-            buffer = PlainBuffer(end, nbytes)
-        if is_ours(owner):
-            taken[number] = buffer
-        return buffer
+        assert resource.buffer_from_handle is not None  # the package sets it
+        found: Buffer = resource.buffer_from_handle(address, nbytes, owner, stream, driver)
+        return found
 
     @property
     def address(self) -> int:
@@ -327,7 +331,7 @@ class Buffer(Memory, Closes):
         # second free would end the memory of whoever gets the address next.
         ptr, self._ptr = self._ptr, None
         if ptr is None:
-            raise _freed_already(self)
+            raise freed_already(self)
         try:
             result = free(ptr, handle)[0]
         except NOT_CALLED:
@@ -343,7 +347,7 @@ class Buffer(Memory, Closes):
         self._ptr = self._shared = None
         pointer = ptr if shared is None else shared[1]
         if pointer is None:
-            raise _freed_already(self)
+            raise freed_already(self)
         free = self._allocator._free
         try:
             result = free(pointer, handle)[0]
@@ -377,7 +381,7 @@ class Buffer(Memory, Closes):
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         if self.freed:
-            raise _freed_already(self)
+            raise freed_already(self)
         session.check_process()
         ordered = self._ordered_on(stream)
         ordered._checked_raw()
@@ -475,71 +479,7 @@ class PoolBuffer(Buffer):
             _free_later(session, ptr, stream, failed)
 
 
-class PlainBuffer(Buffer):
-    """A :class:`Buffer` whose memory is not freed in stream order, or not by this package. Its ``_end`` ends it."""
-
-    __slots__ = ("_end",)
-
-    @property
-    def _stream(self) -> Stream:
-        """The stream of the end, after whose work the memory ends."""
-        return self._end.stream
-
-    @_stream.setter
-    def _stream(self, stream: Stream) -> None:
-        self._end.stream = stream
-
-    def __init__(self, end: PlainEnd, nbytes: int) -> None:
-        self._end = end
-        self._allocator, self._nbytes, self._shared = end.source, nbytes, None
-        self._ptr = cuda.CUdeviceptr(int(end))
-        deferred_queue(end.source._session).end_with(self, end)
-
-    @property
-    def owner(self) -> object:
-        """The object that owns the memory, or its allocator; None once it was released, and if there is none."""
-        return self._end.owner
-
-    @property
-    def device_accessible(self) -> bool:
-        """Whether the stream's device may use the memory (``cuMemPoolGetAccess`` for memory of a pool, otherwise
-        ``CU_POINTER_ATTRIBUTE_ACCESS_FLAGS``).
-        """
-        device = self._stream.device
-        if self.managed or self.location == device.location:
-            return True
-        ask = Address(device._session, self.address)
-        with device.current():
-            pool = ask.value("MEMPOOL_HANDLE")
-            return has_access(ask.session, pool, device.location) if int(pool) else bool(ask.integer("ACCESS_FLAGS"))
-
-    def free(
-        self,
-        stream: StreamLike | None = None,
-        still_imported: StillImported = _DEFER,
-        timeout: float | None = None,
-    ) -> None:
-        """End the use after the work of a stream, as :meth:`Buffer.from_handle` describes."""
-        self._free_checked(stream, still_imported, timeout)
-
-    def _free_on(self, ordered: Stream, handle: Any) -> None:
-        refuse_capture(ordered, "cuMemFree", "memory that is not of a pool cannot be freed in a capture")
-        ptr, self._ptr = self._ptr, None
-        if ptr is None:
-            raise _freed_already(self)
-        self._end.stream = ordered
-        try:
-            self._allocator._free(self._end, handle)
-        except BaseException:
-            if self._end.raw is not None:
-                self._ptr = ptr
-            raise
-
-
-PoolBuffer.__name__ = PoolBuffer.__qualname__ = PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
-
-_taken: PerDriver[weakref.WeakValueDictionary[int, Buffer]] = PerDriver(lambda _: weakref.WeakValueDictionary())
-"""Buffers that have taken over memory of other code, by address."""
+PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"
 
 
 class GraphBuffer(Buffer):
@@ -741,7 +681,8 @@ def set_shared(buffer: Buffer, state: SharedState) -> None:
     buffer._ptr = None
 
 
-def _freed_already(buffer: Buffer) -> ClosedError:
+def freed_already(buffer: Buffer) -> ClosedError:
+    """The error for a second free."""
     return ClosedError(f"this buffer of {size_text(buffer._nbytes)} was freed already")
 
 

@@ -9,13 +9,15 @@ from streamalloc.core.allocation_hooks import Watcher, holders, look, notify_fre
 from streamalloc.core.allocator import Allocator, free_function, read_or_none
 from streamalloc.core.buffer import (
     Buffer,
+    BufferSource,
     GraphBuffer,
-    PlainBuffer,
+    PlainSource,
     PoolBuffer,
     SharedState,
     StillImported,
     free_refused,
     free_shared,
+    freed_already,
     past_caches,
     pool_of,
     set_shared,
@@ -54,20 +56,12 @@ from streamalloc.core.places import (
     Address,
     Residence,
     existing_pool,
+    has_access,
     has_calls_of_its_own,
     location_of_pool,
     place_of,
     pool_locations,
     set_current_pool,
-)
-from streamalloc.core.plain import (
-    THIS,
-    PlainEnd,
-    check_handle,
-    end_plain,
-    is_ours,
-    number_of_handle,
-    refuse_second_owner,
 )
 from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (

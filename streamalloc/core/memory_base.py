@@ -1,7 +1,7 @@
 """Base classes of all memory: address, size, location, stream and access; and what managed memory adds.
 
-The operations use only these attributes. :mod:`~streamalloc.core.copies` and :mod:`~streamalloc.core.array_interfaces`
-define them, and :class:`~streamalloc.core.memory.Memory` combines both.
+The operations use only these attributes. :mod:`~streamalloc.core.copies` and :mod:`~streamalloc.core.memory` define
+them.
 """
 
 from __future__ import annotations

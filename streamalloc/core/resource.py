@@ -33,6 +33,10 @@ raw_handles: Callable[..., Any] | None = None
 """``streamalloc.ipc.raw_handles``, imported on use; set by ``streamalloc/__init__.py``."""
 
 
+buffer_from_handle: Callable[..., Any] | None = None
+"""The same of :mod:`streamalloc.pool.borrowed`, for :meth:`Buffer.from_handle`."""
+
+
 def made_for_sharing() -> None:
     """Prepare for an object that may be shared with other processes."""
     if prepare_for_processes is not None:

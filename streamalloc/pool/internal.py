@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.core.internal import Device
+from streamalloc.pool.borrowed import THIS, PlainBuffer, check_handle, is_ours, refuse_second_owner
 from streamalloc.pool.cache.allocator import CachingAllocator
 from streamalloc.pool.cache.blocks import CachedBuffer
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes

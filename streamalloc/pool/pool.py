@@ -20,7 +20,6 @@ from streamalloc.core.errors import (
 from streamalloc.core.internal import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,
-    THIS,
     Allocator,
     Buffer,
     Device,
@@ -28,16 +27,13 @@ from streamalloc.core.internal import (
     Stream,
     StreamLike,
     as_stream,
-    check_handle,
     check_location,
     deferred_queue,
     existing_pool,
-    is_ours,
     location_of,
     location_of_pool,
     pool_locations,
     read_or_none,
-    refuse_second_owner,
     session_for,
     set_current_pool,
     work,
@@ -58,6 +54,7 @@ from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Drawn, Row, gauge, place
 from streamalloc.pool.access import GrantsAccess
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
+from streamalloc.pool.borrowed import THIS, check_handle, is_ours, refuse_second_owner
 from streamalloc.pool.ending import PoolCache, PoolEnd, pools_of
 from streamalloc.pool.properties import MemPoolProps
 

@@ -12,22 +12,19 @@ from streamalloc.core.internal import (
     Device,
     HandleEnd,
     Memory,
-    PlainBuffer,
-    PlainEnd,
     Stream,
     StreamLike,
     as_stream,
     check_location,
     deferred_queue,
-    end_plain,
     location_of,
-    number_of_handle,
     raw_handle,
     refuse_capture,
     session_for,
 )
 from streamalloc.core.properties import MemLocation, size_of
 from streamalloc.driver.internal import cuda
+from streamalloc.pool.borrowed import PlainBuffer, PlainEnd, end_plain, number_of_handle
 
 if TYPE_CHECKING:
     from streamalloc.driver import Driver

@@ -22,19 +22,15 @@ from streamalloc.core.errors import (
 from streamalloc.core.internal import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,
-    THIS,
     Deferred,
     Device,
     Fd,
     Memory,
-    check_handle,
     check_location,
     check_usable,
     deferred_queue,
     holders,
-    is_ours,
     location_of,
-    refuse_second_owner,
     session_for,
 )
 from streamalloc.core.properties import (
@@ -49,7 +45,7 @@ from streamalloc.core.session import OwnsHandle, Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import cuda
 from streamalloc.formats.html import Row, mib, place
-from streamalloc.pool.internal import pool_holders
+from streamalloc.pool.internal import THIS, check_handle, is_ours, pool_holders, refuse_second_owner
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.ownership import AllocationHandle, Allocations, GenericAllocation, Kind, allocations_of
 from streamalloc.vmm.properties import MemAllocationProp, MemAllocFlags

@@ -17,7 +17,6 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     GraphBuffer,
-    PlainBuffer,
     Stream,
     StreamLike,
     TypedView,
@@ -64,7 +63,7 @@ from streamalloc.ipc.wire.descriptor import (
     check_array,
 )
 from streamalloc.pool import MemoryPool
-from streamalloc.pool.internal import MemoryKind, pointer_attributes
+from streamalloc.pool.internal import MemoryKind, PlainBuffer, pointer_attributes
 from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
 from streamalloc.vmm.internal import covering, is_imported
 

@@ -20,7 +20,7 @@ from streamalloc.core.internal import (
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
-    from streamalloc.core.internal import Allocator, StillImported
+    from streamalloc.core.internal import BufferSource, StillImported
 
     # The bindings have no types.
     class _Pointer:
@@ -76,7 +76,7 @@ class CachedBlock(_Pointer):
     size_class: SizeClass
 
 
-def filled(kind: type[B], allocator: Allocator, pointer: Any, nbytes: int, stream: Stream) -> B:
+def filled(kind: type[B], allocator: BufferSource, pointer: Any, nbytes: int, stream: Stream) -> B:
     """Return a new buffer with all attributes set. It owns ``pointer``."""
     buffer: B = kind()
     buffer._nbytes = nbytes

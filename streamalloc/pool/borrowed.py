@@ -1,23 +1,43 @@
-"""Memory that is not freed in stream order: that of other code, and of ``cuMemAlloc`` and its like.
+"""Handles and memory of other code, and memory that is not freed in stream order.
 
-Who owns it is said by the caller, never inferred. Kind, device and size are those that the driver reports.
+Who owns them is said by the caller, never inferred. Kind, device and size of memory are those that the driver reports.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.core.deferred import HandleEnd, deferred_queue
 from streamalloc.core.errors import size_text
-from streamalloc.core.fence import Fence, OnceIdle
-from streamalloc.core.places import Address, Residence, place_of
-from streamalloc.core.properties import MemLocation, checked_size
+from streamalloc.core.internal import (
+    Address,
+    Buffer,
+    Device,
+    Fence,
+    HandleEnd,
+    OnceIdle,
+    PlainSource,
+    PoolBuffer,
+    Residence,
+    Stream,
+    StreamLike,
+    as_stream,
+    deferred_queue,
+    free_function,
+    freed_already,
+    has_access,
+    place_of,
+    refuse_capture,
+    session_for,
+)
+from streamalloc.core.properties import checked_size
+from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda
+from streamalloc.pool.cache.blocks import filled
 
 if TYPE_CHECKING:
-    from streamalloc.core.device import Device
-    from streamalloc.core.session import Session
-    from streamalloc.core.stream import Stream
+    from streamalloc.core.internal import StillImported
+    from streamalloc.driver import Driver
 
 THIS = "this"
 """The owner of a handle that the object made of it ends."""
@@ -73,28 +93,6 @@ def _is_readable(address: int) -> bool:
         return False
 
 
-class PlainSource:
-    """The place of one memory, for its buffer in place of a pool."""
-
-    __slots__ = ("_free", "_session", "location", "managed")
-
-    def __init__(self, session: Session, place: Residence, free: Any) -> None:
-        self._session = session
-        self._free = free
-        self.location: MemLocation = place.location or MemLocation.none()
-        self.managed = place.managed
-
-    @property
-    def _ordinal(self) -> int | None:
-        return None if self.managed else Residence(self.location, managed=False).ordinal
-
-    def _pool_of(self, buffer: Any) -> object:
-        return None
-
-    def _reachable_from(self, device: Device) -> bool:
-        return True
-
-
 class PlainEnd(HandleEnd):
     """The end of one memory after the work of a stream: of the reference to its owner, or by a call that waits."""
 
@@ -102,7 +100,7 @@ class PlainEnd(HandleEnd):
 
     def __init__(self, source: Any, call: str, address: int | None, stream: Stream, owner: object) -> None:
         """``call``: the driver function that frees the memory; empty if ``owner`` does. ``source``: the allocator."""
-        super().__init__(source._session, call, address)
+        super().__init__(session_of(source), call, address)
         self.source = source
         self.stream: Stream = stream
         """The stream whose work comes first."""
@@ -138,7 +136,7 @@ class PlainEnd(HandleEnd):
 
     def _free(self) -> None:
         if self._raw is not None:
-            self.source._free(self, self.stream._raw)
+            free_function(self.source)(self, None)
 
 
 def end_plain(end: PlainEnd, _stream: object) -> tuple[Any]:
@@ -187,3 +185,92 @@ def _free_call(ask: Address, place: Residence) -> str:
         f"owner={THIS!r}: the memory at {ask.number:#x} is mapped by cuMemMap, or of a graph, and not freed by its "
         "address; vmm.PhysicalMemory.at owns a handle of mapped memory"
     )
+
+
+class PlainBuffer(Buffer):
+    """A :class:`Buffer` whose memory is not freed in stream order, or not by this package. Its ``_end`` ends it."""
+
+    __slots__ = ("_end",)
+
+    @property
+    def _stream(self) -> Stream:
+        """The stream of the end, after whose work the memory ends."""
+        return self._end.stream
+
+    @_stream.setter
+    def _stream(self, stream: Stream) -> None:
+        self._end.stream = stream
+
+    def __init__(self, end: PlainEnd, nbytes: int) -> None:
+        self._end = end
+        self._allocator, self._nbytes, self._shared = end.source, nbytes, None
+        self._ptr = cuda.CUdeviceptr(int(end))
+        deferred_queue(session_of(end.source)).end_with(self, end)
+
+    @property
+    def owner(self) -> object:
+        """The object that owns the memory, or its allocator; None once it was released, and if there is none."""
+        return self._end.owner
+
+    @property
+    def device_accessible(self) -> bool:
+        """Whether the stream's device may use the memory (``cuMemPoolGetAccess`` for memory of a pool, otherwise
+        ``CU_POINTER_ATTRIBUTE_ACCESS_FLAGS``).
+        """
+        device = self._stream.device
+        if self.managed or self.location == device.location:
+            return True
+        ask = Address(session_of(device), self.address)
+        with device.current():
+            pool = ask.value("MEMPOOL_HANDLE")
+            return has_access(ask.session, pool, device.location) if int(pool) else bool(ask.integer("ACCESS_FLAGS"))
+
+    def free(
+        self, stream: StreamLike | None = None, still_imported: StillImported = "defer", timeout: float | None = None
+    ) -> None:
+        """End the use after the work of a stream, as :meth:`Buffer.from_handle` describes."""
+        self._free_checked(stream, still_imported, timeout)
+
+    def _free_on(self, ordered: Stream, handle: Any) -> None:
+        refuse_capture(ordered, "cuMemFree", "memory that is not of a pool cannot be freed in a capture")
+        ptr, self._ptr = self._ptr, None
+        if ptr is None:
+            raise freed_already(self)
+        self._end.stream = ordered
+        try:
+            free_function(self._allocator)(self._end, handle)
+        except BaseException:
+            if self._end.raw is not None:
+                self._ptr = ptr
+            raise
+
+
+PlainBuffer.__name__ = PlainBuffer.__qualname__ = "Buffer"
+
+_taken: PerDriver[weakref.WeakValueDictionary[int, Buffer]] = PerDriver(lambda _: weakref.WeakValueDictionary())
+"""Buffers that have taken over memory of other code, by address."""
+
+
+def buffer_from_handle(
+    address: Any, nbytes: int, owner: object, stream: StreamLike | None, driver: Driver | None
+) -> Buffer:
+    """:meth:`Buffer.from_handle`."""
+    session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)
+    session.check_process()
+    number, nbytes = number_of_handle("address", address), checked_size("nbytes", nbytes)
+    taken, ours = _taken(session), is_ours(owner)
+    known = taken.get(number)
+    if ours and known is not None and not known.freed:
+        raise refuse_second_owner(known)
+    source, call = find(session, number, nbytes, ours=ours)
+    ordinal = None if source.managed else Residence(source.location, managed=False).ordinal
+    device = Device(ordinal or 0, driver=session.driver)
+    ordered = device.default_stream if stream is None else as_stream(stream, session)
+    buffer: Buffer
+    if call == "cuMemFreeAsync":
+        buffer = filled(PoolBuffer, source, cuda.CUdeviceptr(number), nbytes, ordered)
+    else:
+        buffer = PlainBuffer(PlainEnd(source, call, number, ordered, None if ours else owner), nbytes)
+    if ours:
+        taken[number] = buffer
+    return buffer
