@@ -319,7 +319,8 @@ _OPAQUE_BYTES = 64
 class OpaqueHandle(bytes):
     """A handle of 64 bytes that the driver alone reads, as bytes that go to other processes.
 
-    It is made of bytes, or of the bindings' struct. :meth:`to_driver` returns the struct.
+    It is made of bytes, or of the struct of ``cuda.bindings.driver`` or ``cuda.bindings.runtime``. :meth:`to_driver`
+    returns the former.
 
     Raises
     ------
@@ -330,14 +331,17 @@ class OpaqueHandle(bytes):
     __slots__ = ()
 
     _struct: ClassVar[str]
+    _runtime_struct: ClassVar[str]
 
     def __new__(cls, data: Any) -> Self:
         """Copy 64 bytes, or those of the struct."""
-        if isinstance(data, getattr(cuda, cls._struct)):
+        kind = type(data).__name__
+        if kind in (cls._struct, cls._runtime_struct) and not isinstance(data, bytes):
             data = opaque_bytes(data)
-        known = isinstance(data, (bytes, bytearray, memoryview))
-        if not known or (isinstance(data, OpaqueHandle) and not isinstance(data, cls)):
-            raise TypeError(f"handle must be a {cls._struct} or its bytes, not {type(data).__name__}")
+        with contextlib.suppress(TypeError):
+            data = data if isinstance(data, bytes) else bytes(memoryview(data))
+        if not isinstance(data, bytes) or (isinstance(data, OpaqueHandle) and not isinstance(data, cls)):
+            raise TypeError(f"handle must be a {cls._struct} or its bytes, not {kind}")
         if len(data) != _OPAQUE_BYTES:
             raise ValueError(f"a {cls._struct} has {_OPAQUE_BYTES} bytes, not {len(data)}")
         return super().__new__(cls, data)
@@ -360,6 +364,7 @@ class MemPoolPtrExportData(OpaqueHandle):
 
     __slots__ = ()
     _struct = "CUmemPoolPtrExportData"
+    _runtime_struct = "cudaMemPoolPtrExportData"
 
 
 class MemFabricHandle(OpaqueHandle):
@@ -370,6 +375,7 @@ class MemFabricHandle(OpaqueHandle):
 
     __slots__ = ()
     _struct = "CUmemFabricHandle"
+    _runtime_struct = "cudaMemFabricHandle_t"
 
 
 class IpcMemHandle(OpaqueHandle):
@@ -380,6 +386,7 @@ class IpcMemHandle(OpaqueHandle):
 
     __slots__ = ()
     _struct = "CUipcMemHandle"
+    _runtime_struct = "cudaIpcMemHandle_t"
 
 
 class IpcEventHandle(OpaqueHandle):
@@ -390,6 +397,7 @@ class IpcEventHandle(OpaqueHandle):
 
     __slots__ = ()
     _struct = "CUipcEventHandle"
+    _runtime_struct = "cudaIpcEventHandle_t"
 
 
 def as_int(value: Any) -> int:

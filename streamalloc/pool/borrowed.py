@@ -5,6 +5,7 @@ Who owns them is said by the caller, never inferred. Kind, device and size of me
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,8 @@ def refuse_second_owner(known: object) -> ValueError:
 
 
 def number_of_handle(name: str, value: Any) -> int:
-    """A driver handle as a number: an integer, or an object of the bindings."""
+    """A driver handle as a number: an integer, or an object of the bindings or of ctypes."""
+    value = value.value if isinstance(value, ctypes.c_void_p) else value
     if isinstance(value, (bool, str, bytes, float)) or not hasattr(value, "__int__"):
         raise TypeError(f"{name} must be a driver handle or its number, not {type(value).__name__} ({value!r})")
     number = checked_size(name, int(value))

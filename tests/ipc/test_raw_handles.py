@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import re
 import shutil
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -388,6 +391,33 @@ def test_what_was_exported_twice(device: sa.Device, stream: sa.Stream) -> None:
         pools[0].close()
         with pools[1] as left, left.open(given[0].data, stream=stream) as opened:
             assert opened.nbytes == 4096
+
+
+@pytest.mark.parametrize("kind", ["CUmemPoolPtrExportData", "cudaMemPoolPtrExportData", "ctypes", "numpy", "bytearray"])
+def test_forms_of_opaque_handles(kind: str) -> None:
+    """Structs of both modules of the bindings, and whatever has the bytes."""
+    data = bytes(range(64))
+    made: Any = {"ctypes": (ctypes.c_ubyte * 64)(*data), "numpy": np.frombuffer(data, np.uint8)}.get(
+        kind, bytearray(data)
+    )
+    if "ExportData" in kind:
+        made = getattr(cuda if kind.startswith("CU") else importlib.import_module("cuda.bindings.runtime"), kind)()
+        ctypes.memmove(made.getPtr(), data, 64)
+    assert sa.MemPoolPtrExportData(made) == data
+    for wrong in ("x" * 64, 5, None):
+        with pytest.raises(TypeError, match="or its bytes"):
+            sa.MemPoolPtrExportData(wrong)
+    if "ExportData" in kind:
+        with pytest.raises(TypeError, match="or its bytes"):
+            sa.IpcMemHandle(made)
+
+
+def test_addresses_of_ctypes(device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+    with pool.allocate(64, stream) as buffer:
+        again = sa.Buffer.from_handle(ctypes.c_void_p(buffer.address), 64, owner=buffer, stream=stream)
+        assert again.address == buffer.address
+    with pytest.raises(TypeError, match="must be a driver handle"):
+        sa.Buffer.from_handle(ctypes.c_void_p(None), 64, owner=None, stream=stream)
 
 
 class TestRefused:
