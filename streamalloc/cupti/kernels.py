@@ -24,6 +24,8 @@ from streamalloc.driver.internal import cuda
 Addresses = tuple[int, ...]
 _PATIENCE = 2.0
 """Seconds to wait for what the driver says about a kernel."""
+_SMALL = 64
+"""Bytes of arguments that PyTorch fills."""
 _LOWEST, _HIGHEST = 1 << 32, 1 << 49
 """Addresses that the driver gives to memory."""
 
@@ -39,23 +41,61 @@ class Kernel:
         """Name for reports: that of C++ without arguments."""
         conventions = ((pattern.search(readable), written) for pattern, written in _CONVENTIONS)
         self._written = next(((found, written) for found, written in conventions if found), None)
-        self._words = None if sizes is None else [size // 8 * 8 for size in sizes if size >= 8]
-        self._at = struct.Struct("".join("Q" if size >= 8 else "8x" for size in sizes or ()))
+        self._parts = None if sizes is None else _parts(readable, sizes)
+        self._has_rows = "::CatArrayBatchedCopy" in readable
+        self._at = struct.Struct(f"{len(sizes or ())}Q")
 
-    def pointers(self, params: int) -> Addresses | None:
+    def pointers(self, params: int, rows: int) -> Addresses | None:
         """The words of a launch's arguments that may be addresses, from pointers to the arguments; None if the driver
-        does not tell the arguments, or if they are one block of bytes.
+        does not tell the arguments, or if they are one block of bytes. ``rows``: second size of the grid.
         """
-        if not self._words or not params:
-            return () if self._words == [] else None
-        places = self._at.unpack_from(memory, params)
-        return _addresses(b"".join([memory[at : at + size] for at, size in zip(places, self._words, strict=True)]))
+        if not self._parts or not params:
+            return () if self._parts == [] else None
+        places, words = self._at.unpack_from(memory, params), []
+        for argument, start, size in self._parts:
+            at = places[argument] + start
+            words.append(memory[at : at + (size if size <= 8 or not self._has_rows else min(size, 8 * rows))])
+        return _addresses(b"".join(words))
 
     def written(self, addresses: Addresses) -> Addresses:
         """Those addresses that the kernel writes, of all that are among its arguments, in their order; empty if what it
         writes is unknown.
         """
         return () if self._written is None else self._written[1](addresses, self._written[0])
+
+
+def _parts(name: str, sizes: list[int]) -> list[tuple[int, int, int]]:
+    """The parts of a kernel's arguments that may have addresses: argument, first byte, and size."""
+    found = [(at, *_part(name, size)) for at, size in enumerate(sizes)]
+    if "wise_kernel<" in name and len(sizes) > 2:
+        found.insert(0, found.pop(2))  # number of elements, function, data: the function may have addresses, too
+    return [one for one in found if one[2]]
+
+
+def _part(name: str, size: int) -> tuple[int, int]:
+    """The first byte and the size of the part of an argument that may have addresses.
+
+    PyTorch leaves much of its large structures as it finds the stack: with addresses of earlier launches. So only known
+    parts of them count.
+    """
+    if size <= _SMALL or "at::native::" not in name:
+        return 0, size // 8 * 8
+    if "::reduce_kernel<" in name:
+        return size - 64, 48  # source, two targets, two buffers, semaphores; then two words of settings
+    if "::elementwise_kernel<" in name:
+        count = round((size - 304) / 108)
+        return -(-_calculator(count) // 8) * 8, 8 * count
+    if "::index_elementwise_kernel<" in name or "_gather_elementwise_kernel<" in name:
+        start = -(-_calculator(3) // 8) * 8
+        return start, (size - start) // 8 * 8
+    if "::CatArrayBatchedCopy" in name or "::multi_tensor_apply_kernel<" in name:
+        return 0, size // 8 * 8
+    return 0, 8 * (size not in map(_calculator, range(1, 9)))
+
+
+def _calculator(tensors: int) -> int:
+    """The size of PyTorch's ``OffsetCalculator`` for so many tensors: for 25 dimensions, divisors and strides."""
+    return 4 + 25 * (12 + 4 * tensors)
 
 
 @functools.lru_cache(4096)
@@ -118,7 +158,7 @@ def _sizes(function: int, context: int) -> list[int] | None:
 _LISTS = r"at::native::.*multi_tensor_apply_kernel<.*?TensorList(?:ScalarList)?Metadata<(?:\w+, )?(\d)\b"
 _CONVENTIONS: tuple[tuple[re.Pattern[str], Callable[[Addresses, re.Match[str]], Addresses]], ...] = (
     (re.compile(r"at::native::\w*elementwise_kernel_for_multi_outputs<2,"), lambda found, _: found[:2]),
-    (re.compile(r"at::native::\w*elementwise_kernel(_with_index)?<"), lambda found, _: found[:1]),
+    (re.compile(r"at::native::(vectorized_|unrolled_)?elementwise_kernel(_with_index)?<"), lambda found, _: found[:1]),
     (re.compile(r"at::native::reduce_kernel<"), lambda found, _: found[1:2]),
     # The last number is that of the list with the results.
     (

@@ -37,18 +37,17 @@ _NEWEST = 99
 _VERSION = re.compile(r"_v(\d+)$")
 _data = struct.Struct("I12xQQQQ").unpack_from
 """Reads a ``CUpti_CallbackData``: site, (function's name), arguments, result, kernel's name, context."""
-_launch = struct.Struct("Q32xQQ").unpack_from
-"""Reads the arguments of ``cuLaunchKernel``: function, (grid, block, shared memory), stream, arguments."""
+_launch = struct.Struct("Q4xI24xQQ").unpack_from
+"""Reads the arguments of ``cuLaunchKernel``: function, second size of the grid, stream, arguments."""
 _launch_ex = struct.Struct("QQQ").unpack_from
 """Reads the arguments of ``cuLaunchKernelEx``: configuration, function, arguments."""
 _code = struct.Struct("I").unpack_from
-_word = struct.Struct("Q").unpack_from
+_configuration = struct.Struct("4xI24xQ").unpack_from
+"""Reads a ``CUlaunchConfig``: second size of the grid, stream."""
 _new = tuple.__new__
 """Makes a named tuple without a function of Python."""
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
 """Functions that launch a kernel."""
-_CONFIG_STREAM = 32
-"""Offset of the stream in a ``CUlaunchConfig``."""
 _DEEPEST = 8
 SETTLE = 0.002
 """Seconds in which callbacks that have begun come to their end."""
@@ -176,13 +175,13 @@ class Subscription:
         elif not code:
             if name == "cuLaunchKernelEx":
                 config, function, params = _launch_ex(memory, args)
-                stream = _word(memory, config + _CONFIG_STREAM)[0]
+                rows, stream = _configuration(memory, config)
             else:
-                function, stream, params = _launch(memory, args)
+                function, rows, stream, params = _launch(memory, args)
             if per_thread and not stream:
                 stream = _PER_THREAD
             kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
-            found = name, stream, thread, context, self._place(1), now, kernel, kernel.pointers(params)
+            found = name, stream, thread, context, self._place(1), now, kernel, kernel.pointers(params, rows)
             self._launched(_new(Launch, found))
 
     def _place(self, depth: int) -> Stack:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 
 from streamalloc.cupti.kernels import Kernel
@@ -48,3 +50,39 @@ _OF = f"{_LIST}TensorListMetadata<2>, at::native::(anonymous namespace)::"
 def test_lists_of_tensors_are_written_where_the_name_says_it(name: str, written: int) -> None:
     found = Kernel(0, name, None).written(tuple(range(6)))
     assert found == tuple(range(written))
+
+
+_AT = "void at::native::"
+_STALE = 0x7F00_0000_0000
+"""What the stack had before, in all bytes that PyTorch does not write."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "expected", "rows"),
+    [
+        # A function, a calculator of offsets for three tensors, their addresses, and an empty function.
+        (f"{_AT}elementwise_kernel<128, 2, F>(int, F)", [4, 640], {1: (608, 616, 624)}, 1),
+        (f"{_AT}elementwise_kernel<128, 4, F>(int, F)", [4, 424], {1: (408,)}, 1),
+        (f"{_AT}unrolled_elementwise_kernel<F, T>(int)", [4, 16, 16, 404, 504, 1], {2: (0, 8), 1: (0, 8)}, 1),
+        (f"{_AT}reduce_kernel<512, 1, R>(R)", [1104], {0: (1040, 1048, 1056, 1064, 1072, 1080)}, 1),
+        (f"{_AT}index_elementwise_kernel<128, 4, F>(F)", [4, 632], {1: (608, 616, 624)}, 1),
+        (
+            f"{_AT}(anonymous namespace)::CatArrayBatchedCopy<T>(int)",
+            [8, 2000, 16],
+            {0: (0,), 1: (0, 8, 16), 2: (0, 8)},
+            3,
+        ),
+        (f"{_AT}topk<T>(TensorInfo)", [216, 8], {0: (0,), 1: (0,)}, 1),
+        ("mine(T)", [216], {0: tuple(range(0, 216, 8))}, 1),
+    ],
+)
+def test_words_that_pytorch_leaves_as_the_stack_had_them_do_not_count(
+    name: str, sizes: list[int], expected: dict[int, tuple[int, ...]], rows: int
+) -> None:
+    arguments = [(ctypes.c_uint64 * -(-size // 8))() for size in sizes]
+    for number, argument in enumerate(arguments):
+        for at in range(len(argument)):
+            argument[at] = _STALE + 4096 * number + 8 * at
+    params = (ctypes.c_uint64 * len(sizes))(*map(ctypes.addressof, arguments))
+    found = Kernel(0, name, sizes).pointers(ctypes.addressof(params), rows)
+    assert found == tuple(_STALE + 4096 * argument + at for argument, places in expected.items() for at in places)
