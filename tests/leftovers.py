@@ -279,6 +279,8 @@ def watched(where: str, drivers: Sequence[Any], allowed: set[str], failures: Cal
     yield
     left: list[str] = []
     for driver in drivers:
+        if deferred_items(driver):
+            gc.collect()  # a buffer in a garbage cycle, such as that of an error's frames, keeps its pool
         if not eventually(lambda driver=driver: not deferred_items(driver), SECONDS):  # type: ignore[misc]
             kinds = Counter(type(item).__name__ for item in deferred_items(driver))
             if "deferred items" not in allowed:
