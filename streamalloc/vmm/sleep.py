@@ -874,14 +874,21 @@ def _read_only(rights: Rights) -> Rights:
 
 def _thaw(buffers: Iterable[VirtualBuffer]) -> None:
     frozen = {one: one._frozen for one in buffers if one._frozen is not None}
-    awake = [buffer for buffer in frozen if not buffer.evicted]
-    run(
-        (functools.partial(protect, one, one._rights), functools.partial(protect, one, frozen[one].rights))
-        for one in awake
-    )
-    for buffer in frozen:
+
+    def thaw(buffer: VirtualBuffer) -> None:
+        # First of all: where the undo fails, too, a buffer that may be written has no valid backup.
         buffer._frozen = None
-    drop_all({buffer: frozen[buffer].saved for buffer in awake})
+        if not buffer.evicted:
+            protect(buffer, buffer.rights)
+
+    def freeze(buffer: VirtualBuffer) -> None:
+        if not buffer.evicted:
+            protect(buffer, frozen[buffer].rights)
+        buffer._frozen = frozen[buffer]
+
+    run((functools.partial(thaw, buffer), functools.partial(freeze, buffer)) for buffer in frozen)
+    asleep = {id(buffer.eviction.saved) for buffer in frozen if buffer.eviction is not None}
+    drop_all({buffer: one.saved for buffer, one in frozen.items() if id(one.saved) not in asleep})
 
 
 def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int, Bytes]:

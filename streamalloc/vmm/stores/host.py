@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, size_text, undoing
+from streamalloc.core.errors import ClosedError, OutOfMemoryError, size_text, undoing
 from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Stream, copy_bytes, deferred_queue
 from streamalloc.core.properties import checked_size
 from streamalloc.core.session import PerDriver, Session, members, session_of
@@ -320,16 +320,9 @@ class HostTier(BlockTier):
     """
 
     __slots__ = (
-        "_check",
-        "_failure",
-        "_grown",
-        "_holders",
-        "_making",
-        "_pinning",
-        "_preparations",
-        "_wanted",
+        "_check", "_failure", "_grown", "_holders", "_making", "_pinning", "_preparations", "_rooms", "_wanted",
         "_workers",
-    )
+    )  # fmt: skip
 
     _call = "cuMemHostRegister"
 
@@ -343,6 +336,8 @@ class HostTier(BlockTier):
         """Contents of buffers, some of which lack room."""
         self._wanted = self._making = 0
         """Blocks that no thread has begun to make, and that threads are making."""
+        self._rooms: list[Bytes] = []
+        """Reserved addresses for the blocks that are wanted, as far as there are some."""
         self._workers = 0
         """Threads that make blocks."""
         self._failure: Exception | None = None
@@ -433,8 +428,12 @@ class HostTier(BlockTier):
         missing = promised + extra - free - self._wanted - self._making
         if missing > 0:
             under_way = self._wanted + self._making
-            self._wanted += self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, under_way)
+            count = self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, under_way)
             self._failure = None
+            self._wanted += count
+            # Reserved at once: a change of the address space waits until no thread fills pages, and all threads for it.
+            with contextlib.suppress(OutOfMemoryError):
+                self._rooms.append(self._pinning.reserve(count * HUGE))
         while self._workers < min(threads, -(-self._wanted // _BLOCKS)):
             threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
             self._workers += 1  # it waits for the lock
@@ -465,8 +464,14 @@ class HostTier(BlockTier):
             # A program that ends waits for its threads.
             count = 0 if self.closed or not threading.main_thread().is_alive() else min(self._wanted, _BLOCKS)
             if not count:
-                self._wanted, self._workers = 0, self._workers - 1
+                self._wanted, self._rooms, self._workers = 0, [], self._workers - 1
                 self._grown.notify_all()
+            room = None
+            if count and self._rooms:
+                whole = self._rooms.pop()
+                count = min(count, whole.nbytes // HUGE)
+                room, rest = whole[: count * HUGE], whole[count * HUGE :]
+                self._rooms += [rest] * (rest.nbytes > 0)
             self._wanted -= count
             self._making += count
         if not count:
@@ -475,12 +480,12 @@ class HostTier(BlockTier):
         made: list[Chunk] = []
         failure: Exception | None = None
         try:
-            made.append(self._host_chunk(HUGE, count))
+            made.append(self._host_chunk(HUGE, count, room=room))
         except Exception as error:
             failure = error
         with self._grown:
             if failure is not None:
-                self._failure, self._wanted = failure, 0
+                self._failure, self._wanted, self._rooms = failure, 0, []
             self._chunks += made
             self._making -= count
             self._grown.notify_all()
@@ -492,8 +497,8 @@ class HostTier(BlockTier):
         with ThreadPoolExecutor(cores()) as threads:
             return self._host_chunk(nbytes, count, threads.map)
 
-    def _host_chunk(self, nbytes: int, count: int, run: Run = map) -> Chunk:
-        memory, release = self._pinning.obtain(nbytes * count, run)
+    def _host_chunk(self, nbytes: int, count: int, run: Run = map, room: Bytes | None = None) -> Chunk:
+        memory, release = self._pinning.obtain(nbytes * count, run, room)
         return _HostChunk(session_of(self.device), nbytes, count, memory, release)
 
     def _stored(self, nbytes: int) -> Stored:

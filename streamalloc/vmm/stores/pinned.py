@@ -37,8 +37,10 @@ _PART = 16 << 20
 """Bytes that one thread fills at a time."""
 _MOST_CORES = 16
 """Most threads; more fill memory no faster."""
+_SPARE = 256 << 20
+"""Bytes of host memory that are left to others."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE: pinned for all devices
-_HUGE_PAGES, _POPULATE = 14, 23  # MADV_HUGEPAGE, MADV_POPULATE_WRITE
+_DISCARD, _HUGE_PAGES, _POPULATE = 4, 14, 23  # MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_WRITE
 _PREFERRED = 1  # MPOL_PREFERRED
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call ``mbind``, for which the C library has no function."""
@@ -75,8 +77,8 @@ def _text(path: str) -> str:
     return ""
 
 
-def filled_pages(nbytes: int, node: int | None = None, run: Run = map) -> Bytes:
-    """Return zeroed host memory whose pages exist, huge ones if the kernel has some, near a NUMA node if it has room.
+def reserve(nbytes: int, node: int | None = None) -> Bytes:
+    """Return zeroed host memory without pages yet: huge ones if the kernel has some, near a NUMA node if it has room.
 
     Raises
     ------
@@ -84,34 +86,53 @@ def filled_pages(nbytes: int, node: int | None = None, run: Run = map) -> Bytes:
         There is not enough memory, or the process may not have so much.
     """
     left = available()
-    if left < nbytes + _MOST_CORES * min(nbytes, PIECE):  # other threads fill as much meanwhile
+    if left < nbytes + _SPARE:
         raise refused(OutOfMemoryError, "mmap", f"{size_text(nbytes)}, and {size_text(left)} are available")
     try:
         whole = aligned(nbytes + HUGE)
-        start = -whole.ctypes.data % HUGE
-        memory = whole[start : start + nbytes]
-        first = memory.ctypes.data
-        if _madvise(first, nbytes, _HUGE_PAGES) or "[never]" in _text("/sys/kernel/mm/transparent_hugepage/enabled"):
-            _say_once("the kernel has no transparent huge pages: small ones take four times as long to fill")
-        if node is not None:
-            _prefer(first, nbytes, node)
-
-        def fill(at: int) -> None:
-            # Kernels before 5.14 do not know the advice: then the driver fills the pages when it pins them.
-            if _madvise(first + at, min(_PART, nbytes - at), _POPULATE) and ctypes.get_errno() != errno.EINVAL:
-                raise OSError(ctypes.get_errno(), "madvise")
-
-        deque(run(fill, range(0, nbytes, _PART)), 0)
     except (OSError, ValueError, MemoryError) as error:
-        if isinstance(error, CudaError):
-            raise
         limit = address_space_limit()
         why = f"{size_text(nbytes)}: {error}" + (f" (RLIMIT_AS is {size_text(limit)})" if limit else "")
         raise refused(OutOfMemoryError, "mmap", why) from error
+    start = -whole.ctypes.data % HUGE
+    memory = whole[start : start + nbytes]
+    if _advise(memory, _HUGE_PAGES) or "[never]" in _text("/sys/kernel/mm/transparent_hugepage/enabled"):
+        _say_once("the kernel has no transparent huge pages: small ones take four times as long to fill")
+    if node is not None:
+        _prefer(memory, node)
     return memory
 
 
-def _prefer(address: int, nbytes: int, node: int) -> None:
+def fill(memory: Bytes, run: Run = map) -> Bytes:
+    """Make the pages of host memory exist; return it.
+
+    Raises
+    ------
+    OutOfMemoryError
+        There is not enough memory.
+    """
+
+    def part(at: int) -> None:
+        # Kernels before 5.14 do not know the advice: then the driver fills the pages when it pins them.
+        code = _advise(memory[at : at + _PART], _POPULATE)
+        if code not in (0, errno.EINVAL):
+            raise refused(OutOfMemoryError, "madvise", f"{size_text(memory.nbytes)}: {os.strerror(code)}")
+
+    deque(run(part, range(0, memory.nbytes, _PART)), 0)
+    return memory
+
+
+def discard(memory: Bytes) -> None:
+    """Return the pages of host memory to the system. It is zeroed."""
+    _advise(memory, _DISCARD)
+
+
+def _advise(memory: Bytes, advice: int) -> int:
+    """Call ``madvise``; returns the error number, 0 for success."""
+    return ctypes.get_errno() if _madvise(memory.ctypes.data, memory.nbytes, advice) else 0
+
+
+def _prefer(memory: Bytes, node: int) -> None:
     """Have the pages come from a NUMA node, or from others once that has none left. A kernel that refuses gives them
     from the node of the thread that fills them.
     """
@@ -120,7 +141,7 @@ def _prefer(address: int, nbytes: int, node: int) -> None:
         return
     nodes = (ctypes.c_ulong * 17)()
     nodes[node // 64] = 1 << node % 64
-    if _syscall(number, address, nbytes, _PREFERRED, ctypes.addressof(nodes), 1024, 0):
+    if _syscall(number, memory.ctypes.data, memory.nbytes, _PREFERRED, ctypes.addressof(nodes), 1024, 0):
         _say_once(f"the kernel does not take memory from NUMA node {node}")
 
 
@@ -165,8 +186,21 @@ class Pinning:
         self._node = None if node is None or node < 0 else node
         self._pools: dict[MemLocation, tuple[MemoryPool, Stream]] = {}
 
-    def obtain(self, nbytes: int, run: Run = map) -> tuple[Bytes, Release]:
+    def reserve(self, nbytes: int) -> Bytes:
+        """Reserve memory for several calls of :meth:`obtain`; errors as for :func:`reserve`."""
+        return reserve(nbytes, self._node)
+
+    def obtain(self, nbytes: int, run: Run = map, room: Bytes | None = None) -> tuple[Bytes, Release]:
         """Return pinned memory and its release.
+
+        Parameters
+        ----------
+        nbytes
+            Size in bytes.
+        run
+            Calls a function for each part of the memory, perhaps by several threads.
+        room
+            Part of reserved memory, whose pages are returned to the system with the release.
 
         Raises
         ------
@@ -176,7 +210,7 @@ class Pinning:
             The driver refused each way.
         """
         ways: dict[str, Callable[[], tuple[Bytes, Release]]] = {
-            "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run)
+            "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run, room)
         }
         if self._node is not None:
             near = MemLocation.host_numa(self._node)
@@ -189,7 +223,7 @@ class Pinning:
                 try:
                     found = way()
                 except CudaError as error:
-                    if error.call not in ("mmap", "cuMemHostRegister") and not errors:
+                    if error.call not in ("mmap", "madvise", "cuMemHostRegister") and not errors:
                         raise
                     errors.append(error)
                 else:
@@ -202,9 +236,18 @@ class Pinning:
         finally:
             errors.clear()  # the frames of their tracebacks have this list
 
-    def _registered(self, nbytes: int, run: Run) -> tuple[Bytes, Release]:
-        memory = filled_pages(nbytes, self._node, run)
-        return memory, register(self._device, memory)
+    def _registered(self, nbytes: int, run: Run, room: Bytes | None) -> tuple[Bytes, Release]:
+        if room is None:
+            memory = fill(self.reserve(nbytes), run)
+            return memory, register(self._device, memory)
+        with undoing(lambda: discard(room)):
+            unregister = register(self._device, fill(room, run))
+
+        def release() -> None:
+            unregister()
+            discard(room)
+
+        return room, release
 
     def _pooled(self, nbytes: int, location: MemLocation) -> tuple[Bytes, Release]:
         if location not in self._pools:

@@ -15,7 +15,7 @@ from streamalloc.core.session import session_of
 from streamalloc.vmm.stores.blocks import Bytes
 from streamalloc.vmm.stores.disk_file import DiskFile, FileBlock
 from streamalloc.vmm.stores.host import AfterCopies
-from streamalloc.vmm.stores.pinned import Pinning, Run, cores, filled_pages
+from streamalloc.vmm.stores.pinned import Pinning, Run, cores, fill, reserve
 
 
 class Staging:
@@ -64,7 +64,7 @@ def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list
 
         def make(nbytes: int) -> HostSegment:
             if not pinned:
-                return HostSegment(filled_pages(nbytes, run=parts.map), None)
+                return HostSegment(fill(reserve(nbytes), parts.map), None)
             pin = Staging(device, nbytes, nbytes, parts.map)
             return HostSegment(pin.slots[0], pin)
 

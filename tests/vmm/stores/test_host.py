@@ -139,7 +139,7 @@ class TestWays:
         """The kernel would kill the process."""
         monkeypatch.setattr(ways, "available", lambda: 32 * MiB)
         with pytest.raises(sa.OutOfMemoryError, match="32 MiB are available"):
-            ways.filled_pages(2 * MiB)
+            ways.reserve(2 * MiB)
         with vmm.SleepGroup(device) as group:
             sleep_and_wake(group)
 
