@@ -244,6 +244,7 @@ def test_programs(code: str, error: str | None, device: sa.Device, tmp_path: Pat
                 run(code, names)
         names.clear()
         device.synchronize()
+    device.graph_memory.trim()
 
 
 def test_figures_of_the_page() -> None:
