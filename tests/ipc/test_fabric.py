@@ -29,7 +29,6 @@ from tests.ipc.support import (
     same,
     state,
 )
-from tests.ipc.test_faults import sweep
 from tests.ipc.wire import test_descriptor
 from tests.ipc.wire.test_descriptor import OTHER, problem_of
 from tests.processes import SECONDS, Partner, There
@@ -333,26 +332,6 @@ def _refuses_all(descriptor: Descriptor, fds: tuple[ipc.Fd, ...], stream: sa.Str
 def _nothing_more(before: State) -> bool:
     after = state()
     return after.descriptors <= before.descriptors + 2 and after.mappings <= before.mappings + 1
-
-
-@pytest.mark.parametrize("kind", ["growable", "memory"])
-def test_every_call_fails_in_turn(machine: Any, partner: Partner, kind: str) -> None:
-    partner.run(_make_all)
-    data, fds = partner.shared(kind)
-
-    def prepare(driver: Any) -> Any:
-        return sa.Device(0, driver=driver).create_stream()
-
-    def attempt(driver: Any, stream: sa.Stream) -> None:
-        with ipc.open(data, again(fds), stream=stream, driver=driver) as opened:
-            if isinstance(opened, sa.Memory):
-                opened.fill(2)
-        stream.synchronize()
-
-    # A buffer that is closed as it should be is told no more: its memory is released again later.
-    sweep(machine, prepare, attempt, silent=kind == "growable")
-    for fd in fds:
-        fd.close()
 
 
 @pytest.mark.simulated_only("a machine with fabric handles that this process may not use has to be made for it")

@@ -18,7 +18,8 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.buffer import shared_state
 from streamalloc.ipc.exporter.exports import exports_of
-from tests.ipc.support import PAGE, POSIX, again, shared_pool
+from streamalloc.testing import Gate
+from tests.ipc.support import PAGE, POSIX, PlainMemory, again, shared_pool
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 from tests.processes import eventually
 from tests.support import end_what_was_dropped
@@ -30,6 +31,7 @@ CLASSES: list[type] = [
     ipc.ImportedRange,
     ipc.Shared,
 ]
+FABRIC = sa.MemHandleType.FABRIC
 # What stays for as long as the driver: the control block, and pools of others.
 KEPT = {"registered memory", "registered host memory", "imported pool", "pinned memory"}
 
@@ -52,8 +54,8 @@ class Sharing(Faults):
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         keep = self.made.enter_context
-        theirs = sa.Device(0, driver=sd.simulated())
-        their_stream = keep(theirs.create_stream())
+        theirs = sa.Device(0, driver=sd.simulated(fabric=True))
+        self.their_stream = their_stream = keep(theirs.create_stream())
         their_pool = keep(shared_pool(theirs))
         self.of_theirs: dict[str, Any] = {
             "buffer": keep(their_pool.allocate(4096, their_stream)),
@@ -61,7 +63,10 @@ class Sharing(Faults):
             "array": keep(their_pool.allocate(4096, their_stream)),
             "growable": keep(vmm.GrowableBuffer(theirs, 2 * PAGE, PAGE, handle_types=POSIX, stream=their_stream)),
             "memory": keep(vmm.PhysicalMemory(theirs, PAGE, handle_types=POSIX)),
+            "fabric": keep(vmm.GrowableBuffer(theirs, 2 * PAGE, PAGE, handle_types=FABRIC, stream=their_stream)),
+            "fabric memory": keep(vmm.PhysicalMemory(theirs, PAGE, handle_types=FABRIC)),
             "event": keep(theirs.create_event(interprocess=True)),
+            "plain": PlainMemory(theirs, their_stream),
             "pool": their_pool,
         }
         their_stream.record(self.of_theirs["event"])
@@ -74,6 +79,9 @@ class Sharing(Faults):
         self.event = keep(self.device.create_event(interprocess=True))
         self.shared = keep(self.pool.allocate(4096, self.stream))
         self.kept_shared = ipc.share(self.shared, hold=True)
+        self.lent = keep(self.pool.allocate(4096, self.stream))
+        lent = ipc.share(self.lent)
+        self.there = keep(ipc.open(bytes(lent), again(lent.fds), stream=their_stream, driver=theirs.driver))
         self.things = {
             ipc.ImportedArray: keep(self.opened(self.array)),
             ipc.ImportedBuffer: keep(self.open("buffer")),
@@ -91,7 +99,32 @@ class Sharing(Faults):
         if name == "grown":
             name = "growable"
             self.of_theirs[name].resize(2 * PAGE)
-        return self.opened(ipc.share(self.of_theirs[name]))
+        with sd.use(self.their_stream.device.driver):
+            shared = ipc.share(self.of_theirs[name])
+        return self.opened(shared)
+
+    def open_early(self) -> Any:
+        """Open a buffer whose contents are not there yet."""
+        with Gate(self.their_stream.device) as gate:
+            gate.hold(self.their_stream)
+            self.of_theirs["more"].fill(1)
+            return self.open("more")
+
+    def free_while_it_is_open(self) -> None:
+        """The free is made once the other machine has closed the buffer."""
+        self.lent.free()
+        self.there.close()
+        self.shapes.append(self.shape())
+        self.stream.synchronize()
+
+    def free_while_it_is_used(self) -> None:
+        """The free waits for a stream of the other machine."""
+        with Gate(self.their_stream.device) as gate:
+            gate.hold(self.their_stream)
+            self.there.close()
+            self.lent.free()
+        self.shapes.append(self.shape())
+        self.stream.synchronize()
 
     def share(self, name: str) -> None:
         ipc.share(getattr(self, name))
@@ -137,8 +170,11 @@ SHARED_ACTS: dict[str, Callable[[Any, Any], Any]] = {
 MAKERS: dict[str, Callable[[Sharing], Any]] = {
     **{
         f"open {name}": functools.partial(Sharing.open, name=name)
-        for name in ("more", "growable", "memory", "event", "pool")
+        for name in ("more", "growable", "memory", "fabric", "fabric memory", "event", "plain", "pool")
     },
+    "open early": Sharing.open_early,
+    "free while it is open": Sharing.free_while_it_is_open,
+    "free while it is used": Sharing.free_while_it_is_used,
     "free what is shared": lambda world: world.shared.free(still_imported="ignore"),
     "open again": lambda world: world.open("buffer"),
     **{
@@ -148,6 +184,7 @@ MAKERS: dict[str, Callable[[Sharing], Any]] = {
 }
 
 
+@pytest.mark.fabric
 @pytest.mark.simulated_only("calls that fail are the same on any driver")
 @pytest.mark.parametrize(("kind", "act"), [*members(CLASSES, SHARED_ACTS, inherited=False), *makers(MAKERS)])
 def test_each_call_fails_in_turn(machine: Any, kind: type, act: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rings under threads, signals, the collector and kills: slots come back, and no item comes twice."""
+"""Rings under threads, the collector and kills: slots come back, and no item comes twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc import Ring, RingConsumer, RingProducer
 from streamalloc.testing import Gate
-from tests.interrupting import Interrupted, interrupts
 from tests.ipc.ring.support import add_there, all_of, join, make_ring, send_there, settled, take
 from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import executed
@@ -29,47 +28,6 @@ def _sizes(there: There, name: str = "ring") -> list[int]:
         sizes.append(item.nbytes)
     there.kept.pop(name).close()
     return sizes
-
-
-def _sizes_interrupted(there: There) -> tuple[list[int], int]:
-    """The same while a signal handler raises; how often it did."""
-    ring: RingConsumer = there.kept.pop("ring")
-    sizes: dict[int, int] = {}
-    count = 0
-    over = False
-    item = None
-    while not over:
-        with interrupts(0.005):
-            try:
-                while True:
-                    if item is not None:
-                        item.release()
-                    item = ring.next()
-                    sizes[ring.taken] = item._nbytes
-            except (EOFError, ipc.PeerGoneError):
-                over = True
-            except Interrupted:
-                count += 1
-    ring.close()
-    return [sizes[number] for number in sorted(sizes)], count
-
-
-# Python prints what a signal handler raises in a finaliser, and goes on.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.leaves("deferred items", "a pool waits for the buffer that an interrupt has lost")
-class TestInterrupts:
-    def test_of_a_consumer(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner) -> None:
-        """An interrupt loses one item at most, whose slot is free again when the consumer has closed."""
-        with Ring.producer(pool, 512, 256, stream=stream) as ring:
-            join(partner, ring)
-            partner.begin(_sizes_interrupted)
-            sent = list(range(1, 401))
-            for size in sent:
-                ring.put(bytes(size), SECONDS)
-        got, interrupted = partner.result()
-        assert interrupted and len(got) >= len(sent) - interrupted
-        assert got == sorted(set(got)) and set(got) <= set(sent)
-        assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
 
 
 class TestThreads:
