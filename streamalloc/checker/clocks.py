@@ -124,7 +124,7 @@ class Timeline:
         self.notes: Notes = Notes()
         """Notes of what the checker leaves out."""
         self.host: Clock = Clock()
-        self.held: dict[TrackedStream, None] = {}
+        self.waiting: dict[TrackedStream, None] = {}
         """Streams with an obstacle."""
         self.version: int = 0
         """Number of changes of the host clock."""
@@ -249,7 +249,7 @@ class Timeline:
     def submit(self, stream: TrackedStream, action: Action) -> None:
         """Queue an operation: ``action(stream)`` is called once everything before it is in the stream's clock."""
         legacy = stream.legacy
-        if self.held:
+        if self.waiting:
             if legacy is not None and legacy.obstacle is not None:
                 self._wait(stream, self._mark(legacy))
             for peer in tuple(stream.peers or ()):
@@ -298,7 +298,7 @@ class Timeline:
         else:
             stream.obstacle = obstacle
             obstacle.waiters.append(stream)
-            self.held[stream] = None
+            self.waiting[stream] = None
 
     def _mark(self, stream: TrackedStream) -> Obstacle:
         """Return an obstacle that ends when the present queue of a waiting stream has run."""
@@ -325,7 +325,7 @@ class Timeline:
         obstacle.clock = clock.copy()
         for stream in obstacle.waiters:
             stream.obstacle = None
-            self.held.pop(stream, None)
+            self.waiting.pop(stream, None)
             stream.clock.learn(obstacle.clock)
             self._ready.append(stream)
         obstacle.waiters.clear()

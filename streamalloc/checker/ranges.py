@@ -257,7 +257,7 @@ class Range:
     """Whether its free waits for importers."""
     viewed: bool = False
     """Whether the host has an array of it."""
-    held_write: bool = False
+    waiting_write: bool = False
     """Whether a write was queued on a stream that was waiting."""
     released: Stack | None = None
     """Place of the release; None while memory may be written."""

@@ -135,7 +135,7 @@ class State:
 
     def look(self) -> None:
         """Read the awaited values in host memory, and query the work of other libraries: both change without a call."""
-        if self.timeline.held:
+        if self.timeline.waiting:
             self.values.look()
         if self.streams.foreign.pending:
             self.streams.foreign.look()
@@ -170,7 +170,7 @@ class State:
     def close(self) -> None:
         """Check the operations of waiting streams as if they had run, and remove entries that other processes read."""
         self.sources.check()
-        for stream in tuple(self.timeline.held):
+        for stream in tuple(self.timeline.waiting):
             self.timeline.force(stream)
         self.interprocess.close()
         self.files.close()

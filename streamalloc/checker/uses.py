@@ -3,7 +3,7 @@
 A use is queued by the call (:func:`queue_use`) and judged when its stream runs it (:func:`touch`). The two moments
 differ if the stream waits for something that has not happened: a value, a host function, an event behind these. Judged
 at the call, the use would miss the order that the wait gives. The host may free or write the memory meanwhile, so
-queued uses are recorded separately (:func:`held`, ``QueuedSources``).
+queued uses are recorded separately (:func:`record_waiting`, ``QueuedSources``).
 """
 
 from __future__ import annotations
@@ -333,14 +333,14 @@ def queue_use(state: State, stream: TrackedStream, node: TrackedNode) -> None:
     for (range_, low, high), write in pieces:
         if write and high - low <= FLAG and may_poll(range_):
             state.sources.polled(stream, low, high)
-    held(state, stream, node, stack)
+    record_waiting(state, stream, node, stack)
     state.streams.foreign.did(stream)
 
 
-def held(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
+def record_waiting(state: State, stream: TrackedStream, node: TrackedNode, stack: Stack) -> None:
     """Record the uses of a node behind the wait of its stream: a free by the host before they run is a hazard."""
     for (range_, _, _), write in node.pieces if stream.obstacle is not None else ():
-        range_.held_write |= write
+        range_.waiting_write |= write
         if not state.values.may_be_over(stream):
             range_.last[stream.number] = Access(stream, node.what, stack, write, time=NEVER)
 

@@ -139,7 +139,7 @@ class Terminal:
         below = False
         if columns and align[-1] == "l":
             least[-1] = min(natural[-1], _NARROWEST)
-            below = len(columns) > 2 and not self._holds(least)
+            below = len(columns) > 2 and not self._fits(least)
         for shown in self._panels(least[: len(least) - below]):
             widths = self._narrowed({number: natural[number] for number in shown}, least)
             for row in every:
@@ -153,7 +153,7 @@ class Terminal:
             if shown[-1] < len(columns) - below - 1:
                 self.line()
 
-    def _holds(self, widths: Iterable[int]) -> bool:
+    def _fits(self, widths: Iterable[int]) -> bool:
         """Whether columns of these widths fit beside each other."""
         return self._width is None or sum(len(_GAP) + width for width in widths) <= self._width
 
@@ -161,7 +161,7 @@ class Terminal:
         """Yield the columns that fit beside each other; the first column begins each group."""
         shown: list[int] = []
         for number in range(len(least)):
-            if len(shown) > 1 and not self._holds(least[one] for one in [*shown, number]):
+            if len(shown) > 1 and not self._fits(least[one] for one in [*shown, number]):
                 yield shown
                 shown = [0]
             shown.append(number)
@@ -170,7 +170,7 @@ class Terminal:
 
     def _narrowed(self, widths: dict[int, int], least: Sequence[int]) -> dict[int, int]:
         """Take columns from the widest that can be folded, until all fit."""
-        while not self._holds(widths.values()):
+        while not self._fits(widths.values()):
             folding = [number for number, width in widths.items() if width > least[number]]
             if not folding:
                 break

@@ -66,7 +66,7 @@ class Tour(contextlib.ExitStack):
         super().__init__()
         self.terminal = terminal
         self.device: sa.Device = sa.Device(0)
-        self.held: int = 0
+        self.passed: int = 0
         self.failed: int = 0
         self.skipped: int = 0
         self._part = contextlib.ExitStack()
@@ -131,10 +131,10 @@ class Tour(contextlib.ExitStack):
 
     def step(self, code: list[str], text: str, found: object, expected: object) -> None:
         """Print the code of a step with its text; if the result is not the expected one, print both."""
-        holds = isinstance(found, expected) if isinstance(expected, type) else bool(found == expected)
-        self.held += holds
-        self.failed += not holds
-        mark = self.terminal.good("ok") if holds else self.terminal.bad("FAILED")
+        passed = isinstance(found, expected) if isinstance(expected, type) else bool(found == expected)
+        self.passed += passed
+        self.failed += not passed
+        mark = self.terminal.good("ok") if passed else self.terminal.bad("FAILED")
         for line in code[:-1]:
             self._code(line)
         line = f"  {code[-1] if code else '':70}  {mark}  {text}"
@@ -143,7 +143,7 @@ class Tour(contextlib.ExitStack):
         else:
             self._code(code[-1] if code else "")
             self.terminal.paragraph(text, indent=8, first=f"    {mark}  ")
-        if not holds:
+        if not passed:
             self.terminal.line(f"    expected {expected}, found {found!r}")
         elif isinstance(found, Exception):
             self.terminal.paragraph(str(found), indent=4)
@@ -299,10 +299,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     terminal.line()
     skipped = f", {plural(tour.skipped, 'part')} skipped" if tour.skipped else ""
     if tour.failed:
-        checks = plural(tour.held + tour.failed, "check")
+        checks = plural(tour.passed + tour.failed, "check")
         terminal.line(terminal.bad(f"{tour.failed} of {checks} failed") + skipped)
         return 1
-    terminal.line(terminal.good(f"All {plural(tour.held, 'check')} held") + f"{skipped}. Next:")
+    terminal.line(terminal.good(f"All {plural(tour.passed, 'check')} held") + f"{skipped}. Next:")
     terminal.table(_NEXT)
     return 0
 

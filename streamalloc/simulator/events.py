@@ -181,7 +181,7 @@ class QueueEvent:
                 self.record.shared = shared
         return shared
 
-    def hold(self, stream: Queue) -> None:
+    def make_wait(self, stream: Queue) -> None:
         """Have a stream wait for the latest recording."""
         elsewhere, record = self.elsewhere, self.record
         if elsewhere is not None:

@@ -174,7 +174,7 @@ class GraphHeap:
 
     # -- addresses -------------------------------------------------------------------------------------------
 
-    def holds(self, address: int) -> bool:
+    def contains(self, address: int) -> bool:
         return 0 <= address - self._reservation.base < self._size
 
     def place(self, size: int, earlier: Container[object]) -> int:

@@ -118,9 +118,9 @@ class NodeGraph:
             found += [node] if node.child is None else node.child.flat()
         return found
 
-    def holds(self, address: int) -> bool:
+    def contains(self, address: int) -> bool:
         """Whether an address belongs to one of the graph's allocations."""
-        return any(memory.holds(address) for memory in self.memories.values())
+        return any(memory.contains(address) for memory in self.memories.values())
 
     def covers(self, address: int, size: int, freed: bool = False) -> bool:
         """Whether an allocation of this graph contains a range. Allocations with a free node count only if
@@ -181,9 +181,9 @@ class GraphExec:
         """
         self.release()
         self.graph, self.unfreed = graph, [*graph.open.values()]
-        self.hold()
+        self.keep()
 
-    def hold(self) -> None:
+    def keep(self) -> None:
         """Keep the addresses of the graph's allocations."""
         self.graph.instances += 1
         for memory in self.graph.memories.values():

@@ -62,7 +62,7 @@ class Operation:
     after: Points = ()
     """Operations of other streams that must finish first."""
 
-    def held(self) -> bool:
+    def is_blocked(self) -> bool:
         """Whether something other than earlier operations delays it."""
         return False
 
@@ -100,7 +100,7 @@ class Until(Operation):
     def __init__(self, condition: Callable[[], bool]) -> None:
         self._condition = condition
 
-    def held(self) -> bool:
+    def is_blocked(self) -> bool:
         return not self._condition()
 
 
@@ -124,7 +124,7 @@ class HostFunction(Operation):
         self.ident: int = 0
         """The thread that runs the function."""
 
-    def held(self) -> bool:
+    def is_blocked(self) -> bool:
         return self._state == "running"
 
     def step(self) -> bool:
@@ -252,7 +252,7 @@ class Queue:
             after = tuple((other, seq) for other, seq in after if other.done < seq and other is not self)
         self.seq = seq = self.seq + 1
         later = self.operations or after or operation.heavy or self.scheduler.seeded
-        if not later and not operation.held() and self.step(operation):
+        if not later and not operation.is_blocked() and self.step(operation):
             self.done = seq
             if operation.is_command:
                 self.marked = seq
@@ -260,7 +260,7 @@ class Queue:
         operation.seq = seq
         operation.after = after
         self.operations.append(operation)
-        self.scheduler.hold(self)
+        self.scheduler.add_busy(self)
         return seq
 
     def step(self, operation: Operation) -> bool:
@@ -343,7 +343,7 @@ class Scheduler:
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def hold(self, stream: Queue) -> None:
+    def add_busy(self, stream: Queue) -> None:
         """Register a stream with queued work for the worker."""
         self._busy[stream.id] = stream
         if self._worker is None and not self.closed:
@@ -415,7 +415,7 @@ class Scheduler:
 
     @staticmethod
     def _may_run(operation: Operation) -> bool:
-        return all(other.done >= seq for other, seq in operation.after) and not operation.held()
+        return all(other.done >= seq for other, seq in operation.after) and not operation.is_blocked()
 
     def _work(self) -> None:
         quiet_since = time.monotonic()

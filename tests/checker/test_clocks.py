@@ -121,7 +121,7 @@ def test_streams_that_are_held_do_all_in_order_when_they_may(steps: list[tuple[s
             assert one == other[: len(one)]
     for hold in holds:
         timeline.end(hold, timeline.host)
-    assert did == told and not timeline.held
+    assert did == told and not timeline.waiting
     assert all(not stream.queue for stream in streams)
 
 

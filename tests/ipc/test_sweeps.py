@@ -81,7 +81,7 @@ class Sharing(Faults):
         self.kept_shared = ipc.share(self.shared, hold=True)
         self.lent = keep(self.pool.allocate(4096, self.stream))
         lent = ipc.share(self.lent)
-        self.there = keep(ipc.open(bytes(lent), again(lent.fds), stream=their_stream, driver=theirs.driver))
+        self.there: Any = keep(ipc.open(bytes(lent), again(lent.fds), stream=their_stream, driver=theirs.driver))
         self.things = {
             ipc.ImportedArray: keep(self.opened(self.array)),
             ipc.ImportedBuffer: keep(self.open("buffer")),

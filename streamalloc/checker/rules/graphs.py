@@ -104,7 +104,7 @@ def _run(state: State, stream: TrackedStream, nodes: list[TrackedNode], stack: S
     state.timeline.submit(stream, run)
     for node in nodes:
         if node.enabled:
-            uses.held(state, stream, node, Launched(node.stack, stack))
+            uses.record_waiting(state, stream, node, Launched(node.stack, stack))
 
 
 # -- captures ------------------------------------------------------------------------------------------------

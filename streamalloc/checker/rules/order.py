@@ -184,13 +184,13 @@ def wait_value(state: State, stream: TrackedStream, address: int, value: int, fl
     if _at_launch(state, stream, lambda stream: wait_value(state, stream, address, value, flag, bits)):
         return
     _use_word(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
-    held = stream.obstacle
+    before = stream.obstacle
     state.values.wait(stream, address, value, flag, bits)
-    if held is None and stream.obstacle is not None:
-        _holds(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
+    if before is None and stream.obstacle is not None:
+        _use_awaited(state, stream, f"cuStreamWaitValue{bits}", address, bits // 8)
 
 
-def _holds(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
+def _use_awaited(state: State, stream: TrackedStream, what: str, address: int, nbytes: int) -> None:
     """Record that a waited-for value's memory is in use until the wait is over."""
     last = next((range_.last for range_, _, _ in state.addresses.pieces(address, nbytes)), {})
     before, waiting = last.get(stream.number), Access(stream, what, state.place(), False, time=NEVER)

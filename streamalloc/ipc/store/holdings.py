@@ -229,11 +229,11 @@ class Holdings:
         """Count the memory that a writer has created or is about to create."""
         more = total - epoch.nbytes
         if self.limit is not None and more > 0:
-            if self.held(epoch.device) + more > self.limit:
+            if self.reserved(epoch.device) + more > self.limit:
                 self.trim()
             if self.evict:
                 self._make_room(epoch.device, self.limit - more)
-            held = self.held(epoch.device)
+            held = self.reserved(epoch.device)
             if held + more > self.limit:
                 largest = sorted(self.all_epochs(), key=lambda one: (one.device != epoch.device, -one.nbytes))[:3]
                 names = [f"{one.entry.key!r} {size_text(one.nbytes)}, {len(one.readers)} readers" for one in largest]
@@ -253,10 +253,10 @@ class Holdings:
             if entry.current is not None and entry.current.device == device and entry.next is None
             if not any(epoch.readers or epoch.ready for epoch in entry.epochs)
         ]
-        if self.held(device) - sum(epoch.nbytes for epoch in idle) > wanted:
+        if self.reserved(device) - sum(epoch.nbytes for epoch in idle) > wanted:
             return
         for epoch in sorted(idle, key=lambda epoch: epoch.used):
-            if self.held(device) <= wanted:
+            if self.reserved(device) <= wanted:
                 return
             self.evicted += 1
             self.lost[epoch.entry.key] = epoch.entry.number, "it was evicted, to make room for other keys"
@@ -412,7 +412,7 @@ class Holdings:
         for entry in self.entries.values():
             yield from entry.all_epochs
 
-    def held(self, device: str | None = None) -> int:
+    def reserved(self, device: str | None = None) -> int:
         """Return the bytes held or reserved, of one device or of all."""
         return sum(epoch.nbytes for epoch in self.all_epochs() if device in (None, epoch.device))
 

@@ -326,8 +326,8 @@ class StoreServer(Closes):
             "limit": held.limit,
             "evicted": held.evicted,
             "keys": len(held.entries),
-            "nbytes": held.held(),
-            "by_device": {epoch.device: held.held(epoch.device) for epoch in held.all_epochs()},
+            "nbytes": held.reserved(),
+            "by_device": {epoch.device: held.reserved(epoch.device) for epoch in held.all_epochs()},
             "readers": sum(len(epoch.readers) for epoch in held.all_epochs()),
             "writers": sum(entry.next is not None for entry in held.entries.values()),
             "lost": dict(itertools.islice(self.lost.items(), 100)),
@@ -415,7 +415,9 @@ class StoreServer(Closes):
         }
 
     def _text(self) -> str:
-        state = "closed" if self.closed else f"{len(self._holdings.entries)} keys, {size_text(self._holdings.held())}"
+        state = (
+            "closed" if self.closed else f"{len(self._holdings.entries)} keys, {size_text(self._holdings.reserved())}"
+        )
         return f" {self.name!r}, {state}"
 
 

@@ -311,7 +311,7 @@ class CopyCalls(Calls):
         ends = ((target, "dst", READ_WRITE), (source, "src", READ))
         for (side, name, needed), context in zip(ends, contexts, strict=True):
             address, size = side.address, side.span(shape)
-            if graph is not None and graph.holds(address):
+            if graph is not None and graph.contains(address):
                 check(side.fits and graph.covers(address, size))
                 found.append(None)
                 continue

@@ -210,7 +210,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         self._check_fill_node(graph, values, context)
         address, pitch, value, element, width, height = values.values()
         # the graph's own memory implies no device, so a context must be given (observed on H200: test_graph_nodes)
-        check(arguments.context(ctx) or not graph.holds(address))
+        check(arguments.context(ctx) or not graph.contains(address))
         pattern = value.to_bytes(8, "little")[:element]
         operation = make_fill(self._machine, context, address, pattern, width, height, pitch)
         return {"values": values, "operation": operation}
@@ -220,7 +220,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
         check(width and height and element in (1, 2, 4) and address % element == 0)
         check(height == 1 or (pitch >= width * element and pitch % element == 0))
         span = (height - 1) * pitch + width * element
-        if graph.holds(address):
+        if graph.contains(address):
             check(graph.covers(address, span, freed))
         else:
             self._check_fill(address, span, context)
@@ -264,7 +264,7 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     def _event_wait_of_node(self, graph: NodeGraph, event: Any) -> Work:
         work = self._event_record_of_node(graph, event)
-        return {**work, "enter": work["values"]["event"].hold}
+        return {**work, "enter": work["values"]["event"].make_wait}
 
     # -- parameters of nodes ---------------------------------------------------------------------------------
 
@@ -546,7 +546,7 @@ class GraphCalls(GraphBuildingCalls):
         if context.graph_block is None:
             context.graph_block = context.device.heap.take(BLOCK)
         instance = self._machine.graphs.executables.add(graphs.GraphExec(graph, flags))
-        instance.hold()
+        instance.keep()
         return instance
 
     def cuGraphLaunch(self, hGraphExec: GraphExec, hStream: Queue) -> None:

@@ -64,12 +64,12 @@ class Batch(Operation):
         self._at = 0
         self.polled: bool = any(part.polled for part in parts)
 
-    def held(self) -> bool:
-        return self._at < len(self._parts) and self._parts[self._at].held()
+    def is_blocked(self) -> bool:
+        return self._at < len(self._parts) and self._parts[self._at].is_blocked()
 
     def step(self) -> bool:
         while self._at < len(self._parts):
-            if self.held():
+            if self.is_blocked():
                 return False
             self._parts[self._at].step()
             self._at += 1
@@ -149,7 +149,7 @@ class StreamCalls(Calls):
         if captured and hEvent.flags & EventFlag.INTERPROCESS:
             hStream.capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
         if Flags:
-            hStream.capture.add("WAIT_EVENT", None, hStream, {"event": hEvent}).enter = hEvent.hold
+            hStream.capture.add("WAIT_EVENT", None, hStream, {"event": hEvent}).enter = hEvent.make_wait
             return
         if hEvent.capture is not None:
             hEvent.capture.join(hStream, hEvent)
@@ -159,7 +159,7 @@ class StreamCalls(Calls):
                 # a graph cannot wait for work outside it
                 hStream.capture.fail(Result.CUDA_ERROR_STREAM_CAPTURE_ISOLATION)
             return
-        hEvent.hold(hStream)
+        hEvent.make_wait(hStream)
 
     def cuLaunchHostFunc(self, hStream: Queue, fn: arguments.HostFunctionHandle, userData: HostPointer) -> None:
         operation = self._host_function(fn, userData)
