@@ -189,8 +189,8 @@ def _demangled(name: str) -> str:
 
 
 def _short(name: str) -> str:
-    """A C++ name without return type, template arguments, arguments and unnamed namespaces."""
-    name = name.replace("(anonymous namespace)::", "")
+    """A C++ name without return type, template arguments, arguments, unnamed namespaces and Numba's settings."""
+    name = re.sub(r"\[abi:[^]]*\]", "", name.replace("(anonymous namespace)::", ""))
     while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
         name = shorter
     words = name.partition("(")[0].split()

@@ -167,6 +167,31 @@ def test_the_account_holds_beside_the_calls_of_threads(shown: Any, memory: cupti
         assert memory.taken()[0] == 0 and mine(memory.now()) == {}
 
 
+def test_the_account_is_changed_and_read_under_its_lock(memory: cupti.Memory) -> None:
+    """Each step once, but ``moments`` twice: what it asks the driver it asks without, since callbacks take the lock."""
+
+    class Lock(contextlib.ContextDecorator):
+        def __enter__(self) -> None:
+            entered.append(True)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    entered: list[bool] = []
+    call = cupti.DriverCall("cuStreamEndCapture", (7, None), (0, None), 0, 0, (), 0)
+    memory._lock = Lock()  # type: ignore[assignment]
+    for step, times in (
+        (lambda: memory.called(call), 1),
+        (lambda: memory._library_has(Event(1, FREED, 64, 32, 0, "CuPy", tuple)), 1),
+        (memory.taken, 1),
+        (memory.moments, 2),
+    ):
+        entered.clear()
+        step()
+        assert len(entered) == times
+    memory._lock = threading.RLock()
+
+
 def test_memory_is_counted_by_line_at_the_peak(shown: Any, memory: cupti.Memory) -> None:
     first = ok(shown.cuMemAlloc(8 * MiB))  # first
     ok((*shown.cuMemFree(first), None))
@@ -295,6 +320,19 @@ def test_a_call_is_of_the_innermost_library(monkeypatch: pytest.MonkeyPatch) -> 
     assert called_from(f"{installed}/torch/nn.py", "/home/user/program.py") == "the program"
     assert called_from("/home/user/program.py", f"{installed}/somelib/part/x.py") == "somelib"
 
+    def called_by(*files: str) -> str:
+        """The library of a call whose frames of C are of these files, innermost first."""
+        monkeypatch.setattr(callers, "_backtrace", lambda frames, most: len(files))
+        monkeypatch.setattr(callers, "_frames", [*range(1, 1 + len(files))])
+        monkeypatch.setattr(callers, "_file", lambda address: files[address - 1])
+        return callers.caller(None)
+
+    below = ("/x/libcupti.so.13", "/usr/lib/libcuda.so.1")
+    assert called_by(*below, "/x/libcudart.so.13", f"{installed}/nvidia/lib/libcudnn_ops.so.9") == "cuDNN"
+    assert called_by(*below, f"{installed}/torch/lib/libc10_cuda.so", "/usr/bin/python3.12") == "PyTorch"
+    assert called_by(*below, "/lib/_ctypes.cpython-312.so", "/usr/bin/python3.12", "/x/libhost.so") == "the program"
+    assert called_by("/x/libother.so", *below, "/usr/bin/python3.12") == "the program"
+
 
 def test_the_figure_of_the_process_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a container it has its number there; inside, it is the one that is new."""
@@ -354,6 +392,8 @@ def test_earlier_states_of_pytorchs_allocator_are_those_that_were() -> None:
         assert found is not None
         best = [split for split, size in zip(same, sizes, strict=True) if size == max(sizes)]
         assert split_of(found) in best, number
+    first = now.at_most(0, 5_000_000, 0)  # before all acts
+    assert first is not None and split_of(first) == {"cached": 0, "fragments": 0}
     assert now.at_most(0, 10**18, 12345) is None  # segments that never had this size
 
 

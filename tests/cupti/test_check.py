@@ -215,6 +215,28 @@ def test_child_processes_find_the_check_while_it_runs(
     assert dict(os.environ) == before
 
 
+def test_a_child_writes_its_findings_for_its_parent(
+    shown: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends: list[Any] = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    monkeypatch.setenv(checking.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(Libraries, "followed", lambda self: contextlib.nullcontext(self))
+    device = sa.Device(0, driver=shown)
+    with device.current(), contextlib.ExitStack() as undo:
+        checking.check_child()
+        here = Scene(shown, undo)
+        memory = int(shown.cuMemAllocAsync(MiB, here.first)[1])
+        here.fill(memory, here.side)
+        shown.cuCtxSynchronize()
+        shown.cuMemFreeAsync(memory, here.first)
+        assert "use before allocation" in capsys.readouterr().err  # at once
+        (end,) = ends
+        end()
+    (written,) = tmp_path.iterdir()
+    assert written.name == f"{os.getpid()}.json" and "use before allocation" in written.read_text()
+
+
 @pytest.mark.parametrize("turns", [0, 1000])
 def test_the_first_hazard_is_raised_where_that_is_asked_for(shown: Any, turns: int) -> None:
     """Soon, and at the end of the block at the latest."""
@@ -382,7 +404,7 @@ def handed_over(s: Scene, ordered: bool, make: str, place: str) -> None:
     s.driver.launch(make, s.first, tensor)  # made
     if ordered:
         s.order(s.first, s.side)
-    s.driver.launch("consume", s.side, tensor)  # consumed
+    s.driver.launch("consume", s.side, 1 << 40, tensor)  # consumed
     s.driver.cuCtxSynchronize()
     if place != "a block":
         s.driver.cuMemFree(tensor)

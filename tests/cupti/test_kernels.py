@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import types
 
 import pytest
 
+from streamalloc.cupti import kernels
 from streamalloc.cupti.kernels import Kernel
+from streamalloc.driver.bindings import cuda
 
 FIND = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_"
 ADDRESSES = (0x100, 0x200, 0x300)
@@ -19,6 +22,7 @@ ADDRESSES = (0x100, 0x200, 0x300)
         ("cupy_multiply__float32_float32", "kernel cupy_multiply__float32_float32", (0x300,)),
         ("_Z3addPfPKf", "kernel add", ()),
         ("my_kernel", "kernel my_kernel", ()),
+        ("_ZN8__main__3addB2v1B6cw51cXEi", "kernel __main__::add", ()),
         ("_Znotaname", "kernel _Znotaname", ()),
         ("", "kernel of an unknown name", ()),
     ],
@@ -86,3 +90,20 @@ def test_words_that_pytorch_leaves_as_the_stack_had_them_do_not_count(
     params = (ctypes.c_uint64 * len(sizes))(*map(ctypes.addressof, arguments))
     found = Kernel(0, name, sizes).pointers(ctypes.addressof(params), rows)
     assert found == tuple(_STALE + 4096 * argument + at for argument, places in expected.items() for at in places)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "expected"),
+    [([8, 4], 1, [8, 4]), ([], 1, []), ([], 400, None)],  # INVALID_VALUE: no further argument; INVALID_HANDLE
+)
+def test_the_sizes_of_arguments_are_asked_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], error: int, expected: list[int] | None
+) -> None:
+    def ask(kernel: object, index: int) -> tuple[object, ...]:
+        return (cuda.CUresult(0), 8 * index, sizes[index]) if index < len(sizes) else (cuda.CUresult(error), None, None)
+
+    functions = dict.fromkeys(("cuKernelGetParamInfo", "cuFuncGetParamInfo"), ask)
+    kinds = dict.fromkeys(("CUkernel", "CUfunction", "CUcontext"), int)
+    set_current = {"cuCtxSetCurrent": lambda context: None, "CUresult": cuda.CUresult}
+    monkeypatch.setattr(kernels, "cuda", types.SimpleNamespace(**functions, **kinds, **set_current))
+    assert kernels._sizes(7, 8) == expected

@@ -87,6 +87,7 @@ class TestImports:
     ("version", "before", "after"),
     [
         ("2.11.0+cu130", {}, {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:True"}),
+        ("2.9.0", {}, {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:True"}),
         ("2.8.0", {}, {"PYTORCH_CUDA_ALLOC_CONF": "release_lock_on_cudamalloc:True"}),
         (
             "2.11.0",

@@ -237,6 +237,8 @@ def _ends_array(state: State, name: str, args: Arguments) -> Finish:
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
     """A variable of a module or library. It lasts as long as these."""
+    if None in answer[1:]:
+        return  # code of C asks for the address or the size alone
     there = state.addresses.find(int(answer[1]))
     if there is None or there.ended is not None:
         made = Range(int(answer[1]), int(answer[2]), "module variable", stack=state.place(), deferred=True)
