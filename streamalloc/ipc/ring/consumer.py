@@ -104,6 +104,7 @@ class RingConsumer(RingEnd):
     """The consuming end of a ring; made by :meth:`Ring.consumer`. One thread at a time may take items.
 
     Iteration yields items until the producer closes the ring, and releases each item before it takes the next one.
+    ``async for`` does the same without blocking the running loop, so that one thread serves several rings.
 
     :meth:`close` releases the held items. Items that were not taken go to other consumers.
     """
@@ -239,9 +240,9 @@ class RingConsumer(RingEnd):
             except TimeoutError:
                 if not alive:
                     raise PeerGoneError("the producer of the ring has died") from None
-                if left(end) == 0:
-                    raise TimeoutError(f"no item of the ring came within {wait:g} s") from None
                 alive = self._items[0]._block.exporter_alive()
+                if alive and left(end) == 0:
+                    raise TimeoutError(f"no item of the ring came within {wait:g} s") from None
             except (ClosedError, PeerGoneError):
                 self._check_open()
                 raise
@@ -259,16 +260,48 @@ class RingConsumer(RingEnd):
         return self
 
     def __next__(self) -> RingItem:
+        self._end_turn()
+        try:
+            return self._begin_turn(self.next())
+        except EOFError:
+            raise StopIteration from None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RingItem:
+        self._end_turn()
+        while True:
+            try:
+                return self._begin_turn(self.next(0))
+            except EOFError:
+                raise StopAsyncIteration from None
+            except TimeoutError:
+                await self._readable()
+
+    async def _readable(self) -> None:
+        """Wait until :meth:`fileno` is readable, or until it is time to look whether the producer is alive."""
+        import asyncio  # doubles the package's import time at module level
+
+        loop, ready, fd = asyncio.get_running_loop(), asyncio.Event(), self.fileno()
+        loop.add_reader(fd, ready.set)
+        try:
+            await asyncio.wait_for(ready.wait(), _LIVENESS_SECONDS)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            loop.remove_reader(fd)
+
+    def _end_turn(self) -> None:
+        """Release the item of the iteration before."""
         if self._current is not None:
             item, value = self._current
             # Items are reused. If the program has released this one, it may now be a later item.
             if item._held and item._value == value:
                 item.release()
             self._current = None
-        try:
-            item = self.next()
-        except EOFError:
-            raise StopIteration from None
+
+    def _begin_turn(self, item: RingItem) -> RingItem:
         self._current = (item, item._value)
         return item
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.ipc.ring.support import (
     SIZE,
     add_there,
     all_of,
+    close_there,
     consumer_of,
     end,
     in_flight_there,
@@ -102,6 +105,52 @@ def test_several_rings_are_waited_for_together(another: Callable[[], Partner], o
         consumers[1].fileno()
 
 
+def test_one_loop_serves_several_rings(another: Callable[[], Partner], own: sa.Stream) -> None:
+    """An iteration waits without blocking the loop, releases each item, and tells a close from a death."""
+    closes, dies = another(), another()
+
+    async def serve(producer: Partner, seen: list[int]) -> str:
+        with consumer_of(producer, own) as consumer:
+            try:
+                async for item in consumer:
+                    assert consumer.held == 1 and all_of(item, item.nbytes % 251)
+                    seen.append(item.nbytes)
+            except ipc.PeerGoneError:
+                return "has died"
+            return "has closed"
+
+    async def both() -> tuple[str, str]:
+        seen: tuple[list[int], list[int]] = [], []
+        several = [asyncio.ensure_future(serve(one, to)) for one, to in zip((closes, dies), seen, strict=True)]
+        await asyncio.sleep(0)
+        for nbytes in (5, 6):
+            for producer, to in zip((dies, closes), reversed(seen), strict=True):
+                producer.run(send_there, nbytes, nbytes)
+                while nbytes not in to:
+                    await asyncio.sleep(0.001)
+        closes.run(close_there)
+        dies.kill()
+        return await several[0], await several[1]
+
+    for producer in (closes, dies):
+        producer.run(make_ring)
+    assert asyncio.run(asyncio.wait_for(both(), SECONDS)) == ("has closed", "has died")
+
+
+def test_a_wait_that_is_cancelled_takes_nothing(fills: Partner, consumer: RingConsumer) -> None:
+    async def wait() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext_of(consumer), 0.4)  # longer than the check of the producer takes
+        fills.run(send_there, 3)
+        assert all_of(await anext_of(consumer), 3)
+
+    async def anext_of(consumer: RingConsumer) -> Any:
+        async for item in consumer:
+            return item
+
+    asyncio.run(wait())
+
+
 def test_a_channel_is_readable_once_its_ring_is_there(fills: Partner, own: sa.Stream) -> None:
     mine, theirs = ipc.Channel.pair()
     assert select.select([mine], [], [], 0) == ([], [], [])
@@ -166,7 +215,21 @@ class TestProducerThatDies:
                 with consumer.next() as item:
                     assert item.nbytes == SIZE
                 with pytest.raises(ipc.PeerGoneError, match="died"):
-                    consumer.next()
+                    consumer.next(0)
+
+    def test_in_a_loop_while_the_channel_lives(self, fills: Partner, own: sa.Stream) -> None:
+        async def serve(consumer: RingConsumer) -> None:
+            async for _ in consumer:
+                fills.kill()
+
+        mine, theirs = ipc.Channel.pair()
+        with theirs:
+            fills.begin(add_there, fds=[theirs])  # type: ignore[list-item]
+            with Ring.consumer(mine, stream=own) as consumer:
+                fills.result()
+                fills.run(send_there, 1)
+                with pytest.raises(ipc.PeerGoneError, match="died"):
+                    asyncio.run(asyncio.wait_for(serve(consumer), SECONDS))
 
     def test_before_it_introduced_itself(self, another: Callable[[], Partner], own: sa.Stream) -> None:
         partner = another()
