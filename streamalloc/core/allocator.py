@@ -15,7 +15,7 @@ from streamalloc.core.buffer import Buffer, BufferSource, GraphBuffer, PoolBuffe
 from streamalloc.core.copies import CopySide
 from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
-from streamalloc.core.errors import CudaError, error_from, undoing
+from streamalloc.core.errors import CudaError, OutOfMemoryError, error_from, undoing
 from streamalloc.core.fence import await_closed_streams
 from streamalloc.core.properties import MemLocationType, checked_size, size_of
 from streamalloc.core.resource import Unique
@@ -25,6 +25,8 @@ from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
 
+_SHORTEST, _LONGEST = 0.001, 0.02
+"""Seconds between two attempts of :meth:`Allocator.allocate_async`."""
 _OUT_OF_MEMORY = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 _IN_GRAPHS = (
     "an allocation in a capture becomes memory of the graph, which the driver takes from pools of device memory that "
@@ -117,6 +119,30 @@ class Allocator(Unique, BufferSource):
         if result:
             self._recover(result, buffer)
         return buffer
+
+    async def allocate_async(self, nbytes: int | str, stream: StreamLike) -> Buffer:
+        """Allocate as :meth:`allocate` does, and wait without blocking the running loop while there is no memory.
+
+        It asks again after pauses of 1 to 20 ms. Memory may come from any thread, or from another process;
+        ``asyncio.wait_for`` limits the wait.
+
+        Raises
+        ------
+        OutOfMemoryError
+            The size is more than the pool's maximum, or more than the device has.
+        """
+        from asyncio import sleep  # a running loop has imported it; here it would double the package's import time
+
+        pause = _SHORTEST
+        while True:
+            try:
+                return self.allocate(nbytes, stream)
+            except OutOfMemoryError as error:
+                most = error.limit or error.total
+                if error.requested is None or (most is not None and error.requested > most):
+                    raise
+            await sleep(pause)
+            pause = min(2 * pause, _LONGEST)
 
     def to_device(self, data: Any, stream: StreamLike) -> Buffer:
         """Allocate memory of the size of ``data``, and copy that to it in stream order.

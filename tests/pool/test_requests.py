@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.properties import size_of
-from tests.support import GROWTH, KEEP, MiB
+from tests.support import GROWTH, KEEP, MiB, holds
 
 SIZES = {"4096": 4096, "2GiB": 2 << 30, " 512 mib ": 512 * MiB, "1.5kB": 1500, "0.5KiB": 512, "7b": 7, "1TB": 10**12}
 
@@ -106,3 +108,32 @@ def test_counters(device: sa.Device, stream: sa.Stream) -> None:
             with cache.allocate(4096, stream):
                 assert cache.blocks == 1
             assert cache.blocks == 1
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_task_waits_for_memory(device: sa.Device, stream: sa.Stream, cached: bool) -> None:
+    """Other tasks run meanwhile; what comes is memory that another one has freed, after its work."""
+
+    async def run(allocator: sa.Allocator) -> None:
+        held = allocator.allocate(20 * MiB, stream)
+        held.fill(1)
+        waiting = asyncio.ensure_future(allocator.allocate_async("20MiB", stream))
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert not waiting.done()
+        held.free()
+        with await waiting as buffer:
+            buffer.fill(2)
+            assert holds(buffer, 2)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(allocator.allocate_async(20 * MiB, stream), 0.05)
+        with pytest.raises(sa.OutOfMemoryError):
+            await allocator.allocate_async(4 * GROWTH, stream)
+        with pytest.raises(ValueError):
+            await allocator.allocate_async(-1, stream)
+
+    with sa.MemoryPool(device, max_size=GROWTH) as pool:
+        with sa.CachingAllocator(pool) if cached else contextlib.nullcontext(pool) as allocator:
+            asyncio.run(run(allocator))
+        stream.synchronize()
+        assert pool.statistics().used == 0
