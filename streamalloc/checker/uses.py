@@ -19,6 +19,7 @@ from streamalloc.checker.ranges import NEVER, Access, Bytes, Pieces, Range
 from streamalloc.checker.state import State
 from streamalloc.checker.streams import MEMORY_TYPE, rights_of_process
 from streamalloc.driver.bindings import cuda, number_of
+from streamalloc.driver.block_kernel import parameters_of
 from streamalloc.driver.reports import Stack
 
 Touch = tuple[int, int, bool]
@@ -117,9 +118,13 @@ def ends(
 
 
 def kernel_uses(state: State, *launch: Any) -> list[tuple[int, int, bool, bool]] | None:
-    """The uses that a simulated kernel declares for its arguments: address, size, write flag and atomic flag. None
-    for other kernels.
+    """The uses of a kernel of this package, or those that a simulated kernel declares for its arguments: address, size,
+    write flag and atomic flag. None for other kernels.
     """
+    copies = parameters_of(launch[1]) if len(launch) > 1 else None
+    if copies is not None:
+        sides = zip((True, False), copies.addresses(), strict=True)
+        return [(address, copies.nbytes, write, False) for write, side in sides for address in side]
     ask = getattr(state.ask.driver, "kernel_uses", None) if launch else None
     return None if ask is None else ask(*launch)
 

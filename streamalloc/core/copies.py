@@ -284,6 +284,14 @@ def access_hint(sides: Iterable[CopySide], stream: Stream) -> str:
     return next(filter(None, (side.access_hint(stream) for side in ordered)), "")
 
 
+def kernels_may_use(memory: MemoryBase, blocks: Any, nbytes: int, stream: Stream, *, write: bool) -> bool:
+    """Whether kernels of a stream may use blocks of memory, at these addresses.
+
+    The driver refuses a copy of other memory. A kernel there would end the context.
+    """
+    return stream.device == memory.stream.device and memory._kernels_may_use(blocks, nbytes, write)
+
+
 def queue_batch(
     stream: Stream,
     targets: Sequence[int],

@@ -386,6 +386,9 @@ class BufferView(Memory):
     def _read_only(self, on_host: bool) -> bool:
         return self._parent._read_only(on_host)
 
+    def _kernels_may_use(self, blocks: Any, nbytes: int, write: bool) -> bool:
+        return self._parent._kernels_may_use(blocks, nbytes, write)
+
     def _access_hint(self, stream: Stream) -> str:
         return self._parent._access_hint(stream)
 

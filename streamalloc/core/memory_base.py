@@ -155,6 +155,10 @@ class MemoryBase(Shareable, Shown, abc.ABC):
         yield "memory of", place(self.location)
         yield "stream", self.stream
 
+    def _kernels_may_use(self, blocks: Any, nbytes: int, write: bool) -> bool:
+        """Whether kernels of the stream's device may use blocks of ``nbytes`` bytes at these addresses."""
+        return self.device_accessible and not (write and self._read_only(on_host=False))
+
     def _access_hint(self, stream: Stream) -> str:
         """The likely reason why the driver refuses a stream's device the use of the memory."""
         if self.location == stream.device.location:

@@ -146,6 +146,25 @@ class Driver(Protocol):
     def cuMipmappedArrayGetSparseProperties(self, mipmap: Any, /) -> Answer: ...
     def cuMemcpy3DAsync(self, pCopy: Any, hStream: Any, /) -> Status: ...
 
+    # Modules and launches (6.12, 6.23)
+    def cuModuleLoadData(self, image: Any, /) -> Answer: ...
+    def cuModuleGetFunction(self, hmod: Any, name: bytes, /) -> Answer: ...
+    def cuLaunchKernel(
+        self,
+        f: Any,
+        gridDimX: int,
+        gridDimY: int,
+        gridDimZ: int,
+        blockDimX: int,
+        blockDimY: int,
+        blockDimZ: int,
+        sharedMemBytes: int,
+        hStream: Any,
+        kernelParams: Any,
+        extra: Any,
+        /,
+    ) -> Status: ...
+
     # Multicast objects (6.16)
     def cuMulticastCreate(self, prop: Any, /) -> Answer: ...
     def cuMulticastAddDevice(self, mcHandle: Any, dev: Any, /) -> Status: ...

@@ -7,6 +7,7 @@ them and keeps the range alive, so objects may be dropped in any order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
 from streamalloc.core.internal import BufferView, Device, Memory, Stream, location_of, session_for
@@ -447,6 +448,9 @@ class RangeView(Memory):
 
     def _read_only(self, on_host: bool) -> bool:
         return MemAccess.READ in self._allowed(MemLocation.host() if on_host else self.stream.device.location)
+
+    def _kernels_may_use(self, blocks: Any, nbytes: int, write: bool) -> bool:
+        return not self._holes and super()._kernels_may_use(blocks, nbytes, write)
 
     def _access_hint(self, stream: Stream) -> str:
         where = stream.device.location

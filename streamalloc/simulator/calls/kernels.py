@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.block_kernel import COPY_KERNEL, BlockCopies
 from streamalloc.simulator import arguments, call_lock, kernels
 from streamalloc.simulator.allocations import LiveMemory, is_reachable
 from streamalloc.simulator.arguments import Device, Function, Int, Kernel, Link, Module, NamedFunction, UnsignedInt
@@ -71,6 +72,7 @@ class Launch(HostFunction):
         self._kernel = kernel
         self._arguments = arguments
         self._uses = kernel.touched(arguments)
+        self._whole = {(address, size): write for address, size, write, _ in self._uses or ()}
         self.name = name
         self.grid: Dim3 = shape.grid
         self.block: Dim3 = shape.block
@@ -104,7 +106,9 @@ class Launch(HostFunction):
         """The memory as an array (:func:`device_view`)."""
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         writable = True
-        if self._uses is not None:
+        if (address, size) in self._whole:
+            writable = self._whole[address, size]
+        elif self._uses is not None:
             covering = [write for at, length, write, _ in self._uses if at <= address and address + size <= at + length]
             if not covering and size:
                 raise ValueError(f"{self.name!r} is registered without a read or write of {size} bytes at {address:#x}")
@@ -314,6 +318,18 @@ def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike
         Memory is missing there, or the device has no access to it. The context is lost.
     """
     return current_launch().view(address, shape, np.dtype(dtype))
+
+
+@kernels.kernel(
+    COPY_KERNEL,
+    types=(BlockCopies,),
+    reads=lambda copies: ((address, copies.nbytes) for address in copies.addresses()[1]),
+    writes=lambda copies: ((address, copies.nbytes) for address in copies.addresses()[0]),
+)
+def _copy_blocks(copies: BlockCopies) -> None:
+    """The package's own kernel."""
+    for target, source in zip(*copies.addresses(), strict=True):
+        device_view(target, copies.nbytes)[:] = device_view(source, copies.nbytes)
 
 
 _ATTRIBUTE = cuda.CUfunction_attribute

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, EvictedError, size_text, undoing
 from streamalloc.core.internal import (
+    PER_THREAD,
     CopySide,
     Device,
     Event,
@@ -36,7 +37,6 @@ from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page
 from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
 from streamalloc.vmm.stores.blocks import (
-    PER_THREAD,
     Addresses,
     BlockTier,
     Kept,
@@ -193,10 +193,19 @@ class SpaceMemory(Memory, Closes):
 
     def _check_usable(self) -> None:
         self._check_open()
+
         if self._places.broken:
             # The driver takes unmapped addresses for host addresses.
             why = "a call has failed, and its undo too: the next commit or release maps them again"
             raise EvictedError(f"pages of {self!r} are not mapped: {why}")
+
+    def _kernels_may_use(self, blocks: Any, nbytes: int, write: bool) -> bool:
+        if not write:
+            return True
+        # A block may begin in one page and end in another.
+        first, last = (((blocks + end - self.address) // self.page_size).tolist() for end in (0, nbytes - 1))
+        touched = {*zip(first, last, strict=True)}
+        return all((self._places.numbers[one : other + 1] >= 0).all() for one, other in touched)
 
     def _access_hint(self, stream: Stream) -> str:
         if stream.device.ordinal != self._physical.device.ordinal:
@@ -381,7 +390,7 @@ class SwapSpace(SpaceMemory):
             with undoing(stored.drop), undoing(take_back):
                 committed = places.locked(lambda: park(parking))
                 # Without a lock, because writes to a disk take long.
-                stored.save(self._addresses(committed), ordered)
+                stored.save(self._addresses(committed), ordered, self._kernels(ordered))
                 parking.fence.queueing = 0
             places.locked(lambda: self._begin(parking, clear_on))
         self._physical.notify_watchers()
@@ -466,7 +475,7 @@ class SwapSpace(SpaceMemory):
                     arrived, ready = {place: kept[place] for place in (*ready, *batch)}, []
                     for stored, indices, mine in by_contents(arrived):
                         with self._named(mine, indices):
-                            stored.load(indices, self._addresses(mine), ordered)
+                            stored.load(indices, self._addresses(mine), ordered, self._kernels(ordered))
             moved = places.locked(lambda: self._forget_stored(kept, parking, ordered))
         drop_contents(moved)
         self._physical.notify_watchers()
@@ -495,6 +504,10 @@ class SwapSpace(SpaceMemory):
                 raise
             place = places[indices.index(error.block)]
             raise DamagedBackupError(f"page {place} of {self!r}: {error}", place) from None
+
+    def _kernels(self, stream: Stream) -> bool:
+        """Whether kernels of a stream may use committed pages."""
+        return stream.device == self.device
 
     def _swapped(self, chosen: Sequence[int]) -> dict[int, Kept]:
         stored = self._places.stored

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from streamalloc.core.errors import (
     CudaError,
-    NotSupportedError,
     OutOfMemoryError,
     refused,
     size_text,
@@ -37,8 +36,7 @@ from streamalloc.core.internal import (
     all_work,
     check_device,
     deferred_queue,
-    queue_batch,
-    raw_handle,
+    kernels_may_use,
 )
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, Unique
@@ -62,8 +60,12 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 class Move(Protocol):
     """Function that queues the copies of blocks, between the tier and device memory."""
 
-    def __call__(self, blocks: Indices, addresses: Addresses, side: CopySide | None = None, /) -> None:
-        """``addresses``: the device address of each block. ``side``: the buffer with these addresses, if it is one."""
+    def __call__(
+        self, blocks: Indices, addresses: Addresses, side: CopySide | None = None, kernels: bool = False, /
+    ) -> None:
+        """``addresses``: the device address of each block. ``side``: the buffer with these addresses, if it is one.
+        ``kernels``: whether kernels of the stream's device may use the memory at all these addresses.
+        """
 
 
 class Chunk:
@@ -208,16 +210,16 @@ class Stored(Unique, abc.ABC):
         """The blocks as memory, or as an array; None if they are on disk or in several pieces."""
         return None
 
-    def save(self, source: Addresses, stream: Stream) -> None:
-        """Queue the copies of all blocks from device memory, and store them."""
+    def save(self, source: Addresses, stream: Stream, kernels: bool = False) -> None:
+        """Queue the copies of all blocks from device memory, and store them. ``kernels``: see :class:`Move`."""
         with self.moving(stream, out=True) as move:
-            move(np.arange(len(self)), source)
+            move(np.arange(len(self)), source, None, kernels)
         self.seal(stream)
 
-    def load(self, blocks: Indices, target: Addresses, stream: Stream) -> None:
+    def load(self, blocks: Indices, target: Addresses, stream: Stream, kernels: bool = False) -> None:
         """Queue the copies of these blocks to device memory; errors as for :meth:`moving`."""
         with self.moving(stream, out=False) as move:
-            move(blocks, target)
+            move(blocks, target, None, kernels)
 
     def check(self, blocks: Iterable[int]) -> None:
         """Raise the errors that :meth:`load` would raise, as far as they can be found without copying."""
@@ -423,7 +425,7 @@ class BlockTier(Tier, Closes):
         stored = self._stored(nbytes)
         with undoing(stored.drop):
             self._take(len(places), stored)
-            stored.save(places, ordered)
+            stored.save(places, ordered, self._kernels_may_use(memory, places, nbytes, ordered, write=False))
         return stored
 
     def load(self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike) -> None:
@@ -445,7 +447,12 @@ class BlockTier(Tier, Closes):
         every = np.arange(len(stored))
         stored.check(every)
         side.ordered_before(ordered)
-        stored.load(every, places, ordered)
+        kernels = self._kernels_may_use(memory, places, stored.nbytes, ordered, write=True)
+        stored.load(every, places, ordered, kernels)
+
+    def _kernels_may_use(self, memory: Memory, places: Addresses, nbytes: int, stream: Stream, *, write: bool) -> bool:
+        """Whether kernels of a stream may use blocks of memory, and the room of the tier."""
+        return stream.device == self.device and kernels_may_use(memory, places, nbytes, stream, write=write)
 
     def reserve(self, count: int, nbytes: int) -> None:
         """Reserve room for later contents, because that takes long: host memory (``cuMemHostAlloc``), or space on disk.
@@ -535,41 +542,6 @@ class BlockTier(Tier, Closes):
         self.trim()
 
 
-PER_THREAD = 2  # handle of the per-thread default stream
-_LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
-_FIRST_BATCH, _MOST_IN_BATCH = 32, 128
-"""Number of copies in the first batch, and the most in later batches.
-
-While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
-each batch may have 1.5 times as many copies as the one before.
-"""
-
-
 def ends_or_all(after: After, device: Device) -> Iterable[Event | Stream]:
     """The events and streams that an argument names; for None an event after all work of the device."""
     return all_work(device) if after is None else ends_of(after, session_of(device))
-
-
-def copy_batch(targets: Addresses, sources: Addresses, sizes: Addresses, memory: Addresses, stream: Stream) -> None:
-    """Queue copies, in any order among each other (``cuMemcpyBatchAsync``). Adjacent copies are merged.
-
-    ``memory``: for each copy a number that identifies its allocation, because a merged copy must stay within one
-    allocation. Without support for batches, and on the legacy default stream, each copy is one ``cuMemcpyAsync``.
-    """
-    session, raw = session_of(stream), raw_handle(stream)
-    apart = memory[1:] != memory[:-1]
-    for side in (targets, sources):
-        apart |= side[1:] - side[:-1] != sizes[:-1]
-    bounds = np.ones(len(targets) + 1, np.bool_)
-    bounds[1:-1] = apart
-    ends = bounds.nonzero()[0]
-    first = ends[:-1]
-    sides = targets[first], sources[first], np.add.reduceat(sizes, first)
-    done, count = 0, _FIRST_BATCH
-    if len(first) > 1 and int(raw) not in _LEGACY:
-        with contextlib.suppress(NotSupportedError):
-            while done < len(first):
-                queue_batch(stream, *(side[done : done + count].tolist() for side in sides))
-                done, count = done + count, min(count * 3 // 2, _MOST_IN_BATCH)
-    for copy in zip(*(side[done:].tolist() for side in sides), strict=True):
-        session.call_in(stream.device.ordinal, "cuMemcpyAsync", *copy, raw)

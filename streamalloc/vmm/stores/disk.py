@@ -26,9 +26,9 @@ from streamalloc.vmm.stores.blocks import (
     Move,
     Saved,
     Stored,
-    copy_batch,
     overlapping,
 )
+from streamalloc.vmm.stores.copies import copy_batch, kernel_of
 from streamalloc.vmm.stores.disk_file import MOST_BLOCK, PAGE, DiskFile, FileBlock, aligned, padded
 from streamalloc.vmm.stores.host import HostTier
 from streamalloc.vmm.stores.pool import PoolTier
@@ -87,7 +87,16 @@ class _Contents(Stored):
                 yield functools.partial(self._move, transfer, stream, out)
                 transfer.finish()
 
-    def _move(self, transfer: Any, stream: Stream, out: bool, blocks: Indices, at: Addresses, *_: object) -> None:
+    def _move(
+        self,
+        transfer: Any,
+        stream: Stream,
+        out: bool,
+        blocks: Indices,
+        at: Addresses,
+        side: Any = None,
+        kernels: bool = False,
+    ) -> None:
         bases, places = self._bases[blocks], self._addresses[blocks]
         # Each block of a buffer is copied alone: the buffer may be in memory of several devices.
         most = self.tier.block if self.nbytes else 0
@@ -98,7 +107,7 @@ class _Contents(Stored):
                 which, some = mine[[index for index, _ in run]], [block for _, block in run]
                 names = np.asarray(blocks)[which].tolist() if self.nbytes else [None] * len(some)
                 device = at[which] + np.array([block.offset for block in some])
-                transfer.move(chunk.file, some, functools.partial(_copy, device, some, stream, out), names)
+                transfer.move(chunk.file, some, functools.partial(_copy, device, some, stream, out, kernels), names)
 
     def seal(self, stream: Stream) -> None:
         """Write the header of a file with a name, and give it the name."""
@@ -129,12 +138,14 @@ class _Contents(Stored):
             yield chunk.file, some, begin, part
 
 
-def _copy(device: Addresses, blocks: Sequence[FileBlock], stream: Stream, out: bool, room: Bytes) -> None:
+def _copy(
+    device: Addresses, blocks: Sequence[FileBlock], stream: Stream, out: bool, kernels: bool, room: Bytes
+) -> None:
     """Queue the copies of blocks between device and staging memory."""
     host = np.array([block.position for block in blocks]) - blocks[0].position + room.ctypes.data
     sizes = np.array([block.nbytes for block in blocks])
-    sides = (host, device)[:: 1 if out else -1]
-    copy_batch(sides[0], sides[1], sizes, np.zeros(len(host), np.int64), stream)
+    targets, sources = (host, device)[:: 1 if out else -1]
+    copy_batch(targets, sources, sizes, np.zeros(len(host), np.int64), stream, out=out, kernels=kernels)
 
 
 class DiskTier(BlockTier):
@@ -216,6 +227,7 @@ class DiskTier(BlockTier):
         self._idle: list[Staging] = []
         """Staging memory that no call uses."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kernel_of(device).prepare()
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
         """Create a file for buffers of these sizes. With a name, in a persistent tier, the file outlives the buffers.

@@ -32,9 +32,9 @@ from streamalloc.vmm.stores.blocks import (
     Saved,
     Stored,
     Tier,
-    copy_batch,
     may_run,
 )
+from streamalloc.vmm.stores.copies import Halves, copy_batch, kernel_of
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 from streamalloc.vmm.stores.pinned import HUGE, PIECE, Pinning, Release, Run, cores
 
@@ -129,7 +129,9 @@ class InMemory(Stored):
                     self._written = (fence,) if out else self._written
 
     @abc.abstractmethod
-    def _move(self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None) -> None:
+    def _move(
+        self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
+    ) -> None:
         """Queue copies, see :class:`Move`."""
 
     def seal(self, stream: Stream) -> None:
@@ -141,14 +143,20 @@ class _HostContents(InMemory):
 
     __slots__ = ("_check", "_sums")
 
-    def __init__(self, tier: BlockTier, nbytes: int, check: bool) -> None:
+    tier: HostTier
+
+    def __init__(self, tier: HostTier, nbytes: int, check: bool) -> None:
         super().__init__(tier, nbytes)
         self._check = check
         self._sums: Sequence[int] = ()
 
-    def _move(self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None) -> None:
+    def _move(
+        self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
+    ) -> None:
         bases, host = self._bases[blocks], self._addresses[blocks]
-        copy_batch(*((host, at) if out else (at, host)), self._sizes[blocks], bases, stream)
+        sides = (host, at) if out else (at, host)
+        halves = self.tier._halves
+        copy_batch(*sides, self._sizes[blocks], bases, stream, out=out, kernels=kernels, halves=halves)
 
     def seal(self, stream: Stream) -> None:
         """Wait for the copies and compute the checksums, if the tier checks contents."""
@@ -243,7 +251,9 @@ class _SleepingBytes(InMemory):
             base, start = int(bases[first]), int(addresses[first])
             yield first, self._chunks[base].memory[start - base : start - base + int(sizes[first:last].sum())]
 
-    def _move(self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None) -> None:
+    def _move(
+        self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
+    ) -> None:
         done, every = 0, np.asarray(blocks)
         for some, fences in self._with_room(every):
             for fence in fences:
@@ -320,16 +330,18 @@ class HostTier(BlockTier):
     """
 
     __slots__ = (
-        "_check", "_failure", "_grown", "_holders", "_making", "_pinning", "_preparations", "_rooms", "_wanted",
-        "_workers",
+        "_check", "_failure", "_grown", "_halves", "_holders", "_making", "_pinning", "_preparations", "_rooms",
+        "_wanted", "_workers",
     )  # fmt: skip
 
     _call = "cuMemHostRegister"
+    _copies_blocks = True
 
     def __init__(self, device: Device, limit: int | None = None, *, check: bool = False) -> None:
         super().__init__(device, limit)
         self._check = check
         self._pinning = Pinning(device)
+        self._halves = Halves(device)
         self._grown = threading.Condition(self._lock)  # type: ignore[arg-type]
         """Notified when a thread has pinned a piece, or has failed."""
         self._holders: weakref.WeakSet[_SleepingBytes] = weakref.WeakSet()
@@ -344,6 +356,23 @@ class HostTier(BlockTier):
         """The error of a thread; the others stop after it."""
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not complete."""
+
+        if self._copies_blocks:
+            kernel_of(device).prepare()
+
+    def close(self) -> None:
+        """Accept no more contents, and release the room once the last contents leave. Idempotent."""
+        super().close()
+        self._halves.close()
+
+    def calibrate(self) -> None:
+        """Measure again how fast the device copies blocks in each way: one by one, or by a kernel.
+
+        The first tier of a device measures this, in about half a second, and keeps the times in a file of this user's
+        cache (``$XDG_CACHE_HOME/streamalloc``, by default ``~/.cache/streamalloc``). Measure again while the device is
+        idle, if it was busy then.
+        """
+        kernel_of(self.device).prepare(again=True)
 
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
         """Promise room for the bytes of buffers, and begin to make what is missing.
@@ -514,6 +543,13 @@ def _make_pieces(tier: weakref.ref[HostTier]) -> None:
         del found
 
 
+class _GroupTier(HostTier):
+    """A tier of groups, which copies no blocks by the kernel: to load it the driver would wait for the device."""
+
+    __slots__ = ()
+    _copies_blocks = False
+
+
 _tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref.WeakValueDictionary())
 
 
@@ -522,5 +558,5 @@ def shared_tier(device: Device) -> HostTier:
     tiers, node = _tiers(session_of(device)), device.supports.host_numa_id or 0
     found = tiers.get(node)
     if found is None or found.closed:
-        tiers[node] = found = HostTier(device)
+        tiers[node] = found = _GroupTier(device)
     return found

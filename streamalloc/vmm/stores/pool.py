@@ -45,7 +45,9 @@ class _BufferBytes(InMemory):
 
     __slots__ = ()
 
-    def _move(self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None) -> None:
+    def _move(
+        self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
+    ) -> None:
         session = session_of(stream)
         for block, address in zip(blocks, at.tolist(), strict=True):
             ours = self._memory(block)

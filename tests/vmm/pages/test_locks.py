@@ -353,7 +353,7 @@ def _swap_in(world: World) -> None:
 
 def _fail_to_swap_out(world: World) -> None:
     class Contents(Stored):
-        def save(self, source: Any, stream: sa.Stream) -> None:
+        def save(self, source: Any, stream: sa.Stream, kernels: bool = False) -> None:
             raise MemoryError
 
     class Failing(vmm.HostTier):
@@ -607,7 +607,7 @@ class TestTiers:
             made.append(Copied())
             return made[-1]
 
-        monkeypatch.setattr(host_module, "copy_batch", lambda *_: None)
+        monkeypatch.setattr(host_module, "copy_batch", lambda *_, **options: None)
         monkeypatch.setattr(host_module, "Fence", behind)
 
         def begin() -> Any:

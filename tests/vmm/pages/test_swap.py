@@ -155,7 +155,7 @@ def test_of_blocks_that_are_smaller_than_a_page(device: sa.Device) -> None:
             buffer[block * size : (block + 1) * size].fill(value)
         traced.calls.clear()
         stored: Any = tier.save(buffer, blocks, size, stream)
-        assert [name for name in names(traced) if "Memcpy" in name] == ["cuMemcpyBatchAsync"]
+        assert len([name for name in names(traced) if "Memcpy" in name or "Launch" in name]) == 1
         assert tier.used == 20 * size
         buffer.fill(100)
         tier.load(stored, buffer, blocks[::-1], stream)

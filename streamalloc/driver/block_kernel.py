@@ -1,0 +1,144 @@
+"""The kernel of the package: it copies blocks between scattered addresses, so it both gathers and scatters.
+
+The PTX is of the oldest version that all supported drivers compile when they load it. The addresses of the blocks are
+among the parameters of a launch. So they need no memory that must outlive it, and whoever sees the launch, a checker or
+the simulated driver, knows the memory that it reads and writes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+COPY_KERNEL = "streamalloc_copy_blocks"
+"""Name of the kernel in its module."""
+COPY_UNIT = 16
+"""Bytes that a thread moves at once: addresses and sizes of blocks are multiples of it."""
+_THREADS = 256  # of a thread block
+_MOST = 504  # blocks of a launch, whose parameters have at most 4 KiB
+_SPAN = 36  # bits of an offset in bytes that is a 32-bit number of units
+_WINDOW = (1 << _SPAN) - 1
+_PART = 2048  # bytes that a warp moves at once
+
+
+class BlockCopies(ctypes.Structure):
+    """The parameters of a launch."""
+
+    _fields_ = (
+        ("target", ctypes.c_uint64),
+        ("source", ctypes.c_uint64),
+        ("count", ctypes.c_uint32),
+        ("nbytes", ctypes.c_uint32),
+        ("offsets", ctypes.c_uint32 * (2 * _MOST)),
+    )
+
+    def shape(self, most: int) -> tuple[int, ...]:
+        """The extents of grid and thread blocks, of at most so many thread blocks."""
+        warps = self.count * -(-self.nbytes // _PART)
+        return min(-(-warps * 32 // _THREADS), most), 1, 1, _THREADS, 1, 1
+
+    def addresses(self) -> tuple[list[int], list[int]]:
+        """The addresses of targets and of sources."""
+        offsets = np.frombuffer(self.offsets, np.uint32)[: 2 * self.count].astype(np.int64) * COPY_UNIT
+        return (offsets[::2] + self.target).tolist(), (offsets[1::2] + self.source).tolist()
+
+
+def block_copies(targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nbytes: int) -> Iterator[BlockCopies]:
+    """Yield the parameters of the launches that copy blocks of ``nbytes`` bytes."""
+    high = (targets >> _SPAN, sources >> _SPAN)
+    if any((one != one[0]).any() for one in high):
+        # One launch reaches 64 GiB on each side.
+        order = np.lexsort(high)
+        targets, sources, high = targets[order], sources[order], (high[0][order], high[1][order])
+    apart = (high[0][1:] != high[0][:-1]) | (high[1][1:] != high[1][:-1])
+    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(targets)]
+    offsets = np.empty((len(targets), 2), np.uint32)
+    offsets[:, 0], offsets[:, 1] = ((side & _WINDOW) // COPY_UNIT for side in (targets, sources))
+    place = offsets.ctypes.data
+    for first, end in itertools.pairwise(bounds):
+        target, source = (int(one[first]) << _SPAN for one in high)
+        for at in range(first, end, _MOST):
+            made = BlockCopies(target, source, min(end - at, _MOST), nbytes)
+            ctypes.memmove(made.offsets, place + 8 * at, 8 * made.count)
+            yield made
+
+
+def parameters_of(params: Any) -> BlockCopies | None:
+    """The parameters in the argument ``kernelParams`` of a launch; None for another kernel."""
+    values: Any = params[0] if isinstance(params, tuple) and len(params) == 2 else ()
+    return values[0] if len(values) == 1 and isinstance(values[0], BlockCopies) else None
+
+
+COPY_PTX = f""".version 7.0
+.target sm_70
+.address_size 64
+
+.visible .entry {COPY_KERNEL}(.param .align 8 .b8 args[{ctypes.sizeof(BlockCopies)}])
+{{
+    .reg .pred %p<6>;
+    .reg .b32 %r<36>;
+    .reg .b64 %rd<8>;
+
+    ld.param.u64 %rd1, [args];              // target
+    ld.param.u64 %rd2, [args+8];            // source
+    ld.param.u32 %r1, [args+16];            // count
+    ld.param.u32 %r2, [args+20];            // nbytes
+    mov.u32 %r3, %ctaid.x;
+    mov.u32 %r4, %ntid.x;
+    mov.u32 %r5, %tid.x;
+    mad.lo.u32 %r6, %r3, %r4, %r5;
+    shr.u32 %r6, %r6, 5;                    // this warp
+    mov.u32 %r7, %nctaid.x;
+    mul.lo.u32 %r7, %r7, %r4;
+    shr.u32 %r7, %r7, 5;                    // all warps
+    and.b32 %r8, %r5, 31;
+    shl.b32 %r8, %r8, 4;                    // offset of the lane
+    add.u32 %r9, %r2, {_PART - 1};
+    shr.u32 %r9, %r9, {_PART.bit_length() - 1};                   // parts of a block
+    mul.lo.u32 %r10, %r9, %r1;              // all parts
+NEXT:
+    setp.ge.u32 %p1, %r6, %r10;
+    @%p1 bra END;
+    div.u32 %r11, %r6, %r9;                 // block
+    mul.lo.u32 %r12, %r11, %r9;
+    sub.u32 %r12, %r6, %r12;                // part
+    shl.b32 %r12, %r12, {_PART.bit_length() - 1};
+    add.u32 %r12, %r12, %r8;
+    add.u32 %r13, %r12, 512;
+    add.u32 %r14, %r12, 1024;
+    add.u32 %r15, %r12, 1536;
+    setp.lt.u32 %p2, %r12, %r2;
+    setp.lt.u32 %p3, %r13, %r2;
+    setp.lt.u32 %p4, %r14, %r2;
+    setp.lt.u32 %p5, %r15, %r2;
+    mul.wide.u32 %rd3, %r11, 8;
+    mov.b64 %rd4, args;
+    add.u64 %rd4, %rd4, %rd3;
+    ld.param.u32 %r16, [%rd4+24];
+    ld.param.u32 %r17, [%rd4+28];
+    cvt.u64.u32 %rd5, %r12;
+    mul.wide.u32 %rd6, %r16, {COPY_UNIT};
+    mul.wide.u32 %rd7, %r17, {COPY_UNIT};
+    add.u64 %rd6, %rd6, %rd1;
+    add.u64 %rd7, %rd7, %rd2;
+    add.u64 %rd6, %rd6, %rd5;
+    add.u64 %rd7, %rd7, %rd5;
+    @%p2 ld.global.cs.v4.u32 {{%r20, %r21, %r22, %r23}}, [%rd7];
+    @%p3 ld.global.cs.v4.u32 {{%r24, %r25, %r26, %r27}}, [%rd7+512];
+    @%p4 ld.global.cs.v4.u32 {{%r28, %r29, %r30, %r31}}, [%rd7+1024];
+    @%p5 ld.global.cs.v4.u32 {{%r32, %r33, %r34, %r35}}, [%rd7+1536];
+    @%p2 st.global.cs.v4.u32 [%rd6], {{%r20, %r21, %r22, %r23}};
+    @%p3 st.global.cs.v4.u32 [%rd6+512], {{%r24, %r25, %r26, %r27}};
+    @%p4 st.global.cs.v4.u32 [%rd6+1024], {{%r28, %r29, %r30, %r31}};
+    @%p5 st.global.cs.v4.u32 [%rd6+1536], {{%r32, %r33, %r34, %r35}};
+    add.u32 %r6, %r6, %r7;
+    bra NEXT;
+END:
+    ret;
+}}
+"""

@@ -1,0 +1,430 @@
+"""Copies of scattered blocks between a device and pinned host memory, in the fastest way.
+
+There are three ways:
+
+* ``copies``: the driver copies the blocks, in batches. It spends the same time on each, however small it is.
+* ``kernel``: a kernel copies them. It reads and writes host memory over the bus, at nine tenths of the bus's rate.
+* ``staged``: the kernel gathers them in device memory, or scatters them from there. Meanwhile the driver copies others
+  between there and the host, at the bus's rate.
+
+Few or large blocks are copied fastest in the first way, and many in the last. From which size and number on depends on
+device, bus and driver. So the ways are measured once per device, and the times are kept in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import stat
+import tempfile
+import time
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError, undoing
+from streamalloc.core.internal import Device, Event, Fence, Stream, queue_batch, raw_handle
+from streamalloc.core.session import PerDriver, session_of
+from streamalloc.driver.internal import COPY_KERNEL, COPY_PTX, COPY_UNIT, Lock, RLock, block_copies
+from streamalloc.pool import MemoryPool
+from streamalloc.vmm.stores.blocks import Addresses
+from streamalloc.vmm.stores.pinned import Pinning
+
+_LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
+_FIRST_BATCH, _MOST_IN_BATCH = 32, 128
+"""Number of copies in the first batch, and the most in later batches.
+
+While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
+each batch may have 1.5 times as many copies as the one before.
+"""
+_ROOM, _TRIES = 16 << 20, 3  # bytes on each side, and runs, of a measurement
+_MOST, _FEW = 64 << 20, 512  # most bytes, and most single copies, that are measured; more take in proportion
+_HALF, _STREAMS = 8 << 20, 4  # bytes of a half, and most streams beside
+_OVER_BUS, _ON_DEVICE = 32, 1024
+"""Most thread blocks of a launch. So few keep the bus busy, and leave the device to others."""
+
+
+def copy_batch(
+    targets: Addresses,
+    sources: Addresses,
+    sizes: Addresses,
+    memory: Addresses,
+    stream: Stream,
+    *,
+    out: bool,
+    kernels: bool,
+    halves: Halves | None = None,
+) -> None:
+    """Queue copies between a device and host memory, in any order among each other. Adjacent copies are merged.
+
+    Parameters
+    ----------
+    memory
+        For each copy a number that identifies its allocation in host memory, because a merged copy must stay within
+        one allocation.
+    out
+        Whether the copies are from the device.
+    kernels
+        Whether kernels of the stream's device may use all this memory.
+    halves
+        Device memory for the way ``staged``; None for none.
+    """
+    if not len(sizes):
+        return  # other threads may have dropped all
+    host, device = (targets, sources) if out else (sources, targets)
+    if (host[1:] < host[:-1]).any():
+        order = np.argsort(host)
+        host, device, sizes, memory = host[order], device[order], sizes[order], memory[order]
+    apart = (memory[1:] != memory[:-1]) | (host[1:] - host[:-1] != sizes[:-1])
+    first = _starts(apart | (device[1:] - device[:-1] != sizes[:-1]))
+    if kernels and len(sizes) > 1 and (sizes == sizes[0]).all():
+        blocks = Blocks(device, host, int(sizes[0]), _starts(apart), out)
+        if blocks.suit_kernel and kernel_of(stream.device).copy_if_faster(blocks, len(first), halves, stream):
+            return
+    targets, sources = (host, device) if out else (device, host)
+    _copy_one_by_one(targets[first], sources[first], np.add.reduceat(sizes, first), stream)
+
+
+def _starts(apart: npt.NDArray[np.bool_]) -> Addresses:
+    """The index of the first of each run of adjacent blocks. ``apart``: whether each block but the first begins one."""
+    return np.concatenate(([0], np.flatnonzero(apart) + 1))
+
+
+def _copy_one_by_one(targets: Addresses, sources: Addresses, sizes: Addresses, stream: Stream) -> None:
+    """Queue each copy (``cuMemcpyBatchAsync``). Without support for batches, and on the legacy default stream, each is
+    one ``cuMemcpyAsync``.
+    """
+    session, raw, sides = session_of(stream), raw_handle(stream), (targets, sources, sizes)
+    done, count = 0, _FIRST_BATCH
+    if len(targets) > 1 and int(raw) not in _LEGACY:
+        with contextlib.suppress(NotSupportedError):
+            while done < len(targets):
+                queue_batch(stream, *(side[done : done + count].tolist() for side in sides))
+                done, count = done + count, min(count * 3 // 2, _MOST_IN_BATCH)
+    for copy in zip(*(side[done:].tolist() for side in sides), strict=True):
+        session.call_in(stream.device.ordinal, "cuMemcpyAsync", *copy, raw)
+
+
+# -- times ---------------------------------------------------------------------------------------------------
+
+SIZES = (512, *(2048 << power for power in range(8)))
+"""Sizes of blocks in bytes at which the ways are measured."""
+COUNTS = (1, 8, 64, 512, 4096)
+"""Numbers of blocks at which the ways are measured."""
+WAYS = tuple(f"{way} {where}" for way in ("copies", "kernel", "staged") for where in ("in", "out"))
+_FORMAT = 1
+_MOST_IN_FILE = 1 << 16  # bytes
+
+Times: TypeAlias = "Mapping[str, Sequence[Sequence[float]]]"
+"""Seconds of each way, by :data:`SIZES` and :data:`COUNTS`."""
+
+
+def _every(measure: Callable[[str, int, int], float]) -> Times:
+    """The times of all ways, of a function of way, size and number."""
+    return {way: [[measure(way, nbytes, count) for count in COUNTS] for nbytes in SIZES] for way in WAYS}
+
+
+def seconds(times: Times, way: str, nbytes: float, count: int) -> float:
+    """The time that a way takes for blocks, from the nearest ones that were measured.
+
+    It grows in proportion to number and size, after a constant time, within and beyond the measured ones.
+    """
+    low, share = _between(SIZES, nbytes)
+    some, more = _between(COUNTS, count)
+    table = times[way]
+    rows = [table[at][some] * (1 - more) + table[at][some + 1] * more for at in (low, low + 1)]
+    return rows[0] * (1 - share) + rows[1] * share
+
+
+def _between(steps: Sequence[int], value: float) -> tuple[int, float]:
+    """The index of the step before a value, and the value's distance from it in steps."""
+    at = min(max(bisect_right(steps, value) - 1, 0), len(steps) - 2)
+    return at, max(value - steps[at], 0) / (steps[at + 1] - steps[at])
+
+
+def file_of(device: Device) -> Path:
+    """Path of the file with the times of a device."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    return cache / "streamalloc" / f"blocks-{device.uuid}.json"
+
+
+def read_times(device: Device) -> Times | None:
+    """The times in the file of a device; None if there is no such file, or one that cannot be trusted."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with open(os.open(file_of(device), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                return None
+            head, _, body = file.read(_MOST_IN_FILE).partition(b"\n")
+        if head == _head(device, body):
+            times: Times = json.loads(body)
+            every = [one for way in WAYS for row in times[way] for one in row]
+            if len(every) == len(WAYS) * len(SIZES) * len(COUNTS) and all(0 < one < math.inf for one in every):
+                return times
+    return None
+
+
+def _head(device: Device, body: bytes) -> bytes:
+    """The first line of a file: format, driver, measured steps and checksum. Another one makes the times invalid."""
+    version = session_of(device).call("cuDriverGetVersion")
+    return f"{_FORMAT} {version} {len(SIZES)}x{len(COUNTS)} {zlib.crc32(body):08x}".encode()
+
+
+def write_times(device: Device, times: Times) -> None:
+    """Keep the times of a device, for this user only. No effect if the file cannot be written."""
+    path, body = file_of(device), json.dumps(times).encode()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        number, part = tempfile.mkstemp(dir=path.parent)  # nobody finds half of a file
+        with undoing(lambda: os.unlink(part)):
+            with open(number, "wb") as file:
+                file.write(_head(device, body) + b"\n" + body)
+            os.replace(part, path)
+
+
+# -- the kernel ----------------------------------------------------------------------------------------------
+
+
+class Blocks(NamedTuple):
+    """Blocks of equal size to copy."""
+
+    device: Addresses
+    host: Addresses
+    nbytes: int
+    runs: Addresses
+    """Index of the first block of each run of adjacent host memory."""
+    out: bool
+    """Whether they are copied from the device."""
+
+    @property
+    def suit_kernel(self) -> bool:
+        """Whether addresses and size are multiples of what the kernel moves at once."""
+        return not ((self.device | self.host | self.nbytes) % COPY_UNIT).any()
+
+
+class Kernel:
+    """The kernel on one device, and the times of all ways."""
+
+    __slots__ = ("_device", "_function", "_lock", "_times")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._function: Any = None
+        self._lock = Lock()
+        """Held by the thread that loads and measures. Others do not wait for it, and copy one by one meanwhile."""
+        self._times: Times | None = None
+
+    def prepare(self, *, again: bool = False) -> None:
+        """Load the kernel, and read or measure the times. ``again``: measure in any case.
+
+        Without a kernel, or without memory to measure, blocks are copied one by one. Called when a tier is made, not
+        when blocks are copied: to load a kernel the driver waits for the work of the device.
+        """
+        if (self._times is None or again) and self._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(CudaError):
+                    self._load()
+                    self._times = self._told(again)
+            finally:
+                self._lock.release()
+
+    def _load(self) -> None:
+        session = session_of(self._device)
+        with session.relaxed(), self._device.current():
+            # Never unloaded: it ends with the primary context, which this process never releases.
+            module = session.call("cuModuleLoadData", COPY_PTX.encode() + b"\0")
+            self._function = session.call("cuModuleGetFunction", module, COPY_KERNEL.encode())
+
+    def _told(self, again: bool) -> Times:
+        # A simulated machine has the times of the one that it stands for.
+        tell = getattr(self._device.driver, "block_seconds", None)
+        if tell is not None:
+            return _every(tell)
+        times = None if again else read_times(self._device)
+        if times is None:
+            times = self._measure()
+            write_times(self._device, times)
+        return times
+
+    def copy_if_faster(self, blocks: Blocks, copies: int, halves: Halves | None, stream: Stream) -> bool:
+        """Queue the copies of blocks by the kernel, unless so many single copies are faster. Returns whether it did."""
+        way = self.way(blocks, copies, halves)
+        if way == "copies":
+            return False
+        if way == "kernel" or halves is None or not halves.copy(blocks, self, stream):
+            targets, sources = (blocks.host, blocks.device)[:: 1 if blocks.out else -1]
+            self.copy(targets, sources, blocks.nbytes, stream, _OVER_BUS)
+        return True
+
+    def way(self, blocks: Blocks, copies: int, halves: Halves | None) -> str:
+        """The fastest way."""
+        times, nbytes, count = self._times, blocks.nbytes, len(blocks.host)
+        if times is None:
+            return "copies"
+        where = "out" if blocks.out else "in"
+        took = {
+            "copies": seconds(times, f"copies {where}", nbytes * count / copies, copies),
+            "kernel": seconds(times, f"kernel {where}", nbytes, count),
+        }
+        if halves is not None and nbytes <= _HALF:
+            # It was measured with adjacent host memory. Each further run of it takes as long as a small copy.
+            more = [seconds(times, f"copies {where}", SIZES[0], runs) for runs in (len(blocks.runs), 1)]
+            took["staged"] = seconds(times, f"staged {where}", nbytes, count) + more[0] - more[1]
+        return min(took, key=took.__getitem__)
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, most: int) -> None:
+        """Queue the copies of blocks, by at most so many thread blocks (``cuLaunchKernel``)."""
+        session, raw = session_of(stream), raw_handle(stream)
+        with self._device.current():
+            for copies in block_copies(targets, sources, nbytes):
+                params = (copies,), (None,)
+                session.call("cuLaunchKernel", self._function, *copies.shape(most), 0, raw, params, 0)
+
+    def _measure(self) -> Times:
+        """Measure all ways, on a stream of their own."""
+        device, session = self._device, session_of(self._device)
+        with contextlib.ExitStack() as undo, session.relaxed():
+            stream = undo.enter_context(device.create_stream())
+            pool = undo.enter_context(MemoryPool(device))
+            memory = undo.enter_context(pool.allocate(_ROOM, stream))
+            halves = Halves(device)
+            undo.callback(halves.close)
+            host, release = Pinning(device).obtain(_ROOM)
+            undo.callback(release)
+            undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))  # with copies before an error
+            host[:] = 0  # a checker reports reads of bytes that nobody wrote
+            memory.fill(0, stream)
+            return _every(functools.partial(self._time, host.ctypes.data, memory.address, halves, stream))
+
+    def _time(self, host: int, device: int, halves: Halves, stream: Stream, way: str, nbytes: int, count: int) -> float:
+        """Seconds that a way takes, the least of several times."""
+        by, where = way.split()
+        few = max(min(count, (_FEW if by == "copies" else _MOST // nbytes)), 1)
+        order = np.arange(few, dtype=np.int64) % (_ROOM // nbytes)  # further blocks use the room again
+        one_run = np.zeros(1, np.int64)  # in each half
+        blocks = Blocks(device + order[::-1] * nbytes, host + order * nbytes, nbytes, one_run, where == "out")
+        targets, sources = (blocks.host, blocks.device)[:: 1 if blocks.out else -1]
+        session, raw, best = session_of(stream), raw_handle(stream), math.inf
+        for _ in range(_TRIES):
+            begin = time.perf_counter()
+            if by == "copies":
+                _copy_one_by_one(targets, sources, np.full(few, nbytes), stream)
+            elif by == "kernel":
+                self.copy(targets, sources, nbytes, stream, _OVER_BUS)
+            else:
+                halves.copy(blocks, self, stream)
+            session.call("cuStreamSynchronize", raw)
+            best = min(best, time.perf_counter() - begin)
+        return best * count / few
+
+
+class Halves:
+    """Device memory through which blocks pass, in two halves: while the kernel uses one, the driver copies the other.
+
+    The driver copies on a stream beside that of the caller. Each call takes one that no work of another call delays.
+    """
+
+    __slots__ = ("_closed", "_device", "_lock", "_made", "_pool", "_streams")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = RLock()
+        self._closed = False
+        self._made = 0
+        self._pool: MemoryPool | None = None
+        self._streams: dict[Stream, tuple[int, Fence]] = {}
+        """Streams, each with the caller's stream of the last call and a fence after its work."""
+
+    def copy(self, blocks: Blocks, kernel: Kernel, stream: Stream) -> bool:
+        """Queue the copies of blocks. Returns False, without a copy, if no memory or no stream is left for it."""
+        session, number = session_of(stream), int(raw_handle(stream))
+        with session.relaxed(), contextlib.ExitStack() as undo:
+            beside = self._take(number)
+            if beside is None or self._pool is None:
+                return False
+            undo.callback(self._give, beside, number)
+            try:
+                memory = self._pool.allocate(2 * _HALF, stream)
+            except (CudaError, ClosedError):
+                return False
+            undo.callback(memory.free, stream)
+            undo.callback(stream.wait, beside)
+            beside.wait(stream)
+            self._queue(blocks, kernel, memory.address, stream, beside)
+        return True
+
+    def _queue(self, blocks: Blocks, kernel: Kernel, room: int, stream: Stream, beside: Stream) -> None:
+        nbytes, each = blocks.nbytes, _HALF // blocks.nbytes
+        first, second = (stream, beside) if blocks.out else (beside, stream)
+        free: list[Event | None] = [None, None]
+        for number, at in enumerate(range(0, len(blocks.host), each)):
+            half = number % 2
+            device, host = (side[at : at + each] for side in (blocks.device, blocks.host))
+            here = room + half * _HALF + np.arange(len(host)) * nbytes
+            runs = blocks.runs[(at < blocks.runs) & (blocks.runs < at + each)] - at
+            starts = np.concatenate(([0], runs))
+            sizes = np.diff(starts, append=len(host)) * nbytes
+            before = free[half]
+            if before is not None:
+                first.wait(before)
+                before.close()
+            if blocks.out:
+                kernel.copy(here, device, nbytes, stream, _ON_DEVICE)
+                beside.wait(stream)
+                _copy_one_by_one(host[starts], here[starts], sizes, beside)
+            else:
+                _copy_one_by_one(here[starts], host[starts], sizes, beside)
+                stream.wait(beside)
+                kernel.copy(device, here, nbytes, stream, _ON_DEVICE)
+            free[half] = second.record()
+
+    def _take(self, number: int) -> Stream | None:
+        """Take a stream for a call on the stream with this handle; None if all are busy with calls on others."""
+        with self._lock:
+            for one, (last, fence) in self._streams.items():
+                if last == number or fence.done():
+                    del self._streams[one]
+                    return one
+            if self._closed or self._made == _STREAMS:
+                return None
+            try:
+                if self._pool is None:
+                    self._pool = MemoryPool(self._device, release_threshold=2 * _HALF)
+                made = self._device.create_stream()
+            except CudaError:  # no memory, or a device without pools
+                return None
+            self._made += 1
+            return made
+
+    def _give(self, stream: Stream, number: int) -> None:
+        fence = Fence(session_of(stream), [stream])
+        with self._lock:
+            self._streams[stream] = number, fence
+            if self._closed:
+                self.close()
+
+    def close(self) -> None:
+        """Release streams and memory after the work on them. Idempotent."""
+        with self._lock:
+            self._closed = True
+            while self._streams:
+                self._streams.popitem()[0].close()
+            if self._pool is not None:
+                self._pool.close()
+
+
+_kernels: PerDriver[dict[int, Kernel]] = PerDriver(lambda _: {})
+
+
+def kernel_of(device: Device) -> Kernel:
+    """The kernel on a device."""
+    found = _kernels(session_of(device))
+    return found.get(device.ordinal) or found.setdefault(device.ordinal, Kernel(device))

@@ -1,0 +1,464 @@
+"""Blocks that are copied one by one and by the kernel, and the times by which a tier chooses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import vmm
+from streamalloc.driver.block_kernel import block_copies
+from streamalloc.testing import Faults, Gate
+from streamalloc.vmm.stores import copies
+from tests.support import Account, every, filled, names, pattern, pending, read
+from tests.vmm.pages.support import fill, values
+from tests.vmm.support import PAGE
+
+LAUNCH = "cuLaunchKernel"
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Have all copies that may go several ways go this one."""
+    monkeypatch.setattr(copies.Kernel, "way", lambda *_: way)
+
+
+@pytest.fixture(params=["copies", "kernel", "staged"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    chosen: str = request.param
+    choose(monkeypatch, chosen)
+    monkeypatch.setattr(copies, "_HALF", PAGE)
+    return chosen
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which times are kept; it does not exist yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "streamalloc"
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Measures little, because a simulated machine takes long for much."""
+    if "cache" in request.fixturenames:
+        monkeypatch.setattr(copies, "SIZES", (4096, 65536))
+        monkeypatch.setattr(copies, "COUNTS", (1, 64))
+
+
+def untold(machine: Any) -> Any:
+    """A driver that does not tell the times of blocks, as no real one does."""
+    driver: Any = Faults(machine)
+    driver.block_seconds = None
+    return driver
+
+
+class TestBytes:
+    @pytest.mark.parametrize(
+        ("nbytes", "count", "offset", "suits"),
+        [
+            (4096, 1300, 0, True),  # more than one launch takes, and two halves
+            (16, 3, 0, True),
+            (1040, 40, 0, True),  # no multiple of what a warp moves
+            (5136, 40, 16, True),
+            (96 << 10, 5, 0, True),
+            (1000, 40, 0, False),
+            (4096, 40, 8, False),
+        ],
+    )
+    def test_of_sizes_and_places(
+        self, machine: Any, way: str, nbytes: int, count: int, offset: int, suits: bool
+    ) -> None:
+        traced = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        blocks = np.random.default_rng(nbytes).permutation(2 * count)
+        with (
+            device.create_stream() as stream,
+            sa.allocate(2 * count * nbytes + offset, stream) as buffer,
+            vmm.HostTier(device) as tier,
+        ):
+            filled(buffer, 1)
+            memory = buffer[offset:]
+            traced.calls.clear()
+            stored = tier.save(memory, blocks[:count], nbytes, stream)
+            tier.load(stored, memory, blocks[count:], stream)
+            assert (LAUNCH in names(traced)) == (way != "copies" and suits)
+            assert ("cuMemAllocFromPoolAsync" in names(traced)) == (way == "staged" and suits)
+            rows = pattern(buffer.nbytes, 1)[offset:].reshape(2 * count, nbytes).copy()
+            rows[blocks[count:]] = rows[blocks[:count]]
+            assert np.array_equal(read(memory).reshape(2 * count, nbytes), rows)
+            assert np.array_equal(read(buffer[:offset]), pattern(buffer.nbytes, 1)[:offset])
+
+    def test_of_pages(self, stream: sa.Stream, device: sa.Device, tmp_path: Path, way: str) -> None:
+        with vmm.PageArena(device) as arena, arena.space(16 * PAGE, stream=stream) as space:
+            for tier in (vmm.HostTier(device), vmm.HostTier(device, check=True), vmm.DiskTier(device, tmp_path)):
+                with tier:
+                    space.commit(range(0, 16, 2))
+                    fill(space, range(0, 16, 2))
+                    assert space.swap_out([2, 6, 10], tier) == 3 and len(space.committed) == 5
+                    assert space.swap_in([10, 2, 6]) == 3
+                    assert values(space)[::2] == list(range(1, 17, 2))
+
+    def test_on_other_streams(self, device: sa.Device, way: str) -> None:
+        with vmm.HostTier(device) as tier, sa.allocate(64 * 4096, device.default_stream) as buffer:
+            filled(buffer, 1)
+            for stream in (device.default_stream, device.per_thread_stream):
+                stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
+                buffer.fill(0, stream)
+                tier.load(stored, buffer, range(0, 64, 2), stream)
+                stream.synchronize()
+                rows = pattern(buffer.nbytes, 1).reshape(64, 4096).copy()
+                rows[1::2] = 0
+                assert np.array_equal(read(buffer).reshape(64, 4096), rows)
+                filled(buffer, 1)
+                stored.drop()
+
+    @pytest.mark.parametrize("far", [0, 1 << 36, 5 << 40])
+    def test_addresses_that_are_far_apart(self, far: int) -> None:
+        rng = np.random.default_rng(1)
+        targets, sources = (
+            base + rng.permutation(4000)[:1300] * 4096 + rng.integers(0, 3, 1300) * far for base in (1 << 44, 3 << 44)
+        )
+        found: list[tuple[int, int]] = []
+        for one in block_copies(targets, sources, 4096):
+            found += zip(*one.addresses(), strict=True)
+        assert sorted(found) == sorted(zip(targets.tolist(), sources.tolist(), strict=True))
+
+    def test_room_is_used_again_after_the_kernel(
+        self, device: sa.Device, stream: sa.Stream, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        choose(monkeypatch, "kernel")
+        with (
+            device.create_stream() as other,
+            sa.allocate(64 * 4096, stream) as buffer,
+            vmm.HostTier(device, limit=32 * 4096) as tier,
+        ):
+            filled(buffer, 1)
+            tier.reserve(32, 4096)
+            stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
+            stream.synchronize()
+            gate.hold(stream)
+            tier.load(stored, buffer, range(1, 64, 2), stream)
+            stored.drop()
+            again = tier.save(buffer, range(0, 64, 2), 4096, other)  # into the room that the kernel has yet to read
+            assert pending(other)
+            tier.trim()
+            gate.open()
+            rows = pattern(buffer.nbytes, 1).reshape(64, 4096).copy()
+            rows[1::2] = rows[::2]
+            assert np.array_equal(read(buffer).reshape(64, 4096), rows)
+            other.synchronize()
+            again.drop()
+
+    def test_a_tier_ends_after_the_kernel(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        choose(monkeypatch, "kernel")
+        account = Account(machine)
+        device = account.device
+        with device.create_stream() as stream, sa.allocate(8 * 4096, stream) as buffer, Gate(device) as gate:
+            filled(buffer, 1)
+            with vmm.HostTier(device) as tier:
+                stored = tier.save(buffer, range(0, 8, 2), 4096, stream)
+                stream.synchronize()
+                gate.hold(stream)
+                tier.load(stored, buffer, range(1, 8, 2), stream)
+                stored.drop()
+            assert account.calls("cuMemHostUnregister") == []
+            gate.open()
+            rows = pattern(buffer.nbytes, 1).reshape(8, 4096).copy()
+            rows[1::2] = rows[::2]
+            assert np.array_equal(read(buffer).reshape(8, 4096), rows)
+        del stored, buffer, stream  # with its last event
+        assert account.left == {} and account.checked.hazards == []
+        assert len(account.calls("cuMemHostUnregister")) == 1
+
+
+class TestMemoryThatKernelsMayNotUse:
+    def test_pages_without_memory(self, device: sa.Device, stream: sa.Stream, monkeypatch: Any) -> None:
+        choose(monkeypatch, "kernel")
+        with (
+            vmm.PageArena(device) as arena,
+            arena.space(4 * PAGE, stream=stream) as space,
+            vmm.HostTier(device) as tier,
+        ):
+            space.commit([0, 2])
+            fill(space, [0, 2])
+            half = PAGE // 2
+            stored = tier.save(space, range(0, 8, 2), half, stream)  # uncommitted pages are read as zeros
+            with pytest.raises(sa.CudaError):
+                tier.load(stored, space, [1, 3, 5, 7], stream)
+            tier.load(stored, space, [1, 0, 5, 4], stream)
+            stream.synchronize()
+            found = read(space).reshape(8, half)[:, 0].tolist()
+            assert found == [0, 1, 0, 0, 0, 3, 0, 0]
+
+    def test_of_another_device_or_read_only(self, device: sa.Device, stream: sa.Stream, monkeypatch: Any) -> None:
+        choose(monkeypatch, "kernel")
+        with (
+            vmm.HostTier(device) as tier,
+            vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream) as buffer,
+        ):
+            buffer.fill(1)
+            stored = tier.save(buffer, range(0, 8, 2), 4096, stream)
+            buffer.set_access({device: sa.MemAccess.READ})
+            with pytest.raises(sa.CudaError):
+                tier.load(stored, buffer, range(0, 8, 2), stream)
+            buffer.set_access(device)
+            tier.load(stored, buffer, range(1, 8, 2), stream)
+            stream.synchronize()
+
+
+class TestFaults:
+    @pytest.mark.parametrize(
+        ("call", "result"),
+        [
+            ("cuModuleLoadData", "CUDA_ERROR_JIT_COMPILER_NOT_FOUND"),
+            ("cuModuleGetFunction", "CUDA_ERROR_NOT_FOUND"),
+            ("cuMemAllocFromPoolAsync", "CUDA_ERROR_OUT_OF_MEMORY"),
+            ("cuMemcpyBatchAsync", "CUDA_ERROR_UNKNOWN"),
+            (LAUNCH, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
+        ],
+    )
+    def test_without_kernel_or_room_blocks_are_copied_one_by_one(
+        self, machine: Any, cache: Path, call: str, result: str
+    ) -> None:
+        account = Account(machine)
+        faults = untold(account.driver)
+        device = sa.Device(0, driver=faults)
+        with device.create_stream() as stream, sa.allocate(64 * 4096, stream) as buffer:
+            filled(buffer, 1)
+            faults.fail(call, times=1000, result=result)
+            with vmm.HostTier(device) as tier:
+                assert faults.failed == [call] and not cache.exists()
+                faults.fail(1 << 30)
+                stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
+                tier.load(stored, buffer, range(1, 64, 2), stream)
+                assert LAUNCH not in faults.seen
+                rows = pattern(buffer.nbytes, 1).reshape(64, 4096).copy()
+                rows[1::2] = rows[::2]
+                assert np.array_equal(read(buffer).reshape(64, 4096), rows)
+                stored.drop()
+        del stored, buffer, stream  # with its last event
+        assert account.left == {}
+
+    def test_a_launch_that_is_refused(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        choose(monkeypatch, "kernel")
+        account = Account(machine)
+        faults: Any = Faults(account.driver)
+        device = sa.Device(0, driver=faults)
+        with device.create_stream() as stream, sa.allocate(2000 * 4096, stream) as buffer, vmm.HostTier(device) as tier:
+            faults.fail(LAUNCH, 2)
+            with pytest.raises(sa.OutOfMemoryError):
+                tier.save(buffer.view(), range(0, 2000, 2), 4096, stream)
+            assert tier.used == 0
+        del buffer, stream  # with its last event
+        assert account.left == {}
+
+    @pytest.mark.parametrize("call", ["cuMemPoolCreate", "cuMemAllocFromPoolAsync", "cuStreamCreateWithPriority"])
+    def test_without_room_for_halves_the_kernel_copies(
+        self, machine: Any, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        choose(monkeypatch, "staged")
+        faults: Any = Faults(machine)
+        device = sa.Device(0, driver=faults)
+        with device.create_stream() as stream, sa.allocate(64 * 4096, stream) as buffer, vmm.HostTier(device) as tier:
+            filled(buffer, 1)
+            for times in (100, 0):
+                faults.fail(call, times=times or 1, nth=1 if times else 1 << 20)
+                stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
+                tier.load(stored, buffer, range(1, 64, 2), stream)
+                assert LAUNCH in faults.seen and bool(faults.failed) == bool(times)
+                assert ("cuMemcpyAsync" in faults.seen) == (not times)
+                rows = pattern(buffer.nbytes, 1).reshape(64, 4096).copy()
+                rows[1::2] = rows[::2]
+                assert np.array_equal(read(buffer).reshape(64, 4096), rows)
+                stored.drop()
+
+    @pytest.mark.simulated_only("calls that fail are the same on any driver")
+    def test_each_call_of_the_staged_way_fails(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        choose(monkeypatch, "staged")
+        monkeypatch.setattr(copies, "_HALF", 64 << 10)
+        faults: Any = Faults(machine)
+        device = sa.Device(0, driver=faults)
+        failed = set()
+        with device.create_stream() as stream, sa.allocate(128 * 4096, stream) as buffer:
+            for nth in every(1):
+                with vmm.HostTier(device) as tier:
+                    filled(buffer, 1)
+                    stored = tier.save(buffer, range(0, 128, 2), 4096, stream)
+                    stream.synchronize()
+                    faults.fail(nth, result="CUDA_ERROR_UNKNOWN")
+                    try:
+                        tier.load(stored, buffer, range(1, 128, 2), stream)
+                    except sa.CudaError:
+                        failed.update(faults.failed)
+                    reached = list(faults.failed)
+                    faults.stop()
+                    for call in reached:
+                        if call == "cuCtxPopCurrent":
+                            machine.cuCtxPopCurrent()
+                    stream.synchronize()
+                    tier.load(stored, buffer, range(1, 128, 2), stream)
+                    rows = pattern(buffer.nbytes, 1).reshape(128, 4096).copy()
+                    rows[1::2] = rows[::2]
+                    assert np.array_equal(read(buffer).reshape(128, 4096), rows)
+                    stored.drop()
+                if not reached:
+                    break
+        assert {"cuMemcpyAsync", LAUNCH, "cuStreamWaitEvent", "cuEventRecord"} <= failed
+
+
+@pytest.mark.usefixtures("cache")
+class TestTimes:
+    def measured(self, machine: Any) -> tuple[bool, Any]:
+        """Whether a new process of the driver measures, and the times that it uses."""
+        driver = untold(sd.traced(machine))
+        device = sa.Device(0, driver=driver)
+        driver.fail(1 << 30)  # which lists the calls from here on
+        with vmm.HostTier(device):
+            kernel = copies.kernel_of(device)
+        return LAUNCH in driver.seen, kernel._times
+
+    def test_are_measured_once_and_kept(self, machine: Any, cache: Path) -> None:
+        first, times = self.measured(machine)
+        assert first and set(times) == {
+            f"{way} {where}" for way in ("copies", "kernel", "staged") for where in ("in", "out")
+        }
+        assert self.measured(machine) == (False, times)
+        (file,) = cache.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600 and cache.stat().st_mode & 0o777 == 0o700
+        assert str(sa.Device(0, driver=machine).uuid) in file.name
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda path, data: path.write_bytes(b""),
+            lambda path, data: path.write_bytes(data[: len(data) // 2]),
+            lambda path, data: path.write_bytes(data.replace(b"kernel in", b"kernel on")),
+            lambda path, data: path.write_bytes(b"9" + data),
+            lambda path, data: path.write_bytes(os.urandom(len(data))),
+            lambda path, data: path.write_bytes(data + bytes(1 << 20)),
+            lambda path, data: path.chmod(0o622),
+            lambda path, data: (path.rename(path.with_suffix(".other")), path.symlink_to(path.with_suffix(".other"))),
+            lambda path, data: path.unlink() or os.mkfifo(path),  # type: ignore[func-returns-value]
+        ],
+        ids=[
+            "empty",
+            "cut off",
+            "changed",
+            "other version",
+            "random",
+            "too long",
+            "writable by others",
+            "link",
+            "pipe",
+        ],
+    )
+    def test_of_a_damaged_file_are_measured_anew(
+        self, machine: Any, cache: Path, damage: Callable[[Path, bytes], object]
+    ) -> None:
+        self.measured(machine)
+        (file,) = cache.iterdir()
+        data = file.read_bytes()
+        damage(file, data)
+        again, times = self.measured(machine)
+        assert again and self.measured(machine) == (False, times)
+        assert file.stat().st_mode & 0o777 == 0o600 and not file.is_symlink()
+
+    def test_of_another_size_or_worse_than_nothing(self, machine: Any, cache: Path, monkeypatch: Any) -> None:
+        device = sa.Device(0, driver=untold(machine))
+        for times in (
+            {},
+            {way: [[1.0, 1.0], [1.0, -1.0]] for way in copies.WAYS},
+            {way: [[1.0]] for way in copies.WAYS},
+        ):
+            copies.write_times(device, times)
+            assert copies.read_times(device) is None
+        right = {way: [[1.0, 2.0], [3.0, 4.0]] for way in copies.WAYS}
+        copies.write_times(device, right)
+        assert copies.read_times(device) == right
+
+    def test_where_no_file_can_be_kept(self, machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        for _ in range(2):
+            measured, times = self.measured(machine)
+            assert measured and times
+
+    def test_are_measured_again_if_asked(self, machine: Any) -> None:
+        driver = untold(machine)
+        with vmm.HostTier(sa.Device(0, driver=driver)) as tier:
+            driver.fail(1 << 30)
+            tier.calibrate()
+            assert LAUNCH in driver.seen
+
+    def test_grow_in_proportion_between_and_beyond_the_measured_ones(self) -> None:
+        def took(nbytes: int, count: int) -> float:
+            return 5 + count * (2 + nbytes * 3)
+
+        times = {"way": [[took(nbytes, count) for count in copies.COUNTS] for nbytes in copies.SIZES]}
+        for nbytes in (4096, 5000, 65536, 1 << 20):
+            for count in (1, 2, 64, 5000):
+                assert copies.seconds(times, "way", nbytes, count) == pytest.approx(took(nbytes, count))
+
+
+@pytest.mark.simulated_only("the times of a real device are not known here")
+def test_the_way_is_the_fastest_one(machine: Any) -> None:
+    device = sa.Device(0, driver=machine)
+    ways = set()
+    with vmm.HostTier(device) as tier:
+        kernel = copies.kernel_of(device)
+        for nbytes in (512, 4096, 8192, 20000, 65536, 1 << 20):
+            for count in (2, 16, 64, 300, 500, 3000, 32768):
+                for where in ("out", "in"):
+                    places = np.arange(count, dtype=np.int64) * nbytes
+                    for halves in (tier._halves, None):
+                        blocks = copies.Blocks(places[::-1], places, nbytes, np.zeros(1, np.int64), where == "out")
+                        chosen = kernel.way(blocks, count, halves)
+                        took = {
+                            one.split()[0]: machine.block_seconds(one, nbytes, count)
+                            for one in copies.WAYS
+                            if one.endswith(where) and (halves or not one.startswith("staged"))
+                        }
+                        assert took[chosen] <= 1.05 * min(took.values())
+                        ways.add(chosen)
+        assert ways == {"copies", "kernel", "staged"}
+        # Scattered host memory takes as many copies as there are blocks.
+        blocks = copies.Blocks(places[::-1], places, 4096, np.arange(32768), True)
+        assert kernel.way(blocks, 32768, tier._halves) == "kernel"
+
+
+class TestChecker:
+    @pytest.mark.parametrize("way", ["kernel", "staged"], indirect=True)
+    def test_the_kernel_declares_its_uses(self, machine: Any, way: str) -> None:
+        checked = sd.checked(machine)
+        device = sa.Device(0, driver=checked)
+        with (
+            device.create_stream() as stream,
+            device.create_stream() as other,
+            vmm.HostTier(device) as tier,
+            sa.allocate(64 * 4096, stream) as buffer,
+        ):
+            buffer.fill(1)
+            stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
+            other.wait(stream)
+            buffer[4096:8192].fill(2, other)  # no block of these
+            tier.load(stored, buffer, range(0, 64, 2), other)
+            other.synchronize()
+            assert checked.hazards == [] and not any("declare" in note for note in checked.notes)
+            buffer.fill(3)
+            stored = tier.save(buffer, range(0, 64, 2), 4096, other)
+            (hazard,) = checked.hazards
+            assert "kernel streamalloc_copy_blocks" in str(hazard) and "read" in str(hazard)
+            checked.hazards.clear()
+            device.synchronize()
+            tier.load(stored, buffer, range(0, 64, 2), stream)
+            buffer[:4096].fill(4, other)
+            (hazard,) = checked.hazards
+            assert "kernel streamalloc_copy_blocks" in str(hazard) and "writ" in str(hazard)
+            checked.hazards.clear()
+            device.synchronize()
