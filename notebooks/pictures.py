@@ -58,8 +58,36 @@ def test_scale(streamalloc_machine):
         compute.synchronize()
         buffer.free()
 """
+# An engine that holds memory of three kinds, and asks for more than there is.
+ENGINE = """\
+from cuda.bindings import driver
+
+driver.cuInit(0)
+device = driver.cuDeviceGet(0)[1]
+driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(device)[1])
+stream = driver.cuStreamCreate(1)[1]
+
+
+def load_weights():
+    return [driver.cuMemAlloc(6 << 30)[1] for _ in range(8)]
+
+
+def make_cache(blocks):
+    return [driver.cuMemAllocAsync(1 << 30, stream)[1] for _ in range(blocks)]
+
+
+def workspace():
+    return driver.cuMemAllocAsync(3 << 30, stream)[1]
+
+
+weights, scratch = load_weights(), workspace()
+cache = make_cache(64)
+driver.cuMemFreeAsync(scratch, stream)
+cache += make_cache(32)  # the last ones are refused
+"""
 SHOTS = {
     "check": ("streamalloc check loader.py", "loader.py", LOADER),
+    "memory": ("streamalloc memory engine.py", "engine.py", ENGINE),
     "test": ("pytest -q --no-header test_scale.py", "test_scale.py", TEST),
 }
 """Command, and the file that it gets, by picture."""
