@@ -140,7 +140,10 @@ class Device:
 
     @property
     def per_thread_stream(self) -> Stream:
-        """The calling thread's default stream. Memory of it that another thread frees is freed on the legacy stream."""
+        """The calling thread's default stream. Memory of it that another thread frees is freed on the legacy stream.
+
+        Synchronise it before its thread ends: driver 580 hangs if it then still works on memory of pools.
+        """
         return default_stream(self, PER_THREAD)
 
     @property
