@@ -37,20 +37,18 @@ class Spares(list[Any]):
     Recording an event again is safe: ``cuStreamWaitEvent`` waits for the record before the call, not for later ones.
     """
 
-    __slots__ = ("open", "passed")
+    __slots__ = ("open",)
 
     most = 16
     """Events kept per stream, about the batches of a data loader under way."""
 
     def __init__(self) -> None:
         self.open: bool = True
-        self.passed: int = 0
-        """Moment; all events recorded on the stream before it have completed."""
 
     def end_if_closed(self, session: Session) -> None:
         """Destroy all events if another thread has closed the stream."""
         if not self.open:
-            self.end(session)
+            self.destroy_all(session)
 
     def end(self, session: Session) -> None:
         """Destroy all events, and keep no more."""

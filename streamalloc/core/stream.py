@@ -362,11 +362,7 @@ class Stream(Closes, Shown):
         raw = self._checked_raw() if handle is None else handle
         reused = False
         if event is None:
-            event = None if timing or self._capture else _spare_event(self)
-            reused = event is not None
-            if event is None:
-                event = Event(self.device, timing=timing)
-                event._spare = None if timing or self._capture else self._spare
+            event, reused = _event_of(self, timing)
         elif not isinstance(event, Event):
             raise TypeError(f"event must be an Event, not {type(event).__name__} ({event!r})")
         elif event._session is not session:
@@ -515,17 +511,20 @@ class Stream(Closes, Shown):
         return f"{name} {kind or hex(self._number)} of device {self.device.ordinal}{state}"
 
 
-def _spare_event(stream: Stream) -> Event | None:
-    """A closed event of a stream, to be recorded again."""
+def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:
+    """An event for a record, and whether it was used before: a closed one of the stream if there is one."""
+    if timing or stream._capture:
+        return Event(stream.device, timing=timing), False
     try:
         raw = stream._spare.pop()
     except IndexError:
-        return None
+        event = Event(stream.device)
+        event._spare = stream._spare
+        return event, False
     event = Event.__new__(Event)
     event._adopt(stream.device, interprocess=False)
-    event._spare = stream._spare
-    event._raw = raw
-    return event
+    event._spare, event._raw = stream._spare, raw
+    return event, True
 
 
 async def _finished(stream: Stream) -> None:
