@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import signal
 import socket
-from fractions import Fraction
 from typing import Any
 
 from streamalloc.cli.machine import choose
 from streamalloc.cli.terminal import Terminal, UsageError
 from streamalloc.core.errors import size_text
 from streamalloc.driver import DriverNotFoundError
+from streamalloc.formats.sizes import size_in
 from streamalloc.ipc import StoreBusyError, StoreServer
-
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?) *({'|'.join(_UNITS)})")
 
 
 def size_of(text: str) -> int:
     """Return the bytes of a size such as ``100GiB``."""
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write bytes, or a number with KiB, MiB, GiB or TiB")
-    return int(Fraction(found[1]) * _UNITS[found[2]])
+    try:
+        return size_in(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _ordinals(text: str) -> list[int]:

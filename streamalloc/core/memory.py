@@ -26,6 +26,7 @@ from streamalloc.formats.arrays import (
     CUDA_HOST,
     CUDA_MANAGED,
     Index,
+    array_form,
     exported,
     fill_steps,
     host_array,
@@ -253,7 +254,7 @@ class Memory(Copyable, Exportable, Migrating):
         TypeError, ValueError
             The element type holds Python objects, or the elements do not fill the memory exactly or are not aligned.
         """
-        kind, sizes = array_form(self, dtype, shape)
+        kind, sizes = array_form(self, self._at, self.nbytes, dtype, shape)
         return TypedView(self, kind, sizes)
 
     def view(self, start: int = 0, stop: int | None = None) -> BufferView:
@@ -634,25 +635,3 @@ def form_of(other: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
         return interface_form(interface)
     array = host_array(other)
     return None if array is None else (array.dtype, array.shape)
-
-
-def array_form(memory: MemoryBase, dtype: npt.DTypeLike, shape: tuple[int, ...] | None) -> tuple[Any, tuple[int, ...]]:
-    """A type and a shape that memory has exactly."""
-    kind = np.dtype(dtype)
-    if kind.subdtype is not None:
-        raise TypeError(f"dtype={dtype!r} is an array of {kind.base}: let shape say that")
-    if kind.hasobject or not kind.itemsize:
-        raise TypeError(f"dtype={dtype!r}: memory of devices has elements of a size, and no Python objects")
-    count, rest = divmod(memory.nbytes, kind.itemsize)
-    sizes = [-1] if shape is None else [operator.index(size) for size in shape]
-    if -1 in sizes:
-        place = sizes.index(-1)
-        others = math.prod(sizes[:place] + sizes[place + 1 :])
-        sizes[place] = count // others if others > 0 else -1
-    if rest or min(sizes, default=0) < 0 or math.prod(sizes) != count:
-        form = f"shape={shape} of {kind}" if shape is not None else f"no number of {kind} (each {kind.itemsize} bytes)"
-        verb = "does not fill" if shape is not None else "fills"
-        raise ValueError(f"{form} {verb} the {memory.nbytes} bytes of {memory!r}; memory[start:stop] is a part of it")
-    if memory._at % kind.alignment:
-        raise ValueError(f"{memory!r} is not aligned for {kind}, which lies at multiples of {kind.alignment} bytes")
-    return kind, tuple(sizes)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import operator
-import re
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from streamalloc.core.errors import size_text, unsupported
@@ -24,6 +22,7 @@ from streamalloc.driver.internal import (
     opaque_struct,
     version_that_added,
 )
+from streamalloc.formats.sizes import size_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,23 +121,15 @@ def checked_size(name: str, value: object, largest: int = (1 << 64) - 1) -> int:
     return size
 
 
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*", re.ASCII | re.IGNORECASE)
-
-
 def size_of(name: str, value: object) -> int:
-    """Return a number of bytes that may be text: ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (of 1000 MB), ``"4096"``."""
+    """Return a number of bytes that may be text (:func:`~streamalloc.formats.sizes.size_in`)."""
     if not isinstance(value, str):
         return checked_size(name, value)
-    found = _SIZE.fullmatch(value)
-    if found is None:
-        raise ValueError(f"{name}={value!r} is no size: allowed are bytes, and numbers with KiB, MiB, GiB, KB or MB")
-    power = _UNITS[(found[2] or "").lower()]
-    unit = 1 << power if found[3] else 1000 ** (power // 10)
-    exact = Fraction(found[1]) * unit
-    if exact.denominator != 1:
-        raise ValueError(f"{name}={value!r} is no whole number of bytes")
-    return checked_size(name, int(exact))
+    try:
+        size = size_in(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={error}") from None
+    return checked_size(name, size)
 
 
 _IN_WORDS = {int: "an integer", str: "a string"}

@@ -178,6 +178,30 @@ def interface_form(interface: dict[str, Any]) -> tuple[np.dtype[Any], tuple[int,
     return np.dtype(interface["descr"] if described else interface["typestr"]), tuple(interface["shape"])
 
 
+def array_form(
+    memory: object, address: int, nbytes: int, dtype: npt.DTypeLike, shape: tuple[int, ...] | None
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """A type and a shape that memory has exactly; ``memory`` is it, for errors."""
+    kind = np.dtype(dtype)
+    if kind.subdtype is not None:
+        raise TypeError(f"dtype={dtype!r} is an array of {kind.base}: let shape say that")
+    if kind.hasobject or not kind.itemsize:
+        raise TypeError(f"dtype={dtype!r}: memory of devices has elements of a size, and no Python objects")
+    count, rest = divmod(nbytes, kind.itemsize)
+    sizes = [-1] if shape is None else [operator.index(size) for size in shape]
+    if -1 in sizes:
+        place = sizes.index(-1)
+        others = math.prod(sizes[:place] + sizes[place + 1 :])
+        sizes[place] = count // others if others > 0 else -1
+    if rest or min(sizes, default=0) < 0 or math.prod(sizes) != count:
+        form = f"shape={shape} of {kind}" if shape is not None else f"no number of {kind} (each {kind.itemsize} bytes)"
+        verb = "does not fill" if shape is not None else "fills"
+        raise ValueError(f"{form} {verb} the {nbytes} bytes of {memory!r}; memory[start:stop] is a part of it")
+    if address % kind.alignment:
+        raise ValueError(f"{memory!r} is not aligned for {kind}, which lies at multiples of {kind.alignment} bytes")
+    return kind, tuple(sizes)
+
+
 def host_array(other: Any) -> npt.NDArray[Any] | None:
     """An object with the buffer protocol as an array, without a copy; None for other objects."""
     try:

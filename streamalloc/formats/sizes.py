@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*", re.ASCII | re.IGNORECASE)
+
+
+def size_in(text: str) -> int:
+    """The bytes of a text such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (of 1000 MB) or ``"4096"``. Others raise
+    ``ValueError``.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no size: allowed are bytes, and numbers with KiB, MiB, GiB, KB or MB")
+    power = _UNITS[(found[2] or "").lower()]
+    unit = 1 << power if found[3] else 1000 ** (power // 10)
+    exact = Fraction(found[1]) * unit
+    if exact.denominator != 1:
+        raise ValueError(f"{text!r} is no whole number of bytes")
+    return int(exact)
+
 
 def size_text(nbytes: int) -> str:
     """A size as text: ``64 MiB`` for a whole number of a unit, else ``1,234,567 bytes``."""

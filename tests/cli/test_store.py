@@ -104,6 +104,7 @@ def test_no_store(run: Run, name: str) -> None:
         ("7", 7),
         ("2TiB", 2 << 40),
         ("3KiB", 3072),
+        ("1GB", 10**9),
         pytest.param("9" * 400, 10**400 - 1, id="long"),
     ],
 )
@@ -111,7 +112,7 @@ def test_sizes(text: str, size: int) -> None:
     assert serving.size_of(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1GB", "x"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1G", "x"])
 def test_wrong_sizes(text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", name, f"--limit={text}"])
