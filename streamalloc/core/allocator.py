@@ -103,8 +103,9 @@ class Allocator(Unique, BufferSource):
             nbytes = size_of("nbytes", nbytes)
         handle = ordered.unlent
         if handle is None:
-            # Memory allocated in a capture is the graph's, and the driver alone knows of captures by other code.
-            handle, is_capturing = ordered.direct or ordered.ready(), self._session.cuStreamIsCapturing
+            # Memory allocated in a capture is the graph's, and the driver alone knows of captures by other code. The
+            # stream's driver is asked: another one would crash on the handle.
+            handle, is_capturing = ordered.direct or ordered.ready(), ordered._session.cuStreamIsCapturing
             if handle is None or (ordered.capturable and is_capturing(handle) != NOT_CAPTURED):
                 return self._allocate_checked(nbytes, stream)
         if ordered._session is not self._session:

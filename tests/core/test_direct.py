@@ -150,6 +150,20 @@ class TestNotPlain:
                 use(object())
         foreign.close()
 
+    @pytest.mark.parametrize("cached", [False, True])
+    def test_no_driver_gets_the_handle_of_another_ones_stream(self, scene: Scene, cached: bool) -> None:
+        """Driver 580 takes each handle for an address and reads there: another driver's handle ends the process."""
+        source = sa.CachingAllocator(scene.pool) if cached else scene.pool
+        foreign = sa.Device(0, driver=sd.simulated()).create_stream()
+        foreign.__cuda_stream__()  # others may capture it, so that an allocation asks
+
+        def allocate() -> None:
+            with pytest.raises(ValueError, match="belongs to another driver"):
+                source.allocate(64, foreign)
+
+        assert calls(scene, allocate) == []
+        foreign.close()
+
     @pytest.mark.gpus(2)
     def test_while_another_device_is_current(self, scene: Scene) -> None:
         with sa.Device(1, driver=scene.driver).current():

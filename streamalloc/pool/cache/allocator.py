@@ -196,6 +196,9 @@ class CachingAllocator(Allocator, Closes, Shown):
             The cache, its pool or the stream was closed.
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
+        lists = ordered.free_lists.get(self._key)
+        if lists is None:  # not used yet, or of another driver, on whose handle this one would crash
+            return self._allocate_checked(nbytes, stream)
         if ordered.unlent is not None:
             usable = True
         elif ordered.capturable:
@@ -206,7 +209,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             usable = ordered.here()
         if usable and type(nbytes) is int:
             try:
-                block = ordered.free_lists[self._key][(nbytes - 1) >> 9].pop()
+                block = lists[(nbytes - 1) >> 9].pop()
             except LookupError:
                 pass
             else:
