@@ -6,6 +6,7 @@ Whatever fails, the error is one of ours, nothing is given back twice, and all t
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import enum
@@ -381,6 +382,7 @@ ACTS: dict[str, Act] = {
     # pools
     "access": lambda world, one: one.access(world.device),
     "allocate": lambda world, one: one.allocate(64, world.stream),
+    "allocate_async": lambda world, one: asyncio.run(one.allocate_async(64, world.stream)),
     "MemoryPool.current": lambda world, one: one.current(world.device),
     "default": lambda world, one: one.default(world.device),
     "make_current": _made_current,
