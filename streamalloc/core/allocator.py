@@ -182,12 +182,12 @@ class Allocator(Unique, BufferSource):
         buffer._stream = ordered
         buffer._allocator = self
         buffer._shared = None
-        result = self._try(buffer)
+        result = self._ask_driver(buffer)
         if result:
             self._recover(result, buffer)
         return buffer
 
-    def _try(self, buffer: Buffer) -> Any:
+    def _ask_driver(self, buffer: Buffer) -> Any:
         """Allocate a buffer's memory from the driver; returns the ``CUresult``."""
         alloc = self._alloc if type(buffer) is PoolBuffer else bare(self._alloc)
         stream = buffer._stream
@@ -211,7 +211,7 @@ class Allocator(Unique, BufferSource):
             with self._session.relaxed():
                 released, trouble = (False, "") if capturing else self._release_unused(buffer._stream)
             if released:
-                result = self._try(buffer)
+                result = self._ask_driver(buffer)
             if result != _OUT_OF_MEMORY:
                 break
             with self._session.relaxed():
@@ -222,7 +222,7 @@ class Allocator(Unique, BufferSource):
             finally:
                 # Delete the local name: error and frame would form a cycle that keeps the callers' objects.
                 del failure
-            result = self._try(buffer)
+            result = self._ask_driver(buffer)
         if result:
             raise error_from(result, self._alloc_name)
 

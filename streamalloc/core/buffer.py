@@ -437,7 +437,13 @@ class Buffer(Memory, Closes):
 class PoolBuffer(Buffer):
     """The usual :class:`Buffer` of :meth:`Allocator.allocate`. It is freed when it is dropped.
 
-    Its construction runs no Python function.
+    Its construction runs no Python function, for speed: :meth:`Allocator.allocate` sets the attributes.
+
+    The finaliser runs between any two lines of any thread: while that thread captures a stream, while another one
+    closes the buffer's stream, and in any order with the other objects of a garbage cycle. So it makes one free in
+    stream order, in the relaxed mode: in the mode that threads begin with, garbage of one stream would end the capture
+    of another. The free is left to the queue of ends if the stream is not ready: a direct free on the per-thread stream
+    of another thread would not come after the work that used the memory, and a free on a destroyed stream crashes.
     """
 
     __slots__ = ()
@@ -463,9 +469,9 @@ class PoolBuffer(Buffer):
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
         mode = _GLOBAL
-        dropping.append(None)  # until the pop below, a close of the stream does not destroy its handle
+        # Before the handle is read, until the pop below: a close on another thread leaves the handle valid meanwhile.
+        dropping.append(None)
         try:
-            # In relaxed mode the free invalidates no capture of this thread.
             failed, mode = exchange(_RELAXED)
             handle = stream.unlent or stream._ready_to_drop()
             if failed:

@@ -1,10 +1,18 @@
 """The state of a cache: the blocks of each stream, and the allowance.
 
-Memory of a free list may be handed out on its stream alone, because the work before the free is ordered there. It may
-not be handed out in a capture: the graph would write it at each launch. A block that was freed on another stream
-waits for an event on that stream. All blocks of a stream return to the pool when the stream ends, ordered after the
-stream's work, because afterwards nothing could be ordered after that.
+**When memory may be handed out.** A free list is handed out without a driver call, so no driver would notice a mistake:
+two owners would write the same bytes. Memory is handed out:
 
+* on its stream alone, where the next work comes after the last owner's. A block that was freed on another stream is in
+  no free list until an event on that stream has completed (``returning``).
+* by the stream's thread alone, if it is a per-thread stream: the handle of another thread's is another stream. Blocks
+  that were dropped elsewhere first wait for the legacy stream (:meth:`CacheState.collect_dropped`).
+* not in a capture. The graph would write the memory at each launch, when it has another owner.
+* not after the stream has ended. Nothing can be ordered after its work then, so all its blocks return to the pool
+  before, or behind its last event.
+* not while watchers, such as an observer, have to see each allocation.
+
+A block is taken from a list and put into one by a single atomic step, so no lock is held, and a finaliser can put one.
 The state outlives the allocator until all blocks have returned to the pool.
 """
 
