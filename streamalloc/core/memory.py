@@ -2,7 +2,7 @@
 
 :class:`Memory` is the base class of all kinds of memory. A kind defines its address, size, location and stream
 (:mod:`~streamalloc.core.memory_base`), and inherits the operations: fills and copies (:mod:`~streamalloc.core.copies`),
-and numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack (:class:`Exportable`).
+and numpy arrays, ``__cuda_array_interface__``, ``__array_interface__`` and DLPack.
 :class:`BufferView` is a range of other memory, and :class:`TypedView` one with a type and a shape.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import numpy as np
@@ -55,10 +56,75 @@ class HasCudaArrayInterface(Protocol):
         """The array's address, type and shape."""
 
 
-class Exportable(MemoryBase):
-    """Memory that numpy and other libraries can use without a copy."""
+def _flat_bytes(nbytes: int, address: int, read_only: bool, stream: int) -> dict[str, Any]:
+    data = address, read_only
+    return {"shape": (nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 3, "stream": stream}
+
+
+class Memory(Copyable, Migrating):
+    """A range of bytes that devices, the host or both can reach.
+
+    :class:`Buffer`, :class:`BufferView` and :class:`TypedView` show its use.
+
+    Every operation is queued on a stream: the given one, or the memory's own. The host does not wait, except in the
+    driver itself: a copy into pageable host memory returns once it is complete.
+    """
 
     __slots__ = ()
+
+    @overload
+    def view_as(
+        self, dtype: type[OtherT] | np.dtype[OtherT], shape: tuple[int, ...] | None = None
+    ) -> TypedView[OtherT]: ...
+    @overload
+    def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]: ...
+    def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]:
+        """View the memory as an array of a type and shape. Other libraries then get this type and shape.
+
+        Parameters
+        ----------
+        dtype
+            The NumPy type of the elements.
+        shape
+            The sizes of the dimensions, in C order. One of them may be -1: it is computed from the size of the memory.
+            Default: one dimension.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The element type holds Python objects, or the elements do not fill the memory exactly or are not aligned.
+        """
+        kind, sizes = array_form(self, self._at, self.nbytes, dtype, shape)
+        return TypedView(self, kind, sizes)
+
+    def view(self, start: int = 0, stop: int | None = None) -> BufferView:
+        """A view of the bytes from ``start`` to ``stop``; also written ``memory[start:stop]``."""
+        return self[start:stop]
+
+    def __getitem__(self, item: slice) -> BufferView:
+        if type(item) is slice and item.step is None and type(item.start) is type(item.stop) is int:
+            first, last = item.start, item.stop
+            if 0 <= first <= last <= self.nbytes:
+                return BufferView(self, first, last - first)
+        if not isinstance(item, slice):
+            raise TypeError(
+                f"{item!r} is no range of bytes such as 0:16; copy_to reads single bytes, or as_array in host memory"
+            )
+        start, stop, step = item.indices(self.nbytes)
+        if step != 1:
+            raise ValueError(f"step {step}: a view is contiguous")
+        for name, bound in (("start", item.start), ("stop", item.stop)):
+            if bound is not None and not -self.nbytes <= operator.index(bound) <= self.nbytes:
+                raise ValueError(f"{name}={bound} is outside the {self.nbytes} bytes of {self!r}")
+        return BufferView(self, start, max(stop - start, 0))
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __bool__(self) -> bool:
+        return True
+
+    __iter__ = None
 
     def as_array(self, dtype: npt.DTypeLike = np.uint8, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """Return a numpy array of the memory, without a copy; the host must have access.
@@ -80,7 +146,8 @@ class Exportable(MemoryBase):
         self._check_usable()
         if not self.host_accessible:
             raise refusal(f"{self!r} is in device memory, which the host cannot reach: copy it with copy_to")
-        return np.asarray(_Interface(self))
+        # Not of this object: NumPy would try the buffer protocol first, which uses this array.
+        return np.asarray(SimpleNamespace(memory=self, __array_interface__=self.__array_interface__))
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         """Return the memory as a numpy array, without a copy. This works for all element types."""
@@ -204,87 +271,6 @@ class Exportable(MemoryBase):
         if self._read_only(on_host=on_host):
             part.flags.writeable = False
         return part
-
-
-def _flat_bytes(nbytes: int, address: int, read_only: bool, stream: int) -> dict[str, Any]:
-    data = address, read_only
-    return {"shape": (nbytes,), "typestr": "|u1", "data": data, "strides": None, "version": 3, "stream": stream}
-
-
-class _Interface:
-    """Memory with an array interface but no buffer protocol. NumPy tries the buffer protocol first, which uses this
-    array.
-    """
-
-    def __init__(self, memory: Exportable) -> None:
-        self._memory = memory
-        self.__array_interface__: dict[str, Any] = memory.__array_interface__
-
-
-class Memory(Copyable, Exportable, Migrating):
-    """A range of bytes that devices, the host or both can reach.
-
-    :class:`Buffer`, :class:`BufferView` and :class:`TypedView` show its use.
-
-    Every operation is queued on a stream: the given one, or the memory's own. The host does not wait, except in the
-    driver itself: a copy into pageable host memory returns once it is complete.
-    """
-
-    __slots__ = ()
-
-    @overload
-    def view_as(
-        self, dtype: type[OtherT] | np.dtype[OtherT], shape: tuple[int, ...] | None = None
-    ) -> TypedView[OtherT]: ...
-    @overload
-    def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]: ...
-    def view_as(self, dtype: npt.DTypeLike, shape: tuple[int, ...] | None = None) -> TypedView[Any]:
-        """View the memory as an array of a type and shape. Other libraries then get this type and shape.
-
-        Parameters
-        ----------
-        dtype
-            The NumPy type of the elements.
-        shape
-            The sizes of the dimensions, in C order. One of them may be -1: it is computed from the size of the memory.
-            Default: one dimension.
-
-        Raises
-        ------
-        TypeError, ValueError
-            The element type holds Python objects, or the elements do not fill the memory exactly or are not aligned.
-        """
-        kind, sizes = array_form(self, self._at, self.nbytes, dtype, shape)
-        return TypedView(self, kind, sizes)
-
-    def view(self, start: int = 0, stop: int | None = None) -> BufferView:
-        """A view of the bytes from ``start`` to ``stop``; also written ``memory[start:stop]``."""
-        return self[start:stop]
-
-    def __getitem__(self, item: slice) -> BufferView:
-        if type(item) is slice and item.step is None and type(item.start) is type(item.stop) is int:
-            first, last = item.start, item.stop
-            if 0 <= first <= last <= self.nbytes:
-                return BufferView(self, first, last - first)
-        if not isinstance(item, slice):
-            raise TypeError(
-                f"{item!r} is no range of bytes such as 0:16; copy_to reads single bytes, or as_array in host memory"
-            )
-        start, stop, step = item.indices(self.nbytes)
-        if step != 1:
-            raise ValueError(f"step {step}: a view is contiguous")
-        for name, bound in (("start", item.start), ("stop", item.stop)):
-            if bound is not None and not -self.nbytes <= operator.index(bound) <= self.nbytes:
-                raise ValueError(f"{name}={bound} is outside the {self.nbytes} bytes of {self!r}")
-        return BufferView(self, start, max(stop - start, 0))
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-    def __bool__(self) -> bool:
-        return True
-
-    __iter__ = None
 
 
 class BufferView(Memory):
