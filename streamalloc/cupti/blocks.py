@@ -21,12 +21,13 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from streamalloc.checker.clocks import CERTAIN, Clock, TrackedStream
 from streamalloc.checker.ranges import Access, AddressMap, Range, RecordedOperation
 from streamalloc.checker.state import State
-from streamalloc.cupti.subscription import Launch
+from streamalloc.cupti.kernels import Kernel
+from streamalloc.cupti.subscription import DriverCall
 from streamalloc.driver.internal import Stack
 
 ALLOCATED, FREED, SEGMENT = "allocated", "freed", "segment"
@@ -47,20 +48,26 @@ class Event(NamedTuple):
     place: Callable[[], Stack]
 
 
+def kernel_of(launch: DriverCall) -> Kernel:
+    """The kernel of a launch."""
+    return cast("Kernel", launch.kernel)
+
+
 class Run(NamedTuple):
     """Launches in a row on a stream, the first of which has a number in it."""
 
     stream: TrackedStream
     at: int
     clock: dict[int, int]
-    launches: list[Launch]
+    launches: list[DriverCall]
 
     def uses(self) -> list[Use]:
         """What each of them uses."""
         found = []
         for at, one in enumerate(self.launches, self.at):
-            what, addresses, written = one.kernel.what, one.pointers or (), one.kernel.written(one.pointers or ())
-            found.append(Use(one.time, self.stream, at, self.clock, what, one.place, addresses, written))
+            kernel, addresses = kernel_of(one), one.pointers or ()
+            written = kernel.written(addresses)
+            found.append(Use(one.time, self.stream, at, self.clock, kernel.what, one.place, addresses, written))
         return found
 
 

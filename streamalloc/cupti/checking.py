@@ -24,9 +24,9 @@ from streamalloc.checker.recorder import REFUSED, Recorder
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
 from streamalloc.cupti import callers
-from streamalloc.cupti.blocks import Blocks, Run, Use
+from streamalloc.cupti.blocks import Blocks, Run, Use, kernel_of
 from streamalloc.cupti.libraries import Libraries
-from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Launch, Subscription, raise_soon
+from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Subscription, raise_soon
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.errors import DriverMisuseError
@@ -115,7 +115,7 @@ class Check:
         self._libraries = Libraries(stacks=None)
         self._libraries.most_entries = _FEW_ENTRIES
         self._blocks = Blocks(self._recorder.state)
-        self._waiting: deque[DriverCall | Launch] = deque()
+        self._waiting: deque[DriverCall] = deque()
         """What callbacks have brought, in order. Launches wait for the next call of another kind: those of a stream in
         a row are one step of the checker.
         """
@@ -137,7 +137,7 @@ class Check:
         self._was_read = False
         """Whether uses were judged before."""
         functions = {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES}
-        self._subscription: Subscription = Subscription(self._called, functions, self._launched)
+        self._subscription: Subscription = Subscription(self._called, functions)
 
     @property
     def hazards(self) -> list[Hazard]:
@@ -212,17 +212,16 @@ class Check:
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
-    def _launched(self, launch: Launch) -> None:
-        self._waiting.append(launch)
-        if launch.stream not in self._handles or len(self._waiting) > _MOST_WAITING:
-            self._handles.add(launch.stream)
-            self._work()
-
     def _called(self, call: DriverCall) -> None:
-        # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
-        if call.function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
-            self._of_natives.add(call.answer[1])
         self._waiting.append(call)
+        if call.function in LAUNCHES:
+            stream = call.args[1]
+            if stream in self._handles and len(self._waiting) < _MOST_WAITING:
+                return
+            self._handles.add(stream)
+        elif call.function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
+            # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
+            self._of_natives.add(call.answer[1])
         self._work()
 
     def _work(self) -> None:
@@ -242,23 +241,23 @@ class Check:
     def _take(self) -> None:
         one, was_alone = self._waiting.popleft(), self._is_alone
         self._recorder.state.now, self._seen.context = one.time, one.context
-        uses = isinstance(one, Launch) or one.function.startswith(_USES)
-        if uses and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
+        if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
             # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
             # lock of its allocator, which its history needs.
             self.merge()
-        if isinstance(one, Launch):
-            run = [one]
-            while self._waiting and isinstance(later := self._waiting[0], Launch) and later[1:4] == one[1:4]:
-                run.append(later)
-                self._waiting.popleft()
+        if one.function in LAUNCHES:
+            run, stream = [one], (one.args[1], one.thread, one.context)
+            while self._waiting and (later := self._waiting[0]).function in LAUNCHES:
+                if (later.args[1], later.thread, later.context) != stream:
+                    break
+                run.append(self._waiting.popleft())
             self._run(run)
         else:
             self._follow(one)
         if was_alone and not self._is_alone:
             self._libraries.record_all()
 
-    def _run(self, launches: list[Launch]) -> None:
+    def _run(self, launches: list[DriverCall]) -> None:
         """Follow launches in a row on one stream."""
 
         def runs(stream: TrackedStream) -> None:
@@ -268,12 +267,10 @@ class Check:
             stream.time += len(launches) - 1
             stream.clock.known[stream.number] = stream.time
 
-        first, kernels = (
-            launches[0],
-            [(one.kernel.what, one.place, one.pointers, one.kernel.written) for one in launches],
-        )
+        first = launches[0]
+        kernels = [(kernel_of(one).what, one.place, one.pointers, kernel_of(one).written) for one in launches]
         caller = CallingThread(first.thread, first.context, first.place)
-        self._recorder.feed_kernels(caller, first.stream, kernels, runs)
+        self._recorder.feed_kernels(caller, first.args[1], kernels, runs)
 
     def _follow(self, call: DriverCall) -> None:
         self._seen.saw(call)

@@ -30,20 +30,27 @@ _LOWEST, _HIGHEST = 1 << 32, 1 << 49
 """Addresses that the driver gives to memory."""
 
 
-class Kernel:
-    """A kernel of the program."""
+class Kernel(str):
+    """A kernel of the program: its name as the compiler wrote it, with what is known of it."""
 
-    def __init__(self, handle: int, name: str, sizes: list[int] | None) -> None:
-        self.handle, self.name = handle, name
-        """Name as the compiler wrote it."""
+    def __new__(cls, name: str, sizes: list[int] | None) -> Kernel:
+        """``sizes``: those of its arguments; None if the driver does not tell them."""
+        made = super().__new__(cls, name)
         readable = _demangled(name)
-        self.what: str = f"kernel {_short(readable)}"
-        """Name for reports: that of C++ without arguments."""
+        made.what = f"kernel {_short(readable)}"
         conventions = ((pattern.search(readable), written) for pattern, written in _CONVENTIONS)
-        self._written = next(((found, written) for found, written in conventions if found), None)
-        self._parts = None if sizes is None else _parts(readable, sizes)
-        self._has_rows = "::CatArrayBatchedCopy" in readable
-        self._at = struct.Struct(f"{len(sizes or ())}Q")
+        made._written = next(((found, written) for found, written in conventions if found), None)
+        made._parts = None if sizes is None else _parts(readable, sizes)
+        made._has_rows = "::CatArrayBatchedCopy" in readable
+        made._at = struct.Struct(f"{len(sizes or ())}Q")
+        return made
+
+    what: str
+    """Name for reports: that of C++ without arguments."""
+    _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
+    _parts: list[tuple[int, int, int]] | None
+    _has_rows: bool
+    _at: struct.Struct
 
     def pointers(self, params: int, rows: int) -> Addresses | None:
         """The words of a launch's arguments that may be addresses, from pointers to the arguments; None if the driver
@@ -120,7 +127,7 @@ class Kernels:
         name = ctypes.string_at(symbol).decode(errors="replace") if symbol else ""
         done = threading.Event()
         self._asked.put((function, name, context, done))
-        return self.known[function] if done.wait(_PATIENCE) else Kernel(function, name, None)
+        return self.known[function] if done.wait(_PATIENCE) else Kernel(name, None)
 
     def open(self) -> None:
         """Start the thread. In a callback the start would give Python's lock away."""
@@ -139,7 +146,7 @@ class Kernels:
     def _answer(self) -> None:
         while (asked := self._asked.get()) is not None:
             function, name, context, done = asked
-            self.known[function] = Kernel(function, name, _sizes(function, context))
+            self.known[function] = Kernel(name, _sizes(function, context))
             done.set()
 
 

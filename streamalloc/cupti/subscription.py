@@ -15,7 +15,7 @@ from time import sleep, time_ns
 from types import FrameType
 from typing import Any, NamedTuple
 
-from streamalloc.cupti.kernels import Kernel, Kernels
+from streamalloc.cupti.kernels import Kernels
 from streamalloc.cupti.layouts import Layout, layout
 from streamalloc.cupti.library import Library, memory
 from streamalloc.driver.errors import DriverMisuseError
@@ -44,8 +44,6 @@ _launch_ex = struct.Struct("QQQ").unpack_from
 _code = struct.Struct("I").unpack_from
 _configuration = struct.Struct("4xI24xQ").unpack_from
 """Reads a ``CUlaunchConfig``: second size of the grid, stream."""
-_new = tuple.__new__
-"""Makes a named tuple without a function of Python."""
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
 """Functions that launch a kernel."""
 _DEEPEST = 8
@@ -78,38 +76,13 @@ class DriverCall(NamedTuple):
     """Words of a kernel's arguments that may be addresses; None if the driver does not tell its arguments."""
 
 
-class Launch(NamedTuple):
-    """A launch of a kernel that has returned."""
-
-    function: str
-    stream: int
-    thread: int
-    context: int
-    place: Stack
-    time: int
-    kernel: Kernel
-    pointers: tuple[int, ...] | None
-
-    def call(self) -> DriverCall:
-        """The launch as a call."""
-        args = self.kernel.handle, self.stream
-        return DriverCall(self.function, args, _LAUNCHED, *self[2:6], self.kernel.name, self.pointers)
-
-
 class Subscription:
     """A subscription to driver calls, which :func:`subscribe` returns."""
 
-    def __init__(
-        self,
-        listener: Callable[[DriverCall], None],
-        functions: Iterable[str],
-        launched: Callable[[Launch], object] | None = None,
-    ) -> None:
+    def __init__(self, listener: Callable[[DriverCall], None], functions: Iterable[str]) -> None:
         self.error: BaseException | None = None
         """The first error of the listener or of this object; calls after it are not seen."""
         self._listener = listener
-        self._launched = launched or (lambda launch: listener(launch.call()))
-        """Gets the launches of kernels."""
         self._library = Library()
         self._functions = _known(self._library.functions(), frozenset(functions))
         self.kernels: Kernels = Kernels()
@@ -181,8 +154,8 @@ class Subscription:
             if per_thread and not stream:
                 stream = _PER_THREAD
             kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
-            found = name, stream, thread, context, self._place(1), now, kernel, kernel.pointers(params, rows)
-            self._launched(_new(Launch, found))
+            launch, place, pointers = (function, stream), self._place(1), kernel.pointers(params, rows)
+            self._listener(DriverCall(name, launch, _LAUNCHED, thread, context, place, now, kernel, pointers))
 
     def _place(self, depth: int) -> Stack:
         """The innermost frames of the program."""

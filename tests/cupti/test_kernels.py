@@ -28,12 +28,12 @@ ADDRESSES = (0x100, 0x200, 0x300)
     ],
 )
 def test_a_name_tells_what_is_written(name: str, what: str, written: tuple[int, ...]) -> None:
-    found = Kernel(0, name, None)
+    found = Kernel(name, None)
     assert found.what == what and found.written(ADDRESSES) == written
 
 
 def test_a_kernel_without_addresses_writes_nothing() -> None:
-    assert Kernel(0, FIND, None).written(()) == ()
+    assert Kernel(FIND, None).written(()) == ()
 
 
 _LIST = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
@@ -52,7 +52,7 @@ _OF = f"{_LIST}TensorListMetadata<2>, at::native::(anonymous namespace)::"
     ],
 )
 def test_lists_of_tensors_are_written_where_the_name_says_it(name: str, written: int) -> None:
-    found = Kernel(0, name, None).written(tuple(range(6)))
+    found = Kernel(name, None).written(tuple(range(6)))
     assert found == tuple(range(written))
 
 
@@ -88,7 +88,7 @@ def test_words_that_pytorch_leaves_as_the_stack_had_them_do_not_count(
         for at in range(len(argument)):
             argument[at] = _STALE + 4096 * number + 8 * at
     params = (ctypes.c_uint64 * len(sizes))(*map(ctypes.addressof, arguments))
-    found = Kernel(0, name, sizes).pointers(ctypes.addressof(params), rows)
+    found = Kernel(name, sizes).pointers(ctypes.addressof(params), rows)
     assert found == tuple(_STALE + 4096 * argument + at for argument, places in expected.items() for at in places)
 
 
