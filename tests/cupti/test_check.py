@@ -492,10 +492,11 @@ def test_the_work_of_a_lone_stream_is_kept_for_the_second_one(
     counts: list[int] = []
 
     def scene(s: Scene, check: cupti.Check) -> None:
-        early = s.torch.empty(s.first)
-        other = s.torch.empty(s.first, new=True)
+        other = s.torch.empty(s.first)
         for number in range(200):
             s.driver.launch(FILL, s.first, other)
+            if number == 3:
+                early = s.torch.empty(s.first)  # in the same segment: nothing has the history read
             if number % 10 == 0:
                 s.driver.cuEventRecord(s.event, s.first)
             counts.append(check._blocks.count)
@@ -541,6 +542,17 @@ def test_a_call_in_the_middle_of_the_work_on_another_is_next(checked: Any, monke
         s.driver.launch("read", s.side, tensor)
 
     assert checked(scene).hazards == []
+
+
+def test_a_call_that_the_checker_cannot_read_is_noted(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def feed(*_: Any) -> None:
+        raise ValueError("NULL where the bindings have a value")
+
+    monkeypatch.setattr(Libraries, "followed", lambda self: contextlib.nullcontext(self))
+    with sa.Device(0, driver=shown).current(), cupti.check() as check:
+        monkeypatch.setattr(check._recorder, "feed", feed)
+        shown.cuCtxSynchronize()
+    assert check.error is None and len(check.notes) == 1 and "cuCtxSynchronize" in check.notes[0]
 
 
 @launches
