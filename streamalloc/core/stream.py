@@ -122,11 +122,11 @@ class Stream(Closes, Shown):
         "_closed",
         "_endings",
         "_in_use",
-        "_may_ask",
         "_number",
         "_raw",
         "_session",
         "_spare",
+        "caller",
         "capturable",
         "device",
         "direct",
@@ -152,8 +152,10 @@ class Stream(Closes, Shown):
     """:attr:`direct` if besides no other code can capture the stream, else None: then memory is allocated without a
     question, too.
     """
-    _may_ask: bool
-    """Whether direct calls are allowed once :meth:`ready` has made sure of the kind's condition."""
+    caller: int
+    """Identifier (``get_ident``) of the one thread that may make direct calls now, and use memory again in the order of
+    the stream; True for every thread, False for none.
+    """
     free_lists: dict[object, dict[int, Any]]
     """Free lists of caches on this stream, by the cache's key: lists of blocks by requested size."""
 
@@ -216,13 +218,6 @@ class Stream(Closes, Shown):
         """
         return self.direct
 
-    def here(self) -> bool:
-        """Whether memory may be reused in the order of the stream on this thread, which takes no driver call.
-
-        Without a Python frame for most: ``stream.direct is not None or stream.here()``.
-        """
-        return self._may_ask
-
     def _ready_to_drop(self) -> Any | None:
         """As :meth:`ready`, for a finaliser that frees memory."""
         return self.direct or self.ready()
@@ -230,14 +225,14 @@ class Stream(Closes, Shown):
     def _forbid_direct(self) -> None:
         """Make every call take the checked way."""
         self.direct = self.unlent = None
-        self._may_ask = False
+        self.caller = False
 
     _shut_after_fork = _forbid_direct
 
     def _allow_direct(self) -> None:
         """Allow direct calls, unless something forbids them now."""
         if not (self._closed or self._capture or self._before_work or deferred_queue(self._session).forbidding):
-            self._may_ask = True
+            self.caller = True
             self.direct = self._raw
             self.unlent = None if self.capturable else self._raw
 
@@ -676,13 +671,13 @@ class DefaultStream(Stream):
     """Answer of ``cuCtxGetCurrent`` while the device's context is current."""
     thread: int
     """Number of the thread (:data:`this_thread`); 0 for the legacy stream."""
-    _ident: int | None
-    """Identifier of the thread while it runs, which another thread may get later; None for the legacy stream."""
+    _ident: int
+    """:attr:`caller` while nothing forbids direct calls. Another thread may get the identifier of an ended one."""
 
     @classmethod
     def _make(cls, device: Device, handle: int) -> DefaultStream:
         stream = cls.__new__(cls)
-        stream.thread, stream._ident = (this_thread.number, get_ident()) if handle == PER_THREAD else (0, None)
+        stream.thread, stream._ident = (this_thread.number, get_ident()) if handle == PER_THREAD else (0, True)
         stream._current = (cuda.CUresult.CUDA_SUCCESS, device._session.context(device.ordinal))
         # The legacy stream cannot be captured.
         stream._prepare(device, cuda.CUstream(handle), capturable=handle == PER_THREAD)
@@ -694,12 +689,9 @@ class DefaultStream(Stream):
         """A query of the legacy stream covers all blocking streams."""
         return not self.thread
 
-    def here(self) -> bool:
-        return self._may_ask and (self._ident is None or self._ident == get_ident())
-
     def ready(self) -> Any | None:
-        ident = self._ident
-        if not self._may_ask or (ident is not None and ident != get_ident()):  # :meth:`here`, in one frame
+        caller = self.caller
+        if caller is not True and caller != get_ident():
             return None
         current = self._session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
         return self._raw if current() == self._current else None
@@ -714,7 +706,8 @@ class DefaultStream(Stream):
 
     def _allow_direct(self) -> None:
         # During a capture by this package the checked way finds out whether a blocking stream is captured.
-        self._may_ask = not (self._capture or self._before_work or deferred_queue(self._session).captures)
+        forbidden = self._capture or self._before_work or deferred_queue(self._session).captures
+        self.caller = False if forbidden else self._ident
 
     def _captured(self) -> bool:
         # The driver refuses to answer for the legacy stream while a blocking stream is captured.
@@ -744,7 +737,7 @@ class _ThreadEnd:
     def __del__(self) -> None:
         stream = getattr(self, "_stream", None)  # unset in an object whose making has raised
         if stream is not None:
-            stream._ident = 0
+            stream._ident = stream.caller = False
             if stream._session.usable:
                 stream._submit_endings()
 
@@ -816,7 +809,7 @@ class LibraryStream(Stream):
 
     def ready(self) -> Any | None:
         is_closed = self._is_closed
-        return None if not self._may_ask or (is_closed is not None and is_closed()) else self._raw
+        return None if not self.caller or (is_closed is not None and is_closed()) else self._raw
 
     def _ready_to_drop(self) -> Any | None:
         # In a garbage cycle the library's object may have been finalised before, and its stream destroyed with it. This

@@ -344,7 +344,6 @@ ACTS: dict[str, Act] = {
     # streams and events
     "capture": _captured,
     "elapsed_since": lambda world, one: one.elapsed_since(one),
-    "here": lambda world, one: one.here(),
     "launch_host_func": lambda world, one: one.launch_host_func(int),
     "of_handle": lambda world, one: one.of_handle(world.device, one.handle, one),
     "query": lambda world, one: one.query(),

@@ -206,7 +206,7 @@ class CachingAllocator(Allocator, Closes, Shown):
             handle, is_capturing = ordered.direct or ordered.ready(), self._session.cuStreamIsCapturing
             usable = handle is not None and is_capturing(handle) == NOT_CAPTURED
         else:
-            usable = ordered.here()
+            usable = ordered.caller is True
         if usable and type(nbytes) is int:
             try:
                 block = lists[(nbytes - 1) >> 9].pop()

@@ -8,6 +8,7 @@ lose the one block that is being moved; that block stays allocated until the poo
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamalloc.core.internal import (
@@ -120,7 +121,8 @@ class CachedBuffer(Buffer):
             home = block.home
             # Not the per-thread stream of another thread, whose work may come after this free. During the call another
             # thread may have freed the buffer.
-            if home is not None and (own.direct is not None or (own.here() and self._ptr is block)):
+            caller = own.caller
+            if home is not None and (caller is True or (caller == get_ident() and self._ptr is block)):
                 self._ptr = None
                 home.append(block)
                 return
@@ -135,7 +137,7 @@ class CachedBuffer(Buffer):
             return
         self._ptr = None
         home, own = block.home, self._stream
-        if home is not None and (own.direct is not None or own.here()):
+        if home is not None and (own.caller is True or own.caller == get_ident()):
             home.append(block)
         else:
             self._allocator._dropped.append(block)
