@@ -24,6 +24,7 @@ from streamalloc.driver import Traced, traced
 from streamalloc.driver.internal import cuda
 from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.traces.trace import Trace
+from streamalloc.vmm import ExpandableCache
 
 _KEEP_ALL = 2**64 - 1
 # Initial bytes of RMM's pool; its default is half of the device's memory.
@@ -91,6 +92,8 @@ def _ordering(device: Device, streams: Sequence[Any], resources: contextlib.Exit
 
 def _reserved_by(allocator: Any) -> Callable[[], int] | None:
     """A function for the reserved bytes of a pool, or of the pool under an allocator; None without a pool."""
+    if isinstance(allocator, ExpandableCache):
+        return lambda: allocator.statistics().reserved
     pool = getattr(allocator, "pool", allocator)
     if not isinstance(pool, MemoryPool):
         return None
@@ -102,11 +105,11 @@ def _reserved_by(allocator: Any) -> Callable[[], int] | None:
 
 
 def _pool(
-    device: Device, streams: int, resources: contextlib.ExitStack, *, cached: bool = False, tight: bool = False
+    device: Device, streams: int, resources: contextlib.ExitStack, *, cache: type[CachingAllocator] | None = None
 ) -> Subject:
     allocator: Any = resources.enter_context(MemoryPool(device, release_threshold=_KEEP_ALL))
-    if cached:
-        allocator = resources.enter_context(CachingAllocator(allocator, tight=tight))
+    if cache is not None:
+        allocator = resources.enter_context(cache(allocator))
     return of_allocator(allocator, device, streams, resources)
 
 
@@ -263,8 +266,8 @@ class Entry(NamedTuple):
 ALLOCATORS: dict[str, Entry] = {
     "raw": Entry("raw calls on a pool, results checked", _raw),
     "pool": Entry("streamalloc MemoryPool", _pool),
-    "cached": Entry("streamalloc CachingAllocator", lambda *all: _pool(*all, cached=True)),
-    "tight": Entry("streamalloc CachingAllocator(tight=True)", lambda *all: _pool(*all, cached=True, tight=True)),
+    "cached": Entry("streamalloc CachingAllocator", lambda *all: _pool(*all, cache=CachingAllocator)),
+    "expandable": Entry("streamalloc ExpandableCache", lambda *all: _pool(*all, cache=ExpandableCache)),
     "cuda.core": Entry("cuda.core DeviceMemoryResource", _cuda_core, other=True),
     "cupy": Entry("CuPy MemoryPool", _cupy, other=True),
     "cupy-async": Entry("CuPy MemoryAsyncPool", lambda *all: _cupy(*all, driver_pool=True), other=True),

@@ -1,6 +1,7 @@
 """Virtual memory management: physical memory, address ranges, mappings, and buffers made of them."""
 
 from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
+from streamalloc.vmm.expandable import ExpandableCache
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
 from streamalloc.vmm.pages.arena import ArenaStatistics, PageArena
 from streamalloc.vmm.pages.budget import PageBudget
@@ -22,6 +23,7 @@ __all__ = [
     "ArrayMapInfo",
     "DamagedBackupError",
     "DiskTier",
+    "ExpandableCache",
     "GrowableBuffer",
     "HostTier",
     "Mapping",

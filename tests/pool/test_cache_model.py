@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
-from tests.support import holds, workout
+from tests.support import MiB, holds, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
 
@@ -31,12 +32,13 @@ STREAMS = 6
 RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 CALLS = (
     "cuMemAllocFromPoolAsync", "cuMemFreeAsync", "cuEventRecord", "cuEventQuery", "cuStreamIsCapturing",
-    "cuMemPoolGetAttribute", "cuMemPoolTrimTo",
+    "cuMemPoolGetAttribute", "cuMemPoolTrimTo", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap",
+    "cuMemRelease", "cuStreamWaitEvent",
 )  # fmt: skip
 
 a_stream = some.integers(0, STREAMS - 1)
 a_buffer = some.integers(0, 1 << 16)
-a_size = some.sampled_from([500, 4096, 4096, 9000])
+a_size = some.sampled_from([500, 4096, 4096, 9000, 3 * MiB, 5 * MiB])
 what_follows = some.sampled_from(["nothing", "allocate", "trim", "another cache"])
 
 
@@ -59,7 +61,7 @@ class Owned(NamedTuple):
 class Cache(RuleBasedStateMachine):
     """A cache, its streams, and what the model knows of its buffers."""
 
-    def __init__(self, machine: Any, tight: bool) -> None:
+    def __init__(self, machine: Any, kind: type[sa.CachingAllocator]) -> None:
         super().__init__()
         self.driver = driver = Faults(machine)
         self.device = device = sa.Device(0, driver=driver)
@@ -68,7 +70,7 @@ class Cache(RuleBasedStateMachine):
         self.pool = self.undo.enter_context(sa.MemoryPool(device))
         self.host = self.undo.enter_context(sa.MemoryPool(sa.MemLocation.host(), driver=driver))
         self.host.set_access(device, sa.MemAccess.READWRITE)
-        self.make = functools.partial(sa.CachingAllocator, self.pool, tight=tight)
+        self.make = functools.partial(kind, self.pool)
         self.cache = self.make()
         self.closed: list[sa.CachingAllocator] = []
         self.theirs = self.undo.enter_context(device.create_stream())
@@ -294,11 +296,9 @@ class Cache(RuleBasedStateMachine):
 
 
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
-@pytest.mark.parametrize("tight", [False, True])
-def test_a_cache_beside_a_model(machine: Any, monkeypatch: pytest.MonkeyPatch, tight: bool) -> None:
-    if tight:  # every miss asks the pool, which always holds more than so small an allowance
-        monkeypatch.setattr("streamalloc.pool.cache.state.POOL_STEP", 512)
-    make: Any = functools.partial(Cache, machine, tight)
+@pytest.mark.parametrize("kind", [sa.CachingAllocator, vmm.ExpandableCache])
+def test_a_cache_beside_a_model(machine: Any, kind: type[sa.CachingAllocator]) -> None:
+    make: Any = functools.partial(Cache, machine, kind)
     run_state_machine_as_test(
         make,
         settings=workout(50, 40),

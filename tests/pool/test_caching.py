@@ -234,7 +234,7 @@ class TestSizes:
 
     @pytest.mark.parametrize(
         ("named", "error"),
-        [({"limit": -1}, ValueError), ({"limit": 1.5}, TypeError), ({"tight": 1}, TypeError)],
+        [({"limit": -1}, ValueError), ({"limit": 1.5}, TypeError)],
         ids=str,
     )
     def test_bad_ones(self, pool: sa.MemoryPool, named: Any, error: type[Exception]) -> None:
@@ -245,106 +245,6 @@ class TestSizes:
         for thing in (cache, None, "pool"):
             with pytest.raises(TypeError, match="pool must be a MemoryPool"):
                 sa.CachingAllocator(thing)  # type: ignore[arg-type]
-
-
-class TestTight:
-    """The pool reserves no more than 1.02 times what was in use at once, in steps of 32 MiB."""
-
-    @pytest.fixture
-    def cache(self, device: sa.Device) -> Iterator[sa.CachingAllocator]:
-        with (
-            sa.MemoryPool(device, release_threshold=KEEP) as pool,
-            sa.CachingAllocator(pool, tight=True) as cache,
-        ):
-            assert cache.tight
-            yield cache
-
-    def test_classes_are_eight_times_finer(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        before = 0
-        for size in range(1, 700_000, 371):
-            block = class_size(size, 3)
-            assert block >= size and block % 512 == 0 and block >= before
-            assert block - size < max(512, size / 64)
-            before = block
-        with cache.allocate(MiB + 1, stream):
-            assert cache.statistics().used == MiB + MiB // 64
-
-    @pytest.mark.parametrize(("size", "fits"), [(104 * MiB // 100, True), (107 * MiB // 100, False)])
-    def test_larger_blocks_serve_if_little_is_wasted(
-        self, cache: sa.CachingAllocator, stream: sa.Stream, size: int, fits: bool
-    ) -> None:
-        cache.allocate(size, stream).free()
-        cache.allocate(MiB, stream).free()
-        assert cache.statistics().misses == (1 if fits else 2)
-
-    def test_the_allowance_stays(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        held = set()
-        for number in range(24):
-            size = (64, 8, 48)[number % 3] * MiB
-            for buffer in [cache.allocate(size, stream) for _ in range(512 * MiB // size)]:
-                buffer.free()
-            held.add(cache.pool.attributes.reserved_mem_high // MiB)
-        assert held <= {512, 544}
-
-    def test_sizes_that_repeat_make_no_call(self, traced: Any) -> None:
-        device = sa.Device(0, driver=traced)
-        with (
-            device.create_stream() as stream,
-            sa.MemoryPool(device, release_threshold=KEEP) as pool,
-            sa.CachingAllocator(pool, tight=True) as cache,
-        ):
-            for _ in range(3):
-                del traced.calls[:]
-                for buffer in [cache.allocate(size * MiB, stream) for size in (64, 8, 200)]:
-                    buffer.free()
-            assert traced.calls == []
-
-    def test_streams_that_are_not_in_use_at_once_share(
-        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
-    ) -> None:
-        for _ in range(3):
-            for each in (stream, other):
-                cache.allocate(320 * MiB, each).free()
-                each.synchronize()
-        assert cache.pool.attributes.reserved_mem_high <= 352 * MiB
-
-    def test_memory_that_the_pool_gave_to_others_is_allowed_for(
-        self, cache: sa.CachingAllocator, stream: sa.Stream
-    ) -> None:
-        with cache.pool.allocate(512 * MiB, stream):
-            for _ in range(4):
-                for buffer in [cache.allocate(size * MiB, stream) for size in (40, 50, 60)]:
-                    buffer.free()
-            assert cache.statistics().misses == 3
-
-    def test_a_trim_forgets_the_peak(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        cache.allocate(320 * MiB, stream).free()
-        cache.allocate(64 * MiB, stream).free()
-        assert cache.statistics().cached == 64 * MiB  # the first was released: 352 MiB would have been reserved
-        stream.synchronize()
-        cache.trim()
-        assert cache.pool.statistics().reserved == 0
-        for size in (64, 40):
-            cache.allocate(size * MiB, stream).free()
-        assert cache.pool.statistics().reserved_high >= 320 * MiB
-        assert cache.pool.statistics().reserved <= 96 * MiB
-
-    def test_a_busy_stream_is_asked_often_only_once(self, traced: Any) -> None:
-        """The host would lose its time at each miss."""
-        device = sa.Device(0, driver=traced)
-        with contextlib.ExitStack() as resources:
-            stream = resources.enter_context(device.create_stream())
-            pool = resources.enter_context(sa.MemoryPool(device, release_threshold=KEEP))
-            cache = resources.enter_context(sa.CachingAllocator(pool, tight=True))
-            gate = resources.enter_context(Gate(device))
-            gate.hold(stream)
-            for size in range(40, 140, 10):
-                kept = cache.allocate(size * MiB, stream)
-                cache.allocate(size * MiB, stream).free()
-                kept.free()
-            assert 256 <= len(names(traced, "cuEventQuery")) < 300
-            gate.open()
-            stream.synchronize()
 
 
 def _freed(allocate: Callable[[int, sa.Stream], sa.Buffer], stream: sa.Stream) -> sa.Buffer:

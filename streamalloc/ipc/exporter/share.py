@@ -62,7 +62,7 @@ from streamalloc.ipc.wire.descriptor import (
     Mechanism,
     check_array,
 )
-from streamalloc.pool import MemoryPool
+from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.pool.internal import MemoryKind, PlainBuffer, pointer_attributes
 from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
 from streamalloc.vmm.internal import covering, is_imported
@@ -472,7 +472,7 @@ def _share_buffer(buffer: Buffer, options: _Options, exports: Exports, part: tup
     """Share an allocation; ``part``: offset and size in bytes."""
     if isinstance(buffer, GraphBuffer):
         raise ValueError(f"{buffer!r} belongs to a graph and cannot be shared: copy it to memory of a pool")
-    if isinstance(buffer, PlainBuffer):
+    if isinstance(buffer, PlainBuffer) or isinstance(buffer.owner, CachingAllocator):
         start, size = part or (0, buffer.nbytes)
         return _share_array_of_others(buffer[start : start + size], options, exports)
     nbytes, address = buffer.nbytes, buffer.address

@@ -8,8 +8,7 @@ returns to its own after an event.
 size with the allowance: the sum of the peaks of all streams, times a factor. If the allowance is exceeded, every free
 block returns to the pool, the pool serves the request from this memory, and the factor grows.
 
-*Tight.* The same mechanism with other figures: finer classes, hardly larger blocks, and a factor of the peak of all
-streams together that does not grow. The pool then does what such a cache does not: it splits and merges.
+A cache that reserves hardly more than is in use is :class:`~streamalloc.vmm.ExpandableCache`.
 """
 
 from __future__ import annotations
@@ -120,11 +119,6 @@ class CachingAllocator(Allocator, Closes, Shown):
     limit
         The most bytes of the pool that may be used, cached memory included; 0 for no limit but the pool's own
         ``max_size``. Threads that allocate at the same moment may exceed it by their requests.
-    tight
-        Whether the pool may reserve no more than 1.02 times the most bytes in use at once, on all streams together, in
-        steps of 32 MiB. Then there are 64 classes for each power of two, requests take blocks of up to 1.05 times their
-        size, and all free blocks return to the pool whenever it holds more, or would. Sizes that repeat are as fast;
-        others cost a call of the pool, which splits and merges blocks, and moves free memory to where it is needed.
 
     Raises
     ------
@@ -147,15 +141,15 @@ class CachingAllocator(Allocator, Closes, Shown):
     limit: int
     """The most bytes of the pool that may be used, cached memory included; 0 for none. It can be assigned."""
 
-    def __init__(self, pool: MemoryPool, *, limit: int = 0, tight: bool = False) -> None:
+    def __init__(self, pool: MemoryPool, *, limit: int = 0) -> None:
         checked_type("pool", pool, MemoryPool)
-        checked_type("tight", tight, bool)
-        self.limit = checked_size("limit", limit)
+        most = checked_size("limit", limit)
         if pool.closed:
             raise ClosedError(f"{pool!r} was closed")
         session = session_of(pool)
         self.pool = pool
-        self._state = CacheState(pool, tight)
+        self._state = self._make_state()
+        self.limit = most
         self._key = self._state.key
         """Key of the free lists; no stream has lists under another one."""
         self._dropped: deque[CachedBlock] = self._state.dropped
@@ -164,6 +158,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         self._bind(session, None, None)
         deferred_queue(session).end_with(self, self._state)
         pools_of(session).caches.add(self)
+
+    def _make_state(self) -> CacheState:
+        return CacheState(self.pool)
 
     @property
     def closed(self) -> bool:
@@ -221,11 +218,6 @@ class CachingAllocator(Allocator, Closes, Shown):
                 buffer._shared = None
                 return buffer
         return self._allocate_checked(nbytes, stream, ordered if usable else None)
-
-    @property
-    def tight(self) -> bool:
-        """Whether the cache gives time for memory."""
-        return self._state.tight
 
     @property
     def blocks(self) -> int:
@@ -327,11 +319,14 @@ class CachingAllocator(Allocator, Closes, Shown):
     def _keep_limit(self, nbytes: int) -> None:
         used = self.pool.attributes.used_mem_current
         if used + nbytes > self.limit:
-            why = f"the limit of {size_text(self.limit)} leaves no room for {size_text(nbytes)}"
-            error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
-            error.requested, error.used, error.limit = nbytes, used, self.limit
-            error.holders = holders(self._session, self.location, (self.pool,))
-            raise error
+            raise self._over_limit(nbytes, used)
+
+    def _over_limit(self, nbytes: int, used: int) -> OutOfMemoryError:
+        why = f"the limit of {size_text(self.limit)} leaves no room for {size_text(nbytes)}"
+        error = refused(OutOfMemoryError, "cuMemAllocFromPoolAsync", why)
+        error.requested, error.used, error.limit = nbytes, used, self.limit
+        error.holders = holders(self._session, self.location, (self.pool,))
+        return error
 
     # -- frees that no free list takes directly ------------------------------------------------------------
 

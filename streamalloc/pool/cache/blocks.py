@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamalloc.core.internal import (
     Buffer,
-    PoolBuffer,
     SharedState,
     Stream,
     StreamLike,
@@ -154,11 +153,11 @@ CachedBuffer.__name__ = CachedBuffer.__qualname__ = "Buffer"
 
 
 class SharedBehind(SharedState):
-    """State of a buffer whose memory has left the cache: it frees through the pool's buffer that owns the memory."""
+    """State of a buffer whose memory has left the cache: it frees through another buffer, which owns the memory."""
 
     __slots__ = ("behind",)
 
-    def __init__(self, behind: PoolBuffer) -> None:
+    def __init__(self, behind: Buffer) -> None:
         self.behind: Buffer = behind
 
     def free(self, buffer: Buffer, stream: Stream, still_imported: StillImported, timeout: float | None) -> None:
@@ -169,4 +168,4 @@ class SharedBehind(SharedState):
                 buffer._shared = None
 
     def drop(self, buffer: Buffer) -> None:
-        """Do nothing: the pool's buffer has its own finaliser."""
+        """Do nothing: the other buffer has its own finaliser."""

@@ -56,10 +56,6 @@ from streamalloc.pool.pool import POOL_STEP, MemoryPool
 
 _LARGEST_FIT = 5
 """A request may take a free block of up to five times its size."""
-_TIGHT_FIT = 1.05
-"""The same for a tight cache. The pool splits larger blocks."""
-_TIGHT_FINER = 3
-"""A tight cache has 64 classes for each power of two: rounding up takes a hundredth of the memory."""
 _LARGEST_KEPT = 2
 """A free list of a larger class keeps serving only below this multiple of the request's class. From the multiple on,
 if the request's class has blocks of its own, each request first searches its own class. Otherwise half-precision
@@ -77,8 +73,6 @@ _MAX_ALLOWANCE = 2.0
 """Largest factor for one stream. Caches that split blocks reserve 1.2 to 2.5 times the peaks."""
 _MAX_OF_SEVERAL = 2.5
 """Largest factor for several streams. They share free memory through the pool only, and in pieces."""
-_TIGHT_ALLOWANCE = 1.02
-"""Factor of a tight cache's peak. With 1, each growth would release the free blocks."""
 _QUERIES = 1 << 8
 """Event queries before a trim: enough for an idle stream. A busy stream is not waited for; the next time it is asked
 once.
@@ -119,7 +113,7 @@ class StreamCache(Deferred):
 
     def size_class(self, nbytes: int) -> SizeClass:
         """The size class for a request."""
-        size = class_size(nbytes, _TIGHT_FINER if self.cache.tight else 0)
+        size = class_size(nbytes, self.cache.finer)
         found = self.classes.get(size)
         if found is None:
             found = self.classes.setdefault(size, SizeClass(self, size))
@@ -140,17 +134,21 @@ class StreamCache(Deferred):
                     continue
                 served_from = free
                 break
+        if wanted.count and block is not None and block.size_class.nbytes >= _LARGEST_KEPT * wanted.nbytes:
+            served_from = wanted.free
+        self.serve(nbytes, served_from)
+        return block
+
+    def serve(self, nbytes: int, free: list[CachedBlock]) -> None:
+        """Serve requests of this size directly from a free list from now on."""
         if not self.ended:
             if len(self.lists) >= _MAX_SIZES:
                 self.lists.clear()
-            if wanted.count and block is not None and block.size_class.nbytes >= _LARGEST_KEPT * wanted.nbytes:
-                served_from = wanted.free
-            self.lists[(nbytes - 1) // UNIT] = served_from
-        return block
+            self.lists[(nbytes - 1) // UNIT] = free
 
     def _find_fitting(self, wanted: SizeClass) -> tuple[list[CachedBlock], ...]:
-        sizes, fit = sorted(self.classes), _TIGHT_FIT if self.cache.tight else _LARGEST_FIT
-        some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, fit * wanted.nbytes + 1)]
+        sizes = sorted(self.classes)
+        some = sizes[bisect_left(sizes, wanted.nbytes) : bisect_left(sizes, _LARGEST_FIT * wanted.nbytes + 1)]
         # The end of the stream on another thread removes the classes.
         found = map(self.classes.get, some)
         wanted.fitting = tuple(one.free for one in found if one is not None)
@@ -217,7 +215,8 @@ class StreamCache(Deferred):
         free = sum([one.nbytes * len(one.free) for one in list(self.classes.values()) if one.free])
         return free + sum(block.size_class.nbytes for _, block in tuple(self.returning))
 
-    def attempt(self) -> bool:
+    def serve_no_more(self) -> None:
+        """End the direct calls."""
         if not self.ended:
             self.ended = True
             # From now on a buffer's block comes back by :meth:`put`, which submits this item again.
@@ -225,6 +224,9 @@ class StreamCache(Deferred):
                 if block.size_class.owner is self:
                     block.home = None
         self.lists.clear()
+
+    def attempt(self) -> bool:
+        self.serve_no_more()
         self.cache.collect_dropped()
         if self.free_bytes:
             with contextlib.suppress(CaptureError, NotReadyError):
@@ -260,11 +262,16 @@ class CacheState(Deferred):
     """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
 
     __slots__ = (
-        "_opening", "_peak", "_pool", "_pool_free", "_queries", "_releases", "_reserved", "_room", "blocks", "closed",
-        "dropped", "key", "misses", "queue", "session", "stream_caches", "tight", "watchers",
+        "_opening", "_pool", "_pool_free", "_queries", "_releases", "_reserved", "_room", "blocks", "closed", "dropped",
+        "key", "misses", "queue", "session", "stream_caches", "watchers",
     )  # fmt: skip
 
-    def __init__(self, pool: MemoryPool, tight: bool = False) -> None:
+    kind: type[StreamCache] = StreamCache
+    """Class of the stream caches."""
+    finer: int = 0
+    """How much finer the size classes are, see :func:`class_size`."""
+
+    def __init__(self, pool: MemoryPool) -> None:
         # The queue keeps this item. A strong reference to the pool would keep its `on_oom` function, and through that
         # the cache.
         self._pool = weakref.ref(pool)
@@ -291,10 +298,6 @@ class CacheState(Deferred):
         """Bytes to allocate before the next query of the pool."""
         self._releases = 0
         self._queries = _QUERIES
-        self.tight: bool = tight
-        """Whether the cache gives time for memory."""
-        self._peak = 0
-        """The most bytes of a tight cache's pool that were in use, as of the last query."""
 
     def attempt(self) -> bool:
         self.closed = True
@@ -323,7 +326,7 @@ class CacheState(Deferred):
             found = self.of(stream)
             if found is None:
                 self._forget_ended(self.stream_caches.pop(id(stream), None))
-                found = self.stream_caches[id(stream)] = StreamCache(self, stream)
+                found = self.stream_caches[id(stream)] = self.kind(self, stream)
                 self.session.shut_with_me(stream)
                 stream.free_lists[self.key] = found.lists
         return found
@@ -427,10 +430,8 @@ class CacheState(Deferred):
         with self.session.relaxed():
             attributes = pool.attributes
             reserved, needed, grown = _growth(attributes, wanted)
-            # A tight cache releases its blocks also while the pool does not grow: it may have grown because its free
-            # memory was in pieces. To count the cached bytes takes long, so the known peak is compared first.
-            before = _whole_steps(self._peak * _TIGHT_ALLOWANCE) if self.tight else self._reserved
-            if grown > before and grown > (allowance := self._allowance(wanted, needed)):
+            # To count the bytes in use takes long.
+            if grown > self._reserved and grown > (allowance := self._allowance(wanted)):
                 self._releases += 1
                 self.flush()
                 if reserved > allowance:
@@ -438,15 +439,11 @@ class CacheState(Deferred):
                 _, needed, grown = _growth(attributes, wanted)
             self._reserved, self._room = grown, min(grown - needed, POOL_STEP)
 
-    def _allowance(self, wanted: SizeClass, needed: int = 0) -> int:
-        """Bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth steps. For a
-        tight cache, the peak of the sum: of the ``needed`` bytes of the pool that are not cached.
+    def _allowance(self, wanted: SizeClass) -> int:
+        """Bytes that the pool may reserve: the sum of the streams' peaks times the factor, in whole growth steps.
 
         A block of size ``wanted`` counts as in use.
         """
-        if self.tight:
-            self._peak = max(self._peak, needed - self.cached)
-            return _whole_steps(self._peak * _TIGHT_ALLOWANCE)
         peaks, streams = 0, self.live()
         for one in streams:
             in_use = sum(size.nbytes * (size.count - len(size.free)) for size in list(one.classes.values()))
@@ -458,7 +455,7 @@ class CacheState(Deferred):
 
     def forget_peaks(self) -> None:
         """Begin anew with the allowance."""
-        self._releases = self._reserved = self._peak = 0
+        self._releases = self._reserved = 0
         for one in self.live():
             one.peak = 0
 

@@ -1,0 +1,755 @@
+"""A cache that reserves hardly more memory than is in use, made of virtual memory.
+
+*One range of addresses.* Blocks are cut from free ranges, the smallest sufficient one first. Free blocks stay whole, in
+the free lists of :mod:`streamalloc.pool.cache`, until a request finds no range: then they are merged.
+
+*Memory where it is needed.* Memory is created in chunks, and mapped below the addresses that blocks use. Before the
+chunks would be more than the allowance, 1.03 times the most bytes in use at once, chunks of free ranges are mapped at
+addresses that lack memory.
+
+*In stream order.* A moved chunk stays mapped at its old addresses, too, so neither host nor device waits: the stream's
+work there came first. The old addresses are unmapped, and get other memory, once an event after that work has
+completed. If the memory was another stream's, the device waits for that stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from bisect import bisect_left, insort
+from collections import deque
+
+from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError, OutOfMemoryError
+from streamalloc.core.internal import (
+    Buffer,
+    Device,
+    Event,
+    Stream,
+    StreamLike,
+    record_uncaptured,
+    shared_state,
+    unless_busy,
+)
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, MemLocationType, checked_size
+from streamalloc.core.session import drained, session_of
+from streamalloc.driver.internal import RLock
+from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool
+from streamalloc.pool.internal import (
+    CachedBlock,
+    CachedBuffer,
+    CacheState,
+    PlainBuffer,
+    PlainEnd,
+    SharedBehind,
+    SizeClass,
+    StreamCache,
+    end_plain,
+    filled,
+)
+from streamalloc.vmm.access import Rights, structs_of
+from streamalloc.vmm.address_range import AddressRange
+from streamalloc.vmm.free_ranges import FreeRanges
+from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
+from streamalloc.vmm.reservation import MappedBytes
+
+_ALLOWANCE = 1.03
+"""Factor of the most bytes in use. With 1, each growth would move chunks."""
+_ADDRESSES = 4
+"""Times the device's memory that are reserved as addresses: moved chunks leave addresses without memory."""
+_SMALLEST_SHARE = 1 << 9
+"""A new chunk is at most this part of the memory: a block's end wastes up to a chunk, and many chunks take long."""
+_LARGEST_CHUNK = 32 << 20
+_SMALL, _SLAB = 512 << 10, 2 << 20
+"""Blocks of up to the first size are cut from slabs of the second one."""
+_QUERIES = 1 << 8
+"""Event queries before memory is released: enough for an idle stream. A busy stream is not waited for."""
+_PART = 4
+"""A request first merges free blocks of at least this part of its size: smaller ones stay in their lists."""
+
+
+class _Segment:
+    """The addresses of a cache, and the chunks of memory that are mapped there. Offsets are in bytes."""
+
+    def __init__(self, device: Device) -> None:
+        self.spec: MemorySpec = spec_of(session_of(device), properties_for(device, MemHandleType.NONE, False, False))
+        self.page: int = self.spec.granularity
+        total = device.memory_info()[1]
+        self.range = AddressRange(self.spec.round_up(_ADDRESSES * total), driver=device.driver)
+        self.range._owned = True
+        self.base: int = self.range.address
+        self.most: int = self.range.nbytes
+        """Bytes of the addresses."""
+        self._rights: Rights = {device.location: MemAccess.READWRITE}
+        self._structs = structs_of(self._rights)
+        self.top: int = 0
+        """End of the addresses that were ever used."""
+        self.gaps: list[tuple[int, int]] = []
+        """Parts below the top without memory, in order."""
+        self.starts: list[int] = []
+        """First offsets of the chunks, in order."""
+        self.chunks: dict[int, MappedBytes] = {}
+        """Chunks by first offset."""
+        self.left: deque[tuple[Event, MappedBytes, bool]] = deque()
+        """Mappings to unmap once an event has completed, and whether to release their memory: that of a moved chunk is
+        mapped elsewhere.
+        """
+        self.leaving: int = 0
+        """Bytes to be released."""
+        self.reserved: int = 0
+        """Bytes of all chunks."""
+        self.reserved_high: int = 0
+
+    def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Parts without memory, in whole pages."""
+        start, stop = start - start % self.page, stop + -stop % self.page
+        at = bisect_left(self.gaps, (stop,))
+        found = []
+        while at and self.gaps[at - 1][1] > start:
+            at -= 1
+            found.append((max(self.gaps[at][0], start), min(self.gaps[at][1], stop)))
+        return found
+
+    def backed(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Parts with memory between two offsets."""
+        edges = [start, *(edge for gap in self.missing(start, stop)[::-1] for edge in gap), stop]
+        return [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
+
+    def gap_at(self, offset: int) -> tuple[int, int]:
+        """The part without memory around an offset."""
+        return self.gaps[bisect_left(self.gaps, (offset + 1,)) - 1]
+
+    def all_gaps(self) -> list[tuple[int, int]]:
+        """Parts without memory; the last one ends where the addresses end."""
+        gaps = self.gaps[:]
+        first = gaps.pop()[0] if gaps and gaps[-1][1] == self.top else self.top
+        return [*gaps, (first, self.most)]
+
+    def extend(self, stop: int) -> None:
+        """Use addresses up to an offset."""
+        top = stop + -stop % self.page
+        if top > self.top:
+            self.add_gap(self.top, top)
+            self.top = top
+
+    def chunk_within(self, start: int, stop: int, most: int) -> MappedBytes | None:
+        """The last chunk of at most ``most`` bytes that lies within a part."""
+        at = bisect_left(self.starts, stop) - 1
+        while at >= 0 and self.starts[at] >= start:
+            chunk = self.chunks[self.starts[at]]
+            if chunk.stop <= stop and chunk.nbytes <= most and not chunk.gone:
+                return chunk
+            at -= 1
+        return None
+
+    @property
+    def step(self) -> int:
+        """Size of a new chunk."""
+        return max(self.page, min(1 << (self.reserved // _SMALLEST_SHARE).bit_length() >> 1, _LARGEST_CHUNK))
+
+    def create(self, at: int, nbytes: int) -> None:
+        """Create a chunk and map it (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``)."""
+        node, entry = self.range._node, MappedBytes(self.range._node, at, at + nbytes, {}, self.spec)
+        for watcher in node.allocations.watchers:
+            watcher.to_be_mapped(self.base + at, nbytes)
+        with node.adding(entry):
+            self.spec.create(entry, nbytes)
+            entry.map(entry._raw)
+            node.grant((entry,), self._rights, self._structs)
+            self._enter(entry)
+        self.reserved += nbytes
+        self.reserved_high = max(self.reserved_high, self.reserved)
+
+    def move(self, chunk: MappedBytes, at: int, after: Event) -> None:
+        """Map a chunk at another offset, too. The old addresses are unmapped once an event has completed."""
+        node, entry = self.range._node, MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
+        memory = chunk.memory if node.allocations.watchers or chunk._memory is not None else None
+        self._leave(chunk)
+        self.left.append((after, chunk, False))
+        raw, chunk._raw = chunk._raw, None
+        self.reserved -= chunk.nbytes
+        with node.adding(entry):
+            if memory is None:
+                entry._raw = raw
+            else:
+                entry.set_memory(memory)
+                raw = memory._node.raw
+            entry.map(raw)
+            node.grant((entry,), self._rights, self._structs)
+            self._enter(entry)
+        self.reserved += entry.nbytes
+
+    def release(self, chunk: MappedBytes, after: Event) -> None:
+        """Have :meth:`unmap_left` release a chunk once an event has completed."""
+        self._leave(chunk)
+        self.left.append((after, chunk, True))
+        self.leaving += chunk.nbytes
+
+    def unmap_left(self) -> None:
+        """Unmap what has left its addresses, up to the first whose event has not completed (``cuMemUnmap``)."""
+        while self.left and self.left[0][0].query():
+            _, chunk, releases = self.left[0]
+            if not chunk.gone:
+                self.range._node.unmap([chunk])
+            self.left.popleft()
+            if releases:
+                self.leaving -= chunk.nbytes
+                self.reserved -= chunk.nbytes
+                chunk.close()
+
+    def is_left(self, start: int, stop: int) -> bool:
+        """Whether something that has left is still mapped in a part."""
+        return any(one.offset < stop and one.stop > start for _, one, _ in self.left)
+
+    def drop(self) -> None:
+        """Release everything once the work that is queued now has completed."""
+        del self.range
+        self.starts, self.chunks, self.reserved = [], {}, 0
+        self.left.clear()
+
+    def _enter(self, chunk: MappedBytes) -> None:
+        start, stop = chunk.offset, chunk.stop
+        insort(self.starts, start)
+        self.chunks[start] = chunk
+        before, after = self.gap_at(start)
+        at = bisect_left(self.gaps, (before,))
+        self.gaps[at : at + 1] = [part for part in ((before, start), (stop, after)) if part[0] < part[1]]
+
+    def _leave(self, chunk: MappedBytes) -> None:
+        start, stop = chunk.offset, chunk.stop
+        del self.starts[bisect_left(self.starts, start)], self.chunks[start]
+        self.add_gap(start, stop)
+
+    def add_gap(self, start: int, stop: int) -> None:
+        """Record a part without memory, together with the gaps beside it."""
+        at = bisect_left(self.gaps, (start,))
+        low, high = at, at
+        if at and self.gaps[at - 1][1] == start:
+            low, start = at - 1, self.gaps[at - 1][0]
+        if at < len(self.gaps) and self.gaps[at][0] == stop:
+            high, stop = at + 1, self.gaps[at][1]
+        self.gaps[low:high] = [(start, stop)]
+
+
+class _Ranges(StreamCache):
+    """The blocks of one stream, and the free ranges that only its work has used."""
+
+    __slots__ = ("ranges", "small")
+
+    cache: _State
+
+    def __init__(self, cache: CacheState, stream: Stream) -> None:
+        self.ranges = FreeRanges()
+        self.small = FreeRanges()
+        """Free parts of slabs, for small blocks. Elsewhere these would keep much larger memory from being moved."""
+        super().__init__(cache, stream)
+
+    def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
+        """Take a free block of the size, or cut one from a free range with memory. None if there is none."""
+        if self.returning:
+            self.collect()
+        self.serve(nbytes, wanted.free)
+        try:
+            return wanted.free.pop()
+        except IndexError:
+            return self.cache.cut(self, wanted)
+
+    def merge(self, least: int) -> None:
+        """Merge free blocks of at least ``least`` bytes into the free ranges."""
+        state = self.cache
+        base = state.segment.base
+        for one in list(self.classes.values()):
+            if one.nbytes >= least and one.free:
+                ranges = self.small if one.nbytes <= _SMALL else self.ranges
+                for block in drained(one.free.pop):
+                    state.blocks.pop(block.address, None)
+                    one.count -= 1
+                    state.used -= one.nbytes
+                    ranges.add(block.address - base, block.address - base + one.nbytes)
+        if not least:
+            for part in self.small:
+                if part[1] - part[0] < _SLAB:
+                    break
+                if self.small.remove(*part):
+                    self.ranges.add(*part)
+
+    def give(self, part: tuple[int, int], chunk: MappedBytes) -> None:
+        """Remove a chunk from a free range."""
+        self.ranges.without(part, chunk.offset, chunk.stop)
+
+    def idle(self) -> Event | None:
+        """A completed event after all work of the stream; None if there is none."""
+        stream = self.stream()
+        if stream is not None and self.ranges and not self.per_thread:
+            with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
+                event = record_uncaptured(stream)
+                if event is not None and any(event.query() for _ in range(_QUERIES)):
+                    return event
+        return None
+
+    def attempt(self) -> bool:
+        self.serve_no_more()
+        if self.ranges or self.small:  # memory of no block
+            with contextlib.suppress(CaptureError, NotReadyError):
+                self.ordered(self.release)
+            if self.ranges or self.small:
+                return False
+        return super().attempt()
+
+    def release(self, ordered: Stream) -> None:
+        """Leave all free ranges to other streams once the work of ``ordered`` has completed."""
+        for entry in drained(self.returning.popleft):
+            event, block = entry
+            try:
+                if not event.query():
+                    ordered.wait(event)
+            except BaseException:
+                self.returning.appendleft(entry)
+                raise
+            block.size_class.free.append(block)
+        event = ordered.record()
+        with self.cache.lock:
+            self.merge(0)
+            for part in self.small:
+                if self.small.remove(*part):
+                    self.ranges.add(*part)
+            ranges, self.ranges = self.ranges, FreeRanges()
+            self.cache.ended.append((event, ranges))
+
+
+class _State(CacheState):
+    """The addresses, chunks and streams of an expandable cache."""
+
+    __slots__ = (
+        "__weakref__", "busy", "ended", "limit", "lock", "peak", "segment", "used", "used_high",
+    )  # fmt: skip
+
+    kind = _Ranges
+    finer = 3
+
+    def __init__(self, pool: MemoryPool) -> None:
+        super().__init__(pool)
+        self.segment = _Segment(Device(pool.location.id, driver=self.session.driver))
+        self.ended: deque[tuple[Event, FreeRanges]] = deque()
+        """Free ranges of ended streams, with events after their work."""
+        self.limit: int = 0
+        self.used: int = 0
+        """Bytes of all blocks, in use or in free lists."""
+        self.used_high: int = 0
+        self.peak: int = 0
+        """The most bytes in use, as of the last merge."""
+        self.busy: bool = False
+        """Whether memory is being searched: a signal handler's allocation must not search, too."""
+        self.segment.spec.allocations.arenas.add(self)
+        self._shut_after_fork()
+        self.session.shut_with_me(self)
+
+    def _shut_after_fork(self) -> None:
+        """Create the lock anew, because a forked child lacks the threads that held the old one."""
+        self.lock = RLock()
+
+    # -- blocks ----------------------------------------------------------------------------------------------
+
+    def cut(self, cache: _Ranges, wanted: SizeClass) -> CachedBlock | None:
+        """Cut a block from the free ranges of a stream."""
+        with self.lock:
+            if wanted.nbytes > _SMALL:
+                start = cache.ranges.cut(wanted.nbytes)
+            else:
+                start = cache.small.cut(wanted.nbytes)
+                if start is None:
+                    slab = cache.ranges.cut(_SLAB)
+                    if slab is not None:
+                        cache.small.add(slab, slab + _SLAB)
+                        start = cache.small.cut(wanted.nbytes)
+            return None if start is None else self._block_at(start, wanted)
+
+    def _block_at(self, start: int, wanted: SizeClass) -> CachedBlock:
+        self.used += wanted.nbytes
+        if self.used > self.used_high:
+            self.used_high = self.used
+        return self._new_block(self.segment.base + start, wanted)
+
+    def keep_allowance(self, pool: MemoryPool, wanted: SizeClass) -> None:
+        """Do nothing: :meth:`buy` keeps it."""
+
+    def buy(self, upstream: MemoryPool, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
+        """Merge free blocks, and cut one from a range with memory; otherwise move or create memory. None if there is no
+        memory.
+        """
+        cache: _Ranges = wanted.owner
+        with self.lock:
+            if self.busy:
+                return None
+            self.busy = True
+            try:
+                return self._merged(cache, wanted) or self._extended(cache, wanted, stream)
+            finally:
+                self.busy = False
+
+    def _merged(self, cache: _Ranges, wanted: SizeClass) -> CachedBlock | None:
+        cache.merge(max(wanted.nbytes, _SLAB) // _PART)
+        block = self.cut(cache, wanted)
+        if block is None:
+            for one in self.live():
+                one.merge(0)
+            self._take_ended(cache)
+            block = self.cut(cache, wanted)
+            self.peak = max(self.peak, self.used + (0 if block else max(wanted.nbytes, _SLAB)))
+        return block
+
+    def live(self) -> list[_Ranges]:  # type: ignore[override]
+        """The stream caches that have not ended."""
+        return super().live()  # type: ignore[return-value]
+
+    def _take_ended(self, cache: _Ranges) -> None:
+        """Give a stream the free ranges of ended streams whose work has completed."""
+        if self.ended:
+            with self.session.relaxed():
+                while self.ended and self.ended[0][0].query():
+                    for part in self.ended.popleft()[1]:
+                        cache.ranges.add(*part)
+
+    def _extended(self, cache: _Ranges, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
+        """Join free ranges by memory below the addresses between them, or behind the last one."""
+        ranges, segment = cache.ranges, self.segment
+        nbytes = wanted.nbytes if wanted.nbytes > _SMALL else _SLAB
+        with self.session.relaxed():
+            segment.unmap_left()
+            start = self._place(ranges, nbytes)
+            if start is None:
+                return None
+            stop = start + nbytes
+            segment.extend(stop)
+            self._take_parts(ranges, start, stop)
+            backed = False
+            try:
+                backed = self._back(start, stop, cache, stream)
+            finally:
+                if not backed:
+                    for first, last in segment.backed(start, stop):
+                        ranges.add(first, last)
+        if not backed:
+            return None
+        if nbytes == wanted.nbytes:
+            return self._block_at(start, wanted)
+        cache.small.add(start, stop)
+        return self.cut(cache, wanted)
+
+    def _place(self, ranges: FreeRanges, nbytes: int) -> int | None:
+        """The offset from which on so many bytes are free and lack the least memory; None if the addresses are used up.
+
+        The addresses that were never used are the last gap.
+        """
+        segment = self.segment
+        gaps, page, place, least = segment.all_gaps(), segment.page, None, segment.most
+        for at, (first, last) in enumerate(gaps):
+            start, stop = ranges.start_of(first), ranges.end_of(last)
+            if last < segment.most and stop - nbytes >= first:  # the end of the gap is enough
+                start = (stop - nbytes) // page * page
+            end, lacking, number = start + nbytes, 0, at
+            while lacking < least:
+                lacking += min(gaps[number][1], end + -end % page) - max(gaps[number][0], start)
+                reached = ranges.end_of(gaps[number][1])
+                if reached >= end:
+                    if lacking < least and end <= segment.most and not segment.is_left(start, end):
+                        place, least = start, lacking
+                    break
+                number += 1
+                if number == len(gaps) or gaps[number][0] != reached:
+                    break
+        return place
+
+    def _take_parts(self, ranges: FreeRanges, start: int, stop: int) -> None:
+        """Remove the free ranges between two offsets; the rest of the last one stays."""
+        while start < stop:
+            end = ranges.end_of(start)
+            if end > start:
+                ranges.remove(start, end)
+                if end > stop:
+                    ranges.add(stop, end)
+            start = end if end > start else self.segment.gap_at(start)[1]
+
+    def _back(self, start: int, stop: int, cache: _Ranges, stream: Stream) -> bool:
+        """Put memory below all of a part; the rest of its last page becomes a free range. Returns whether there was
+        enough.
+        """
+        segment, page = self.segment, self.segment.page
+        most = -(-int(self.peak * _ALLOWANCE) // page) * page + page
+        if self.limit:
+            most = min(most, self.limit)
+        owners = {cache: True}
+        event: Event | None = None
+        for at, end in segment.missing(start, stop):
+            while at < end:
+                size, spare = min(segment.step, end - at), None
+                if segment.reserved - segment.leaving + size > most:
+                    spare = self._spare(end - at, owners)
+                    if spare is None:
+                        self._let_go({cache: True}, stream)
+                if spare is None:
+                    size = self._created(at, size)
+                    if not size:
+                        spare = self._spare(end - at, owners)
+                        if spare is None:
+                            return False
+                if spare is not None:
+                    owner, part, chunk = spare
+                    if owner not in owners:
+                        owners[owner], event = self._wait_for(owner, stream), None
+                        continue
+                    event = event or record_uncaptured(stream)
+                    if event is None:
+                        return False
+                    owner.give(part, chunk)
+                    segment.move(chunk, at, event)
+                    size = chunk.nbytes
+                at += size
+                if at > stop:
+                    cache.ranges.add(stop, at)
+        return True
+
+    def _let_go(self, owners: dict[_Ranges, bool], stream: Stream) -> None:
+        """Release a chunk of the stream that is too large for a gap."""
+        spare = self._spare(self.segment.most, owners)
+        event = None if spare is None else record_uncaptured(stream)
+        if spare is not None and event is not None:
+            owner, part, chunk = spare
+            owner.give(part, chunk)
+            self.segment.release(chunk, event)
+            self.segment.unmap_left()
+
+    def _created(self, at: int, nbytes: int) -> int:
+        """Create memory below an offset, up to the limit; return its bytes: 0 if there is none."""
+        segment = self.segment
+        if self.limit:
+            nbytes = min(nbytes, (self.limit - segment.reserved) // segment.page * segment.page)
+        if nbytes <= 0:
+            return 0
+        try:
+            segment.create(at, nbytes)
+        except OutOfMemoryError:
+            return 0
+        return nbytes
+
+    def _spare(self, most: int, owners: dict[_Ranges, bool]) -> tuple[_Ranges, tuple[int, int], MappedBytes] | None:
+        """A chunk of at most ``most`` bytes of free memory, with its free range and the owner of that.
+
+        ``owners``: the stream caches whose work the stream is ordered after or, if False, cannot be.
+        """
+        if self.queue.paused:  # the record of an event might go into a capture
+            return None
+        for owner in dict.fromkeys([*owners, *self.live()] if most < self.segment.most else owners):
+            if owners.get(owner, not owner.per_thread):
+                for part in owner.ranges:
+                    if part[1] - part[0] < self.segment.page:
+                        break
+                    chunk = self.segment.chunk_within(*part, most)
+                    if chunk is not None:
+                        return owner, part, chunk
+        return None
+
+    def _wait_for(self, owner: _Ranges, stream: Stream) -> bool:
+        """Have a stream wait for the work of another one. Returns whether it does."""
+        other = owner.stream()
+        if other is not None:
+            with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
+                event = record_uncaptured(other)
+                if event is not None:
+                    stream.wait(event)
+                    return True
+        return False
+
+    # -- giving back -----------------------------------------------------------------------------------------
+
+    def flush(self) -> bool:
+        """Release the chunks of free addresses whose work has completed. Returns whether there were any."""
+        return bool(self.make_room())
+
+    def make_room(self, keep: int = 0) -> int:
+        """Release the chunks of free addresses whose work has completed, but keep some bytes; return how many were
+        released. For arenas, too, which run out of memory: the host waits neither for work nor for another thread.
+        """
+        return unless_busy(functools.partial(self._release_spare, keep), 0, self.lock)
+
+    def _release_spare(self, keep: int) -> int:
+        segment, before = self.segment, self.segment.reserved
+        if self.busy or self.queue.paused:
+            return 0
+        self.busy = True
+        try:
+            with self.session.relaxed():
+                idle = [(event, ranges) for event, ranges in self.ended if event.query()]
+                for one in self.live():
+                    one.merge(0)
+                    event = one.idle()
+                    if event is not None:
+                        idle.append((event, one.ranges))
+                for event, ranges in idle:
+                    for part in ranges:
+                        while chunk := segment.chunk_within(*part, segment.reserved - segment.leaving - keep):
+                            part = ranges.without(part, chunk.offset, chunk.stop)
+                            segment.release(chunk, event)
+                segment.unmap_left()
+        finally:
+            self.busy = False
+        return before - segment.reserved
+
+    def page_bytes(self, location: MemLocation) -> int:
+        """Bytes at a location that no mapping counts: none."""
+        return 0
+
+    def forget_peaks(self) -> None:
+        super().forget_peaks()
+        self.peak = 0
+
+    def attempt(self) -> bool:
+        done = super().attempt()
+        if done:
+            self.segment.drop()
+        return done
+
+
+class _BlockEnd(PlainEnd):
+    """The return of a block to its cache after the work of a stream."""
+
+    __slots__ = ("_block",)
+
+    def __init__(self, cache: ExpandableCache, block: CachedBlock, stream: Stream) -> None:
+        super().__init__(cache, "", block.address, stream, cache)
+        self._block: CachedBlock | None = block
+
+    def attempt(self) -> bool:
+        done = super().attempt()
+        block, self._block = (self._block, None) if done else (None, self._block)
+        if block is not None:
+            block.size_class.owner.put(block)
+        return done
+
+
+class ExpandableCache(CachingAllocator):
+    """A cache that reserves hardly more device memory than is in use at once, by virtual memory.
+
+    Use it like a :class:`CachingAllocator`. Sizes that repeat are as fast; the first request of a size, and one that
+    needs another size's memory, takes a few microseconds, mostly without a driver call. ::
+
+        with sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
+            with cache.allocate("64MiB", stream) as buffer:
+                buffer.fill(0)
+
+    Its memory is not the pool's. It reserves a range of addresses, four times the device's memory
+    (``cuMemAddressReserve``), and maps chunks of 2 MiB to 32 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks are
+    split and merged. Before the memory would be more than 1.03 times the most bytes in use at once, on all streams
+    together, chunks of free ranges move to addresses that lack memory. The host does not wait for that, as a chunk
+    keeps its old addresses until the work there has completed. If the chunk was another stream's, the device waits for
+    that stream (``cuStreamWaitEvent``).
+
+    Sizes are rounded up to 64 classes for each power of two. Streams, captures, threads, watchers and closing are as
+    for :class:`CachingAllocator`. The pool serves what is not cached, such as allocations in captures, and requests for
+    which the device has no memory. The memory cannot be shared with other processes, and other devices have no access
+    to it: take a cache over a pool for both.
+
+    Parameters
+    ----------
+    pool
+        Pool of a device's memory, for what is not cached.
+    limit
+        The most bytes of the cache's own memory; 0 for no limit.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``pool`` is not a pool of device memory, or a size is not valid.
+    NotSupportedError
+        The device has no virtual memory management.
+    AddressSpaceError
+        The process has no such range of addresses left.
+    ClosedError
+        The pool was closed.
+    """
+
+    __slots__ = ()
+
+    _state: _State
+
+    def __init__(self, pool: MemoryPool, *, limit: int = 0) -> None:
+        if isinstance(pool, MemoryPool) and (pool.location.type is not MemLocationType.DEVICE or pool.managed):
+            raise ValueError(f"{pool!r} has no memory of a device alone, which an ExpandableCache is for")
+        super().__init__(pool, limit=limit)
+        self._free = end_plain  # of what leaves the cache
+
+    def _make_state(self) -> _State:
+        return _State(self.pool)
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of the cache's own memory; 0 for none. It can be assigned."""
+        return self._state.limit
+
+    @limit.setter
+    def limit(self, nbytes: int) -> None:
+        self._state.limit = checked_size("limit", nbytes)
+
+    def statistics(self) -> CacheStatistics:
+        """Return the figures of the cache's own memory, without the pool's."""
+        state = self._state
+        state.collect_dropped()
+        segment, cached = state.segment, state.cached
+        high = state.used_high, state.used - cached, cached, state.misses
+        return CacheStatistics(segment.reserved, segment.reserved_high, state.used, *high)
+
+    def reset_peaks(self) -> None:
+        """Set the high-water marks to what is reserved and used now."""
+        state = self._state
+        state.used_high, state.segment.reserved_high = state.used, state.segment.reserved
+
+    def trim(self, keep: int = 0) -> int:
+        """Release free memory to the driver (``cuMemUnmap``, ``cuMemRelease``), but keep ``keep`` bytes. Returns the
+        number of bytes released.
+
+        The host waits for no stream. The memory of a stream with unfinished work stays: synchronise with the stream and
+        trim again.
+        """
+        checked_size("keep", keep)
+        self._check_open()
+        self._state.collect_dropped()
+        self._state.forget_peaks()
+        return self._state.make_room(keep)
+
+    def _allocate_checked(self, nbytes: int | str, stream: StreamLike, ready: Stream | None = None) -> Buffer:
+        state = self._state
+        # The key is another one for a cache that was closed, is watched, or is a forked child's.
+        if ready is not None and self._key is state.key and type(nbytes) is int and 0 < nbytes < state.segment.most:
+            cache = state.of(ready)
+            if cache is not None and not self._dropped:
+                block = cache.take(cache.size_class(nbytes), nbytes)
+                if block is not None:
+                    if cache.ended:
+                        block.home = None
+                    return filled(CachedBuffer, self, block, nbytes, ready)
+        return super()._allocate_checked(nbytes, stream, ready)
+
+    def _allocate_past(self, nbytes: int, ordered: Stream, captured: bool) -> Buffer:
+        if self.limit and not captured and self._caches(nbytes, ordered):
+            raise self._over_limit(nbytes, self._state.segment.reserved)
+        return self.pool.allocate(nbytes, ordered)
+
+    def _limit_allows(self, nbytes: int) -> bool:
+        return True  # the search for memory keeps the limit
+
+    def _leave_cache(self, buffer: CachedBuffer) -> Buffer:
+        """Have a buffer's memory return to the cache by another buffer, whose stream can be assigned."""
+        shared, block = shared_state(buffer), buffer._ptr
+        if isinstance(shared, SharedBehind):
+            return shared.behind
+        if block is None:
+            return buffer
+        block.home = None
+        behind = PlainBuffer(_BlockEnd(self, block, buffer.stream), buffer.nbytes)
+        buffer._ptr, buffer._shared = None, (SharedBehind(behind), behind._ptr)
+        return behind
+
+    def _pool_of(self, buffer: Buffer) -> object:
+        return self
+
+    def _reachable_from(self, device: Device) -> bool:
+        return device.location == self.location

@@ -1,0 +1,375 @@
+"""A cache of virtual memory: how much it reserves, where memory moves, whose it is, and what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import streamalloc as sa
+import streamalloc.driver as sd
+from streamalloc import ipc, vmm
+from streamalloc.pool.internal import class_size
+from streamalloc.testing import Faults, Gate
+from streamalloc.vmm.free_ranges import FreeRanges
+from tests.support import MiB, holds, in_threads
+
+CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
+
+
+@pytest.fixture
+def cache(device: sa.Device) -> Iterator[vmm.ExpandableCache]:
+    with sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
+        yield cache
+
+
+@pytest.fixture
+def other(device: sa.Device) -> Iterator[sa.Stream]:
+    with device.create_stream() as stream:
+        yield stream
+
+
+def filled(cache: sa.CachingAllocator, sizes: list[int], stream: sa.Stream) -> list[sa.Buffer]:
+    """Buffers of so many MiB, each with its number in each byte."""
+    found = [cache.allocate(size * MiB, stream) for size in sizes]
+    for number, buffer in enumerate(found):
+        buffer.fill(number, stream)
+    return found
+
+
+class TestFreeRanges:
+    def test_beside_a_model(self) -> None:
+        """Cuts take the smallest sufficient range, the lowest of equal ones; neighbours are merged."""
+        choose, ranges, free, used = random.Random(1), FreeRanges(), {0: 1000}, [(0, 0)]
+        ranges.add(0, 1000)
+        for _ in range(3000):
+            if choose.random() < 0.5:
+                size = choose.randint(1, 60)
+                fits = [(stop - start, start) for start, stop in free.items() if stop - start >= size]
+                start = ranges.cut(size)
+                assert start == (min(fits)[1] if fits else None)
+                if start is not None:
+                    stop = free.pop(start)
+                    if stop > start + size:
+                        free[start + size] = stop
+                    used.append((start, start + size))
+            elif len(used) > 1:
+                start, stop = used.pop(choose.randrange(1, len(used)))
+                ranges.add(start, stop)
+                before = next((one for one, end in free.items() if end == start), None)
+                stop = free.pop(stop, stop)
+                free[start if before is None else before] = stop
+            assert {start: stop for start, stop in ranges} == free
+            assert all(ranges.end_of(start) == stop and ranges.start_of(stop) == start for start, stop in free.items())
+
+    def test_the_middle_of_a_range(self) -> None:
+        ranges = FreeRanges()
+        ranges.add(0, 100)
+        assert ranges.without((0, 100), 40, 60) == (0, 40)
+        assert sorted(ranges) == [(0, 40), (60, 100)]
+        assert (ranges.end_of(40), ranges.start_of(60), ranges.end_of(0)) == (40, 60, 40)
+
+
+class TestMemory:
+    def test_of_a_size_that_repeats_makes_no_call(self, traced: Any) -> None:
+        device = sa.Device(0, driver=traced)
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
+            for _ in range(3):
+                del traced.calls[:]
+                for buffer in [cache.allocate(size * MiB, stream) for size in (64, 8, 200)]:
+                    buffer.free()
+            assert traced.calls == []
+
+    def test_classes_waste_a_64th(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        before = 0
+        for size in range(1, 700_000, 371):
+            block = class_size(size, 3)
+            assert block >= size and block % 512 == 0 and block >= before
+            assert block - size < max(512, size / 64)
+            before = block
+        with cache.allocate(MiB + 1, stream):
+            assert cache.statistics().used == MiB + MiB // 64
+
+    def test_is_split_and_merged(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        for sizes in ([64], [8] * 8, [40, 24], [1] * 64, [64]):
+            for buffer in filled(cache, sizes, stream):
+                buffer.free()
+        assert cache.statistics().reserved_high == 64 * MiB
+
+    def test_moves_to_where_it_is_needed(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        """Every second block is freed: 64 MiB are free, in pieces of 4 MiB. No byte of the others changes."""
+        blocks = filled(cache, [4] * 32, stream)
+        for buffer in blocks[::2]:
+            buffer.free()
+        with cache.allocate(64 * MiB, stream) as large:
+            large.fill(99, stream)
+            assert cache.statistics().reserved_high <= 1.03 * 128 * MiB + 4 * MiB
+            assert holds(large, 99)
+            assert all(holds(buffer, number) for number, buffer in enumerate(blocks) if number % 2)
+        for buffer in blocks[1::2]:
+            buffer.free()
+
+    def test_moves_while_the_stream_is_busy_and_nothing_waits(
+        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
+        """A chunk keeps its old addresses until the work that was queued there is done."""
+        with Gate(device) as gate:
+            gate.hold(stream)
+            blocks = filled(cache, [4] * 16, stream)
+            for buffer in blocks[::2]:
+                buffer.free()
+            with cache.allocate(32 * MiB, stream) as large:
+                large.fill(99, stream)
+                assert cache.statistics().reserved <= 1.03 * 64 * MiB + 4 * MiB
+                assert not stream.query()
+                gate.open()
+                assert holds(large, 99)
+                assert all(holds(buffer, number) for number, buffer in enumerate(blocks) if number % 2)
+        for buffer in blocks[1::2]:
+            buffer.free()
+
+    def test_of_another_stream_moves_after_its_work(
+        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        with Gate(device) as gate:
+            cache.allocate(64 * MiB, stream).free()
+            buffer = cache.allocate(64 * MiB, stream)
+            gate.hold(stream)
+            buffer.fill(1, stream)
+            buffer.free()
+            with cache.allocate(64 * MiB, other) as mine:
+                mine.fill(2, other)
+                assert cache.statistics().reserved <= 1.03 * 64 * MiB + 4 * MiB
+                assert not other.query()  # it waits for the first stream
+                gate.open()
+                assert holds(mine, 2)
+
+    def test_streams_that_are_not_in_use_at_once_share(
+        self, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        for _ in range(3):
+            for each in (stream, other):
+                cache.allocate(320 * MiB, each).free()
+                each.synchronize()
+        assert cache.statistics().reserved_high <= 1.03 * 320 * MiB + 4 * MiB
+
+    def test_of_a_stream_that_ended_serves_others(
+        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream
+    ) -> None:
+        with device.create_stream() as short:
+            cache.allocate(64 * MiB, short).free()
+        device.synchronize()
+        with cache.allocate(64 * MiB, stream) as buffer:
+            assert cache.statistics().reserved_high == 64 * MiB
+            buffer.fill(1)
+            assert holds(buffer, 1)
+
+    def test_comes_back_by_a_trim(self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        free = device.memory_info()[0]
+        with cache.allocate(8 * MiB, stream):
+            cache.allocate(64 * MiB, stream).free()
+            with Gate(device) as gate:
+                gate.hold(stream)
+                assert cache.trim() == 0
+                gate.open()
+                stream.synchronize()
+            assert cache.trim(keep=32 * MiB) >= 32 * MiB
+            assert cache.statistics().reserved >= 32 * MiB
+            cache.trim()
+            assert cache.statistics().reserved == 8 * MiB
+        stream.synchronize()
+        assert cache.trim() == 8 * MiB
+        assert device.memory_info()[0] == free
+
+    def test_comes_back_when_others_run_out(self, machine: Any) -> None:
+        device = sa.Device(0, driver=sd.simulated(memory=256 * MiB))
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
+            cache.allocate(200 * MiB, stream).free()
+            stream.synchronize()
+            with vmm.PhysicalMemory(device, 128 * MiB):
+                assert cache.statistics().reserved < 100 * MiB
+            cache.allocate(200 * MiB, stream).free()
+            stream.synchronize()
+            with pool.allocate(128 * MiB, stream):
+                assert cache.statistics().reserved < 100 * MiB
+
+
+class TestLimits:
+    def test_of_the_device(self, machine: Any) -> None:
+        """Free blocks move and merge before memory runs out; the error is the pool's."""
+        device = sa.Device(0, driver=sd.simulated(memory=256 * MiB))
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
+            blocks = filled(cache, [8] * 25, stream)
+            for buffer in blocks[::2]:
+                buffer.free()
+            with cache.allocate(96 * MiB, stream) as large:
+                large.fill(99, stream)
+                assert holds(large, 99) and all(holds(one, at) for at, one in enumerate(blocks) if at % 2)
+                with pytest.raises(sa.OutOfMemoryError) as caught:
+                    cache.allocate(200 * MiB, stream)
+                assert caught.value.requested == 200 * MiB
+                assert all(holds(one, at) for at, one in enumerate(blocks) if at % 2)
+            for buffer in blocks[1::2]:
+                buffer.free()
+            with cache.allocate(150 * MiB, stream):
+                pass
+
+    def test_of_its_own(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        cache.limit = 64 * MiB
+        with (
+            cache.allocate(40 * MiB, stream),
+            pytest.raises(sa.OutOfMemoryError, match="the limit of 64 MiB") as caught,
+        ):
+            cache.allocate(30 * MiB, stream)
+        assert (caught.value.requested, caught.value.limit) == (30 * MiB, 64 * MiB)
+        for _ in range(2):
+            with cache.allocate(60 * MiB, stream):
+                assert cache.statistics().reserved <= cache.limit == 64 * MiB
+        cache.limit = 0
+        with cache.allocate(100 * MiB, stream):
+            pass
+
+    @pytest.mark.parametrize("call", [*CALLS, "cuEventRecord", "cuStreamWaitEvent", "cuEventQuery"])
+    def test_refused_calls_lose_nothing(self, machine: Any, call: str) -> None:
+        """Whatever call fails while memory moves: blocks keep their bytes, and all memory comes back."""
+        driver = Faults(machine)
+        device = sa.Device(0, driver=driver)
+        free = device.memory_info()[0]
+        for skip in range(1, 9):
+            with contextlib.ExitStack() as resources:
+                stream, other = (resources.enter_context(device.create_stream()) for _ in range(2))
+                pool = resources.enter_context(sa.MemoryPool(device))
+                cache = resources.enter_context(vmm.ExpandableCache(pool))
+                blocks = filled(cache, [4] * 8, stream)
+                for buffer in blocks[::2]:
+                    buffer.free()
+                driver.fail(call, skip, result="CUDA_ERROR_UNKNOWN")
+                made = []
+                for size, on in ((16, stream), (6, other), (20, other), (12, stream)):
+                    with contextlib.suppress(sa.CudaError):
+                        made.append(cache.allocate(size * MiB, on))
+                        made[-1].fill(100 + len(made), on)
+                with contextlib.suppress(sa.CudaError):
+                    cache.trim()
+                driver.stop()
+                assert all(holds(one, at) for at, one in enumerate(blocks) if at % 2)
+                assert all(holds(one, 101 + at) for at, one in enumerate(made))
+                ranges = sorted((one.address, one.address + one.nbytes) for one in [*made, *blocks[1::2]])
+                assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+                for one in [*made, *blocks[1::2]]:
+                    one.free()
+            device.synchronize()
+            cache = pool = None  # type: ignore[assignment]
+            with device.create_stream():  # a point of work
+                pass
+            assert device.memory_info()[0] == free
+
+
+class TestOwners:
+    def test_a_buffer_whose_stream_is_assigned(
+        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        """Its memory returns after the work of that stream."""
+        for drops in (False, True):
+            buffer: sa.Buffer | None = cache.allocate(4 * MiB, stream)
+            assert buffer is not None
+            address = buffer.address
+            other.wait(stream)
+            buffer.stream = other
+            with Gate(device) as gate:
+                gate.hold(other)
+                buffer.fill(1, other)
+                if not drops:
+                    buffer.free()
+                buffer = None
+                again = cache.allocate(4 * MiB, stream)
+                assert again.address != address
+                gate.open()
+            again.free()
+            other.synchronize()
+            cache.trim()
+            assert cache.statistics().used == 0
+
+    def test_cannot_be_shared(self, device: sa.Device, stream: sa.Stream) -> None:
+        with (
+            sa.MemoryPool(device, handle_types=sa.MemHandleType.POSIX_FILE_DESCRIPTOR) as pool,
+            vmm.ExpandableCache(pool) as cache,
+            cache.allocate(4 * MiB, stream) as buffer,
+        ):
+            with pytest.raises((TypeError, ValueError, sa.CudaError)):
+                ipc.share(buffer)
+            buffer.fill(3)
+            assert holds(buffer, 3)
+
+    def test_captures_take_the_pools_memory(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        with stream.capture() as graph:
+            inside = cache.allocate(4 * MiB, stream)
+            assert type(inside) is sa.GraphBuffer
+            inside.free()
+        graph.close()
+        assert cache.statistics().reserved == 0
+
+    def test_memory_stays_where_it_is_during_captures(
+        self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
+    ) -> None:
+        blocks = filled(cache, [4] * 8, stream)
+        for buffer in blocks[::2]:
+            buffer.free()
+        with other.capture("relaxed") as graph, cache.allocate(16 * MiB, stream) as large:
+            assert cache.statistics().reserved == 48 * MiB
+            large.fill(9, stream)
+        graph.close()
+        assert all(holds(one, at) for at, one in enumerate(blocks) if at % 2)
+        for buffer in blocks[1::2]:
+            buffer.free()
+
+    def test_only_memory_of_a_device(self, machine: Any) -> None:
+        with sa.MemoryPool(sa.MemLocation.host()) as pool, pytest.raises(ValueError, match="device alone"):
+            vmm.ExpandableCache(pool)
+        with pytest.raises(TypeError, match="pool must be a MemoryPool"):
+            vmm.ExpandableCache(None)  # type: ignore[arg-type]
+
+    def test_closed_with_live_buffers(self, device: sa.Device, stream: sa.Stream) -> None:
+        free = device.memory_info()[0]
+        with sa.MemoryPool(device) as pool:
+            cache = vmm.ExpandableCache(pool)
+            kept = cache.allocate(8 * MiB, stream)
+            cache.allocate(64 * MiB, stream).free()
+            cache.close()
+            with pytest.raises(sa.ClosedError):
+                cache.allocate(MiB, stream)
+            kept.fill(5)
+            assert holds(kept, 5)
+            kept.free()
+            stream.synchronize()
+            del cache, kept
+        device.synchronize()
+        assert device.memory_info()[0] == free
+
+    def test_many_threads(self, device: sa.Device, cache: sa.CachingAllocator) -> None:
+        def use(seed: int) -> None:
+            choose = random.Random(seed)
+            mine: list[tuple[int, sa.Buffer]] = []
+            with device.create_stream() as stream:
+                for number in range(150):
+                    if len(mine) > 6 or (mine and choose.random() < 0.4):
+                        value, buffer = mine.pop(choose.randrange(len(mine)))
+                        assert number % 7 or holds(buffer, value)
+                        buffer.free()
+                    else:
+                        buffer = cache.allocate(int(2 ** choose.uniform(9, 23)), stream)
+                        buffer.fill(number, stream)
+                        mine.append((number, buffer))
+                for value, buffer in mine:
+                    assert holds(buffer, value)
+                    buffer.free()
+
+        in_threads(*[functools.partial(use, seed) for seed in range(4)])
+        device.synchronize()
+        cache.trim()
+        assert cache.statistics().used == cache.statistics().in_use == 0
