@@ -335,9 +335,19 @@ class HostTier(BlockTier):
     )  # fmt: skip
 
     _call = "cuMemHostRegister"
-    _copies_blocks = True
 
     def __init__(self, device: Device, limit: int | None = None, *, check: bool = False) -> None:
+        self._set_up(device, limit, check)
+        kernel_of(device).prepare()
+
+    @classmethod
+    def _of_groups(cls, device: Device) -> HostTier:
+        """A tier for buffers only. It loads no kernel: to do that, the driver would wait for the device."""
+        made = cls.__new__(cls)
+        made._set_up(device, None, check=False)
+        return made
+
+    def _set_up(self, device: Device, limit: int | None, check: bool) -> None:
         super().__init__(device, limit)
         self._check = check
         self._pinning = Pinning(device)
@@ -356,9 +366,6 @@ class HostTier(BlockTier):
         """The error of a thread; the others stop after it."""
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not complete."""
-
-        if self._copies_blocks:
-            kernel_of(device).prepare()
 
     def close(self) -> None:
         """Accept no more contents, and release the room once the last contents leave. Idempotent."""
@@ -543,13 +550,6 @@ def _make_pieces(tier: weakref.ref[HostTier]) -> None:
         del found
 
 
-class _GroupTier(HostTier):
-    """A tier of groups, which copies no blocks by the kernel: to load it the driver would wait for the device."""
-
-    __slots__ = ()
-    _copies_blocks = False
-
-
 _tiers = PerDriver[weakref.WeakValueDictionary[int, HostTier]](lambda _: weakref.WeakValueDictionary())
 
 
@@ -558,5 +558,5 @@ def shared_tier(device: Device) -> HostTier:
     tiers, node = _tiers(session_of(device)), device.supports.host_numa_id or 0
     found = tiers.get(node)
     if found is None or found.closed:
-        tiers[node] = found = _GroupTier(device)
+        tiers[node] = found = HostTier._of_groups(device)
     return found
