@@ -25,7 +25,7 @@ _INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
 _DRIVER = re.compile(r"/libcuda\.so")
 _BETWEEN = re.compile(r"/lib(cuda|cudart|cupti|ffi|c|gcc_s|stdc\+\+|pthread)[-.][^/]*$|/_ctypes\.|/cuda/bindings/")
 """Files of frames between the driver and the library that calls it."""
-_PYTHON = re.compile(r"/(lib)?python[\d.]*[^/]*$")
+_PYTHON = re.compile(r"(^|/)(lib)?python[\d.]*[^/]*$")  # the program itself may have no path
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _MOST_FRAMES = 64
 

@@ -26,7 +26,7 @@ from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
 from streamalloc.cupti import callers
 from streamalloc.cupti.blocks import Blocks, Run, Use, kernel_of
 from streamalloc.cupti.libraries import Libraries
-from streamalloc.cupti.subscription import LAUNCHES, DriverCall, Subscription, raise_soon
+from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, Subscription, raise_in_main
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.errors import DriverMisuseError
@@ -100,13 +100,30 @@ class _Found(DriverMisuseError):
         super().__init__("the check of all driver calls has found a hazard; its report says more")
 
 
+class _Raising(threading.Thread):
+    """Raises the first hazard in the main thread: soon, and again every half second until the block ends.
+
+    Where a callback or a finaliser begins in that thread, Python prints the exception and goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        pause = SOON
+        while not self.ended.wait(pause):
+            raise_in_main(_Found)
+            pause = 0.5
+
+
 class Check:
     """A check of all code of the process, which :func:`check` returns."""
 
     def __init__(self, raises: bool) -> None:
         self._raises = raises
         """Whether to end the program at the next hazard."""
-        self._raising: threading.Timer | None = None
+        self._raising: _Raising | None = None
         self._seen = _Seen()
         self._recorder = Recorder(self._seen, "report")
         self._seen.addresses = self._recorder.state.addresses
@@ -174,10 +191,9 @@ class Check:
             raise _Found
 
     def _raise_here(self) -> None:
-        """Have the end of the block raise what has not been raised: later it would come out of other code."""
+        """Leave it to the end of the block to raise: later it would come out of other code."""
         if self._raising is not None:
-            self._raises = not self._raising.finished.is_set()
-            self._raising.cancel()
+            self._raising.ended.set()
             self._raising.join()
 
     def _show_rest(self) -> None:
@@ -234,9 +250,9 @@ class Check:
                     self._take()
             finally:
                 self._worker = 0
-        if self._raises and self.hazards:
-            self._raises = False
-            self._raising = raise_soon(_Found)
+        if self._raises and self.hazards and self._raising is None:
+            self._raising = _Raising()
+            self._raising.start()
 
     def _take(self) -> None:
         one, was_alone = self._waiting.popleft(), self._is_alone

@@ -132,7 +132,10 @@ class Subscription:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, (KeyboardInterrupt, DriverMisuseError)):
-            raise_soon(type(error))  # it came in the middle of a callback, and is for the program
+            # It came in the middle of a callback, and is for the program.
+            timer = threading.Timer(SOON, raise_in_main, (type(error),))
+            timer.daemon = True
+            timer.start()
         elif self.error is None:
             self.error = error
 
@@ -261,23 +264,17 @@ with a lock of its own, and its callback waits for Python's lock, whose thread w
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
-def raise_soon(kind: type[BaseException]) -> threading.Timer:
-    """Raise an exception in the main thread, a millisecond from now: a callback of that thread may run now."""
-
-    def raise_it() -> None:
-        if kind is KeyboardInterrupt:
-            _thread.interrupt_main()  # by the program's handler
-        else:
-            thread = ctypes.c_ulong(threading.main_thread().ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
-
-    timer = threading.Timer(_SOON, raise_it)
-    timer.daemon = True
-    timer.start()
-    return timer
+def raise_in_main(kind: type[BaseException]) -> None:
+    """Raise an exception in the main thread, from another one."""
+    if kind is KeyboardInterrupt:
+        _thread.interrupt_main()  # by the program's handler
+    else:
+        thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
 
 
-_SOON = 0.001
+SOON = 0.001
+"""Seconds until an exception is raised in the main thread: a callback of that thread may run now."""
 _SWITCH_INTERVAL = 0.1
 """Seconds that a thread keeps Python's lock if another one wants it; Python's own 0.005 is shorter than some calls."""
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)

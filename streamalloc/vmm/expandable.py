@@ -308,12 +308,15 @@ class _Ranges(StreamCache):
             block.size_class.free.append(block)
         event = ordered.record()
         with self.cache.lock:
-            self.merge(0)
-            for part in self.small:
-                if self.small.remove(*part):
-                    self.ranges.add(*part)
-            ranges, self.ranges = self.ranges, FreeRanges()
-            self.cache.ended.append((event, ranges))
+            self._end_at(event)
+
+    def _end_at(self, event: Event) -> None:
+        self.merge(0)
+        for part in self.small:
+            if self.small.remove(*part):
+                self.ranges.add(*part)
+        ranges, self.ranges = self.ranges, FreeRanges()
+        self.cache.ended.append((event, ranges))
 
 
 class _State(CacheState):

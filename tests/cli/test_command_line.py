@@ -286,6 +286,7 @@ class TestProgress:
         assert sent == []
 
 
+@pytest.mark.leaves("release threshold of the default pool of device 0", "cuda.core raises it at its first use")
 @pytest.mark.parametrize(
     "words", ["info", "tour", "replay mixed --rounds 1 --on pool --on cached", "bench --quick -k pair"]
 )

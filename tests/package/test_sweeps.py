@@ -666,6 +666,7 @@ NOT_SWEPT = {
     "StoreServer": "makes no driver calls",
     "PageBudget": "makes no driver calls",
     "RawHandles": "makes no driver calls",
+    "ExpandableCache": "in tests/vmm/test_expandable.py, while memory moves",
     "MemPoolPtrExportData": "bytes",
     "MemFabricHandle": "bytes",
     "IpcMemHandle": "bytes",

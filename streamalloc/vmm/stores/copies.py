@@ -389,20 +389,25 @@ class Halves:
     def _take(self, number: int) -> Stream | None:
         """Take a stream for a call on the stream with this handle; None if all are busy with calls on others."""
         with self._lock:
-            for one, (last, fence) in self._streams.items():
-                if last == number or fence.done():
-                    del self._streams[one]
-                    return one
-            if self._closed or self._made == _STREAMS:
-                return None
-            try:
-                if self._pool is None:
-                    self._pool = MemoryPool(self._device, release_threshold=2 * _HALF)
-                made = self._device.create_stream()
-            except CudaError:  # no memory, or a device without pools
-                return None
+            free = self._free(number)
+            if free is not None or self._closed or self._made == _STREAMS:
+                return free
             self._made += 1
-            return made
+        try:  # without the lock: the driver may wait for other streams before it makes one
+            if self._pool is None:
+                self._pool = MemoryPool(self._device, release_threshold=2 * _HALF)
+            return self._device.create_stream()
+        except CudaError:  # no memory, or a device without pools
+            with self._lock:
+                self._made -= 1
+            return None
+
+    def _free(self, number: int) -> Stream | None:
+        for one, (last, fence) in self._streams.items():
+            if last == number or fence.done():
+                del self._streams[one]
+                return one
+        return None
 
     def _give(self, stream: Stream, number: int) -> None:
         fence = Fence(session_of(stream), [stream])
@@ -415,10 +420,11 @@ class Halves:
         """Release streams and memory after the work on them. Idempotent."""
         with self._lock:
             self._closed = True
-            while self._streams:
-                self._streams.popitem()[0].close()
-            if self._pool is not None:
-                self._pool.close()
+            streams, self._streams = self._streams, {}
+        for one in streams:
+            one.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
 _kernels: PerDriver[dict[int, Kernel]] = PerDriver(lambda _: {})
