@@ -248,9 +248,8 @@ def _copied(ours: MemoryBase, other: Any, stream: StreamLike | None, writing: bo
         result = session.cuMemcpyAsync(to, of, nbytes, handle)[0]
     else:
         return False
-    if result and (
-        result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) in (0, int(session.context(ordinal)))
-    ):
+    # Pool memory is refused while another device's context is current, and mapped memory while none is.
+    if result and (result != _WRONG_CONTEXT or int(session.call("cuCtxGetCurrent")) == int(session.context(ordinal))):
         name = "cuMemcpyAsync" if type(other) in kinds else "cuMemcpyHtoDAsync" if writing else "cuMemcpyDtoHAsync"
         raise error_from(result, name, ours._access_hint(ordered))
     return not result

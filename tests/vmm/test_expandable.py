@@ -234,6 +234,21 @@ class TestLimits:
         with cache.allocate(100 * MiB, stream):
             pass
 
+    def test_copies_without_a_current_context(self, machine: Any) -> None:
+        """A GPU refuses them, as these copies are: the stream's context is made current then."""
+
+        class Refusing(Faults):
+            def cuMemcpyDtoHAsync(self, *args: Any) -> Any:
+                if not int(self.cuCtxGetCurrent()[1]):
+                    return (self.CUresult.CUDA_ERROR_INVALID_VALUE,)
+                return self.wrapped.cuMemcpyDtoHAsync(*args)
+
+        device = sa.Device(0, driver=Refusing(machine))
+        with device.create_stream() as stream, sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
+            (buffer,) = filled(cache, [4], stream)
+            assert not int(machine.cuCtxGetCurrent()[1]) and holds(buffer, 0)
+            buffer.free()
+
     @pytest.mark.parametrize("call", [*CALLS, "cuEventRecord", "cuStreamWaitEvent", "cuEventQuery"])
     def test_refused_calls_lose_nothing(self, machine: Any, call: str) -> None:
         """Whatever call fails while memory moves: blocks keep their bytes, and all memory comes back."""

@@ -112,7 +112,7 @@ def test_few_calls_for_many_copies(device: sa.Device, on_cuda: bool) -> None:
             assert space.swap_in(pages) == len(pages)
             copies = [name for name in names(traced) if "Memcpy" in name or name == "cuLaunchKernel"]
             # On hardware a kernel may have been faster when the ways were measured.
-            assert copies == 2 * calls or (on_cuda and "cuLaunchKernel" in copies and len(copies) <= 8)
+            assert copies == 2 * calls or (on_cuda and "cuLaunchKernel" in copies and len(copies) <= 2 * len(pages))
             assert not any("Synchronize" in name for name in names(traced) if not name.startswith("cuEvent"))
             space.release(pages, after=stream)
 
