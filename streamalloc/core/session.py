@@ -414,11 +414,11 @@ _sessions_lock = RLock()
 
 def sessions() -> tuple[Session, ...]:
     """The sessions of all drivers that are in use."""
-    while True:
-        # A collection may end or register sessions meanwhile.
-        with contextlib.suppress(RuntimeError), _sessions_lock:
-            # Without a state the collector is clearing the session, which its own finaliser has registered again.
-            return tuple([one for one in _sessions.values() if hasattr(one, "_state")])
+    with _sessions_lock:
+        # The references are listed at once: a collection may end or register sessions meanwhile.
+        found = [reference() for reference in _sessions.valuerefs()]
+    # Without a state the collector is clearing the session, which its own finaliser has registered again.
+    return tuple(one for one in found if one is not None and hasattr(one, "_state"))
 
 
 # Rules for a forked child. CUDA does not work in a forked child: a driver call may hang on a lock that a thread of

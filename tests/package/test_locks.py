@@ -145,7 +145,7 @@ class TestSessions:
         def make_another(_: None) -> None:
             made.append(Session.of(second))
 
-        listed: Any = weakref.WeakValueDictionary.values
+        listed: Any = weakref.WeakValueDictionary.valuerefs
         for _ in interleaved(listed, make, lambda _: sessions(), make_another):
             assert {*made} == {*sessions()}
 
