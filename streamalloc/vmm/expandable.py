@@ -266,11 +266,15 @@ class _Ranges(StreamCache):
                     state.used -= one.nbytes
                     ranges.add(block.address - base, block.address - base + one.nbytes)
         if not least:
-            for part in self.small:
-                if part[1] - part[0] < _SLAB:
-                    break
-                if self.small.remove(*part):
-                    self.ranges.add(*part)
+            self._join_small(_SLAB)
+
+    def _join_small(self, least: int) -> None:
+        """Move the free parts of slabs that have at least ``least`` bytes to the free ranges."""
+        for part in self.small:  # the largest first
+            if part[1] - part[0] < least:
+                break
+            if self.small.remove(*part):
+                self.ranges.add(*part)
 
     def give(self, part: tuple[int, int], chunk: MappedBytes) -> None:
         """Remove a chunk from a free range."""
@@ -297,24 +301,14 @@ class _Ranges(StreamCache):
 
     def release(self, ordered: Stream) -> None:
         """Leave all free ranges to other streams once the work of ``ordered`` has completed."""
-        for entry in drained(self.returning.popleft):
-            event, block = entry
-            try:
-                if not event.query():
-                    ordered.wait(event)
-            except BaseException:
-                self.returning.appendleft(entry)
-                raise
-            block.size_class.free.append(block)
+        self.collect_behind(ordered)
         event = ordered.record()
         with self.cache.lock:
             self._end_at(event)
 
     def _end_at(self, event: Event) -> None:
         self.merge(0)
-        for part in self.small:
-            if self.small.remove(*part):
-                self.ranges.add(*part)
+        self._join_small(0)
         ranges, self.ranges = self.ranges, FreeRanges()
         self.cache.ended.append((event, ranges))
 

@@ -190,6 +190,11 @@ class StreamCache(Deferred):
 
         The device waits for the events of blocks freed on other streams; the host does not.
         """
+        self.collect_behind(ordered)
+        in_context(ordered, self._free_blocks, ordered, raw_handle(ordered))
+
+    def collect_behind(self, ordered: Stream) -> None:
+        """Move the blocks freed on other streams to free lists, for use in the order of ``ordered``, which waits."""
         for entry in drained(self.returning.popleft):
             event, block = entry
             try:
@@ -199,7 +204,6 @@ class StreamCache(Deferred):
                 self.returning.appendleft(entry)
                 raise
             block.size_class.free.append(block)
-        in_context(ordered, self._free_blocks, ordered, raw_handle(ordered))
 
     def _free_blocks(self, ordered: Stream, raw: Any) -> None:
         for size_class in [one for one in list(self.classes.values()) if one.free]:
@@ -269,7 +273,7 @@ class CacheState(Deferred):
     kind: type[StreamCache] = StreamCache
     """Class of the stream caches."""
     finer: int = 0
-    """How much finer the size classes are, see :func:`class_size`."""
+    """Doublings of the number of size classes, see :func:`class_size`."""
 
     def __init__(self, pool: MemoryPool) -> None:
         # The queue keeps this item. A strong reference to the pool would keep its `on_oom` function, and through that
