@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -26,10 +27,9 @@ from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
 from streamalloc.cupti import callers
 from streamalloc.cupti.blocks import Blocks, Run, Use, kernel_of
 from streamalloc.cupti.libraries import Libraries
-from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, Subscription, raise_in_main
+from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, RaisedAgain, Subscription
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
-from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.internal import cuda, described
 from streamalloc.driver.processes import search_path
 from streamalloc.driver.wrappers import Call
@@ -93,7 +93,7 @@ class _Seen:
         return lambda *args: _FAILED
 
 
-class _Found(DriverMisuseError):
+class _Found(RaisedAgain):
     """The first hazard of a check, raised without arguments in the main thread."""
 
     def __init__(self) -> None:
@@ -113,7 +113,8 @@ class _Raising(threading.Thread):
     def run(self) -> None:
         pause = SOON
         while not self.ended.wait(pause):
-            raise_in_main(_Found)
+            thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Found))
             pause = 0.5
 
 

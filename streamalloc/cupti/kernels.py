@@ -65,8 +65,8 @@ class Kernel(str):
         return _addresses(b"".join(words))
 
     def written(self, addresses: Addresses) -> Addresses:
-        """Those addresses that the kernel writes, of all that are among its arguments, in their order; empty if what it
-        writes is unknown.
+        """Return the addresses that the kernel writes, of all that are among its arguments, in their order; none if it
+        is unknown what it writes.
         """
         return () if self._written is None else self._written[1](addresses, self._written[0])
 

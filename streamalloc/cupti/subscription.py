@@ -131,12 +131,12 @@ class Subscription:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, (KeyboardInterrupt, DriverMisuseError)):
+        if isinstance(error, KeyboardInterrupt):
             # It came in the middle of a callback, and is for the program.
-            timer = threading.Timer(SOON, raise_in_main, (type(error),))
+            timer = threading.Timer(SOON, _thread.interrupt_main)  # by the program's handler
             timer.daemon = True
             timer.start()
-        elif self.error is None:
+        elif self.error is None and not isinstance(error, RaisedAgain):
             self.error = error
 
     def _returned(self, number: int, args: int, result: int, symbol: int, context: int) -> None:
@@ -264,13 +264,8 @@ with a lock of its own, and its callback waits for Python's lock, whose thread w
 _CLOCK_MONOTONIC, _SIGEV_THREAD = 1, 2
 
 
-def raise_in_main(kind: type[BaseException]) -> None:
-    """Raise an exception in the main thread, from another one."""
-    if kind is KeyboardInterrupt:
-        _thread.interrupt_main()  # by the program's handler
-    else:
-        thread = ctypes.c_ulong(threading.main_thread().ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
+class RaisedAgain(DriverMisuseError):
+    """Error that another thread raises in the main thread, in a callback, too, and again until a block ends."""
 
 
 SOON = 0.001
