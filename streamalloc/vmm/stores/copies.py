@@ -84,16 +84,16 @@ def copy_batch(
         order = np.argsort(host)
         host, device, sizes, memory = host[order], device[order], sizes[order], memory[order]
     apart = (memory[1:] != memory[:-1]) | (host[1:] - host[:-1] != sizes[:-1])
-    first = _starts(apart | (device[1:] - device[:-1] != sizes[:-1]))
+    first = run_starts(apart | (device[1:] - device[:-1] != sizes[:-1]))
     if kernels and len(sizes) > 1 and (sizes == sizes[0]).all():
-        blocks = Blocks(device, host, int(sizes[0]), _starts(apart), out)
+        blocks = Blocks(device, host, int(sizes[0]), run_starts(apart), out)
         if blocks.suit_kernel and kernel_of(stream.device).copy_if_faster(blocks, len(first), halves, stream):
             return
     targets, sources = (host, device) if out else (device, host)
     _copy_one_by_one(targets[first], sources[first], np.add.reduceat(sizes, first), stream)
 
 
-def _starts(apart: npt.NDArray[np.bool_]) -> Addresses:
+def run_starts(apart: npt.NDArray[np.bool_]) -> Addresses:
     """The index of the first of each run of adjacent blocks. ``apart``: whether each block but the first begins one."""
     return np.concatenate(([0], np.flatnonzero(apart) + 1))
 

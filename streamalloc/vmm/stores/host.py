@@ -34,7 +34,7 @@ from streamalloc.vmm.stores.blocks import (
     Tier,
     may_run,
 )
-from streamalloc.vmm.stores.copies import Halves, copy_batch, kernel_of
+from streamalloc.vmm.stores.copies import Halves, copy_batch, kernel_of, run_starts
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 from streamalloc.vmm.stores.pinned import HUGE, PIECE, Pinning, Release, Run, cores
 
@@ -247,7 +247,7 @@ class _SleepingBytes(InMemory):
         """Yield runs of blocks with adjacent room: the index of the first in ``blocks``, and the memory."""
         addresses, bases, sizes = self._addresses[blocks], self._bases[blocks], self._sizes[blocks]
         apart = (bases[1:] != bases[:-1]) | (addresses[1:] - addresses[:-1] != sizes[:-1])
-        for first, last in itertools.pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(blocks)]):
+        for first, last in itertools.pairwise([*run_starts(apart).tolist(), len(blocks)]):
             base, start = int(bases[first]), int(addresses[first])
             yield first, self._chunks[base].memory[start - base : start - base + int(sizes[first:last].sum())]
 
@@ -446,7 +446,7 @@ class HostTier(BlockTier):
             if self._wanted or self._making:
                 return
             ended, self._preparations = self._preparations, []
-            free, failure = sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE), self._failure
+            free, failure = self._free_blocks(), self._failure
         for future in ended:
             if self.closed:
                 future.set_exception(ClosedError(f"{self!r} was closed"))
@@ -460,8 +460,7 @@ class HostTier(BlockTier):
         holds the lock.
         """
         promised = sum(int(one.lacking.sum()) for one in members(self._holders))
-        free = sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
-        missing = promised + extra - free - self._wanted - self._making
+        missing = promised + extra - self._free_blocks() - self._wanted - self._making
         if missing > 0:
             under_way = self._wanted + self._making
             count = self._allowed(HUGE, max(missing, LEAST // HUGE), missing, missing, under_way)
@@ -473,6 +472,9 @@ class HostTier(BlockTier):
         while self._workers < min(threads, -(-self._wanted // _BLOCKS)):
             threading.Thread(target=_make_pieces, args=(weakref.ref(self),), name="streamalloc-pinning").start()
             self._workers += 1  # it waits for the lock
+
+    def _free_blocks(self) -> int:
+        return sum(chunk.left for chunk in self._chunks if chunk.nbytes == HUGE)
 
     def _place(self, stored: _SleepingBytes, blocks: Addresses) -> tuple[int, Sequence[Fence]]:
         """Give room to the first of these blocks, once a thread has made some. Returns the number of blocks, and the
