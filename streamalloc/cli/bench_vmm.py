@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import streamalloc as sa
@@ -17,7 +15,7 @@ from streamalloc.core.errors import size_text
 from streamalloc.core.internal import work
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
-from streamalloc.vmm.internal import HostSegment, host_segments
+from streamalloc.vmm.internal import HostSegment, available_memory, host_segments
 
 STEPS = 16
 """Steps in which a buffer grows."""
@@ -251,16 +249,10 @@ def _need_evicted(bench: Bench) -> None:
     need_virtual_memory(bench.device)
     size = EVICTED_SIMULATED if bench.chosen.is_simulated else EVICTED // (8 if bench.quick else 1)
     # An eighth of the free memory: six variants have device buffers, and some have host copies.
-    spare = min(bench.device.memory_info().free, _free_host_memory()) // 8
+    spare = min(bench.device.memory_info().free, available_memory()) // 8
     while size > spare and size > EVICTED_SIMULATED:
         size //= 2
     bench.common = size
-
-
-def _free_host_memory() -> int:
-    """Return the bytes of host memory available to new programs."""
-    found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
 
 
 RAW = "raw calls, results checked"

@@ -56,7 +56,7 @@ def cores() -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_CORES)
 
 
-def available() -> int:
+def available_memory() -> int:
     """Return the bytes of host memory that this process can still fill, by the kernel's estimate and the limit of the
     control group. The kernel kills processes that fill more.
     """
@@ -85,7 +85,7 @@ def reserve(nbytes: int, node: int | None = None) -> Bytes:
     OutOfMemoryError
         There is not enough memory, or the process may not have so much.
     """
-    left = available()
+    left = available_memory()
     if left < nbytes + _SPARE:
         raise refused(OutOfMemoryError, "mmap", f"{size_text(nbytes)}, and {size_text(left)} are available")
     try:

@@ -137,7 +137,7 @@ class TestWays:
 
     def test_more_than_there_is(self, device: sa.Device, monkeypatch: pytest.MonkeyPatch) -> None:
         """The kernel would kill the process."""
-        monkeypatch.setattr(ways, "available", lambda: 32 * MiB)
+        monkeypatch.setattr(ways, "available_memory", lambda: 32 * MiB)
         with pytest.raises(sa.OutOfMemoryError, match="32 MiB are available"):
             ways.reserve(2 * MiB)
         with vmm.SleepGroup(device) as group:
