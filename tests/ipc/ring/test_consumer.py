@@ -203,7 +203,8 @@ class TestProducerThatDies:
         with pytest.raises(ipc.PeerGoneError):
             consumer.next()
 
-    def test_while_the_channel_lives(self, fills: Partner, own: sa.Stream) -> None:
+    @pytest.fixture
+    def whose_channel_lives(self, fills: Partner, own: sa.Stream) -> Iterator[RingConsumer]:
         """A copy of the producer's end in another process keeps nobody waiting."""
         mine, theirs = ipc.Channel.pair()
         with theirs:
@@ -211,25 +212,25 @@ class TestProducerThatDies:
             with Ring.consumer(mine, stream=own) as consumer:
                 fills.result()
                 fills.run(send_there, 1)
-                fills.kill()
-                with consumer.next() as item:
-                    assert item.nbytes == SIZE
-                with pytest.raises(ipc.PeerGoneError, match="died"):
-                    consumer.next(0)
+                yield consumer
 
-    def test_in_a_loop_while_the_channel_lives(self, fills: Partner, own: sa.Stream) -> None:
-        async def serve(consumer: RingConsumer) -> None:
-            async for _ in consumer:
+    @pytest.mark.parametrize("timeout", [None, 0])
+    def test_while_the_channel_lives(
+        self, fills: Partner, whose_channel_lives: RingConsumer, timeout: float | None
+    ) -> None:
+        fills.kill()
+        with whose_channel_lives.next() as item:
+            assert item.nbytes == SIZE
+        with pytest.raises(ipc.PeerGoneError, match="died"):
+            whose_channel_lives.next(timeout)
+
+    def test_in_a_loop_while_the_channel_lives(self, fills: Partner, whose_channel_lives: RingConsumer) -> None:
+        async def serve() -> None:
+            async for _ in whose_channel_lives:
                 fills.kill()
 
-        mine, theirs = ipc.Channel.pair()
-        with theirs:
-            fills.begin(add_there, fds=[theirs])  # type: ignore[list-item]
-            with Ring.consumer(mine, stream=own) as consumer:
-                fills.result()
-                fills.run(send_there, 1)
-                with pytest.raises(ipc.PeerGoneError, match="died"):
-                    asyncio.run(asyncio.wait_for(serve(consumer), SECONDS))
+        with pytest.raises(ipc.PeerGoneError, match="died"):
+            asyncio.run(asyncio.wait_for(serve(), SECONDS))
 
     def test_before_it_introduced_itself(self, another: Callable[[], Partner], own: sa.Stream) -> None:
         partner = another()
