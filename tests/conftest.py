@@ -198,6 +198,13 @@ def module_state(request: pytest.FixtureRequest, on_cuda: bool, lasting_drivers:
         yield
 
 
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    """Drop the value of an ended fixture. pytest keeps it until the module's fixtures have ended as well, and memory
+    among the values of a module's last test would keep its pool until then.
+    """
+    getattr(request.node, "funcargs", {}).pop(fixturedef.argname, None)
+
+
 @pytest.fixture(autouse=True)
 def supported(request: pytest.FixtureRequest) -> None:
     """Skips a test with the mark ``supports`` on a device that lacks something of it."""
