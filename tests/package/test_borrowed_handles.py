@@ -277,7 +277,8 @@ def _use(world: World, make: Callable[[], sa.Memory]) -> None:
             with world.device.current():
                 for stream in (world.handle, LEGACY, PER_THREAD):
                     way(world, memory, stream)
-        memory.stream.synchronize()
+        # Nothing orders the end of the memory after work that other streams do on it.
+        world.device.synchronize()
         del memory
         world.check()
 
