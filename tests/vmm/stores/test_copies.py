@@ -396,6 +396,14 @@ class TestTimes:
             tier.calibrate()
             assert LAUNCH in driver.seen
 
+    def test_are_measured_without_a_hazard(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(copies, "SIZES", (1 << 18,))
+        monkeypatch.setattr(copies, "COUNTS", (512,))  # more than the room has
+        checked = sd.checked(untold(machine))
+        with vmm.HostTier(sa.Device(0, driver=checked)) as tier:
+            tier.calibrate()
+        assert checked.hazards == []
+
     def test_grow_in_proportion_between_and_beyond_the_measured_ones(self) -> None:
         def took(nbytes: int, count: int) -> float:
             return 5 + count * (2 + nbytes * 3)
