@@ -21,8 +21,8 @@ COPY_UNIT = 16
 """Bytes that a thread moves at once: addresses and sizes of blocks are multiples of it."""
 _THREADS = 256  # of a thread block
 _MOST = 504  # blocks of a launch, whose parameters have at most 4 KiB
-_SPAN = 36  # bits of an offset in bytes that is a 32-bit number of units
-_WINDOW = (1 << _SPAN) - 1
+_SHIFT = COPY_UNIT.bit_length() - 1
+_SPAN = 32 + _SHIFT  # bits of an offset in bytes that is a 32-bit number of units
 _PART = 2048  # bytes that a warp moves at once
 
 
@@ -50,21 +50,23 @@ class BlockCopies(ctypes.Structure):
 
 def block_copies(targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nbytes: int) -> Iterator[BlockCopies]:
     """Yield the parameters of the launches that copy blocks of ``nbytes`` bytes."""
-    high = (targets >> _SPAN, sources >> _SPAN)
-    if any((one != one[0]).any() for one in high):
+    sides, bounds = (targets, sources), [0, len(targets)]
+    if any((int(side.max()) - int(side.min())) >> _SPAN for side in sides):
         # One launch reaches 64 GiB on each side.
-        order = np.lexsort(high)
-        targets, sources, high = targets[order], sources[order], (high[0][order], high[1][order])
-    apart = (high[0][1:] != high[0][:-1]) | (high[1][1:] != high[1][:-1])
-    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(targets)]
-    offsets = np.empty((len(targets), 2), np.uint32)
-    offsets[:, 0], offsets[:, 1] = ((side & _WINDOW) // COPY_UNIT for side in (targets, sources))
-    place = offsets.ctypes.data
+        windows = [side >> _SPAN for side in sides]
+        order = np.lexsort(windows)
+        sides = targets[order], sources[order]
+        apart = np.logical_or(*(np.diff(window[order]) != 0 for window in windows))
+        bounds[1:1] = (np.flatnonzero(apart) + 1).tolist()
+    offsets = np.empty((min(len(targets), _MOST), 2), np.uint32)
     for first, end in itertools.pairwise(bounds):
-        target, source = (int(one[first]) << _SPAN for one in high)
+        bases = [int(side[first:end].min()) for side in sides]
         for at in range(first, end, _MOST):
-            made = BlockCopies(target, source, min(end - at, _MOST), nbytes)
-            ctypes.memmove(made.offsets, place + 8 * at, 8 * made.count)
+            count = min(end - at, _MOST)
+            for column, (side, base) in enumerate(zip(sides, bases, strict=True)):
+                np.right_shift(side[at : at + count] - base, _SHIFT, offsets[:count, column], casting="unsafe")
+            made = BlockCopies(*bases, count, nbytes)
+            ctypes.memmove(made.offsets, offsets.ctypes.data, 8 * count)
             yield made
 
 

@@ -12,6 +12,7 @@ import abc
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -71,7 +72,7 @@ class Move(Protocol):
 class Chunk:
     """One allocation or file of a tier, with room for blocks of one size. It is released once nothing refers to it."""
 
-    __slots__ = ("__weakref__", "_free", "_step", "address", "count", "nbytes")
+    __slots__ = ("__weakref__", "_every", "_free", "address", "count", "nbytes")
 
     def __init__(self, nbytes: int, count: int, address: int, step: int) -> None:
         self.nbytes: int = nbytes
@@ -80,12 +81,9 @@ class Chunk:
         """Number of blocks."""
         self.address: int = address
         """Address of the first block; unique within the store."""
-        self._step = step
-        self._free: list[tuple[Addresses, Sequence[Fence]]] = [(self._every(), ())]
+        self._every = address + np.arange(count) * step
+        self._free: list[tuple[Addresses, Sequence[Fence]]] = [(self._every, ())]
         """Free addresses, with the last copies from or to them. The addresses returned last are taken first."""
-
-    def _every(self) -> Addresses:
-        return self.address + np.arange(self.count) * self._step
 
     @property
     def left(self) -> int:
@@ -94,13 +92,16 @@ class Chunk:
 
     def take(self, most: int) -> tuple[Addresses, Sequence[Fence]]:
         """Take at most ``most`` addresses; return them and their last copies. No addresses if no room is left."""
-        try:
-            addresses, fences = self._free.pop()
-        except IndexError:
-            return self._every()[:0], ()
-        if len(addresses) > most:
-            self._free.append((addresses[most:], fences))
-        return addresses[:most], fences
+        parts, last = [], dict[Fence, None]()
+        with contextlib.suppress(IndexError):
+            while most:
+                addresses, fences = self._free.pop()
+                if len(addresses) > most:
+                    self._free.append((addresses[most:], fences))
+                parts.append(addresses[:most])
+                last.update(dict.fromkeys(fences))
+                most -= len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate((self._every[:0], *parts)), tuple(last)
 
     def end(self) -> None:
         """End a chunk of one :class:`Stored` without contents. The chunks of a :class:`BlockTier` stay."""
@@ -117,7 +118,7 @@ class Chunk:
                     # All addresses are free. Join them in ascending order, so that copies of adjacent blocks become one
                     # copy. Forget completed copies: contents that reuse only some addresses would keep them forever.
                     last = {fence for _, several in free for fence in several if may_run(fence)}
-                    free = [(self._every(), tuple(last))]
+                    free = [(self._every, tuple(last))]
             finally:
                 self._free += free
 
@@ -146,8 +147,8 @@ class Stored(Unique, abc.ABC):
         """Chunks by the address of their first block. :attr:`_bases` has that address for each block."""
         self._present = np.empty(0, np.bool_)
         """Whether each block has contents."""
-        self._dropped: list[Addresses] = []
-        """Indices of dropped blocks whose addresses are not yet returned to their chunks."""
+        self._dropped: list[npt.NDArray[np.bool_]] = []
+        """Masks of dropped blocks whose addresses are not yet returned to their chunks."""
         self._busy = 0
         """Number of calls that use the addresses. At zero, the addresses of dropped blocks are returned."""
         self._fences: Sequence[Fence] = ()
@@ -165,9 +166,13 @@ class Stored(Unique, abc.ABC):
         """Add blocks at addresses of a chunk, by default of :attr:`nbytes` bytes. The caller holds the tier's lock."""
         self._chunks[chunk.address] = chunk
         self._fences = (*self._fences, *fences)
-        new = np.full(len(addresses), chunk.address), np.full(len(addresses), self.nbytes if sizes is None else sizes)
-        self._bases, self._sizes = (np.concatenate(both) for both in zip((self._bases, self._sizes), new, strict=True))
-        self._addresses = np.concatenate((self._addresses, addresses))
+        # Views of one number where it is the same for all: new pages for arrays would take longer than the copies.
+        same = chunk.address, self.nbytes if sizes is None else sizes
+        new = addresses, *(np.broadcast_to(np.asarray(one, np.int64), len(addresses)) for one in same)
+        if len(self):
+            old = self._addresses, self._bases, self._sizes
+            new = tuple(map(np.concatenate, zip(old, new, strict=True)))
+        self._addresses, self._bases, self._sizes = new
         self._present = np.ones(len(self._addresses), np.bool_)
 
     @contextlib.contextmanager
@@ -213,7 +218,7 @@ class Stored(Unique, abc.ABC):
     def save(self, source: Addresses, stream: Stream, kernels: bool = False) -> None:
         """Queue the copies of all blocks from device memory, and store them. ``kernels``: see :class:`Move`."""
         with self.moving(stream, out=True) as move:
-            move(np.arange(len(self)), source, None, kernels)
+            move(range(len(self)), source, None, kernels)
         self.seal(stream)
 
     def load(self, blocks: Indices, target: Addresses, stream: Stream, kernels: bool = False) -> None:
@@ -233,11 +238,12 @@ class Stored(Unique, abc.ABC):
             The driver refused a release, which is attempted again later.
         """
         with self.tier._lock:
-            every = np.arange(len(self._present))
-            chosen = every if blocks is None else np.unique(every[np.array(blocks, np.int64)])
-            chosen = chosen[self._present[chosen]]
+            chosen = np.zeros(len(self), np.bool_)
+            chosen[... if blocks is None else np.asarray(blocks, np.int64)] = True
+            chosen &= self._present
             self._present[chosen] = False
-            self._dropped.append(chosen)
+            if chosen.any():
+                self._dropped.append(chosen)
             unused = self._return_dropped()
         end_all(unused)
 
@@ -245,14 +251,18 @@ class Stored(Unique, abc.ABC):
         """Return the addresses of dropped blocks to their chunks; returns chunks without contents of this object."""
         if self._busy or not self._dropped:
             return []
-        chosen, self._dropped = np.concatenate(self._dropped), []
-        addresses, bases, chunks = self._addresses[chosen], self._bases[chosen], self._chunks
-        left = np.unique(self._bases[np.flatnonzero(self._present)]).tolist()
-        self._chunks = {base: chunks[base] for base in left}
-        for base in np.unique(bases).tolist():
-            chunks[base].give(addresses[bases == base], self._fences)
+        chosen, self._dropped = np.logical_or.reduce(self._dropped), []
+        addresses, bases, chunks = self._addresses, self._bases, self._chunks
+        if not chosen.all():
+            addresses, bases = addresses[chosen], bases[chosen]
+        several = np.unique(bases).tolist() if len(chunks) > 1 else [*chunks]
+        left = self._bases[self._present]
+        unused = [base for base in several if not (left == base).any()]
+        self._chunks = {base: chunk for base, chunk in chunks.items() if base not in unused}
+        for base in several:
+            chunks[base].give(addresses[bases == base] if len(several) > 1 else addresses, self._fences)
         self.tier._room_returned()
-        return [chunk for base, chunk in chunks.items() if base not in self._chunks]
+        return [chunks[base] for base in unused]
 
 
 def end_all(chunks: Iterable[Chunk]) -> None:
@@ -324,20 +334,28 @@ def drop_contents(kept: Mapping[int, Kept]) -> None:
         stored.drop(indices)
 
 
+def index_of(blocks: Indices) -> Indices | slice:
+    """Return adjacent blocks as a slice, which takes a part of an array without a copy."""
+    return slice(blocks.start, blocks.stop) if isinstance(blocks, range) else blocks
+
+
 def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
     """Return the addresses of blocks of memory."""
     size = checked_size("nbytes", nbytes)
     if not size:
         raise ValueError("nbytes=0: a block has at least one byte")
-    numbers = np.atleast_1d(np.asarray(blocks))
-    if numbers.dtype.kind not in "iu" and len(numbers):
-        raise TypeError(f"blocks must be indices, not {numbers.dtype}")
-    numbers = numbers.astype(np.int64).ravel()
+    # NumPy would read a range one number at a time.
+    listed = np.arange(blocks.start, blocks.stop, blocks.step) if isinstance(blocks, range) else np.asarray(blocks)
+    if listed.dtype.kind not in "iu" and listed.size:
+        raise TypeError(f"blocks must be indices, not {listed.dtype}")
+    numbers = listed.ravel().astype(np.int64, copy=False)
     count = side.nbytes // size
-    wrong = numbers[(numbers < 0) | (numbers >= count)]
-    if len(wrong):
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < count:
+        wrong = numbers[(numbers < 0) | (numbers >= count)]
         raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(size)} in {side.keep!r}")
-    return side.address + numbers * size
+    places = numbers * size
+    places += side.address
+    return places
 
 
 class Tier:
@@ -444,7 +462,7 @@ class BlockTier(Tier, Closes):
         places = _places(blocks, stored.nbytes, side)
         if len(places) != len(stored) or not stored.complete:
             raise ValueError(f"blocks: {len(places)} for the contents of {len(stored)}, of which none may be dropped")
-        every = np.arange(len(stored))
+        every = range(len(stored))
         stored.check(every)
         side.ordered_before(ordered)
         kernels = self._kernels_may_use(memory, places, stored.nbytes, ordered, write=True)
@@ -484,9 +502,14 @@ class BlockTier(Tier, Closes):
             self._fill(stored, count)
 
     def _fill(self, stored: Stored, count: int) -> None:
+        # In ascending order: copies of blocks in another order would be sorted first.
+        fitting = (
+            chunk
+            for chunk in sorted(self._chunks, key=attrgetter("address"))
+            if chunk.left and chunk.nbytes == stored.nbytes
+        )
         while len(stored) < count:
             left = count - len(stored)
-            fitting = (chunk for chunk in self._chunks if chunk.left and chunk.nbytes == stored.nbytes)
             chunk = next(fitting, None) or self._grow(stored.nbytes, left)
             stored.add(chunk, *chunk.take(left))
 

@@ -38,6 +38,8 @@ from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import Addresses
 from streamalloc.vmm.stores.pinned import Pinning
 
+Mask: TypeAlias = "npt.NDArray[np.bool_]"
+
 _LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
 _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 """Number of copies in the first batch, and the most in later batches.
@@ -45,6 +47,8 @@ _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
 each batch may have 1.5 times as many copies as the one before.
 """
+_SOME = 4096
+"""Blocks to look at a time: larger arrays would be of new pages, which takes longer than the work on them."""
 _ROOM, _TRIES = 16 << 20, 3  # bytes on each side, and runs, of a measurement
 _MOST, _FEW = 64 << 20, 512  # most bytes, and most single copies, that are measured; more take in proportion
 _HALF, _STREAMS = 8 << 20, 4  # bytes of a half, and most streams beside
@@ -55,7 +59,7 @@ _OVER_BUS, _ON_DEVICE = 32, 1024
 def copy_batch(
     targets: Addresses,
     sources: Addresses,
-    sizes: Addresses,
+    sizes: int | Addresses,
     memory: Addresses,
     stream: Stream,
     *,
@@ -67,6 +71,8 @@ def copy_batch(
 
     Parameters
     ----------
+    sizes
+        Bytes of each copy, or of all.
     memory
         For each copy a number that identifies its allocation in host memory, because a merged copy must stay within
         one allocation.
@@ -77,23 +83,45 @@ def copy_batch(
     halves
         Device memory for the way ``staged``; None for none.
     """
-    if not len(sizes):
+    count = len(memory)
+    if not count:
         return  # other threads may have dropped all
     host, device = (targets, sources) if out else (sources, targets)
-    if (host[1:] < host[:-1]).any():
+    ascending, apart, scattered = _neighbours(host, device, sizes)
+    if not ascending:
         order = np.argsort(host)
-        host, device, sizes, memory = host[order], device[order], sizes[order], memory[order]
-    apart = (memory[1:] != memory[:-1]) | (host[1:] - host[:-1] != sizes[:-1])
-    first = run_starts(apart | (device[1:] - device[:-1] != sizes[:-1]))
-    if kernels and len(sizes) > 1 and (sizes == sizes[0]).all():
-        blocks = Blocks(device, host, int(sizes[0]), run_starts(apart), out)
-        if blocks.suit_kernel and kernel_of(stream.device).copy_if_faster(blocks, len(first), halves, stream):
+        host, device, memory = host[order], device[order], memory[order]
+        sizes = sizes if isinstance(sizes, int) else sizes[order]
+        _, apart, scattered = _neighbours(host, device, sizes)
+    apart |= memory[1:] != memory[:-1]
+    scattered |= apart
+    if kernels and count > 1 and isinstance(sizes, int):
+        copies = int(np.count_nonzero(scattered)) + 1
+        blocks = Blocks(device, host, sizes, run_starts(apart), out)
+        if blocks.suit_kernel and kernel_of(stream.device).copy_if_faster(blocks, copies, halves, stream):
             return
+    first = run_starts(scattered)
     targets, sources = (host, device) if out else (device, host)
-    _copy_one_by_one(targets[first], sources[first], np.add.reduceat(sizes, first), stream)
+    _copy_one_by_one(targets[first], sources[first], np.add.reduceat(np.broadcast_to(sizes, count), first), stream)
 
 
-def run_starts(apart: npt.NDArray[np.bool_]) -> Addresses:
+def _neighbours(host: Addresses, device: Addresses, sizes: int | Addresses) -> tuple[bool, Mask, Mask]:
+    """Whether the host addresses ascend, and for each block but the first whether it does not follow the one before in
+    host memory, and on the device.
+    """
+    last, ascending = len(host) - 1, True
+    apart, scattered = np.empty((2, last), np.bool_)
+    for at in range(0, last, _SOME):
+        here, after = slice(at, min(at + _SOME, last)), slice(at + 1, min(at + _SOME, last) + 1)
+        nbytes = sizes if isinstance(sizes, int) else sizes[here]
+        steps = host[after] - host[here]
+        ascending = ascending and bool(steps.min() >= 0)
+        np.not_equal(steps, nbytes, out=apart[here])
+        np.not_equal(device[after] - device[here], nbytes, out=scattered[here])
+    return ascending, apart, scattered
+
+
+def run_starts(apart: Mask) -> Addresses:
     """The index of the first of each run of adjacent blocks. ``apart``: whether each block but the first begins one."""
     return np.concatenate(([0], np.flatnonzero(apart) + 1))
 
@@ -207,7 +235,8 @@ class Blocks(NamedTuple):
     @property
     def suit_kernel(self) -> bool:
         """Whether addresses and size are multiples of what the kernel moves at once."""
-        return not ((self.device | self.host | self.nbytes) % COPY_UNIT).any()
+        bits = np.bitwise_or.reduce(self.device) | np.bitwise_or.reduce(self.host) | self.nbytes
+        return not int(bits) % COPY_UNIT
 
 
 class Kernel:

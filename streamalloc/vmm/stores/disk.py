@@ -26,6 +26,7 @@ from streamalloc.vmm.stores.blocks import (
     Move,
     Saved,
     Stored,
+    index_of,
     overlapping,
 )
 from streamalloc.vmm.stores.copies import copy_batch, kernel_of
@@ -97,7 +98,8 @@ class _Contents(Stored):
         side: Any = None,
         kernels: bool = False,
     ) -> None:
-        bases, places = self._bases[blocks], self._addresses[blocks]
+        chosen = index_of(blocks)
+        numbers, bases, places = np.arange(len(self))[chosen], self._bases[chosen], self._addresses[chosen]
         # Each block of a buffer is copied alone: the buffer may be in memory of several devices.
         most = self.tier.block if self.nbytes else 0
         for chunk in self._chunks.values():
@@ -105,7 +107,7 @@ class _Contents(Stored):
             mine = mine[np.argsort(places[mine])]
             for run in chunk.runs(places[mine], most):
                 which, some = mine[[index for index, _ in run]], [block for _, block in run]
-                names = np.asarray(blocks)[which].tolist() if self.nbytes else [None] * len(some)
+                names = numbers[which].tolist() if self.nbytes else [None] * len(some)
                 device = at[which] + np.array([block.offset for block in some])
                 transfer.move(chunk.file, some, functools.partial(_copy, device, some, stream, out, kernels), names)
 
@@ -145,7 +147,8 @@ def _copy(
     host = np.array([block.position for block in blocks]) - blocks[0].position + room.ctypes.data
     sizes = np.array([block.nbytes for block in blocks])
     targets, sources = (host, device)[:: 1 if out else -1]
-    copy_batch(targets, sources, sizes, np.zeros(len(host), np.int64), stream, out=out, kernels=kernels)
+    equal = int(sizes[0]) if (sizes == sizes[0]).all() else sizes
+    copy_batch(targets, sources, equal, np.zeros(len(host), np.int64), stream, out=out, kernels=kernels)
 
 
 class DiskTier(BlockTier):

@@ -32,6 +32,7 @@ from streamalloc.vmm.stores.blocks import (
     Saved,
     Stored,
     Tier,
+    index_of,
     may_run,
 )
 from streamalloc.vmm.stores.copies import Halves, copy_batch, kernel_of, run_starts
@@ -153,10 +154,10 @@ class _HostContents(InMemory):
     def _move(
         self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
     ) -> None:
-        bases, host = self._bases[blocks], self._addresses[blocks]
+        chosen, halves = index_of(blocks), self.tier._halves
+        host, bases = self._addresses[chosen], self._bases[chosen]
         sides = (host, at) if out else (at, host)
-        halves = self.tier._halves
-        copy_batch(*sides, self._sizes[blocks], bases, stream, out=out, kernels=kernels, halves=halves)
+        copy_batch(*sides, self.nbytes, bases, stream, out=out, kernels=kernels, halves=halves)
 
     def seal(self, stream: Stream) -> None:
         """Wait for the copies and compute the checksums, if the tier checks contents."""
