@@ -210,7 +210,8 @@ def checked(driver: Driver, on: On = "report", poison: bool = False, *, uninitia
     >>> import streamalloc as sa
     >>> driver = sa.driver.checked(sa.driver.simulated())
     >>> device = sa.Device(0, driver=driver)
-    >>> with device.create_stream() as one, device.create_stream() as two, sa.MemoryPool(device) as pool:
+    >>> one, two = device.create_stream(), device.create_stream()
+    >>> with one, two, sa.MemoryPool(device) as pool:
     ...     buffer = pool.allocate(1024, one)
     ...     buffer.fill(0, two)
     ...     device.synchronize()

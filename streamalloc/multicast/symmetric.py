@@ -100,8 +100,8 @@ class SymmetricMemory(Closes, Shown):
 
         with SymmetricMemory(1 << 20, communicator, device=device) as memory:
             memory.buffers[memory.rank].fill(memory.rank, stream)
-            memory.barrier(stream)                           # work after it runs after the fills of all ranks
-            result.copy_from(memory.buffers[0], stream)      # reads the memory of rank 0
+            memory.barrier(stream)  # work after it runs after the fills of all ranks
+            result.copy_from(memory.buffers[0], stream)  # reads the memory of rank 0
 
     The set-up succeeds on all ranks or fails on all ranks. On failure every rank raises a
     :class:`SymmetricMemoryError`, which names the rank and the step, and releases its resources. If no rank has died,

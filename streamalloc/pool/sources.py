@@ -228,9 +228,11 @@ class CallbackAllocator(_Source):
     logs and statistics take it as they take a pool. ::
 
         small, large = sa.CachingAllocator(pool), sa.MemoryPool(device)
-        both = sa.CallbackAllocator(
-            lambda nbytes, stream: (small if nbytes <= 1 << 20 else large).allocate(nbytes, stream), where=device
-        )
+
+        def allocate(nbytes, stream):
+            return (small if nbytes <= 1 << 20 else large).allocate(nbytes, stream)
+
+        both = sa.CallbackAllocator(allocate, where=device)
         with both.allocate(4096, stream) as buffer:
             buffer.fill(0)
 

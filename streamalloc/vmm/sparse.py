@@ -67,7 +67,8 @@ class TilePool(Closes):
 
     A tile that was unmapped on one stream can be mapped on another, which then waits for the unmapping. ::
 
-        with vmm.TilePool(device, 2 << 20) as pool, vmm.SparseArray(device, (4096, 4096), np.float32) as array:
+        pool = vmm.TilePool(device, 2 << 20)
+        with pool, vmm.SparseArray(device, (4096, 4096), np.float32) as array:
             array.map(pool, (slice(0, 128), slice(0, 128)), stream=stream)
 
     Parameters

@@ -523,7 +523,7 @@ class PageSpace(SwapSpace):
         with vmm.PageArena(device) as arena, arena.space(1 << 40) as cache:
             cache.commit(range(64))
             tensor = sa.interop.torch.tensor(cache, torch.float16)
-            cache.release([7, 9], after=stream)   # parked until the work queued on the stream has completed
+            cache.release([7, 9], after=stream)  # parked until the stream's work has completed
 
     Mapping is not stream-ordered. While a page is committed, aliased or made private, it may be unmapped for a moment.
     Work that uses *this page* then breaks the context; other pages can be used. So operations take ``after``: events or
