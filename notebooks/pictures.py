@@ -85,12 +85,39 @@ cache = make_cache(64)
 driver.cuMemFreeAsync(scratch, stream)
 cache += make_cache(32)  # the last ones are refused
 """
+# An engine in the middle of its work.
+TRAIN = """\
+import time
+import streamalloc as sa
+from streamalloc.observing import live
+
+device = sa.Device(0)
+stream = device.create_stream()
+weights, cache, scratch = (sa.MemoryPool(device, name=name) for name in ("weights", "kv cache", "scratch"))
+
+
+def train():
+    kept = [weights.allocate(24 << 30, stream), cache.allocate(40 << 30, stream)]
+    kept += [cache.allocate(6 << 30, stream)]
+    for step in range(4):
+        scratch.allocate((step + 1) << 30, stream).free()
+        time.sleep(0.1)
+    kept.pop().free()
+    return kept, scratch.allocate(2 << 30, stream)
+
+
+with live(every=0.05):
+    kept = train()
+"""
 SHOTS = {
     "check": ("streamalloc check loader.py", "loader.py", LOADER),
+    "live": ("python train.py", "train.py", TRAIN),
     "memory": ("streamalloc memory engine.py", "engine.py", ENGINE),
     "test": ("pytest -q --no-header test_scale.py", "test_scale.py", TEST),
 }
 """Command, and the file that it gets, by picture."""
+_REDRAWN = re.compile(r".*\x1b\[1A\x1b\[2K|\x1b\[\?25[lh]", re.DOTALL)
+"""Views that the last one replaced, and the marks that hide the cursor."""
 
 
 def shown(command: str, folder: Path) -> str:
@@ -98,7 +125,9 @@ def shown(command: str, folder: Path) -> str:
     variables = os.environ | {"COLUMNS": str(COLUMNS), "LINES": "60", "TERM": "xterm-256color"}
     variables |= {"STREAMALLOC_DRIVER": "simulated", "PYTHONPATH": str(PICTURES.parents[1])}
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", *command.split()]
+    words = [sys.executable, *command.removeprefix("python ").split()]
+    if not command.startswith("python "):
+        words.insert(1, "-m")
     with subprocess.Popen(words, cwd=folder, env=variables, stdout=theirs, stderr=theirs, stdin=theirs) as process:
         os.close(theirs)
         text = b""
@@ -109,7 +138,7 @@ def shown(command: str, folder: Path) -> str:
             pass
         process.wait()
     os.close(ours)
-    return text.decode().replace("\r\n", "\n").rstrip()
+    return _REDRAWN.sub("", text.decode()).replace("\r\n", "\n").rstrip()
 
 
 def main() -> None:

@@ -33,14 +33,14 @@ class PoolFigures(NamedTuple):
     """
 
     name: str
-    """Name of the pool or its location, and the driver's handle."""
+    """Name of the pool; without one, its location and the driver's handle."""
     now: PoolStatistics
     capacity: int
     """Most bytes the pool may reserve: ``max_size``, or its location's memory."""
 
 
 def _name(pool: MemoryPool) -> str:
-    return f"{pool.name or place(pool.location)}, {int(raw_pool(pool)):#x}"
+    return pool.name or f"{place(pool.location)}, {int(raw_pool(pool)):#x}"
 
 
 def _capacity(pool: MemoryPool) -> int:
