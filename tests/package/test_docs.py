@@ -41,13 +41,14 @@ def name(page: Path) -> str:
 def test_programs_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Blocks marked ``python``, each on its own; see the next test for those marked ``py``.
+    """Blocks marked ``python``, each on its own, with as many devices as a user has: one. The next test runs those
+    marked ``py``.
 
     Nor does any of them do what stream order does not allow, where it does not say so with a driver of its own.
     """
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # for the sockets of stores
     text = page.read_text()
-    with sd.use(sd.checked(sd.simulated(devices=2), on="raise")):
+    with sd.use(sd.checked(sd.simulated(), on="raise")):
         for found in _PROGRAM.finditer(text):
             # Lines as in the page, so that an error tells where it is.
             line = text[: found.start()].count("\n") + 1
