@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", metavar="FILE", action="append", default=[], help=about)
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", help="Python file, or module with -m")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    rest.required = False  # "required: program" where both lack
 
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:

@@ -308,6 +308,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
 
 
 _NEXT = (
+    ("python -m streamalloc check program.py", "missing stream order in a program of yours, which stays as it is"),
     ("python -m streamalloc info", "what the devices of this machine support, and what the rest needs"),
     ("python -m streamalloc bench --quick", "its calls beside raw driver calls and other libraries"),
 )

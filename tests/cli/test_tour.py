@@ -29,7 +29,7 @@ def test_every_check_holds(whole: Complete, machine: Any, on_cuda: bool) -> None
     assert whole.code == 0 and "FAILED" not in whole.text, whole.text
     assert sa.Device(0, driver=machine).name in first and ("simulated" in first) == (not on_cuda)
     assert all(f"{part.__doc__}" in lines for part in tour.PARTS)
-    assert lines.count("") == 2 + len(tour.PARTS) and lines[-3].startswith("All ")
+    assert lines.count("") == 2 + len(tour.PARTS) and lines[-4].startswith("All ")
     assert re.search(r"opened by process \d+\n", whole.text) and f"process {os.getpid()}\n" not in whole.text
 
 
