@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -49,9 +50,10 @@ each batch may have 1.5 times as many copies as the one before.
 """
 _SOME = 4096
 """Blocks to look at a time: larger arrays would be of new pages, which takes longer than the work on them."""
-_ROOM, _TRIES = 16 << 20, 3  # bytes on each side, and runs, of a measurement
-_MOST, _FEW = 64 << 20, 512  # most bytes, and most single copies, that are measured; more take in proportion
+_ROOM, _FEW = 64 << 20, 256  # most bytes, and most single copies, of a measurement
+_TRIES, _LONG, _FEW_TRIES = 7, 4 << 20, 3  # runs of a measurement, and of one with more bytes
 _HALF, _STREAMS = 8 << 20, 4  # bytes of a half, and most streams beside
+_KEPT = 2 * _HALF * _STREAMS  # bytes of device memory that are kept: a pool would get new memory for each call
 _OVER_BUS, _ON_DEVICE = 32, 1024
 """Most thread blocks of a launch. So few keep the bus busy, and leave the device to others."""
 
@@ -145,31 +147,43 @@ def _copy_one_by_one(targets: Addresses, sources: Addresses, sizes: Addresses, s
 
 SIZES = (512, *(2048 << power for power in range(8)))
 """Sizes of blocks in bytes at which the ways are measured."""
-COUNTS = (1, 8, 64, 512, 4096)
-"""Numbers of blocks at which the ways are measured."""
+COUNTS = tuple(4**power for power in range(8))
+"""Numbers of blocks at which the ways are measured, as far as their bytes have room."""
 WAYS = tuple(f"{way} {where}" for way in ("copies", "kernel", "staged") for where in ("in", "out"))
-_FORMAT = 1
+_FORMAT = 2
 _MOST_IN_FILE = 1 << 16  # bytes
 
 Times: TypeAlias = "Mapping[str, Sequence[Sequence[float]]]"
 """Seconds of each way, by :data:`SIZES` and :data:`COUNTS`."""
 
 
-def _every(measure: Callable[[str, int, int], float]) -> Times:
-    """The times of all ways, of a function of way, size and number."""
-    return {way: [[measure(way, nbytes, count) for count in COUNTS] for nbytes in SIZES] for way in WAYS}
+def _every(measure: Callable[[str, int, int], float], most: Callable[[str, int], int] = lambda *_: COUNTS[-1]) -> Times:
+    """The times of all ways, of a function of way, size and number. ``most``: most blocks of a way and size to measure.
 
-
-def seconds(times: Times, way: str, nbytes: float, count: int) -> float:
-    """The time that a way takes for blocks, from the nearest ones that were measured.
-
-    It grows in proportion to number and size, after a constant time, within and beyond the measured ones.
+    More blocks take in proportion to the last two numbers that were measured. Fewer blocks take no longer than more: a
+    longer time was disturbed.
     """
+
+    def row(way: str, nbytes: int) -> Sequence[float]:
+        counts = [count for count in COUNTS if count <= most(way, nbytes)]
+        took = [measure(way, nbytes, count) for count in counts]
+        took = np.minimum.accumulate(took[::-1])[::-1].tolist()
+        each = (took[-1] - took[-2]) / (counts[-1] - counts[-2])
+        return [*took, *(took[-1] + each * (count - counts[-1]) for count in COUNTS[len(counts) :])]
+
+    return {way: [row(way, nbytes) for nbytes in SIZES] for way in WAYS}
+
+
+def row_of(times: Times, way: str, nbytes: float) -> Sequence[float]:
+    """The times of a way for blocks of a size, by :data:`COUNTS`, from the nearest sizes that were measured."""
     low, share = _between(SIZES, nbytes)
+    return [one + (other - one) * share for one, other in zip(*times[way][low : low + 2], strict=True)]
+
+
+def seconds(row: Sequence[float], count: int) -> float:
+    """The time for a number of blocks. It grows in proportion, after a constant time, within and beyond the row."""
     some, more = _between(COUNTS, count)
-    table = times[way]
-    rows = [table[at][some] * (1 - more) + table[at][some + 1] * more for at in (low, low + 1)]
-    return rows[0] * (1 - share) + rows[1] * share
+    return row[some] + (row[some + 1] - row[some]) * more
 
 
 def _between(steps: Sequence[int], value: float) -> tuple[int, float]:
@@ -242,7 +256,7 @@ class Blocks(NamedTuple):
 class Kernel:
     """The kernel on one device, and the times of all ways."""
 
-    __slots__ = ("_device", "_function", "_lock", "_times")
+    __slots__ = ("_device", "_function", "_lock", "_row", "_times")
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -250,6 +264,8 @@ class Kernel:
         self._lock = Lock()
         """Held by the thread that loads and measures. Others do not wait for it, and copy one by one meanwhile."""
         self._times: Times | None = None
+        self._row: Callable[[str, float], Sequence[float]]
+        """:func:`row_of` these times, kept: a choice must be cheap beside copies that take 20 us."""
 
     def prepare(self, *, again: bool = False) -> None:
         """Load the kernel, and read or measure the times. ``again``: measure in any case.
@@ -261,7 +277,8 @@ class Kernel:
             try:
                 with contextlib.suppress(CudaError):
                     self._load()
-                    self._times = self._told(again)
+                    times = self._told(again)
+                    self._row, self._times = functools.lru_cache(256)(functools.partial(row_of, times)), times
             finally:
                 self._lock.release()
 
@@ -295,18 +312,20 @@ class Kernel:
 
     def way(self, blocks: Blocks, copies: int, halves: Halves | None) -> str:
         """The fastest way."""
-        times, nbytes, count = self._times, blocks.nbytes, len(blocks.host)
-        if times is None:
+        nbytes, count = blocks.nbytes, len(blocks.host)
+        if self._times is None:
             return "copies"
         where = "out" if blocks.out else "in"
         took = {
-            "copies": seconds(times, f"copies {where}", nbytes * count / copies, copies),
-            "kernel": seconds(times, f"kernel {where}", nbytes, count),
+            "copies": seconds(self._row(f"copies {where}", nbytes * count / copies), copies),
+            "kernel": seconds(self._row(f"kernel {where}", nbytes), count),
         }
         if halves is not None and nbytes <= _HALF:
-            # It was measured with adjacent host memory. Each further run of it takes as long as a small copy.
-            more = [seconds(times, f"copies {where}", SIZES[0], runs) for runs in (len(blocks.runs), 1)]
-            took["staged"] = seconds(times, f"staged {where}", nbytes, count) + more[0] - more[1]
+            took["staged"] = seconds(self._row(f"staged {where}", nbytes), count)
+            if len(blocks.runs) > 1:
+                # It was measured with adjacent host memory. Each further run of it takes as long as a small copy.
+                small = self._row(f"copies {where}", SIZES[0])
+                took["staged"] += seconds(small, len(blocks.runs)) - small[0]
         return min(took, key=took.__getitem__)
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, most: int) -> None:
@@ -331,29 +350,32 @@ class Kernel:
             undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))  # with copies before an error
             host[:] = 0  # a checker reports reads of bytes that nobody wrote
             memory.fill(0, stream)
-            return _every(functools.partial(self._time, host.ctypes.data, memory.address, halves, stream))
+            return _every(functools.partial(self._time, host.ctypes.data, memory.address, halves, stream), _most)
 
     def _time(self, host: int, device: int, halves: Halves, stream: Stream, way: str, nbytes: int, count: int) -> float:
         """Seconds that a way takes, the least of several times."""
         by, where = way.split()
-        # Only kernels use the room again: a checker reports a batch of copies that writes the same bytes twice.
-        few = max(min(count, *((_FEW, _ROOM // nbytes) if by == "copies" else (_MOST // nbytes,))), 1)
-        order = np.arange(few, dtype=np.int64) % (_ROOM // nbytes)
+        order = np.arange(count, dtype=np.int64) * nbytes
         one_run = np.zeros(1, np.int64)  # in each half
-        blocks = Blocks(device + order[::-1] * nbytes, host + order * nbytes, nbytes, one_run, where == "out")
+        blocks = Blocks(device + order[::-1], host + order, nbytes, one_run, where == "out")
         targets, sources = (blocks.host, blocks.device)[:: 1 if blocks.out else -1]
         session, raw, best = session_of(stream), raw_handle(stream), math.inf
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if count * nbytes <= _LONG else _FEW_TRIES):
             begin = time.perf_counter()
             if by == "copies":
-                _copy_one_by_one(targets, sources, np.full(few, nbytes), stream)
+                _copy_one_by_one(targets, sources, np.full(count, nbytes), stream)
             elif by == "kernel":
                 self.copy(targets, sources, nbytes, stream, _OVER_BUS)
             else:
                 halves.copy(blocks, self, stream)
             session.call("cuStreamSynchronize", raw)
             best = min(best, time.perf_counter() - begin)
-        return best * count / few
+        return best
+
+
+def _most(way: str, nbytes: int) -> int:
+    """Most blocks of a measurement."""
+    return min(_ROOM // nbytes, _FEW if way.startswith("copies") else COUNTS[-1])
 
 
 class Halves:
@@ -392,15 +414,20 @@ class Halves:
         return True
 
     def _queue(self, blocks: Blocks, kernel: Kernel, room: int, stream: Stream, beside: Stream) -> None:
-        nbytes, each = blocks.nbytes, _HALF // blocks.nbytes
+        nbytes, count, each = blocks.nbytes, len(blocks.host), _HALF // blocks.nbytes
         first, second = (stream, beside) if blocks.out else (beside, stream)
+        # Nothing runs beside the first kernel of a save and the last one of a load, so they get fewer blocks.
+        bounds = [0, *range(max(each // 4, 1), count, each), count]
+        if not blocks.out:
+            bounds = [count - bound for bound in reversed(bounds)]
+        offsets = np.arange(min(each, count)) * nbytes
         free: list[Event | None] = [None, None]
-        for number, at in enumerate(range(0, len(blocks.host), each)):
+        for number, (at, end) in enumerate(itertools.pairwise(bounds)):
             half = number % 2
-            device, host = (side[at : at + each] for side in (blocks.device, blocks.host))
-            here = room + half * _HALF + np.arange(len(host)) * nbytes
-            runs = blocks.runs[(at < blocks.runs) & (blocks.runs < at + each)] - at
-            starts = np.concatenate(([0], runs))
+            device, host = blocks.device[at:end], blocks.host[at:end]
+            here = room + half * _HALF + offsets[: end - at]
+            begin, past = np.searchsorted(blocks.runs, (at + 1, end))
+            starts = np.concatenate(([0], blocks.runs[begin:past] - at))
             sizes = np.diff(starts, append=len(host)) * nbytes
             before = free[half]
             if before is not None:
@@ -425,7 +452,7 @@ class Halves:
             self._made += 1
         try:  # without the lock: the driver may wait for other streams before it makes one
             if self._pool is None:
-                self._pool = MemoryPool(self._device, release_threshold=2 * _HALF)
+                self._pool = MemoryPool(self._device, release_threshold=_KEPT)
             return self._device.create_stream()
         except CudaError:  # no memory, or a device without pools
             with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,53 @@ class TestBytes:
             assert np.array_equal(read(buffer).reshape(64, 4096), rows)
             other.synchronize()
             again.drop()
+
+    def test_room_of_blocks_dropped_one_by_one_is_used_again(
+        self, device: sa.Device, stream: sa.Stream, way: str
+    ) -> None:
+        with sa.allocate(96 * 4096, stream) as buffer, vmm.HostTier(device, limit=64 * 4096) as tier:
+            filled(buffer, 1)
+            rows = pattern(buffer.nbytes, 1).reshape(96, 4096).copy()
+            first: Any = tier.save(buffer, range(64), 4096, stream)
+            for block in range(63, 0, -2):
+                first.drop([block, block])
+            first.drop([1])
+            assert tier.used == 32 * 4096
+            second = tier.save(buffer, range(64, 96), 4096, stream)
+            stream.synchronize()
+            assert all(np.array_equal(first.array(block), rows[block]) for block in range(0, 64, 2))
+            tier.load(second, buffer, range(32), stream)
+            assert np.array_equal(read(buffer).reshape(96, 4096)[:32], rows[64:])
+            first.drop()
+            second.drop()
+            assert tier.used == 0
+            stored = tier.save(buffer, range(64), 4096, stream)
+            tier.load(stored, buffer, range(32, 96), stream)
+            assert np.array_equal(read(buffer).reshape(96, 4096)[64:], rows[32:64])
+
+    def test_no_call_is_made_for_each_block(self, device: sa.Device, stream: sa.Stream, monkeypatch: Any) -> None:
+        choose(monkeypatch, "kernel")
+        made: list[int] = []
+
+        def count(frame: Any, event: str, _: object) -> None:
+            path = frame.f_code.co_filename
+            made[-1] += event.endswith("call") and ("/streamalloc/vmm/" in path or path.endswith("block_kernel.py"))
+
+        with sa.allocate(1000 * 4096, stream) as buffer, vmm.HostTier(device) as tier:
+            filled(buffer, 1)
+            tier.reserve(500, 4096)
+            for number in (40, 40, 500):
+                blocks = np.random.default_rng(1).permutation(1000)[:number]
+                made.append(0)
+                sys.setprofile(count)
+                try:
+                    stored = tier.save(buffer, blocks, 4096, stream)
+                    tier.load(stored, buffer, blocks, stream)
+                    stored.drop()
+                finally:
+                    sys.setprofile(None)
+                stream.synchronize()
+            assert 100 < made[2] < made[1] + 50  # some depend on what has completed
 
     def test_a_tier_ends_after_the_kernel(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         choose(monkeypatch, "kernel")
@@ -398,7 +446,7 @@ class TestTimes:
 
     def test_are_measured_without_a_hazard(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(copies, "SIZES", (1 << 18,))
-        monkeypatch.setattr(copies, "COUNTS", (512,))  # more than the room has
+        monkeypatch.setattr(copies, "COUNTS", (1, 16, 512))  # the last is more than the room has
         checked = sd.checked(untold(machine))
         with vmm.HostTier(sa.Device(0, driver=checked)) as tier:
             tier.calibrate()
@@ -410,8 +458,21 @@ class TestTimes:
 
         times = {"way": [[took(nbytes, count) for count in copies.COUNTS] for nbytes in copies.SIZES]}
         for nbytes in (4096, 5000, 65536, 1 << 20):
+            row = copies.row_of(times, "way", nbytes)
             for count in (1, 2, 64, 5000):
-                assert copies.seconds(times, "way", nbytes, count) == pytest.approx(took(nbytes, count))
+                assert copies.seconds(row, count) == pytest.approx(took(nbytes, count))
+
+    def test_of_more_blocks_than_are_measured_grow_as_between_the_last_two(self, monkeypatch: Any) -> None:
+        monkeypatch.setattr(copies, "COUNTS", (1, 4, 16, 64))
+        measured: list[int] = []
+
+        def measure(way: str, nbytes: int, count: int) -> float:
+            measured.append(count)
+            return 9.0 if count == 1 else 5.0 + count  # the first one was disturbed
+
+        times = copies._every(measure, lambda way, nbytes: 20)
+        assert max(measured) == 16
+        assert all(row == [9.0, 9.0, 21.0, 69.0] for rows in times.values() for row in rows)
 
 
 @pytest.mark.simulated_only("the times of a real device are not known here")
