@@ -357,17 +357,15 @@ class AddressMap:
         segment.divided = True
         _drop(self._whole, segment.base)
 
-    def whole(self, addresses: Iterable[int]) -> list[tuple[Range, int]]:
-        """The live ranges, but divided ones, that contain addresses, each with the address."""
-        bases, found = self._whole, []
-        if not bases:
-            return []
-        for address in addresses:
+    def any_whole(self, addresses: Iterable[int]) -> bool:
+        """Whether an address is in a live range, but divided ones."""
+        bases = self._whole
+        for address in addresses if bases else ():
             at = bisect_right(bases, address) - 1
             one = self._at.get(bases[at]) if at >= 0 else None
             if one is not None and address < one.end and one.ended is None:
-                found.append((one, address))
-        return found
+                return True
+        return False
 
     def find(self, address: int) -> Range | None:
         """The range that contains an address."""

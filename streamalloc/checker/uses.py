@@ -35,9 +35,11 @@ Before: TypeAlias = Callable[[State, str, Arguments], Finish]
 
 For example frees: after the call another thread may already get the memory.
 """
-Kernel: TypeAlias = "tuple[str, Stack, tuple[int, ...] | None, Callable[[tuple[int, ...]], tuple[int, ...]]]"
+Part: TypeAlias = "tuple[int, int, bool | None]"
+"""A part of memory: first byte, end, and whether it is written; None if that is unknown."""
+Kernel: TypeAlias = "tuple[str, Stack, tuple[int, ...] | None, Callable[[], Iterable[Part]]]"
 """A launched kernel: text, place, the addresses among its arguments, None if they are unknown, and a function that
-returns those of them which it certainly writes.
+returns the memory behind them.
 """
 T = TypeVar("T")
 
@@ -265,22 +267,21 @@ def kernels_of_others(
     is_captured = state.capture_of(stream) is not None
     if not is_captured:
         state.timeline.submit(stream, runs)
-    for what, place, addresses, written_of in kernels:
-        if is_captured:
-            ranges = ((state.addresses.find(one), one) for one in addresses or ())
-            found = [(one, address) for one, address in ranges if one is not None]
-        else:
-            found = state.addresses.whole(addresses or ())
-        if not found:
+    for what, place, addresses, parts in kernels:
+        if not (is_captured or state.addresses.any_whole(addresses or ())):
             continue
         pieces: Pieces = []
-        written = written_of(addresses or ())
-        for range_, address in found:
+        for low, high, write in parts():
+            range_ = state.addresses.find(low)
+            if range_ is None or not (is_captured or state.addresses.any_whole((low,))):
+                continue
             if range_.kind in HOST_KINDS:
                 state.sources.may_be_written(stream, frozenset((range_.bytes,)))
-            write = address in written or (not (written or is_captured) and _is_new(range_, address))
-            pieces.append(((range_, address, address + 1), write))  # it uses one byte at least
-        queue_use(state, stream, TrackedNode("use", what, place, pieces, kernel=True))
+            if write is None:
+                write = not is_captured and _is_new(range_, low)
+            pieces.append(((range_, low, min(high, range_.end)), write))
+        if pieces:
+            queue_use(state, stream, TrackedNode("use", what, place, pieces, kernel=True))
 
 
 def _is_new(range_: Range, address: int) -> bool:

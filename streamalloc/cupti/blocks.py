@@ -18,15 +18,17 @@ stream alone works, uses and events are only kept, the latest ones of them.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, cast
 
 from streamalloc.checker.clocks import CERTAIN, Clock, TrackedStream
 from streamalloc.checker.ranges import Access, AddressMap, Range, RecordedOperation
 from streamalloc.checker.state import State
+from streamalloc.checker.uses import Part
 from streamalloc.cupti.kernels import Kernel
+from streamalloc.cupti.operators import Operand
 from streamalloc.cupti.subscription import DriverCall
 from streamalloc.driver.internal import Stack
 
@@ -53,6 +55,41 @@ def kernel_of(launch: DriverCall) -> Kernel:
     return cast("Kernel", launch.kernel)
 
 
+def parts_of(launch: DriverCall) -> list[Part]:
+    """The memory that a launch uses: the tensors of its operator that have addresses among its arguments, and one byte
+    at each other address. No two of them overlap.
+    """
+    addresses, operands = launch.pointers or (), launch.operands
+    written = kernel_of(launch).written(addresses)
+    unknown = False if written else None
+    first: dict[int, Operand] = {}
+    for operand in operands:
+        if operand.write or operand.low not in first:
+            first[operand.low] = operand
+    parts: list[Part] = []
+    for address in dict.fromkeys((*written, *addresses)):
+        within = first.get(address) or next((one for one in operands if one.low <= address < one.high), None)
+        if within is None:
+            parts.append((address, address + 1, address in written or unknown))
+        else:
+            parts.append((within.low, within.high, address in written if written else within.write))
+    if operands:
+        parts.sort(key=_is_not_written)
+    found: list[Part] = []
+    for part in parts:
+        at = bisect_right(found, part[0], key=_low)
+        if (not at or found[at - 1][1] <= part[0]) and (at == len(found) or part[1] <= found[at][0]):
+            found.insert(at, part)
+    return found
+
+
+def _is_not_written(part: Part) -> bool:
+    return not part[2]
+
+
+_low = itemgetter(0)
+
+
 class Run(NamedTuple):
     """Launches in a row on a stream, the first of which has a number in it."""
 
@@ -65,9 +102,8 @@ class Run(NamedTuple):
         """What each of them uses."""
         found = []
         for at, one in enumerate(self.launches, self.at):
-            kernel, addresses = kernel_of(one), one.pointers or ()
-            written = kernel.written(addresses)
-            found.append(Use(one.time, self.stream, at, self.clock, kernel.what, one.place, addresses, written))
+            what, parts = kernel_of(one).what, parts_of(one)
+            found.append(Use(one.time, self.stream, at, self.clock, what, one.place, parts))
         return found
 
 
@@ -81,12 +117,8 @@ class Use(NamedTuple):
     clock: dict[int, int]
     what: str
     place: Stack
-    addresses: tuple[int, ...]
-    """Addresses among a kernel's arguments; for a copy or fill, one address."""
-    written: tuple[int, ...]
-    """The addresses at which it certainly writes."""
-    nbytes: int = 0
-    """Size of a copy or fill; 0 for a kernel."""
+    parts: Sequence[Part]
+    """The memory that it uses."""
     captured: int = 0
     """Time at which it was captured into the graph that runs it; 0 outside of graphs."""
 
@@ -105,9 +137,9 @@ class _Block:
     """Whether nothing has used it."""
     place: Stack = ()
     """Place of the first use."""
-    wrote: tuple[Use, int, bool] | None = None
-    last: tuple[Use, int, bool] | None = None
-    """Latest write and latest use by its own stream, with their addresses, and whether they write."""
+    wrote: tuple[Use, Part] | None = None
+    last: tuple[Use, Part] | None = None
+    """Latest write and latest use by its own stream."""
     seen: Use | None = None
     range: Range | None = None
     """Record of all uses, once another stream has used it."""
@@ -218,26 +250,26 @@ class Blocks:
         return found if found is not None and address < found.end else None
 
     def _used(self, use: Use) -> None:
-        for address in (*use.written, *use.addresses):
-            block = self._find(address)
-            if block is None or block.seen is use:
-                continue  # one call uses a block once: its write counts
+        for low, high, write in sorted(use.parts, key=_is_not_written):
+            block = self._find(low)
+            if block is None or (block.seen is use and high == low + 1):
+                continue  # one call uses a block once, if its tensors are not known: its write counts
             block.seen = use
             if use.captured and use.captured < block.event.time and not self._is_of_graphs(block.event):
                 self._is_stale(block, use)
                 continue
-            write = address in use.written
             if block.is_fresh:
                 block.is_fresh, block.place = False, use.place
-                write |= not (use.written or use.nbytes)
+                write = write is not False
                 if block.previous:
                     self._is_given_again(block, use)
+            part = low, high, bool(write)
             if block.range is None and use.stream is block.stream:
-                block.last = use, address, write
+                block.last = use, part
                 if write:
                     block.wrote = block.last
             elif block.range is None or block.range.ended is None:
-                self._judge(block, use, address, write)
+                self._judge(block, use, part)
 
     def _is_of_graphs(self, event: Event) -> bool:
         """Whether a block was given during a capture: graphs share the memory of their captures."""
@@ -253,20 +285,21 @@ class Blocks:
         remedy = "keep what a graph uses as long as the graph, and copy new contents into it before a replay."
         self._state.judge.report("use after free", what, remedy, range_, use.place)
 
-    def _judge(self, block: _Block, use: Use, address: int, write: bool) -> None:
+    def _judge(self, block: _Block, use: Use, part: Part) -> None:
         """Compare a use with the earlier ones by other streams."""
         if block.range is None:
             event = block.event
             # A block from before the second stream has no line but that of its first use.
             place = event.place() or block.place
             block.range = Range(event.address, event.nbytes, f"{event.owner} block", stack=place)
-            for one in {id(one[0]): one for one in (block.wrote, block.last) if one is not None}.values():
+            for one in {id(one): one for one in (block.wrote, block.last) if one is not None}.values():
                 self._compare(block.range, *one)
-        self._compare(block.range, use, address, write)
+        self._compare(block.range, use, part)
 
-    def _compare(self, range_: Range, use: Use, address: int, write: bool) -> None:
-        high = min(address + (use.nbytes or 1), range_.end)  # a kernel uses one byte at least
-        self._state.judge.use(((range_, address, high),), use.access(write), Clock(use.clock))
+    def _compare(self, range_: Range, use: Use, part: Part) -> None:
+        low, high, write = part
+        piece = range_, low, min(high, range_.end)
+        self._state.judge.use((piece,), use.access(bool(write)), Clock(use.clock))
 
     def _is_given_again(self, block: _Block, use: Use) -> None:
         """Report uses of the block's earlier owners that may not be over when the first use of the next one runs."""

@@ -25,8 +25,9 @@ from streamalloc.checker.recorder import REFUSED, Recorder
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
 from streamalloc.cupti import callers
-from streamalloc.cupti.blocks import Blocks, Run, Use, kernel_of
+from streamalloc.cupti.blocks import Blocks, Run, Use, kernel_of, parts_of
 from streamalloc.cupti.libraries import Libraries
+from streamalloc.cupti.operators import Operators
 from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, RaisedAgain, Subscription
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
@@ -133,6 +134,9 @@ class Check:
         self._libraries = Libraries(stacks=None)
         self._libraries.most_entries = _FEW_ENTRIES
         self._blocks = Blocks(self._recorder.state)
+        self._operators: Operators | None = None
+        """Operators of PyTorch, once the program has made a stream: before, no wait can be missing."""
+        self._has_streams = False
         self._waiting: deque[DriverCall] = deque()
         """What callbacks have brought, in order. Launches wait for the next call of another kind: those of a stream in
         a row are one step of the checker.
@@ -183,6 +187,7 @@ class Check:
             undo.callback(self._recorder.close)
             undo.enter_context(self._libraries.followed())
             undo.callback(self.merge)
+            undo.callback(self._leave_operators)
             undo.callback(self._raise_here)
             undo.callback(self._work)
             self._subscription.open()
@@ -196,6 +201,10 @@ class Check:
         if self._raising is not None:
             self._raising.ended.set()
             self._raising.join()
+
+    def _leave_operators(self) -> None:
+        if self._operators is not None:
+            self._operators.close()
 
     def _show_rest(self) -> None:
         self._recorder.show_rest()
@@ -230,6 +239,10 @@ class Check:
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
     def _called(self, call: DriverCall) -> None:
+        if call.function.startswith("cuStreamCreate"):
+            self._has_streams |= callers.caller(None) not in callers.NATIVE
+        if self._has_streams:
+            call = self._with_operands(call)
         self._waiting.append(call)
         if call.function in LAUNCHES:
             stream = call.args[1]
@@ -240,6 +253,17 @@ class Check:
             # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
             self._of_natives.add(call.answer[1])
         self._work()
+
+    def _with_operands(self, call: DriverCall) -> DriverCall:
+        """The call with the tensors of the operator that makes it."""
+        torch = self._libraries.torch
+        if self._operators is None and torch is not None:
+            self._operators = Operators(torch)
+        if self._operators is None:
+            return call
+        self._operators.enter()
+        operands = self._operators.operands(call.thread) if call.function in LAUNCHES else ()
+        return call._replace(operands=operands) if operands else call
 
     def _work(self) -> None:
         if self._worker == threading.get_ident():
@@ -285,7 +309,7 @@ class Check:
             stream.clock.known[stream.number] = stream.time
 
         first = launches[0]
-        kernels = [(kernel_of(one).what, one.place, one.pointers, kernel_of(one).written) for one in launches]
+        kernels = [(kernel_of(one).what, one.place, one.pointers, functools.partial(parts_of, one)) for one in launches]
         caller = CallingThread(first.thread, first.context, first.place)
         self._recorder.feed_kernels(caller, first.args[1], kernels, runs)
 
@@ -318,10 +342,11 @@ class Check:
     def _used(self, access: Access, piece: Piece, stream: TrackedStream, node: TrackedNode) -> None:
         self._uses(stream)
         _, low, high = piece
-        now, clock, written = self._recorder.state.now, stream.clock.known.copy(), (low,) * access.write
-        nbytes = 0 if node.kernel else high - low
+        now, clock = self._recorder.state.now, stream.clock.known.copy()
+        # A kernel's use that does not certainly write may be the first one of new memory.
+        part = low, high, access.write or (None if node.kernel else False)
         what, place, captured = access.what, access.stack, node.captured
-        self._blocks.log(Use(now, stream, access.time, clock, what, place, (low,), written, nbytes, captured))
+        self._blocks.log(Use(now, stream, access.time, clock, what, place, (part,), captured))
 
 
 @contextlib.contextmanager

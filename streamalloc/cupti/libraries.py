@@ -35,7 +35,8 @@ class Libraries:
         stacks: str | None = "all",
         splits_rmm: bool = True,
     ) -> None:
-        self._torch: Any = None
+        self.torch: Any = None
+        """PyTorch, once the program has imported it."""
         self._events: list[Event] = []
         self._take = take or self._events.append
         """Gets the events of hooks."""
@@ -63,7 +64,7 @@ class Libraries:
             sys.meta_path.remove(finder)
             self._open.close()
             self._take = lambda event: None
-            torch = self._torch
+            torch = self.torch
             if torch is not None and torch.cuda.is_initialized():
                 torch.cuda.memory._record_memory_history(None)
 
@@ -78,12 +79,12 @@ class Libraries:
     # -- PyTorch ---------------------------------------------------------------------------------------------------
 
     def _follow_torch(self, torch: ModuleType) -> None:
-        self._torch = torch
+        self.torch = torch
         # PyTorch calls it when it has initialised CUDA; an earlier call would initialise it.
         torch.cuda._lazy_call(self._record)
 
     def _record(self, **more: bool) -> None:
-        torch, skipped, most = self._torch, ["free_requested"], self.most_entries
+        torch, skipped, most = self.torch, ["free_requested"], self.most_entries
         torch.cuda.memory._record_memory_history(
             "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
         )
@@ -91,12 +92,12 @@ class Libraries:
     def record_all(self) -> None:
         """From now on have PyTorch record the lines of all acts, which costs more than all else, and more of them."""
         self._stacks, self.most_entries = "all", _MOST_ENTRIES
-        if self._torch is not None and self._torch.cuda.is_initialized():
+        if self.torch is not None and self.torch.cuda.is_initialized():
             self._record()
 
     def snapshot(self) -> dict[str, Any]:
         """PyTorch's segments with their blocks, and its latest history; empty without PyTorch."""
-        torch = self._torch
+        torch = self.torch
         if torch is None or not torch.cuda.is_initialized():
             return {}
         found: dict[str, Any] = torch.cuda.memory._snapshot()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from streamalloc.cupti.kernels import Kernels
 from streamalloc.cupti.layouts import Layout, layout
 from streamalloc.cupti.library import Library, memory
+from streamalloc.cupti.operators import Operands
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.internal import Stack, cuda, parameters
 
@@ -74,6 +75,10 @@ class DriverCall(NamedTuple):
     """Name of a launched kernel, as the compiler wrote it."""
     pointers: tuple[int, ...] | None = ()
     """Words of a kernel's arguments that may be addresses; None if the driver does not tell its arguments."""
+    operands: Operands = ()
+    """Tensors of the operator of PyTorch that launches the kernel: first byte, end, and whether it writes them. Only
+    :func:`check` asks PyTorch for them.
+    """
 
 
 class Subscription:
@@ -163,12 +168,21 @@ class Subscription:
     def _place(self, depth: int) -> Stack:
         """The innermost frames of the program."""
         frame: FrameType | None = sys._getframe(2).f_back
-        if frame is None:  # a thread of C++, such as autograd's: the main thread waits for it
-            if self._waiting is None:
-                self._waiting = frames_of(sys._current_frames().get(self._main), _DEEPEST)
-            return self._waiting[:depth]
-        self._waiting = None
-        return frames_of(frame, depth)
+        found = frames_of(frame, depth)
+        if found or not _is_of_native_thread(frame):
+            self._waiting = None
+            return found
+        # A thread of C++, such as autograd's: the main thread waits for it.
+        if self._waiting is None:
+            self._waiting = frames_of(sys._current_frames().get(self._main), _DEEPEST)
+        return self._waiting[:depth]
+
+
+def _is_of_native_thread(frame: FrameType | None) -> bool:
+    """Whether a thread of C++ has made a call: with no frame, or with those of a dispatch mode of this package."""
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def frames_of(frame: FrameType | None, depth: int) -> Stack:

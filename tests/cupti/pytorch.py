@@ -12,6 +12,36 @@ from typing import Any
 MiB = 1 << 20
 
 
+class Tensor:
+    """A tensor: a part of memory, perhaps with gaps, of elements of four bytes."""
+
+    is_cuda = True
+
+    def __init__(self, address: int, count: int, step: int = 1, is_float: bool = True) -> None:
+        self.address, self.shape, self._step, self._is_float = address, (count,), step, is_float
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def element_size(self) -> int:
+        return 4
+
+    def stride(self) -> tuple[int]:
+        return (self._step,)
+
+    def is_contiguous(self) -> bool:
+        return self._step == 1
+
+    def is_floating_point(self) -> bool:
+        return self._is_float
+
+    def is_complex(self) -> bool:
+        return False
+
+
 class Torch:
     """PyTorch's module, as far as the package knows it. Blocks are given again at once, in their stream's segments."""
 
@@ -27,6 +57,16 @@ class Torch:
         self.waiting: list[Any] = []
         """Calls for the time when CUDA is initialised."""
         self._initialized = initialized
+        self.modes: list[Any] = []
+        """Dispatch modes."""
+        self.Tensor, self.nn = Tensor, types.SimpleNamespace(Parameter=Tensor)
+        self.utils = types.SimpleNamespace(
+            _python_dispatch=types.SimpleNamespace(
+                _get_current_dispatch_mode_stack=lambda: [*self.modes],
+                _push_mode=self.modes.append,
+                _pop_mode=lambda: self.modes.pop(),
+            )
+        )
         self.cuda = types.SimpleNamespace(
             is_initialized=lambda: self._initialized,
             _lazy_call=lambda call: call() if self._initialized else self.waiting.append(call),
@@ -101,6 +141,27 @@ class Torch:
         sleep(1e-5)  # an entry has microseconds only
         self.act(action, address, nbytes, frame=frame, stream=stream, time=time_ns() / 1000)
         sleep(1e-5)
+
+    def run(self, schema: str, kernels: Any, *args: Any, **kwargs: Any) -> None:
+        """Run an operator: a function launches its kernels. A ``!`` in its schema is behind what it writes."""
+        name, _, parameters = schema.partition(" ")
+        arguments = [
+            types.SimpleNamespace(name=one.rstrip("!"), alias_info=types.SimpleNamespace(is_write=one.endswith("!")))
+            for one in parameters.split()
+        ]
+
+        def operator(*args: Any, **kwargs: Any) -> None:
+            kernels()
+
+        operator._schema = types.SimpleNamespace(name=name, arguments=arguments)  # type: ignore[attr-defined]
+        if self.modes:
+            mode = self.modes.pop()  # it is not active in its own code
+            try:
+                mode.__torch_dispatch__(operator, (), args, kwargs)
+            finally:
+                self.modes.append(mode)
+        else:
+            operator()
 
     # -- answers ---------------------------------------------------------------------------------------------------
 

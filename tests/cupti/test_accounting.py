@@ -400,7 +400,7 @@ def test_earlier_states_of_pytorchs_allocator_are_those_that_were() -> None:
 
 def test_pytorchs_segments_are_split(shown: Any, memory: cupti.Memory) -> None:
     torch = Torch()
-    memory.libraries._torch = torch
+    memory.libraries.torch = torch
     one, two = (int(ok(shown.cuMemAlloc(20 * MiB))) for _ in range(2))
     torch.act("segment_alloc", one, 20 * MiB)
     torch.act("segment_alloc", two, 20 * MiB)
@@ -444,7 +444,7 @@ def test_cupys_segments_are_split(shown: Any, memory: cupti.Memory) -> None:
 
 def test_blocks_of_libraries_are_recorded_in_place_of_their_segments(shown: Any) -> None:
     torch, recording = Torch(), Recording()
-    recording.libraries._torch = torch
+    recording.libraries.torch = torch
     with sa.Device(0, driver=shown).current(), cupti.subscribe(recording.called, ALLOCATIONS):
         segment = int(ok(shown.cuMemAlloc(20 * MiB)))
         torch.act("segment_alloc", segment, 20 * MiB)

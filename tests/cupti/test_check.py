@@ -19,7 +19,7 @@ from streamalloc.cupti import blocks, callers, checking, kernels
 from streamalloc.cupti.checking import Check
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
-from tests.cupti.pytorch import MiB, Torch
+from tests.cupti.pytorch import MiB, Tensor, Torch
 from tests.interop import standins
 
 
@@ -60,7 +60,7 @@ def checked(shown: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(Libraries, "followed", lambda self: contextlib.nullcontext(self))
         with device.current(), cupti.check() as check, contextlib.ExitStack() as undo:
             here = Scene(shown, undo)
-            check._libraries._torch = here.torch
+            check._libraries.torch = here.torch
             scene(here, *args)
         assert check.error is None and check.notes == ()
         return check
@@ -540,6 +540,192 @@ def test_a_call_in_the_middle_of_the_work_on_another_is_next(checked: Any, monke
         monkeypatch.setattr(Check, "_follow", follow)
         s.driver.cuEventRecord(s.event, s.first)
         s.driver.launch("read", s.side, tensor)
+
+    assert checked(scene).hazards == []
+
+
+# -- operators of PyTorch -------------------------------------------------------------------------------------------
+
+QUARTER = MiB // 16
+"""Elements of four bytes in a quarter of a block."""
+
+
+def accumulated(s: Scene, ordered: bool) -> None:
+    """A product is added to a tensor that a side stream reads."""
+    total, step, out = (s.torch.empty(s.first) for _ in range(3))
+    for address in (total, step, out):
+        s.fill(address, s.first)
+    s.order(s.first, s.side)
+    s.torch.run(
+        "aten::sum self",
+        lambda: s.driver.launch("sum", s.side, total, out),  # used
+        Tensor(total, QUARTER),
+    )
+    if ordered:
+        s.order(s.side, s.first)
+    s.torch.run(
+        "aten::addmm_ self! mat1",
+        lambda: s.driver.launch("gemm", s.first, step, total),  # called
+        Tensor(total, QUARTER),
+        Tensor(step, 4),
+    )
+
+
+def prefetched(s: Scene, ordered: bool) -> None:
+    """A side stream writes a batch into a tensor that is used again and again."""
+    batch, out = s.torch.empty(s.first), s.torch.empty(s.first)
+    s.driver.cuMemcpyHtoDAsync(batch, s.pinned, MiB, s.first)
+    s.order(s.first, s.side)
+    s.torch.run(
+        "aten::normal_ self! mean",
+        lambda: s.driver.launch("distribution", s.side, batch),  # used
+        Tensor(batch, 4 * QUARTER),
+        0,
+    )
+    if ordered:
+        s.order(s.side, s.first)
+    s.torch.run(
+        "aten::mm self mat2",
+        lambda: s.driver.launch("gemm", s.first, batch, out),  # called
+        Tensor(batch, 8),
+    )
+
+
+def reduced(s: Scene, ordered: bool) -> None:
+    """A side stream reduces a bucket, while a gradient at its end is added."""
+    bucket, scale = s.torch.empty(s.first), s.torch.empty(s.first)
+    s.fill(bucket, s.first)
+    s.fill(scale, s.first)
+    s.order(s.first, s.side)
+    last = Tensor(bucket + 12 * QUARTER, QUARTER)
+    s.torch.run(
+        "aten::div_ self! other",
+        lambda: s.driver.launch(FILL, s.side, bucket, scale),  # used
+        Tensor(bucket, 4 * QUARTER),
+    )
+    if ordered:
+        s.order(s.side, s.first)
+    s.torch.run(
+        "aten::add_ self! other",
+        lambda: s.driver.launch(FILL, s.first, last.address),  # called
+        last,
+    )
+
+
+def out_argument(s: Scene, ordered: bool) -> None:
+    """A result goes to a tensor of the caller, by its name, and another stream copies it to the host."""
+    given, result = s.torch.empty(s.first), s.torch.empty(s.first)
+    s.fill(given, s.first)
+    s.fill(result, s.first)
+    s.driver.cuCtxSynchronize()
+    s.torch.run(
+        "aten::cumsum self dim out!",
+        lambda: s.driver.launch("scan", s.first, given, result),  # used
+        Tensor(given, 4 * QUARTER),
+        0,
+        out=Tensor(result, 4 * QUARTER),
+    )
+    if ordered:
+        s.order(s.first, s.side)
+    s.read(result, s.side)  # called
+
+
+def listed(s: Scene, ordered: bool) -> None:
+    """An operator for a list of tensors changes one that another stream reads."""
+    weights = [s.torch.empty(s.first) for _ in range(3)]
+    for weight in weights:
+        s.fill(weight, s.first)
+    s.order(s.first, s.side)
+    s.read(weights[2], s.side)  # used
+    if ordered:
+        s.order(s.side, s.first)
+    s.torch.run(
+        "aten::_foreach_neg_ self!",
+        lambda: s.driver.launch("apply", s.first, *weights),  # called
+        [Tensor(one, 4 * QUARTER) for one in weights],
+    )
+
+
+@launches
+@pytest.mark.parametrize("scene", [accumulated, prefetched, reduced, out_argument, listed])
+def test_a_missing_wait_before_or_after_an_operator_is_found(checked: Any, scene: Any) -> None:
+    assert checked(scene, True).hazards == []
+    (hazard,) = checked(scene, False).hazards
+    assert hazard.kind == "race"
+    for name, mark in (("used", "# used"), ("this call", "# called")):
+        assert any(mark in line for line in hazard.stacks[name]), name
+
+
+@launches
+@pytest.mark.parametrize(
+    ("schema", "make"),
+    [
+        (
+            "aten::index_put_ self! indices values",
+            lambda at: (Tensor(at, QUARTER), Tensor(at + MiB, 4, is_float=False)),
+        ),
+        ("cache::store self!", lambda at: (Tensor(at, QUARTER),)),
+        ("aten::fill_diagonal_ self! value", lambda at: (Tensor(at, QUARTER), 1)),
+        ("aten::mm self mat2", lambda at: (Tensor(at, QUARTER),)),
+        ("aten::bernoulli_ self!", lambda at: (Tensor(at + 4096, QUARTER),)),
+        ("aten::bernoulli_ self!", lambda at: (Tensor(at - 8, 4, step=2),)),
+        ("aten::normal_ self!", lambda at: (type("Of a library", (Tensor,), {})(at, QUARTER),)),
+    ],
+    ids=["indices", "an extension", "a diagonal", "reads", "elsewhere", "gaps", "a class of its own"],
+)
+def test_operators_that_may_use_other_parts_are_in_order(checked: Any, schema: str, make: Any) -> None:
+    def scene(s: Scene) -> None:
+        whole, other = s.torch.empty(s.first), s.torch.empty(s.first)
+        for address in (whole, other):
+            s.fill(address, s.first)
+        s.driver.cuCtxSynchronize()
+        for stream in (s.first, s.side):
+            s.torch.run(schema, lambda stream=stream: s.driver.launch("part", stream, whole, other), *make(whole))
+
+    assert checked(scene).hazards == []
+
+
+@launches
+def test_parts_of_a_tensor_with_their_sizes_are_in_order(checked: Any) -> None:
+    def scene(s: Scene, overlap: int) -> None:
+        whole = s.torch.empty(s.first)
+        s.fill(whole, s.first)
+        s.driver.cuCtxSynchronize()
+        for part, stream in enumerate((s.first, s.side)):
+            at = whole + part * (MiB // 2 - overlap)
+            s.torch.run("aten::normal_ self!", lambda: s.driver.launch("part", stream, at), Tensor(at, 2 * QUARTER))  # noqa: B023
+
+    assert checked(scene, 0).hazards == []
+    assert [one.kind for one in checked(scene, 4).hazards] == ["race"]
+
+
+@launches
+def test_the_mode_is_below_those_of_the_program_and_leaves_at_the_end(checked: Any) -> None:
+    seen: list[Any] = []
+
+    def scene(s: Scene) -> None:
+        s.torch.modes.append("of the program")
+        s.driver.launch(FILL, s.first, s.torch.empty(s.first))
+        seen.append(s.torch)
+        assert len(s.torch.modes) == 2 and s.torch.modes[1] == "of the program"
+
+    checked(scene)
+    assert seen[0].modes == ["of the program"]
+
+
+@launches
+def test_an_operator_that_fails_is_over(checked: Any) -> None:
+    def scene(s: Scene) -> None:
+        def fail() -> None:
+            raise ZeroDivisionError
+
+        tensor = s.torch.empty(s.first)
+        s.fill(tensor, s.first)
+        s.driver.cuCtxSynchronize()
+        with pytest.raises(ZeroDivisionError):
+            s.torch.run("aten::normal_ self!", fail, Tensor(tensor, QUARTER))
+        s.read(tensor, s.side)
+        s.driver.launch("of no operator", s.first, tensor)
 
     assert checked(scene).hazards == []
 
