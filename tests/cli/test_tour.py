@@ -41,8 +41,8 @@ def test_it_is_short_and_shows_the_code_that_runs(run: Run) -> None:
     code, text = run("tour")
     lines = text.splitlines()
     assert code == 0 and len(lines) <= 50
-    assert [line.split("  ")[1] for line in lines[-2:]] == [
-        f"python -m streamalloc {words}" for words in ("info", "bench --quick")
+    assert [line.split("  ")[1] for line in lines[-3:]] == [
+        f"python -m streamalloc {words}" for words in ("check program.py", "info", "bench --quick")
     ]
     source = "".join(map(inspect.getsource, tour.PARTS))
     steps = [line[:70].strip() for line in lines if re.search("  ok  ", line)]
