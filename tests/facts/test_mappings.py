@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.facts.enums import DEVICE, NO_ACCESS, READWRITE
-from tests.facts.support import IN_CONTEXT, PAGE, UNRESERVED, Answer, Rig, said, value
+from tests.facts.support import IN_CONTEXT, PAGE, UNRESERVED, Answer, Rig, in_new_thread, said, value
 
 OWN = (DEVICE, 0, READWRITE)
 
@@ -226,6 +226,30 @@ class TestAdjacentRanges:
         rig.synchronize()
         assert said(rig.raw.cuMemUnmap(start, 4 * PAGE)) == "SUCCESS"
         assert rig.free_range(start, 4 * PAGE) == "INVALID_VALUE"
+
+
+@pytest.mark.parametrize(
+    ("first", "pages", "answer"),
+    [(0, 1, "SUCCESS"), (1, 2, "SUCCESS"), (0, 3, "INVALID_VALUE"), (0, 2, "INVALID_VALUE")],
+)
+def test_a_copy_beyond_one_mapping_needs_a_current_context(scene: Scene, first: int, pages: int, answer: str) -> None:
+    """A fill does not."""
+    assert [scene.map(0, PAGE, scene.one), scene.map(1, 2 * PAGE, scene.two)] == ["SUCCESS"] * 2
+    at, size = scene.open(0, 3) + first * PAGE, pages * PAGE
+    host, stream = scene.rig.pinned(3 * PAGE), scene.rig.stream()
+    raw = scene.raw
+    calls: list[Callable[[], str]] = [
+        lambda: said(raw.cuMemcpyAsync(at, host, size, stream)),
+        lambda: said(raw.cuMemcpyAsync(host, at, size, stream)),
+        lambda: said(raw.cuMemcpyHtoDAsync(at, host, size, stream)),
+        lambda: said(raw.cuMemcpyDtoHAsync(host, at, size, stream)),
+        lambda: said(raw.cuMemsetD8Async(at, 1, size, stream)),
+    ]
+    answers: list[str] = []
+    in_new_thread(lambda: answers.extend(call() for call in calls))
+    assert answers == [answer] * 4 + ["SUCCESS"]
+    assert [call() for call in calls] == ["SUCCESS"] * 5
+    assert said(raw.cuStreamSynchronize(stream)) == "SUCCESS"
 
 
 class TestQueuedWork:

@@ -279,6 +279,10 @@ class CopyCalls(Calls):
             values = values or _values_of_row(target.address, source.address, shape.size, device)
             stream.capture.add("MEMCPY", make_copy(machine, stream.context, shape, target, source), stream, values)
             return
+        if machine.current_or_none() is None:  # observed on H200: test_mappings
+            for side, end in ((target, destination), (source, origin)):
+                if end is not None and end.mapping is not None:
+                    check(len(machine.virtual.span(side.address, side.span(shape))) == 1)
         at_once = origin is not None or destination is None or self._quiet(stream, shape.size)
         # pageable memory is read before the call returns
         source = source if at_once else source.read(shape)
