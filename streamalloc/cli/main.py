@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     * 0: success.
-    * 1: a result was wrong, or a target was missed with ``--strict``.
+    * 1: a result was wrong.
     * 2: wrong arguments, no driver, or output that cannot be written.
     * 130: interrupted; 141: the reader of a pipe closed it.
     """

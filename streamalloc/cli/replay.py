@@ -26,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(traces.ALLOCATORS)
     about = f"allocator to replay on; may be repeated (default: all that are installed): {names}"
     parser.add_argument("--on", action="append", metavar="NAME", choices=list(traces.ALLOCATORS), help=about)
-    parser.add_argument("--rounds", type=int, default=3, help="number of replays after a first one (default: 3)")
-    parser.add_argument("--save", metavar="FILE", help="write the trace to a file instead of replaying it")
     add_json_argument(parser)
 
 
@@ -36,16 +34,10 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     try:
         made = traces.WORKLOADS.get(options.trace)
         trace = made() if made else traces.load(options.trace)
-        if options.save:
-            trace.save(options.save)
-            terminal.line(f"{options.save}: {trace!r}")
-            return 0
     except OSError as error:
-        raise UsageError(f"{error.filename or options.save}: {error.strerror}") from error
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(error) from error
-    if options.rounds < 1:
-        raise UsageError(f"--rounds {options.rounds}: at least 1")
     _show_trace(chosen, terminal, Path(options.trace).name, trace)
     # Other libraries are left out without a GPU, unless they were asked for.
     names = options.on or [name for name, one in traces.ALLOCATORS.items() if not (one.other and chosen.is_simulated)]
@@ -53,21 +45,20 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     with terminal.progress(len(names)) as note:
         for number, name in enumerate(names):
             note(f"replaying on {name}", number)
-            found += filter(None, [_replayed(chosen, trace, name, options)])
+            found += filter(None, [_replayed(chosen, trace, name, bool(options.on))])
     _show(terminal, found)
     about = {"events": len(trace.events), "source": trace.source, "peak": trace.peak, "streams": trace.streams}
     terminal.write_json({"headline": chosen.headline, "trace": about, "rows": found})
     return 0
 
 
-def _replayed(chosen: Chosen, trace: traces.Trace, name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+def _replayed(chosen: Chosen, trace: traces.Trace, name: str, asked: bool) -> dict[str, Any] | None:
     """Replay on one allocator. Return its figures or the reason for their absence; None: leave out the row."""
     entry = traces.ALLOCATORS[name]
-    asked = bool(options.on)
     if entry.other and chosen.is_simulated:
         return {"name": entry.title, "unavailable": "it needs a GPU"}
     try:
-        found = traces.replay(trace, name, sa.Device(0), rounds=options.rounds)
+        found = traces.replay(trace, name, sa.Device(0))
     except ImportError as error:
         return {"name": entry.title, "unavailable": f"not installed: {error}"} if asked else None
     except Exception as error:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from streamalloc.driver.bindings import cuda, parameters, value_count
 
@@ -97,24 +97,20 @@ def _plain(value: Any) -> str:
 class Traced(Wrapper):
     """A driver that records its calls: :func:`traced`."""
 
-    def __init__(self, driver: _Interface, to: TextIO | None) -> None:
+    def __init__(self, driver: _Interface) -> None:
         super().__init__(driver)
         self.calls: list[Call] = []
         """All calls so far in order. It may be cleared."""
-        self._to = to
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         time = perf_counter_ns()
         answer = function(*args)
-        call = Call(name, args, answer, threading.get_ident(), time)
-        self.calls.append(call)
-        if self._to is not None:
-            print(call, file=self._to)
+        self.calls.append(Call(name, args, answer, threading.get_ident(), time))
         return answer
 
 
-def traced(driver: _Interface, to: TextIO | None = None) -> Traced:
-    """Wrap a driver to record each call in the list ``calls``, and to print it to ``to`` if given.
+def traced(driver: _Interface) -> Traced:
+    """Wrap a driver to record each call in the list ``calls``.
 
     Examples
     --------
@@ -124,7 +120,7 @@ def traced(driver: _Interface, to: TextIO | None = None) -> Traced:
     >>> driver.calls[-1].name
     'cuDeviceGetCount'
     """
-    return Traced(driver, to)  # type: ignore[abstract]  # it looks functions up
+    return Traced(driver)  # type: ignore[abstract]  # it looks functions up
 
 
 class Faulty(Wrapper):

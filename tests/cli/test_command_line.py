@@ -287,9 +287,7 @@ class TestProgress:
 
 
 @pytest.mark.leaves("release threshold of the default pool of device 0", "cuda.core raises it at its first use")
-@pytest.mark.parametrize(
-    "words", ["info", "tour", "replay mixed --rounds 1 --on pool --on cached", "bench --quick -k pair"]
-)
+@pytest.mark.parametrize("words", ["info", "tour", "replay mixed --on pool --on cached", "bench --quick -k pair"])
 def test_no_line_is_wider_than_a_narrow_terminal(screen: Screen, machine: Any, words: str) -> None:
     screen.show()
     assert main(words.split()) == 0

@@ -119,5 +119,5 @@ def test_a_recorded_program_is_replayed(command: Any, tmp_path: Path) -> None:
     ]
     assert [event.stream for event in trace.events] == [0, 1, 0, 0] and trace.threads == 1
     assert trace.source == f"streamalloc record {tmp_path / 'program.py'}" and trace.seconds > 0
-    replayed = command("replay", "--on", "pool", "--rounds", "1", file)
+    replayed = command("replay", "--on", "pool", file)
     assert replayed.returncode == 0 and "streamalloc MemoryPool" in replayed.stdout

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from streamalloc import traces
 from streamalloc.cli import main
 from streamalloc.traces import Event, Trace
 from tests.cli.conftest import Complete, Run, complete
@@ -43,14 +42,6 @@ def test_json_alone_on_the_output(machine: Any, run: Run, small: Path) -> None:
     assert json.loads(text)["rows"][0]["failures"] == 0
 
 
-def test_save(machine: Any, run: Run, tmp_path: Path) -> None:
-    target = tmp_path / "training.jsonl.gz"
-    code, text = run("replay", "training", "--save", str(target))
-    assert (code, text) == (0, f"{target}: {traces.training()!r}\n")
-    assert traces.load(target) == traces.training()
-    assert target.stat().st_size < 100_000
-
-
 def test_json_that_cannot_be_written(
     machine: Any, capsys: pytest.CaptureFixture[str], small: Path, tmp_path: Path
 ) -> None:
@@ -69,9 +60,7 @@ def test_other_library_without_a_gpu(machine: Any, run: Run, small: Path) -> Non
     ("arguments", "why"),
     [
         (["nowhere"], "nowhere: No such file"),
-        (["mixed", "--save", "/dev/full"], "/dev/full: No space left"),
         ([__file__], "neither a streamalloc trace"),
-        (["training", "--rounds", "0"], "--rounds 0: at least 1"),
     ],
 )
 def test_bad_arguments(machine: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], why: str) -> None:
