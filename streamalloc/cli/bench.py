@@ -21,6 +21,7 @@ ROWS: tuple[BenchRow, ...] = (*bench_calls.ROWS, *bench_vmm.ROWS, *bench_process
 
 _EXTRA = {
     "gb_per_s": ("GB/s", ",.1f"),
+    "first_gb_per_s": ("GB/s, first run", ",.1f"),
     "reserved_over_used": ("reserved / used", ".3f"),
     "driver_calls": ("driver calls", ",d"),
     "failures": ("failed", ",d"),

@@ -1,11 +1,14 @@
-"""Benchmark rows about virtual memory: growing a buffer, eviction."""
+"""Benchmark rows about virtual memory: growing a buffer, eviction, sleep, blocks in host memory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 import streamalloc as sa
 from streamalloc import vmm
@@ -25,6 +28,8 @@ EVICTED, EVICTED_SIMULATED = 8 << 30, 32 << 20
 """Bytes evicted, at most; on a GPU an eighth of it with ``--quick``."""
 SEGMENTS = 32
 """Segments that sleep together."""
+BLOCKS, BLOCKS_SIMULATED = 16384, 64
+"""Scattered blocks that are moved together; on a GPU an eighth of it with ``--quick``."""
 GRANULARITY = 2 << 20
 PINNED = 2 << 30
 """Bytes of pinned memory, at most: enough to measure the copy rate."""
@@ -244,6 +249,118 @@ def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
     )
 
 
+def _weights(bench: Bench, *, timed: str) -> Measured:
+    """Put weights to sleep, or wake them, with host memory of their own."""
+    keep_open, stream = bench.resources.enter_context, bench.stream
+    tier = keep_open(vmm.HostTier(bench.device))
+    group = keep_open(vmm.SleepGroup(bench.device, backup=tier))
+    nbytes = max(bench.common // SEGMENTS, GRANULARITY)
+    bench.resources.callback(close_all, [group.allocate(nbytes, stream) for _ in range(SEGMENTS)])
+
+    def sleep() -> None:
+        group.sleep(stream=stream)
+
+    def wake() -> None:
+        group.wake(stream=stream)
+        stream.synchronize()
+
+    def forget() -> None:
+        wake()
+        tier.trim()
+
+    def wake_and_prepare() -> None:
+        forget()
+        group.prepare()
+
+    first = timeit.timeit(sleep, number=1)
+    undo = {FIRST: forget, PREPARED: wake_and_prepare, FROZEN: wake, OUR_WAKE: sleep}[timed]
+    if timed == FROZEN:
+        group.freeze()
+    if timed != OUR_WAKE:
+        undo()
+    made = undone(wake if timed == OUR_WAKE else sleep, undo, nbytes * SEGMENTS)
+    if timed == FIRST:
+        made.extra["first_gb_per_s"] = nbytes * SEGMENTS / first / 1e9
+    return made
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+def _scattered(bench: Bench, size: int) -> tuple[sa.Buffer, np.ndarray[Any, Any]]:
+    """Return device memory, and the indices of a half of its blocks in random order."""
+    buffer = bench.resources.enter_context(bench.pool.allocate(2 * bench.common, bench.stream))
+    count = bench.common // size
+    return buffer, np.random.default_rng(0).permutation(2 * count)[:count]
+
+
+def _blocks_by_raw_calls(bench: Bench, *, size: int, to_host: bool) -> Measured:
+    """Copy blocks one by one from or to adjacent pinned memory, as vLLM's ``swap_blocks``."""
+    driver, stream = bench.driver, bench.raw_stream
+    buffer, blocks = _scattered(bench, size)
+    pinned = int(value_of(driver.cuMemHostAlloc(bench.common, 0)))
+    bench.resources.callback(driver.cuMemFreeHost, pinned)
+    host = range(pinned, pinned + bench.common, size)
+    device = (buffer.address + blocks * size).tolist()
+    sides = [[*map(driver.CUdeviceptr, side)] for side in ((host, device) if to_host else (device, host))]
+
+    def copy() -> None:
+        for target, source in zip(*sides, strict=True):
+            value_of(driver.cuMemcpyAsync(target, source, size, stream))
+        value_of(driver.cuStreamSynchronize(stream))
+
+    return undone(copy, lambda: None, bench.common)
+
+
+def _blocks_of_a_tier(bench: Bench, *, size: int, to_host: bool) -> Measured:
+    """Save blocks to a tier in host memory, or load them."""
+    buffer, blocks = _scattered(bench, size)
+    tier = bench.resources.enter_context(vmm.HostTier(bench.device))
+    kept: list[Any] = []
+    bench.resources.callback(lambda: [one.drop() for one in kept])
+
+    def save() -> None:
+        kept.append(tier.save(buffer, blocks, size, bench.stream))
+        bench.stream.synchronize()
+
+    def load() -> None:
+        tier.load(kept[0], buffer, blocks, bench.stream)
+        bench.stream.synchronize()
+
+    save()
+    if not to_host:
+        return undone(load, lambda: None, bench.common)
+    kept.pop().drop()
+    return undone(save, lambda: kept.pop().drop(), bench.common)
+
+
+def _blocks(size: int) -> BenchRow:
+    raw, ours = (functools.partial(kind, size=size) for kind in (_blocks_by_raw_calls, _blocks_of_a_tier))
+
+    def need(bench: Bench) -> None:
+        bench.common = size * (BLOCKS_SIMULATED if bench.chosen.is_simulated else BLOCKS // (8 if bench.quick else 1))
+
+    return BenchRow(
+        f"blocks-{size >> 10}k",
+        f"Move scattered blocks of {size_text(size)} to host memory and back, beside one copy of the same size: "
+        "blocks of 8 KiB take 12.5 to 15.2 GB/s in vLLM's issue 48434, adjacent ones 54",
+        {
+            TO_PINNED: functools.partial(_pinned_copy, to_host=True),
+            FROM_PINNED: functools.partial(_pinned_copy, to_host=False),
+            RAW_SAVE: functools.partial(raw, to_host=True),
+            RAW_LOAD: functools.partial(raw, to_host=False),
+            SAVE: functools.partial(ours, to_host=True),
+            LOAD: functools.partial(ours, to_host=False),
+        },
+        (Target(SAVE, 1.25, TO_PINNED), Target(LOAD, 1.25, FROM_PINNED)),
+        most=1,
+        unit="ms",
+        rounds=(9, 3),
+        bases={RAW_LOAD: FROM_PINNED, LOAD: FROM_PINNED},
+        need=need,
+    )
+
+
 def _need_evicted(bench: Bench) -> None:
     """Choose the bytes to evict. If device or host lack memory, they are less than configured."""
     need_virtual_memory(bench.device)
@@ -264,6 +381,9 @@ RESTORE = "streamalloc restore from it"
 
 SLEEP, WAKE = "raw calls, sleep a segment at a time", "raw calls, wake a segment at a time"
 OUR_SLEEP, OUR_WAKE = "streamalloc sleep", "streamalloc wake"
+FIRST, PREPARED, FROZEN = "streamalloc first sleep", "streamalloc sleep after prepare", "streamalloc sleep, frozen"
+SAVE, LOAD = "streamalloc HostTier.save", "streamalloc HostTier.load"
+RAW_SAVE, RAW_LOAD = "raw calls, save a block at a time", "raw calls, load a block at a time"
 NEW, KEPT, NO_BYTES = "new", "kept", "no bytes"
 """The pinned memory of a sleep: made and freed with it, kept from one sleep to the next, or none."""
 
@@ -295,6 +415,28 @@ ROWS = (
         bases={RESTORE: FROM_PINNED},
         need=_need_evicted,
     ),
+    BenchRow(
+        "sleep",
+        "Put weights to sleep and wake them, beside the loops of others with new pinned memory: 57 GiB took 21.9 s in "
+        "vLLM's issue 58066. The first run of all may wait for memory that a virtual machine has never used",
+        {
+            SLEEP: functools.partial(_segments_by_raw_calls, wake=False, host=NEW),
+            WAKE: functools.partial(_segments_by_raw_calls, wake=True, host=NEW),
+            **{name: functools.partial(_weights, timed=name) for name in (FIRST, PREPARED, FROZEN, OUR_WAKE)},
+        },
+        (
+            Target(FIRST, 0.25, SLEEP),
+            Target(PREPARED, 0.1, SLEEP),
+            Target(FROZEN, 0.02, SLEEP),
+            Target(OUR_WAKE, 1, WAKE),
+        ),
+        most=1,
+        unit="ms",
+        rounds=(5, 2),
+        bases={OUR_WAKE: WAKE},
+        need=_need_evicted,
+    ),
+    *map(_blocks, (4 << 10, 16 << 10, 64 << 10)),
     _segments(
         "segments",
         "with new pinned memory, and wake them: 2.6 and 5.7 GB/s in torch_memory_saver's issue 111, 2.8 to sleep in "
