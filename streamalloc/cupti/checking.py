@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from time import time_ns
+from time import sleep, time_ns
 from typing import Any
 
 from streamalloc.checker.capture import TrackedNode
@@ -28,7 +28,7 @@ from streamalloc.cupti import callers
 from streamalloc.cupti.blocks import Blocks, Run, Use, kernel_of, parts_of
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.operators import Operators
-from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, RaisedAgain, Subscription
+from streamalloc.cupti.subscription import LAUNCHES, SETTLE, SOON, DriverCall, RaisedAgain, Subscription
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.internal import cuda, described
@@ -142,8 +142,11 @@ class Check:
         a row are one step of the checker.
         """
         self._turn = threading.Lock()
-        self._worker = 0
-        """Thread that works on them; 0: none does."""
+        """Of the thread that works on them. No callback waits for it: its library may hold the lock of an allocator,
+        which the work needs.
+        """
+        self._threads: set[int] = set()
+        """Threads that have called since the allocators were asked."""
         self._handles: set[int] = set()
         """Streams that have launched kernels."""
         self._of_natives: set[int | None] = set()
@@ -189,7 +192,7 @@ class Check:
             undo.callback(self.merge)
             undo.callback(self._leave_operators)
             undo.callback(self._raise_here)
-            undo.callback(self._work)
+            undo.callback(self._work, wait=True)
             self._subscription.open()
             undo.callback(self._subscription.close)
             yield self
@@ -226,14 +229,19 @@ class Check:
                 if value is not None:
                     os.environ[name] = value
 
-    def merge(self) -> None:
-        """Judge the logged uses with the blocks of the libraries that the program has imported."""
-        upto, is_alone = time_ns(), self._is_alone
+    def merge(self, upto: int | None = None) -> None:
+        """Judge the logged uses with what the allocators of libraries did up to a time; None: up to now."""
+        is_alone = self._is_alone
+        if len(self._threads) > 1:
+            # Another thread may have an allocator's lock and wait for Python's, to come here. PyTorch's history needs
+            # the allocator's, and keeps Python's meanwhile.
+            sleep(SETTLE)
+        self._threads.clear()
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
         events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
         self._was_read |= not is_alone
-        merge = functools.partial(self._blocks.merge, events, upto, is_alone)
+        merge = functools.partial(self._blocks.merge, events, upto or time_ns(), is_alone)
         self._recorder.between_calls(self._seen.context, merge)
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
@@ -244,6 +252,7 @@ class Check:
         if self._has_streams:
             call = self._with_operands(call)
         self._waiting.append(call)
+        self._threads.add(call.thread)
         if call.function in LAUNCHES:
             stream = call.args[1]
             if stream in self._handles and len(self._waiting) < _MOST_WAITING:
@@ -265,27 +274,30 @@ class Check:
         operands = self._operators.operands(call.thread) if call.function in LAUNCHES else ()
         return call._replace(operands=operands) if operands else call
 
-    def _work(self) -> None:
-        if self._worker == threading.get_ident():
-            return  # a finaliser in the middle of the work has made a call, which is next
-        with self._turn:
-            self._worker = threading.get_ident()
-            try:
-                while self._waiting:
-                    self._take()
-            finally:
-                self._worker = 0
+    def _work(self, wait: bool = False) -> None:
+        """Work on the calls that wait. Those that come meanwhile, of other threads and of finalisers, are left to the
+        next call, or this thread would never end.
+        """
+        if not self._turn.acquire(blocking=wait):
+            return
+        try:
+            left = len(self._waiting)
+            while left > 0:
+                left -= self._take()
+        finally:
+            self._turn.release()
         if self._raises and self.hazards and self._raising is None:
             self._raising = _Raising()
             self._raising.start()
 
-    def _take(self) -> None:
-        one, was_alone = self._waiting.popleft(), self._is_alone
+    def _take(self) -> int:
+        """Follow the next call, or the next launches in a row; returns their number."""
+        one, was_alone, count = self._waiting.popleft(), self._is_alone, 1
         self._recorder.state.now, self._seen.context = one.time, one.context
         if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
             # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
             # lock of its allocator, which its history needs.
-            self.merge()
+            self.merge(one.time)
         if one.function in LAUNCHES:
             run, stream = [one], (one.args[1], one.thread, one.context)
             while self._waiting and (later := self._waiting[0]).function in LAUNCHES:
@@ -293,10 +305,12 @@ class Check:
                     break
                 run.append(self._waiting.popleft())
             self._run(run)
+            count = len(run)
         else:
             self._follow(one)
         if was_alone and not self._is_alone:
             self._libraries.record_all()
+        return count
 
     def _run(self, launches: list[DriverCall]) -> None:
         """Follow launches in a row on one stream."""

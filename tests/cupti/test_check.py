@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -728,6 +729,49 @@ def test_an_operator_that_fails_is_over(checked: Any) -> None:
         s.driver.launch("of no operator", s.first, tensor)
 
     assert checked(scene).hazards == []
+
+
+@launches
+def test_what_allocators_did_after_a_launch_comes_after_it(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the launch waited for the next call, and the history is read before it is followed."""
+    monkeypatch.setattr(checking, "_MOST_LOGGED", 0)
+
+    def scene(s: Scene) -> None:
+        s.driver.launch(FILL, s.side, s.torch.empty(s.side))
+        tensor = s.torch.empty(s.first)
+        s.fill(tensor, s.first)
+        s.order(s.first, s.side)
+        s.driver.launch("read", s.side, 1 << 40, tensor)
+        s.torch.drop(tensor, s.first)
+        s.fill(s.torch.empty(s.first), s.first, 2)
+
+    assert [one.kind for one in checked(scene).hazards] == ["free racing a use"]
+
+
+def test_no_call_waits_for_the_history_which_needs_the_lock_of_the_allocator(checked: Any) -> None:
+    """Another thread has that lock while it asks for an event, as PyTorch's allocator does."""
+    hung: list[bool] = []
+
+    def scene(s: Scene) -> None:
+        snapshot, context = s.torch.cuda.memory._snapshot, s.driver.cuCtxGetCurrent()[1]
+
+        def ask() -> None:
+            s.driver.cuCtxSetCurrent(context)
+            s.driver.cuEventQuery(s.event)
+
+        def after_the_other() -> Any:
+            other = threading.Thread(target=ask)
+            other.start()
+            other.join(5)
+            hung.append(other.is_alive())
+            return snapshot()
+
+        s.fill(s.torch.empty(s.side), s.side)
+        s.torch.cuda.memory._snapshot = after_the_other
+        produced(s, False)
+
+    assert [one.kind for one in checked(scene).hazards] == ["race"]
+    assert hung and not any(hung)
 
 
 def test_a_call_that_the_checker_cannot_read_is_noted(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
