@@ -59,19 +59,20 @@ def refuse_second_owner(known: object) -> ValueError:
     return ValueError(f"owner={THIS!r}: {known!r} owns this handle already, and would end it a second time")
 
 
-def number_of_handle(name: str, value: Any) -> int:
-    """A driver handle as a number: an integer, or an object of the bindings or of ctypes."""
+def number_of_handle(name: str, value: Any, kind: type) -> int:
+    """A driver handle as a number: an integer, an object of ctypes, or of the class ``kind`` of the bindings."""
     value = value.value if isinstance(value, ctypes.c_void_p) else value
-    if isinstance(value, (bool, str, bytes, float)) or not hasattr(value, "__int__"):
-        raise TypeError(f"{name} must be a driver handle or its number, not {type(value).__name__} ({value!r})")
+    other = type(value).__module__.startswith("cuda.bindings.") and not isinstance(value, kind)
+    if other or isinstance(value, (bool, str, bytes, float)) or not hasattr(value, "__int__"):
+        raise TypeError(f"{name} must be a {kind.__name__} or its number, not {type(value).__name__} ({value!r})")
     number = checked_size(name, int(value))
     if not number:
         raise ValueError(f"{name}=0 is no handle")
     return number
 
 
-def check_handle(session: Session, name: str, value: Any) -> int:
-    """Return a handle as a number; refuse one that the driver would crash on.
+def check_handle(session: Session, name: str, value: Any, kind: type) -> int:
+    """Return a handle of the class ``kind`` as a number; refuse one that the driver would crash on.
 
     The handles of driver 580 are addresses of this process, which it reads unchecked. So are its contexts'.
 
@@ -80,7 +81,7 @@ def check_handle(session: Session, name: str, value: Any) -> int:
     TypeError, ValueError
         ``value`` is no handle of this process.
     """
-    number = number_of_handle(name, value)
+    number = number_of_handle(name, value, kind)
     if _is_readable(int(session.context(0))) and not _is_readable(number):
         raise ValueError(f"{name}={number:#x} is no handle of this process; handles of others are imported")
     return number
@@ -259,7 +260,7 @@ def buffer_from_handle(
     """:meth:`Buffer.from_handle`."""
     session = session_of(stream) if isinstance(stream, Stream) else session_for(None, driver)
     session.check_process()
-    number, nbytes = number_of_handle("address", address), checked_size("nbytes", nbytes)
+    number, nbytes = number_of_handle("address", address, cuda.CUdeviceptr), checked_size("nbytes", nbytes)
     taken, ours = _taken(session), is_ours(owner)
     known = taken.get(number)
     if ours and known is not None and not known.freed:

@@ -297,7 +297,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         """
         session, ours = session_for(None, driver), is_ours(owner)
         session.check_process()
-        handle = cuda.CUmemoryPool(check_handle(session, "raw", raw))
+        handle = cuda.CUmemoryPool(check_handle(session, "raw", raw, cuda.CUmemoryPool))
         if int(handle) in pools_of(session).closed:
             raise ClosedError(f"raw={int(handle):#x}: this pool was closed")
         known = cls._known(session, handle)
@@ -445,7 +445,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
         Allocations that are alive stay usable and can be freed. The pool is destroyed once all its allocations are
         freed and the frees have run, at a synchronisation of the host. If the pool is current, the default pool of
-        its location becomes current.
+        its location becomes current. A pool that other code destroys stays as it is, and so does this object.
         """
         if self._closed or self._end is None:
             return

@@ -199,7 +199,8 @@ class _GivenEnd(PlainEnd):
     __slots__ = ("_memory", "_nbytes")
 
     def __init__(self, source: CallbackAllocator, given: Memory | int, nbytes: int, stream: Stream) -> None:
-        address = given.address if isinstance(given, Memory) else number_of_handle("the function's result", given)
+        name, kind = "the function's result", cuda.CUdeviceptr
+        address = given.address if isinstance(given, Memory) else number_of_handle(name, given, kind)
         super().__init__(source, "", address, stream, source)
         self._memory: Memory | int | None = given
         self._nbytes = nbytes

@@ -420,7 +420,8 @@ class PhysicalMemory(GenericAllocation):
 
     @classmethod
     def _of_raw(cls, session: Session, handle: Any, owner: object) -> PhysicalMemory:
-        number, memory = check_handle(session, "handle", handle), cls.__new__(cls)
+        number = check_handle(session, "handle", handle, cuda.CUmemGenericAllocationHandle)
+        memory = cls.__new__(cls)
         memory._prepare(session, 0, Kind.MEMORY)
         node = memory._node
         known = node.allocations.by_handle.get(number)

@@ -172,6 +172,21 @@ class TestOursThere:
             assert peer.said("cuEventQuery", Kept("event")) == "SUCCESS"
 
 
+    def test_what_was_closed_is_not_given_out(self, device: sa.Device, stream: sa.Stream) -> None:
+        """Nor if it was exported before."""
+        pool, event = shared_pool(device), device.create_event(interprocess=True)
+        memory = vmm.PhysicalMemory(device, PAGE, handle_types=POSIX)
+        things: list[Any] = [pool.allocate(64, stream), pool, memory, event]
+        for thing in things:
+            thing.handles().close()
+            thing.close()
+        for thing in things:
+            with pytest.raises(sa.ClosedError):
+                thing.handles()
+            with pytest.raises(sa.ClosedError):
+                ipc.share(thing)
+
+
 class _Owner:
     """Owner of memory in other code."""
 
@@ -416,7 +431,7 @@ def test_addresses_of_ctypes(device: sa.Device, stream: sa.Stream, pool: sa.Memo
     with pool.allocate(64, stream) as buffer:
         again = sa.Buffer.from_handle(ctypes.c_void_p(buffer.address), 64, owner=buffer, stream=stream)
         assert again.address == buffer.address
-    with pytest.raises(TypeError, match="must be a driver handle"):
+    with pytest.raises(TypeError, match="must be a CUdeviceptr or its number"):
         sa.Buffer.from_handle(ctypes.c_void_p(None), 64, owner=None, stream=stream)
 
 
@@ -445,6 +460,11 @@ class TestRefused:
         for handle in (sa.IpcMemHandle(bytes(64)), "text", 5):
             with pytest.raises(TypeError):
                 sa.Event.from_handle(handle, device)
+        for wrong in (cuda.CUstream(64), cuda.CUdeviceptr(64), cuda.CUresult.CUDA_SUCCESS):
+            with pytest.raises(TypeError, match="must be a CUmemoryPool or its number"):
+                sa.MemoryPool.from_handle(wrong, owner=None, driver=device.driver)
+        with pytest.raises(TypeError, match="must be a CUdeviceptr or its number"):
+            sa.Buffer.from_handle(cuda.CUmemoryPool(64), 4, owner=None, driver=device.driver)
         with pytest.raises(TypeError, match="must be a CUipcMemHandle"):
             ipc.open_memory_handle(sa.IpcEventHandle(bytes(64)), driver=device.driver)
         for call in (sa.IpcMemHandle, lambda data: ipc.open_memory_handle(data, driver=device.driver)):
