@@ -1,40 +1,42 @@
 """The kernel of the package: it copies blocks between scattered addresses, so it both gathers and scatters.
 
-The PTX is of the oldest version that all supported drivers compile when they load it. The addresses of the blocks are
-among the parameters of a launch. So they need no memory that must outlive it, and whoever sees the launch, a checker or
-the simulated driver, knows the memory that it reads and writes.
+The addresses of the blocks are among the parameters of a launch. So they need no memory that must outlive it, and
+whoever sees the launch, a checker or the simulated driver, knows the memory that it reads and writes. The kernel is
+there twice: with parameters of 4 KiB, which every supported driver takes, and of 32 KiB, which drivers take since CUDA
+12.1. A launch with more parameters takes longer, but eight launches take longer still.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-COPY_KERNEL = "streamalloc_copy_blocks"
-"""Name of the kernel in its module."""
+COPY_KERNEL, COPY_MANY = "streamalloc_copy_blocks", "streamalloc_copy_many_blocks"
+"""Names of the kernel in its module, with few and with many parameters."""
+COPY_MOST = {COPY_KERNEL: 504, COPY_MANY: 4032}
+"""Most blocks of a launch."""
 COPY_UNIT = 16
 """Bytes that a thread moves at once: addresses and sizes of blocks are multiples of it."""
 _THREADS = 256  # of a thread block
-_MOST = 504  # blocks of a launch, whose parameters have at most 4 KiB
 _SHIFT = COPY_UNIT.bit_length() - 1
 _SPAN = 32 + _SHIFT  # bits of an offset in bytes that is a 32-bit number of units
 _PART = 2048  # bytes that a warp moves at once
 
 
 class BlockCopies(ctypes.Structure):
-    """The parameters of a launch."""
+    """The parameters of a launch. The driver reads as many as the kernel has."""
 
     _fields_ = (
         ("target", ctypes.c_uint64),
         ("source", ctypes.c_uint64),
         ("count", ctypes.c_uint32),
         ("nbytes", ctypes.c_uint32),
-        ("offsets", ctypes.c_uint32 * (2 * _MOST)),
+        ("offsets", ctypes.c_uint32 * (2 * COPY_MOST[COPY_MANY])),
     )
 
     def shape(self, most: int) -> tuple[int, ...]:
@@ -48,8 +50,10 @@ class BlockCopies(ctypes.Structure):
         return (offsets[::2] + self.target).tolist(), (offsets[1::2] + self.source).tolist()
 
 
-def block_copies(targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nbytes: int) -> Iterator[BlockCopies]:
-    """Yield the parameters of the launches that copy blocks of ``nbytes`` bytes."""
+def block_copies(
+    targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nbytes: int, most: int
+) -> Iterator[BlockCopies]:
+    """Yield the parameters of the launches that copy blocks of ``nbytes`` bytes, each of at most ``most`` blocks."""
     sides, bounds = (targets, sources), [0, len(targets)]
     if any((int(side.max()) - int(side.min())) >> _SPAN for side in sides):
         # One launch reaches 64 GiB on each side.
@@ -58,15 +62,13 @@ def block_copies(targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64],
         sides = targets[order], sources[order]
         apart = np.logical_or(*(np.diff(window[order]) != 0 for window in windows))
         bounds[1:1] = (np.flatnonzero(apart) + 1).tolist()
-    offsets = np.empty((min(len(targets), _MOST), 2), np.uint32)
     for first, end in itertools.pairwise(bounds):
         bases = [int(side[first:end].min()) for side in sides]
-        for at in range(first, end, _MOST):
-            count = min(end - at, _MOST)
+        for at in range(first, end, most):
+            made = BlockCopies(*bases, min(end - at, most), nbytes)
+            offsets = np.frombuffer(made.offsets, np.uint32)[: 2 * made.count]
             for column, (side, base) in enumerate(zip(sides, bases, strict=True)):
-                np.right_shift(side[at : at + count] - base, _SHIFT, offsets[:count, column], casting="unsafe")
-            made = BlockCopies(*bases, count, nbytes)
-            ctypes.memmove(made.offsets, offsets.ctypes.data, 8 * count)
+                np.right_shift(side[at : at + made.count] - base, _SHIFT, offsets[column::2], casting="unsafe")
             yield made
 
 
@@ -76,11 +78,8 @@ def parameters_of(params: Any) -> BlockCopies | None:
     return values[0] if len(values) == 1 and isinstance(values[0], BlockCopies) else None
 
 
-COPY_PTX = f""".version 7.0
-.target sm_70
-.address_size 64
-
-.visible .entry {COPY_KERNEL}(.param .align 8 .b8 args[{ctypes.sizeof(BlockCopies)}])
+_PTX = """
+.visible .entry {name}(.param .align 8 .b8 args[{nbytes}])
 {{
     .reg .pred %p<6>;
     .reg .b32 %r<36>;
@@ -100,8 +99,8 @@ COPY_PTX = f""".version 7.0
     shr.u32 %r7, %r7, 5;                    // all warps
     and.b32 %r8, %r5, 31;
     shl.b32 %r8, %r8, 4;                    // offset of the lane
-    add.u32 %r9, %r2, {_PART - 1};
-    shr.u32 %r9, %r9, {_PART.bit_length() - 1};                   // parts of a block
+    add.u32 %r9, %r2, {last};
+    shr.u32 %r9, %r9, {bits};                 // parts of a block
     mul.lo.u32 %r10, %r9, %r1;              // all parts
 NEXT:
     setp.ge.u32 %p1, %r6, %r10;
@@ -109,7 +108,7 @@ NEXT:
     div.u32 %r11, %r6, %r9;                 // block
     mul.lo.u32 %r12, %r11, %r9;
     sub.u32 %r12, %r6, %r12;                // part
-    shl.b32 %r12, %r12, {_PART.bit_length() - 1};
+    shl.b32 %r12, %r12, {bits};
     add.u32 %r12, %r12, %r8;
     add.u32 %r13, %r12, 512;
     add.u32 %r14, %r12, 1024;
@@ -124,8 +123,8 @@ NEXT:
     ld.param.u32 %r16, [%rd4+24];
     ld.param.u32 %r17, [%rd4+28];
     cvt.u64.u32 %rd5, %r12;
-    mul.wide.u32 %rd6, %r16, {COPY_UNIT};
-    mul.wide.u32 %rd7, %r17, {COPY_UNIT};
+    mul.wide.u32 %rd6, %r16, {unit};
+    mul.wide.u32 %rd7, %r17, {unit};
     add.u64 %rd6, %rd6, %rd1;
     add.u64 %rd7, %rd7, %rd2;
     add.u64 %rd6, %rd6, %rd5;
@@ -144,3 +143,11 @@ END:
     ret;
 }}
 """
+
+
+def copy_ptx(names: Collection[str]) -> str:
+    """The module with these kernels."""
+    head = f".version {'8.1' if COPY_MANY in names else '7.0'}\n.target sm_70\n.address_size 64"
+    same = {"last": _PART - 1, "bits": _PART.bit_length() - 1, "unit": COPY_UNIT}
+    sizes = {name: BlockCopies.offsets.offset + 8 * COPY_MOST[name] for name in names}
+    return "\n".join((head, *(_PTX.format(name=name, nbytes=nbytes, **same) for name, nbytes in sizes.items())))

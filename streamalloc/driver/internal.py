@@ -31,14 +31,14 @@ from streamalloc.driver.selection import (
 )
 
 if TYPE_CHECKING:
-    from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_PTX, COPY_UNIT, block_copies
+    from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_MOST, COPY_UNIT, block_copies, copy_ptx
     from streamalloc.driver.protocol import MemoryListener
     from streamalloc.driver.reports import LIBRARIES, Stack, described, here, line_of, lines, place_of
     from streamalloc.driver.wrappers import Wrapper
 
 # Imported on first use, to keep the package's import fast.
 _LATER = {
-    **dict.fromkeys(("COPY_KERNEL", "COPY_PTX", "COPY_UNIT", "block_copies"), "block_kernel"),
+    **dict.fromkeys(("COPY_KERNEL", "COPY_MOST", "COPY_UNIT", "block_copies", "copy_ptx"), "block_kernel"),
     "MemoryListener": "protocol",
     "Wrapper": "wrappers",
     **dict.fromkeys(("LIBRARIES", "Stack", "described", "here", "line_of", "lines", "place_of"), "reports"),

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.driver.block_kernel import COPY_KERNEL, BlockCopies
+from streamalloc.driver.block_kernel import COPY_MOST, BlockCopies
 from streamalloc.simulator import arguments, call_lock, kernels
 from streamalloc.simulator.allocations import LiveMemory, is_reachable
 from streamalloc.simulator.arguments import Device, Function, Int, Kernel, Link, Module, NamedFunction, UnsignedInt
@@ -320,16 +320,19 @@ def device_view(address: int, shape: int | tuple[int, ...], dtype: npt.DTypeLike
     return current_launch().view(address, shape, np.dtype(dtype))
 
 
-@kernels.kernel(
-    COPY_KERNEL,
-    types=(BlockCopies,),
-    reads=lambda copies: ((address, copies.nbytes) for address in copies.addresses()[1]),
-    writes=lambda copies: ((address, copies.nbytes) for address in copies.addresses()[0]),
-)
 def _copy_blocks(copies: BlockCopies) -> None:
     """The package's own kernel."""
     for target, source in zip(*copies.addresses(), strict=True):
         device_view(target, copies.nbytes)[:] = device_view(source, copies.nbytes)
+
+
+for _name in COPY_MOST:
+    kernels.kernel(
+        _name,
+        types=(BlockCopies,),
+        reads=lambda copies: ((address, copies.nbytes) for address in copies.addresses()[1]),
+        writes=lambda copies: ((address, copies.nbytes) for address in copies.addresses()[0]),
+    )(_copy_blocks)
 
 
 _ATTRIBUTE = cuda.CUfunction_attribute

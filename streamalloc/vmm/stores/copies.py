@@ -31,10 +31,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError, undoing
-from streamalloc.core.internal import Device, Event, Fence, Stream, queue_batch, raw_handle
+from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError, OutOfMemoryError, undoing
+from streamalloc.core.internal import Buffer, Device, Event, Fence, Stream, queue_batch, raw_handle
 from streamalloc.core.session import PerDriver, session_of
-from streamalloc.driver.internal import COPY_KERNEL, COPY_PTX, COPY_UNIT, Lock, RLock, block_copies
+from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, COPY_UNIT, Lock, RLock, block_copies, copy_ptx
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import Addresses
 from streamalloc.vmm.stores.pinned import Pinning
@@ -51,9 +51,15 @@ each batch may have 1.5 times as many copies as the one before.
 _SOME = 4096
 """Blocks to look at a time: larger arrays would be of new pages, which takes longer than the work on them."""
 _ROOM, _FEW = 64 << 20, 256  # most bytes, and most single copies, of a measurement
+_SPREAD, _STRIDE = 512 << 20, 2654435761
+"""Bytes of the device memory of a measurement, and the distance of its blocks in blocks, modulo all. In less memory,
+single copies take half as long, because the device does not look up an address for each.
+"""
 _TRIES, _LONG, _FEW_TRIES = 7, 4 << 20, 3  # runs of a measurement, and of one with more bytes
 _HALF, _STREAMS = 8 << 20, 4  # bytes of a half, and most streams beside
 _KEPT = 2 * _HALF * _STREAMS  # bytes of device memory that are kept: a pool would get new memory for each call
+_MANY_SINCE = 12010
+"""Version of the driver since which a kernel may have 32 KiB of parameters."""
 _OVER_BUS, _ON_DEVICE = 32, 1024
 """Most thread blocks of a launch. So few keep the bus busy, and leave the device to others."""
 
@@ -256,11 +262,12 @@ class Blocks(NamedTuple):
 class Kernel:
     """The kernel on one device, and the times of all ways."""
 
-    __slots__ = ("_device", "_function", "_lock", "_row", "_times")
+    __slots__ = ("_device", "_functions", "_lock", "_row", "_times")
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._function: Any = None
+        self._functions: dict[int, Any] = {}
+        """Functions by the most blocks of a launch, in ascending order."""
         self._lock = Lock()
         """Held by the thread that loads and measures. Others do not wait for it, and copy one by one meanwhile."""
         self._times: Times | None = None
@@ -285,9 +292,11 @@ class Kernel:
     def _load(self) -> None:
         session = session_of(self._device)
         with session.relaxed(), self._device.current():
+            names = [*COPY_MOST] if session.call("cuDriverGetVersion") >= _MANY_SINCE else [COPY_KERNEL]
             # Never unloaded: it ends with the primary context, which this process never releases.
-            module = session.call("cuModuleLoadData", COPY_PTX.encode() + b"\0")
-            self._function = session.call("cuModuleGetFunction", module, COPY_KERNEL.encode())
+            module = session.call("cuModuleLoadData", copy_ptx(names).encode() + b"\0")
+            for name in names:
+                self._functions[COPY_MOST[name]] = session.call("cuModuleGetFunction", module, name.encode())
 
     def _told(self, again: bool) -> Times:
         # A simulated machine has the times of the one that it stands for.
@@ -330,11 +339,12 @@ class Kernel:
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, most: int) -> None:
         """Queue the copies of blocks, by at most so many thread blocks (``cuLaunchKernel``)."""
-        session, raw = session_of(stream), raw_handle(stream)
+        session, raw, few = session_of(stream), raw_handle(stream), COPY_MOST[COPY_KERNEL]
+        blocks, function = [*self._functions.items()][0 if len(targets) <= few else -1]
         with self._device.current():
-            for copies in block_copies(targets, sources, nbytes):
+            for copies in block_copies(targets, sources, nbytes, blocks):
                 params = (copies,), (None,)
-                session.call("cuLaunchKernel", self._function, *copies.shape(most), 0, raw, params, 0)
+                session.call("cuLaunchKernel", function, *copies.shape(most), 0, raw, params, 0)
 
     def _measure(self) -> Times:
         """Measure all ways, on a stream of their own."""
@@ -342,7 +352,11 @@ class Kernel:
         with contextlib.ExitStack() as undo, session.relaxed():
             stream = undo.enter_context(device.create_stream())
             pool = undo.enter_context(MemoryPool(device))
-            memory = undo.enter_context(pool.allocate(_ROOM, stream))
+            try:
+                memory = pool.allocate(_SPREAD, stream)
+            except OutOfMemoryError:
+                memory = pool.allocate(_ROOM, stream)
+            undo.enter_context(memory)
             halves = Halves(device)
             undo.callback(halves.close)
             host, release = Pinning(device).obtain(_ROOM)
@@ -350,14 +364,17 @@ class Kernel:
             undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))  # with copies before an error
             host[:] = 0  # a checker reports reads of bytes that nobody wrote
             memory.fill(0, stream)
-            return _every(functools.partial(self._time, host.ctypes.data, memory.address, halves, stream), _most)
+            return _every(functools.partial(self._time, host.ctypes.data, memory, halves, stream), _most)
 
-    def _time(self, host: int, device: int, halves: Halves, stream: Stream, way: str, nbytes: int, count: int) -> float:
+    def _time(
+        self, host: int, device: Buffer, halves: Halves, stream: Stream, way: str, nbytes: int, count: int
+    ) -> float:
         """Seconds that a way takes, the least of several times."""
         by, where = way.split()
-        order = np.arange(count, dtype=np.int64) * nbytes
+        order = np.arange(count, dtype=np.int64)
+        scattered = device.address + order * _STRIDE % (device.nbytes // nbytes) * nbytes
         one_run = np.zeros(1, np.int64)  # in each half
-        blocks = Blocks(device + order[::-1], host + order, nbytes, one_run, where == "out")
+        blocks = Blocks(scattered, host + order * nbytes, nbytes, one_run, where == "out")
         targets, sources = (blocks.host, blocks.device)[:: 1 if blocks.out else -1]
         session, raw, best = session_of(stream), raw_handle(stream), math.inf
         for _ in range(_TRIES if count * nbytes <= _LONG else _FEW_TRIES):
@@ -428,7 +445,7 @@ class Halves:
             here = room + half * _HALF + offsets[: end - at]
             begin, past = np.searchsorted(blocks.runs, (at + 1, end))
             starts = np.concatenate(([0], blocks.runs[begin:past] - at))
-            sizes = np.diff(starts, append=len(host)) * nbytes
+            sizes = (np.append(starts[1:], len(host)) - starts) * nbytes
             before = free[half]
             if before is not None:
                 first.wait(before)
