@@ -64,15 +64,15 @@ def parts_of(launch: DriverCall) -> list[Part]:
     unknown = False if written else None
     first: dict[int, Operand] = {}
     for operand in operands:
-        if operand.write or operand.low not in first:
-            first[operand.low] = operand
+        if operand[2] or operand[0] not in first:
+            first[operand[0]] = operand
     parts: list[Part] = []
     for address in dict.fromkeys((*written, *addresses)):
-        within = first.get(address) or next((one for one in operands if one.low <= address < one.high), None)
+        within = first.get(address) or next((one for one in operands if one[0] <= address < one[1]), None)
         if within is None:
             parts.append((address, address + 1, address in written or unknown))
         else:
-            parts.append((within.low, within.high, address in written if written else within.write))
+            parts.append((*within[:2], address in written) if written else within)
     if operands:
         parts.sort(key=_is_not_written)
     found: list[Part] = []

@@ -271,8 +271,10 @@ class Check:
         if self._operators is None:
             return call
         self._operators.enter()
-        operands = self._operators.operands(call.thread) if call.function in LAUNCHES else ()
-        return call._replace(operands=operands) if operands else call
+        if call.function not in LAUNCHES:
+            return call
+        operands = self._operators.operands(call.thread, kernel_of(call).is_known)
+        return DriverCall(*call[:-1], operands) if operands else call
 
     def _work(self, wait: bool = False) -> None:
         """Work on the calls that wait. Those that come meanwhile, of other threads and of finalisers, are left to the

@@ -40,6 +40,7 @@ class Kernel(str):
         made.what = f"kernel {_short(readable)}"
         conventions = ((pattern.search(readable), written) for pattern, written in _CONVENTIONS)
         made._written = next(((found, written) for found, written in conventions if found), None)
+        made.is_known = made._written is not None
         made._parts = None if sizes is None else _parts(readable, sizes)
         made._has_rows = "::CatArrayBatchedCopy" in readable
         made._at = struct.Struct(f"{len(sizes or ())}Q")
@@ -47,6 +48,8 @@ class Kernel(str):
 
     what: str
     """Name for reports: that of C++ without arguments."""
+    is_known: bool
+    """Whether it is known what it writes."""
     _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
     _parts: list[tuple[int, int, int]] | None
     _has_rows: bool

@@ -7,22 +7,24 @@ makes a stream: before, no wait can be missing. The threads of autograd have the
 
 from __future__ import annotations
 
+from numbers import Number
 from threading import get_ident, local
 from types import ModuleType
 from typing import Any, NamedTuple
 
-
-class Operand(NamedTuple):
-    """Memory of a tensor."""
-
-    low: int
-    high: int
-    """End of the tensor, if it has no gaps; otherwise of its first byte."""
-    write: bool
-    """Whether the operator writes it."""
-
-
+Operand = tuple[int, int, bool]
+"""Memory of a tensor: first byte, end of the tensor, if it has no gaps, or of its first byte, and whether the operator
+writes it.
+"""
 Operands = tuple[Operand, ...]
+
+
+class _Schema(NamedTuple):
+    tensors: list[tuple[int, str, bool]]
+    """Arguments that are tensors: position, name, and whether they are written."""
+    has_lists: bool
+
+
 _OF_PARTS = frozenset(("aten::fill_diagonal_", "aten::constant_pad_nd"))
 """Operators that use parts of a tensor only, beside those with a tensor of indices."""
 
@@ -35,7 +37,7 @@ class Operators:
     def __init__(self, torch: ModuleType) -> None:
         self._torch = torch
         self._plain: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
-        self._schemas: dict[Any, tuple[list[bool], dict[str, bool]] | None] = {}
+        self._schemas: dict[Any, _Schema | None] = {}
         self._running: dict[int, list[Any] | None] = {}
         """Operator, arguments and operands, once they are known, by thread."""
         self._of_thread = local()
@@ -55,7 +57,8 @@ class Operators:
 
         The mode goes below those of the program, which ends the last one of the stack.
         """
-        if not hasattr(self._of_thread, "entered"):
+        # While an operator runs, PyTorch has taken the mode from the stack: a second one would stay there.
+        if not (hasattr(self._of_thread, "entered") or self._running.get(get_ident())):
             self._of_thread.entered = True
             self._change([self])
 
@@ -84,55 +87,68 @@ class Operators:
         finally:
             running[thread] = None
 
-    def operands(self, thread: int) -> Operands:
-        """The tensors of the operator that a thread runs; empty if it runs none, or if it may use parts of them."""
+    def operands(self, thread: int, is_known: bool) -> Operands:
+        """The tensors of the operator that a thread runs; empty if it runs none, or if it may use parts of them.
+
+        ``is_known``: of the kernel that it launches, it is known what it writes. Then long lists of tensors are not
+        worth their time.
+        """
         running = self._running.get(thread)
         if running is None:
             return ()
-        if running[3] is None:
-            function, args, kwargs, _ = running
+        function, args, kwargs, found = running
+        if found is None:
+            if function not in self._schemas:
+                self._schemas[function] = _schema(function)
+            schema = self._schemas[function]
+            if schema is None or (schema.has_lists and is_known):
+                return ()
             try:
-                running[3] = self._operands(function, args, kwargs or {})
+                found = self._operands(schema, args, kwargs or {})
             except (RuntimeError, NotImplementedError):  # a tensor without memory
-                running[3] = ()
-        found: Operands = running[3]
-        return found
+                found = ()
+            running[3] = found
+        operands: Operands = found
+        return operands
 
-    def _operands(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operands:
-        if function not in self._schemas:
-            self._schemas[function] = _schema(function)
-        schema = self._schemas[function]
-        if schema is None:
-            return ()
+    def _operands(self, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operands:
         found = []
-        for value, write in (*zip(args, schema[0], strict=False), *((kwargs[one], schema[1][one]) for one in kwargs)):
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if not hasattr(tensor, "is_cuda") or not tensor.is_cuda:
-                    continue
+        for at, name, write in schema.tensors:
+            value = args[at] if at < len(args) else kwargs.get(name)
+            tensors: Any = value if type(value) in _LISTS else (value,)
+            for tensor in tensors:
                 if type(tensor) not in self._plain:
+                    if tensor is None or isinstance(tensor, Number):
+                        continue
                     return ()
-                if not (write or tensor.is_floating_point() or tensor.is_complex()):
+                dtype = tensor.dtype
+                if not (write or dtype.is_floating_point or dtype.is_complex):
                     return ()  # indices and masks, which choose parts of the others
                 if low := tensor.data_ptr():
-                    found.append(Operand(low, low + _extent(tensor), write))
+                    found.append((low, low + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)), write))
         return tuple(found)
 
 
-def _schema(function: Any) -> tuple[list[bool], dict[str, bool]] | None:
-    """Whether an operator writes its arguments, by position and by name; None if it may use parts of them: an operator
-    of an extension may have a whole cache as its argument.
+_LISTS = (list, tuple)
+
+
+def _schema(function: Any) -> _Schema | None:
+    """The tensors of an operator; None if it may use parts of them: an operator of an extension may have a whole cache
+    as its argument.
     """
     schema = getattr(function, "_schema", None)
     if schema is None or not schema.name.startswith("aten::") or schema.name in _OF_PARTS:
         return None
-    writes = [(one.name, one.alias_info is not None and one.alias_info.is_write) for one in schema.arguments]
-    return [write for _, write in writes], dict(writes)
+    tensors, has_lists = [], False
+    for at, one in enumerate(schema.arguments):
+        kind = str(one.type)
+        if "Tensor" in kind:
+            tensors.append((at, one.name, one.alias_info is not None and one.alias_info.is_write))
+            has_lists |= kind.startswith("List")
+    return _Schema(tensors, has_lists)
 
 
 def _extent(tensor: Any) -> int:
-    count, item = tensor.numel(), tensor.element_size()
-    if not tensor.is_contiguous():
-        reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if reach != count:
-            return int(item)
-    return int(count * item)
+    """Bytes of a tensor that is not in the order of its indices."""
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.nbytes if reach == tensor.numel() else tensor.element_size())

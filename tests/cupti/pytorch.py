@@ -15,10 +15,9 @@ MiB = 1 << 20
 class Tensor:
     """A tensor: a part of memory, perhaps with gaps, of elements of four bytes."""
 
-    is_cuda = True
-
     def __init__(self, address: int, count: int, step: int = 1, is_float: bool = True) -> None:
-        self.address, self.shape, self._step, self._is_float = address, (count,), step, is_float
+        self.address, self.shape, self._step, self.nbytes = address, (count,), step, 4 * count
+        self.dtype = types.SimpleNamespace(is_floating_point=is_float, is_complex=False)
 
     def data_ptr(self) -> int:
         return self.address
@@ -35,11 +34,19 @@ class Tensor:
     def is_contiguous(self) -> bool:
         return self._step == 1
 
-    def is_floating_point(self) -> bool:
-        return self._is_float
 
-    def is_complex(self) -> bool:
-        return False
+def schema_of(text: str) -> Any:
+    """A schema: the name of an operator, and its parameters, with a ``!`` behind those that it writes."""
+    name, *parameters = text.split()
+    arguments = [
+        types.SimpleNamespace(
+            name=one.rstrip("!"),
+            type="number" if one in ("dim", "mean") else "List[Tensor]" if "_foreach" in name else "Tensor",
+            alias_info=types.SimpleNamespace(is_write=one.endswith("!")),
+        )
+        for one in parameters
+    ]
+    return types.SimpleNamespace(name=name, arguments=arguments)
 
 
 class Torch:
@@ -143,17 +150,12 @@ class Torch:
         sleep(1e-5)
 
     def run(self, schema: str, kernels: Any, *args: Any, **kwargs: Any) -> None:
-        """Run an operator: a function launches its kernels. A ``!`` in its schema is behind what it writes."""
-        name, _, parameters = schema.partition(" ")
-        arguments = [
-            types.SimpleNamespace(name=one.rstrip("!"), alias_info=types.SimpleNamespace(is_write=one.endswith("!")))
-            for one in parameters.split()
-        ]
+        """Run an operator: a function launches its kernels."""
 
         def operator(*args: Any, **kwargs: Any) -> None:
             kernels()
 
-        operator._schema = types.SimpleNamespace(name=name, arguments=arguments)  # type: ignore[attr-defined]
+        operator._schema = schema_of(schema)  # type: ignore[attr-defined]
         if self.modes:
             mode = self.modes.pop()  # it is not active in its own code
             try:

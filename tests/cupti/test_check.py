@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -20,7 +22,7 @@ from streamalloc.cupti import blocks, callers, checking, kernels
 from streamalloc.cupti.checking import Check
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.driver.bindings import cuda
-from tests.cupti.pytorch import MiB, Tensor, Torch
+from tests.cupti.pytorch import MiB, Tensor, Torch, schema_of
 from tests.interop import standins
 
 
@@ -712,6 +714,32 @@ def test_the_mode_is_below_those_of_the_program_and_leaves_at_the_end(checked: A
 
     checked(scene)
     assert seen[0].modes == ["of the program"]
+
+
+@launches
+def test_operators_of_a_thread_of_c_have_the_mode_and_the_line_of_the_main_thread(checked: Any) -> None:
+    """Threads of autograd have the mode of the thread that calls ``backward``, and no frames but the mode's."""
+
+    def scene(s: Scene) -> None:
+        gradient, step = s.torch.empty(s.first), s.torch.empty(s.first)
+        for address in (gradient, step):
+            s.fill(address, s.first)
+        s.order(s.first, s.side)
+        s.read(gradient, s.side)
+        (mode,) = s.torch.modes
+        launch = functools.partial(s.driver.launch, "gemm", s.first, step, gradient)
+        gemm = eval("lambda *tensors: launch()", {"launch": launch})  # its file is none of the program's
+        gemm._schema = schema_of("aten::addmm_ self! mat1")
+        for _ in range(3):
+            s.torch.modes.remove(mode)  # it is not active in its own code
+            thread = _thread.start_new_thread(mode.__torch_dispatch__, (gemm, (), (Tensor(gradient, 4),)))
+            while mode._running.get(thread, 0) is not None:
+                sleep(0.001)  # called
+            s.torch.modes.append(mode)
+            assert s.torch.modes == [mode]
+
+    (hazard,) = checked(scene).hazards
+    assert hazard.kind == "race" and any("# called" in line for line in hazard.stacks["this call"])
 
 
 @launches
