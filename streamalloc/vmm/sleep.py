@@ -390,7 +390,7 @@ class SleepGroup(_Members):
         background
             Whether to return at once, while threads pin the memory.
         most_cores
-            Most threads; default: one for each core that the process may use, at most 16.
+            Most threads; default: one for each core that the process may use, at most 8.
 
         Returns
         -------

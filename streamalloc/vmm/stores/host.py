@@ -416,7 +416,7 @@ class HostTier(BlockTier):
             Whether to return at once, while threads pin the memory. A sleep meanwhile uses what is ready, and all cores
             for the rest.
         most_cores
-            Most threads; default: one for each core that the process may use, at most 16.
+            Most threads; default: one for each core that the process may use, at most 8.
 
         Returns
         -------

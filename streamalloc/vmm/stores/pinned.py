@@ -35,8 +35,8 @@ PIECE = 128 << 20
 """Bytes that are pinned at a time, while copies to earlier ones run."""
 _PART = 16 << 20
 """Bytes that one thread fills at a time."""
-_MOST_CORES = 16
-"""Most threads; more fill memory no faster."""
+_MOST_CORES = 8
+"""Most threads: more fill memory no faster, and slow down the copies beside them."""
 _SPARE = 256 << 20
 """Bytes of host memory that are left to others."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE: pinned for all devices
@@ -52,7 +52,7 @@ _syscall = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_ulong] * 7)(("syscall", ct
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use, at most 16."""
+    """Return the number of cores that this process may use, at most 8."""
     return min(len(os.sched_getaffinity(0)), _MOST_CORES)
 
 

@@ -64,7 +64,8 @@ class TestBytes:
     @pytest.mark.parametrize(
         ("nbytes", "count", "offset", "suits"),
         [
-            (4096, 1300, 0, True),  # more than one launch takes, and two halves
+            (4096, 1300, 0, True),  # two halves
+            (16, 4100, 0, True),  # more than one launch takes
             (16, 3, 0, True),
             (1040, 40, 0, True),  # no multiple of what a warp moves
             (5136, 40, 16, True),
@@ -300,10 +301,10 @@ class TestFaults:
         account = Account(machine)
         faults: Any = Faults(account.driver)
         device = sa.Device(0, driver=faults)
-        with device.create_stream() as stream, sa.allocate(2000 * 4096, stream) as buffer, vmm.HostTier(device) as tier:
+        with device.create_stream() as stream, sa.allocate(9000 * 16, stream) as buffer, vmm.HostTier(device) as tier:
             faults.fail(LAUNCH, 2)
             with pytest.raises(sa.OutOfMemoryError):
-                tier.save(buffer.view(), range(0, 2000, 2), 4096, stream)
+                tier.save(buffer.view(), range(0, 9000, 2), 16, stream)
             assert tier.used == 0
         del buffer, stream  # with its last event
         assert account.left == {}
