@@ -372,8 +372,9 @@ def check(*, at_once: bool = False, raises: bool = False) -> Iterator[Check]:
     Memory of pools, ``cuMemAlloc``, mappings, pinned memory and the blocks of PyTorch's and CuPy's allocators is
     followed, with the copies, fills, kernels, waits, graphs and frees that use it. A kernel uses the memory whose
     addresses are among its arguments. Element-wise kernels of PyTorch and CuPy write their output, and another kernel
-    writes new memory that it uses first; otherwise what a kernel does is unknown and counts as a read. So races are
-    missed if the only write is by such a kernel, in memory that was used before.
+    writes new memory that it uses first. Once the program has made a stream, the schemas of PyTorch's operators tell
+    what their kernels write. Otherwise what a kernel does is unknown and counts as a read. So races are missed if the
+    only write is by such a kernel, in memory that was used before.
 
     The libraries should be imported, and CUDA initialised, in the block. Leaks are not reported, because libraries
     keep memory until the end.

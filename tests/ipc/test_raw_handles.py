@@ -171,7 +171,6 @@ class TestOursThere:
             peer.value("cuIpcOpenEventHandle", handle, keep="event")
             assert peer.said("cuEventQuery", Kept("event")) == "SUCCESS"
 
-
     def test_what_was_closed_is_not_given_out(self, device: sa.Device, stream: sa.Stream) -> None:
         """Nor if it was exported before."""
         pool, event = shared_pool(device), device.create_event(interprocess=True)
