@@ -13,7 +13,7 @@ import numpy as np
 
 from streamalloc.core.errors import CudaError, EvictedError, attach, size_text, undoing
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device, work
-from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
@@ -176,7 +176,7 @@ class _Members(Closes, Claimable):
             The group was closed.
         """
         self._check_open()
-        size = checked_size("nbytes", nbytes)
+        size, tag = checked_size("nbytes", nbytes), checked_type("tag", tag, str)
         buffer = GrowableBuffer(self.device, max(size, 1), size, handle_types=self._handle_types, stream=stream)
         self._admit(buffer, tag)
         return buffer
@@ -187,7 +187,7 @@ class _Members(Closes, Claimable):
         Raises
         ------
         TypeError, ValueError
-            ``buffer`` is no virtual buffer, or belongs to another driver.
+            ``buffer`` is no virtual buffer, or belongs to another driver; ``tag`` is no text.
         ClosedError
             The group was closed.
         """
@@ -196,7 +196,7 @@ class _Members(Closes, Claimable):
             raise TypeError(f"buffer must be a GrowableBuffer or another VirtualBuffer, not {buffer!r}")
         if session_of(buffer) is not self._session:
             raise ValueError(f"{buffer!r} belongs to another driver than the group")
-        self._admit(buffer, tag)
+        self._admit(buffer, checked_type("tag", tag, str))
 
     def _admit(self, buffer: VirtualBuffer, tag: str) -> None:
         self._members[buffer] = tag
@@ -251,7 +251,7 @@ class _Members(Closes, Claimable):
     @staticmethod
     def _check_tags(tags: Collection[str], buffers: Mapping[VirtualBuffer, str]) -> None:
         """Raise for tags that no buffer has: a misspelt tag would lose bytes."""
-        unknown = [tag for tag in tags if tag not in buffers.values()]
+        unknown = [tag for tag in tags if checked_type("tag", tag, str) not in buffers.values()]
         if unknown:
             known = f"there are {sorted(set(buffers.values()))}" if buffers else "the group has no buffers"
             remedy = f"allocate(nbytes, tag={unknown[0]!r}) or add(buffer, {unknown[0]!r}) gives a buffer this tag"

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
+import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate, settle
@@ -470,6 +471,38 @@ class TestRefused:
             with pytest.raises(ValueError, match=WRONG_LENGTH):
                 call(b"abc")
         assert sa.MemFabricHandle(sa.MemFabricHandle(bytes(64)).to_driver()) == bytes(64)
+
+    def test_what_its_owner_freed(self, peer: Peer, device: sa.Device, stream: sa.Stream) -> None:
+        address = peer.value("cuMemAlloc", 4 * MiB)
+        handle = peer.value("cuIpcGetMemHandle", address)
+        ipc.open_memory_handle(handle, stream=stream).close()
+        assert peer.said("cuMemFree", address) == "SUCCESS"
+        with pytest.raises(sa.InvalidValueError, match="has freed it"):
+            ipc.open_memory_handle(handle, stream=stream)
+
+    def test_what_an_ended_process_gave(self, on_cuda: bool, device: sa.Device, stream: sa.Stream) -> None:
+        with Peer(on_cuda) as peer:
+            handle = peer.value("cuIpcGetMemHandle", peer.value("cuMemAlloc", 4 * MiB))
+            event = peer.value("cuEventCreate", 6, keep="event")
+            ready = peer.value("cuIpcGetEventHandle", Kept("event"))
+            peer.kill()
+        assert event
+        with pytest.raises(sa.CudaError, match="has ended"):
+            ipc.open_memory_handle(handle, stream=stream)
+        with pytest.raises(sa.CudaError, match="has ended"):
+            sa.Event.from_handle(ready, device)
+
+    @pytest.mark.simulated_only("two drivers")
+    def test_another_driver(self, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
+        other = sd.simulated(seed=1)
+        with pool.allocate(4096, stream) as buffer, vmm.PhysicalMemory(device, PAGE) as memory:
+            with pytest.raises(ValueError, match=r"is in no memory .* of another driver"):
+                sa.Buffer.from_handle(buffer.address, 4096, owner=buffer, driver=other)
+            with pytest.raises(sa.InvalidValueError, match="was destroyed, is of another process"):
+                sa.MemoryPool.from_handle(pool.handle, owner=pool, driver=other)
+            handle = cuda.CUmemGenericAllocationHandle(memory.handle)
+            with pytest.raises(NotImplementedError, match="the real driver crashes"):
+                vmm.PhysicalMemory.from_handle(handle, owner=memory, driver=other)
 
     @pytest.mark.parametrize("number", [0, 99992])
     def test_numbers_that_are_no_handles(self, device: sa.Device, number: int) -> None:

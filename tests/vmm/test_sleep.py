@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,21 @@ class TestMembers:
             with pytest.raises(KeyError, match=r"'b'.*\['a'\]"):
                 call("b")
         assert not several[0].evicted
+
+    @pytest.mark.parametrize("wrong", [None, 3, b"a", ["a"]])
+    def test_tags_that_are_no_text(self, group: vmm.SleepGroup, wrong: Any) -> None:
+        (buffer,) = buffers(group, "a")
+        calls: list[Callable[[], object]] = [
+            lambda: group.allocate(64, tag=wrong),
+            lambda: group.add(buffer, wrong),
+            lambda: group.tagged(wrong).allocate(64),
+            lambda: group.sleep(keep=[3]),  # type: ignore[list-item]
+            *(partial(call, wrong) for call in (group.sleep, group.wake, group.freeze, group.thaw)),
+        ]
+        for call in calls:
+            with pytest.raises(TypeError, match="tag must be"):
+                call()
+        assert group.buffers == {buffer: "a"} and not buffer.evicted
 
     @pytest.mark.parametrize("wrong", [None, 5, "a"])
     def test_other_things_are_refused(self, group: vmm.SleepGroup, wrong: Any) -> None:
