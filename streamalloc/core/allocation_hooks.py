@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from streamalloc.core.errors import PACKAGE
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.session import NOT_CALLED, PerDriver, Session
+from streamalloc.core.session import NOT_CALLED, PerDriver, Session, members
 from streamalloc.driver.internal import RLock
 
 
@@ -172,19 +172,19 @@ class Watching:
     def add(self, watcher: Watcher) -> None:
         """Notify a watcher from now on."""
         with self._lock:
-            if watcher not in self.watchers:
-                self.watchers += (watcher,)
-            for allocator in self.allocators():
-                self._watch(allocator)
+            self._notify((*self.watchers, watcher) if watcher not in self.watchers else self.watchers)
 
     def remove(self, watcher: Watcher) -> None:
         """Stop notifying a watcher. Once none is left, allocators call the driver's own functions again."""
         if self._session.forked:
             return
         with self._lock:
-            self.watchers = tuple(other for other in self.watchers if other is not watcher)
-            for allocator in self.allocators():
-                self._watch(allocator)
+            self._notify(tuple(other for other in self.watchers if other is not watcher))
+
+    def _notify(self, watchers: tuple[Watcher, ...]) -> None:
+        self.watchers = watchers
+        for allocator in self.allocators():
+            self._watch(allocator)
 
     def bound(self, allocator: Watched) -> None:
         """Add the watchers to an allocator that has just bound its functions."""
@@ -194,7 +194,7 @@ class Watching:
 
     def allocators(self) -> list[Any]:
         """The allocators that are alive."""
-        return [one for one in self._session.bound_objects() if hasattr(one, "_watched_by")]
+        return [one for one in members(self._session.bound) if hasattr(one, "_watched_by")]
 
     def _watch(self, allocator: Watched) -> None:
         allocator._watched_by(tuple(watcher for watcher in self.watchers if watcher.wants(allocator)))

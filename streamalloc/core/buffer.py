@@ -481,8 +481,10 @@ class PoolBuffer(Buffer):
         finally:
             exchange(mode)
             dropping.pop()
-        if handle is None or failed:
-            _free_later(session, ptr, stream, failed)
+        # Memory of a lost context is gone.
+        lost = failed and isinstance(error_from(failed, "cuMemFreeAsync"), LOST)
+        if (handle is None or failed) and not lost:
+            deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 
 PoolBuffer.__name__ = PoolBuffer.__qualname__ = "Buffer"
@@ -622,12 +624,6 @@ class _Graphs(NamedTuple):
     """Stands for the capture of a graph that is built by nodes."""
 
     graph: Graph
-
-
-def _free_later(session: Session, ptr: Any, stream: Stream, failed: Any) -> None:
-    """Submit the free of a dropped buffer to the queue, unless its context is lost."""
-    if not (failed and isinstance(error_from(failed, "cuMemFreeAsync"), LOST)):
-        deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 
 class _FreeDropped(Deferred):

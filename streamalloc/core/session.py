@@ -97,7 +97,7 @@ class Session(_Direct):
         *DIRECT,
         "__weakref__",
         "_contexts",
-        "_bound",
+        "bound",
         "_lock",
         "_state",
         "driver",
@@ -124,7 +124,8 @@ class Session(_Direct):
         """The entry that was found last, which is looked at first."""
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
-        self._bound: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Objects with bound driver functions, which a forked child replaces."""
         self._lock = RLock()
         for name in DIRECT:
             setattr(self, name, getattr(driver, name))
@@ -276,11 +277,7 @@ class Session(_Direct):
 
     def shut_with_me(self, bound: _ShutsAfterFork) -> None:
         """Register an object with bound driver functions, to replace them in a forked child."""
-        self._bound.add(bound)
-
-    def bound_objects(self) -> list[Any]:
-        """The objects that have bound driver functions."""
-        return members(self._bound)
+        self.bound.add(bound)
 
     def _shut_after_fork(self) -> None:
         self.forked = True
@@ -288,7 +285,7 @@ class Session(_Direct):
         self._lock = RLock()
         for name in DIRECT:
             setattr(self, name, refuse_after_fork)
-        for bound in tuple(self._bound):
+        for bound in tuple(self.bound):
             bound._shut_after_fork()
 
 
