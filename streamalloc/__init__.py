@@ -22,10 +22,12 @@ PYTEST_DONT_REWRITE: the package may be imported before pytest starts (``streama
 """
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import streamalloc.core.resource
 import streamalloc.formats.html
+from streamalloc.core.resource import above
 
 if TYPE_CHECKING:
     from streamalloc import driver, interop, ipc, multicast, observing, plots, testing, traces, vmm
@@ -184,39 +186,17 @@ if TYPE_CHECKING:
     ]
 
 
-def _multiprocess() -> Any:
-    return importlib.import_module("streamalloc.ipc.multiprocess")
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """A function of an area above core, imported at its first call."""
+    return lambda *args, **options: getattr(importlib.import_module(f"streamalloc.{module}"), name)(*args, **options)
 
 
-def _reduce_for_processes(thing: object) -> tuple[Any, ...]:
-    reduced: tuple[Any, ...] = _multiprocess().reduce(thing)
-    return reduced
-
-
-# Importing that module registers the classes; these are for programs that never name ipc.
-streamalloc.core.resource.reduce_for_processes = _reduce_for_processes
-streamalloc.core.resource.prepare_for_processes = _multiprocess
-
-
-def _draw(thing: object, **options: Any) -> Any:
-    return importlib.import_module("streamalloc.plots").draw(thing, **options)
-
-
-streamalloc.formats.html.draw = _draw
-
-
-def _raw_handles(thing: object, **options: Any) -> Any:
-    return importlib.import_module("streamalloc.ipc").raw_handles(thing, **options)
-
-
-streamalloc.core.resource.raw_handles = _raw_handles
-
-
-def _buffer_from_handle(*args: Any) -> Any:
-    return importlib.import_module("streamalloc.pool.borrowed").buffer_from_handle(*args)
-
-
-streamalloc.core.resource.buffer_from_handle = _buffer_from_handle
+above.reduce_for_processes = _later("ipc.multiprocess", "reduce")
+# The import registers the classes; for programs that never name ipc.
+above.prepare_for_processes = partial(importlib.import_module, "streamalloc.ipc.multiprocess")
+above.raw_handles = _later("ipc", "raw_handles")
+above.buffer_from_handle = _later("pool.borrowed", "buffer_from_handle")
+streamalloc.formats.html.draw = _later("plots", "draw")
 
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.
 _PACKAGES = ("driver", "interop", "ipc", "multicast", "observing", "plots", "testing", "traces", "vmm")

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from streamalloc.core import resource
 from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
 from streamalloc.core.device import Device
@@ -31,7 +30,7 @@ from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
 from streamalloc.core.places import Residence
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, checked_size
-from streamalloc.core.resource import Closes
+from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import NOT_CALLED, Session
 from streamalloc.core.stream import (
     Stream,
@@ -192,8 +191,7 @@ class Buffer(Memory, Closes):
         >>> again.location == buffer.location
         True
         """
-        assert resource.buffer_from_handle is not None  # the package sets it
-        found: Buffer = resource.buffer_from_handle(address, nbytes, owner, stream, driver)
+        found: Buffer = above.buffer_from_handle(address, nbytes, owner, stream, driver)
         return found
 
     @property

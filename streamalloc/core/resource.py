@@ -9,7 +9,7 @@ import os
 import stat
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,28 +21,15 @@ if TYPE_CHECKING:
     from streamalloc.core.properties import IpcEventHandle, IpcMemHandle, MemFabricHandle, MemPoolPtrExportData
     from streamalloc.core.session import Session
 
-reduce_for_processes: Callable[[object], tuple[Any, ...]] | None = None
-"""Pickles an object for :mod:`multiprocessing`; set by the package."""
-
-
-prepare_for_processes: Callable[[], object] | None = None
-"""Prepares :mod:`multiprocessing` queues for shared objects; set by the package."""
-
-
-raw_handles: Callable[..., Any] | None = None
-"""``streamalloc.ipc.raw_handles``, imported on use; set by ``streamalloc/__init__.py``."""
-
-
-buffer_from_handle: Callable[..., Any] | None = None
-"""The same of :mod:`streamalloc.pool.borrowed`, for :meth:`Buffer.from_handle`."""
+above: Any = types.SimpleNamespace()
+"""Functions of areas above core, which are imported at their first call; ``streamalloc/__init__.py`` sets them."""
 
 
 def made_for_sharing() -> None:
     """Prepare for an object that may be shared with other processes."""
-    if prepare_for_processes is not None:
-        # Its import needs a descriptor. Without one, the driver's answer is the error; a later object prepares.
-        with contextlib.suppress(OSError):
-            prepare_for_processes()
+    # Its import needs a descriptor. Without one, the driver's answer is the error; a later object prepares.
+    with contextlib.suppress(OSError):
+        above.prepare_for_processes()
 
 
 class Unique:
@@ -61,8 +48,9 @@ class Unique:
             return f"<{type(self).__name__} that could not be made>"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if reduce_for_processes is not None and _called_by_multiprocessing(sys._getframe(1)):
-            return reduce_for_processes(self)
+        if _called_by_multiprocessing(sys._getframe(1)):
+            reduced: tuple[Any, ...] = above.reduce_for_processes(self)
+            return reduced
         raise not_copied(self)
 
 
@@ -87,8 +75,7 @@ class Shareable(Unique):
 
     def handles(self, **options: Any) -> RawHandles:
         """The driver's handles, for programs without this package; the same as :func:`streamalloc.ipc.raw_handles`."""
-        assert raw_handles is not None  # the package sets it
-        found: RawHandles = raw_handles(self, **options)
+        found: RawHandles = above.raw_handles(self, **options)
         return found
 
 

@@ -497,8 +497,10 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
         groups.setdefault((one.device, one.untyped_storage().data_ptr() if one.numel() else name), []).append(name)
     for names in groups.values():
         parts = {name: (tensors[name].storage_offset() * tensors[name].element_size(), tensors[name]) for name in names}
-        about = {name: Tensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), _strides(one), begin)
-                 for name, (begin, one) in parts.items()}  # fmt: skip
+        about = {}
+        for name, (begin, one) in parts.items():
+            strides = None if one.is_contiguous() else tuple(one.stride())
+            about[name] = Tensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), strides, begin)
         first = min(one.offset for one in about.values()) // 16 * 16  # as aligned as any type is
         nbytes = max(one.offset + one.nbytes for one in about.values()) - first
         offset = weights.reserve(nbytes)
@@ -510,10 +512,6 @@ def write_state_dict(weights: WeightsWriter, tensors: dict[str, Any]) -> None:
             target.copy_from(source if source.is_cuda else np.asarray(source), current)
         for name, one in about.items():
             weights.place(name, one._replace(offset=one.offset - first + offset))
-
-
-def _strides(tensor: Any) -> tuple[int, ...] | None:
-    return None if tensor.is_contiguous() else tuple(tensor.stride())
 
 
 _EXPANDABLE = "expandable_segments:True"

@@ -161,11 +161,6 @@ def find_kernel(name: str) -> RegisteredKernel | None:
     return next((_kernels[one] for one in patterns), None)
 
 
-def find_global(name: str) -> bytes | None:
-    """The initial bytes of a registered variable."""
-    return _globals.get(name)
-
-
 def _c_type(given: Any) -> CType:
     """Return the ctypes type of a ctypes or NumPy type."""
     if isinstance(given, type) and issubclass(given, (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)):
@@ -289,7 +284,7 @@ class Module:
 
     def initial(self, name: str) -> bytes:
         """The initial bytes of a variable."""
-        given = find_global(name)
+        given = _globals.get(name)
         if given is not None:
             return given
         contents = need(self.contents, f"the variable {name!r} of a module that is not PTX: testing.device_global")

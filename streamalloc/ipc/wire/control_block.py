@@ -507,11 +507,6 @@ def _try_lock(file: Fd, byte: int) -> bool:
     return True
 
 
-def _unlock(file: Fd, byte: int) -> None:
-    # A forked child may also have the file, so closing it would not release the lock.
-    _lock(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
-
-
 class ReadyWord:
     """The word ``ready`` of one announcement, for a process that reads it without a driver.
 
@@ -562,7 +557,8 @@ def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -
         block = reference()
         if block is not None:
             block._died(byte)
-        _unlock(file, byte)
+        # A forked child may also have the file, so closing it would not release the lock.
+        _lock(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
 
 def fence() -> None:
