@@ -21,181 +21,113 @@ The map; ``help(streamalloc.MemoryPool)`` tells of one name, and ``dir(streamall
 PYTEST_DONT_REWRITE: the package may be imported before pytest starts (``streamalloc run -m pytest``).
 """
 
+import functools
 import importlib
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import streamalloc.core.resource
 import streamalloc.formats.html
-from streamalloc.core.resource import above
 
 if TYPE_CHECKING:
-    from streamalloc import driver, interop, ipc, multicast, observing, plots, testing, traces, vmm
-    from streamalloc.core.buffer import Buffer, GraphBuffer
-    from streamalloc.core.capabilities import Capabilities
-    from streamalloc.core.copies import CopyOptions, copy_batch
-    from streamalloc.core.device import Device, MemoryInfo
-    from streamalloc.core.errors import (
-        AddressSpaceError,
-        CaptureError,
-        ClosedError,
-        CudaError,
-        DeviceLostError,
-        EvictedError,
-        IncompleteTeamError,
-        InUseError,
-        InvalidContextError,
-        InvalidDeviceError,
-        InvalidHandleError,
-        InvalidValueError,
-        NotInitializedError,
-        NotPermittedError,
-        NotReadyError,
-        NotSupportedError,
-        OutOfMemoryError,
-        PeerAccessError,
-        PendingFreesWarning,
-        StaleDescriptorError,
-        StillImportedError,
-        SystemNotReadyError,
-    )
-    from streamalloc.core.event import Event
-    from streamalloc.core.graph import Graph, GraphMemory, GraphMemoryStatistics
-    from streamalloc.core.memory import BufferView, Memory, TypedView
-    from streamalloc.core.memory_base import MemRangeAttributes, discard_batch, discard_prefetch_batch, prefetch_batch
-    from streamalloc.core.properties import (
-        IpcEventHandle,
-        IpcMemHandle,
-        MemAccess,
-        MemAccessDesc,
-        MemAdvise,
-        MemAllocationType,
-        MemFabricHandle,
-        MemHandleType,
-        MemLocality,
-        MemLocation,
-        MemLocationType,
-        MemPoolPtrExportData,
-    )
-    from streamalloc.core.resource import Fd
-    from streamalloc.core.stream import Stream, StreamLike
-    from streamalloc.driver import DriverNotFoundError, ForkedProcessError
-    from streamalloc.multicast.objects.multicast_object import MulticastObjectProp
-    from streamalloc.observing import Observer, observe
-    from streamalloc.pool import (
-        CacheStatistics,
-        CachingAllocator,
-        CallbackAllocator,
-        MemoryPool,
-        PlainMemory,
-        PoolAttributes,
-        PoolStatistics,
-        allocate,
-    )
-    from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
-    from streamalloc.pool.properties import MemPoolProps
-    from streamalloc.vmm.properties import MemAllocationProp, MemAllocFlags
+    # Each by its own name: so type checkers take it for public.
+    from streamalloc import driver as driver
+    from streamalloc import interop as interop
+    from streamalloc import ipc as ipc
+    from streamalloc import multicast as multicast
+    from streamalloc import observing as observing
+    from streamalloc import plots as plots
+    from streamalloc import testing as testing
+    from streamalloc import traces as traces
+    from streamalloc import vmm as vmm
+    from streamalloc.core.buffer import Buffer as Buffer
+    from streamalloc.core.buffer import GraphBuffer as GraphBuffer
+    from streamalloc.core.capabilities import Capabilities as Capabilities
+    from streamalloc.core.copies import CopyOptions as CopyOptions
+    from streamalloc.core.copies import copy_batch as copy_batch
+    from streamalloc.core.device import Device as Device
+    from streamalloc.core.device import MemoryInfo as MemoryInfo
+    from streamalloc.core.errors import AddressSpaceError as AddressSpaceError
+    from streamalloc.core.errors import CaptureError as CaptureError
+    from streamalloc.core.errors import ClosedError as ClosedError
+    from streamalloc.core.errors import CudaError as CudaError
+    from streamalloc.core.errors import DeviceLostError as DeviceLostError
+    from streamalloc.core.errors import EvictedError as EvictedError
+    from streamalloc.core.errors import IncompleteTeamError as IncompleteTeamError
+    from streamalloc.core.errors import InUseError as InUseError
+    from streamalloc.core.errors import InvalidContextError as InvalidContextError
+    from streamalloc.core.errors import InvalidDeviceError as InvalidDeviceError
+    from streamalloc.core.errors import InvalidHandleError as InvalidHandleError
+    from streamalloc.core.errors import InvalidValueError as InvalidValueError
+    from streamalloc.core.errors import NotInitializedError as NotInitializedError
+    from streamalloc.core.errors import NotPermittedError as NotPermittedError
+    from streamalloc.core.errors import NotReadyError as NotReadyError
+    from streamalloc.core.errors import NotSupportedError as NotSupportedError
+    from streamalloc.core.errors import OutOfMemoryError as OutOfMemoryError
+    from streamalloc.core.errors import PeerAccessError as PeerAccessError
+    from streamalloc.core.errors import PendingFreesWarning as PendingFreesWarning
+    from streamalloc.core.errors import StaleDescriptorError as StaleDescriptorError
+    from streamalloc.core.errors import StillImportedError as StillImportedError
+    from streamalloc.core.errors import SystemNotReadyError as SystemNotReadyError
+    from streamalloc.core.event import Event as Event
+    from streamalloc.core.graph import Graph as Graph
+    from streamalloc.core.graph import GraphMemory as GraphMemory
+    from streamalloc.core.graph import GraphMemoryStatistics as GraphMemoryStatistics
+    from streamalloc.core.memory import BufferView as BufferView
+    from streamalloc.core.memory import Memory as Memory
+    from streamalloc.core.memory import TypedView as TypedView
+    from streamalloc.core.memory_base import MemRangeAttributes as MemRangeAttributes
+    from streamalloc.core.memory_base import discard_batch as discard_batch
+    from streamalloc.core.memory_base import discard_prefetch_batch as discard_prefetch_batch
+    from streamalloc.core.memory_base import prefetch_batch as prefetch_batch
+    from streamalloc.core.properties import IpcEventHandle as IpcEventHandle
+    from streamalloc.core.properties import IpcMemHandle as IpcMemHandle
+    from streamalloc.core.properties import MemAccess as MemAccess
+    from streamalloc.core.properties import MemAccessDesc as MemAccessDesc
+    from streamalloc.core.properties import MemAdvise as MemAdvise
+    from streamalloc.core.properties import MemAllocationType as MemAllocationType
+    from streamalloc.core.properties import MemFabricHandle as MemFabricHandle
+    from streamalloc.core.properties import MemHandleType as MemHandleType
+    from streamalloc.core.properties import MemLocality as MemLocality
+    from streamalloc.core.properties import MemLocation as MemLocation
+    from streamalloc.core.properties import MemLocationType as MemLocationType
+    from streamalloc.core.properties import MemPoolPtrExportData as MemPoolPtrExportData
+    from streamalloc.core.resource import Fd as Fd
+    from streamalloc.core.stream import Stream as Stream
+    from streamalloc.core.stream import StreamLike as StreamLike
+    from streamalloc.driver import DriverNotFoundError as DriverNotFoundError
+    from streamalloc.driver import ForkedProcessError as ForkedProcessError
+    from streamalloc.multicast.objects.multicast_object import MulticastObjectProp as MulticastObjectProp
+    from streamalloc.observing import Observer as Observer
+    from streamalloc.observing import observe as observe
+    from streamalloc.pool import CacheStatistics as CacheStatistics
+    from streamalloc.pool import CachingAllocator as CachingAllocator
+    from streamalloc.pool import CallbackAllocator as CallbackAllocator
+    from streamalloc.pool import MemoryPool as MemoryPool
+    from streamalloc.pool import PlainMemory as PlainMemory
+    from streamalloc.pool import PoolAttributes as PoolAttributes
+    from streamalloc.pool import PoolStatistics as PoolStatistics
+    from streamalloc.pool import allocate as allocate
+    from streamalloc.pool.pointers import MemoryKind as MemoryKind
+    from streamalloc.pool.pointers import PointerAttributes as PointerAttributes
+    from streamalloc.pool.pointers import pointer_attributes as pointer_attributes
+    from streamalloc.pool.properties import MemPoolProps as MemPoolProps
+    from streamalloc.vmm.properties import MemAllocationProp as MemAllocationProp
+    from streamalloc.vmm.properties import MemAllocFlags as MemAllocFlags
 
 __version__ = "0.3.0"
 
-if TYPE_CHECKING:
-    __all__ = [
-        "AddressSpaceError",
-        "Buffer",
-        "BufferView",
-        "CacheStatistics",
-        "CachingAllocator",
-        "CallbackAllocator",
-        "Capabilities",
-        "CaptureError",
-        "ClosedError",
-        "CopyOptions",
-        "CudaError",
-        "Device",
-        "DeviceLostError",
-        "DriverNotFoundError",
-        "Event",
-        "EvictedError",
-        "Fd",
-        "ForkedProcessError",
-        "Graph",
-        "GraphBuffer",
-        "GraphMemory",
-        "GraphMemoryStatistics",
-        "InUseError",
-        "IncompleteTeamError",
-        "InvalidContextError",
-        "InvalidDeviceError",
-        "InvalidHandleError",
-        "InvalidValueError",
-        "IpcEventHandle",
-        "IpcMemHandle",
-        "MemAccess",
-        "MemAccessDesc",
-        "MemAdvise",
-        "MemAllocFlags",
-        "MemAllocationProp",
-        "MemAllocationType",
-        "MemFabricHandle",
-        "MemHandleType",
-        "MemLocality",
-        "MemLocation",
-        "MemLocationType",
-        "MemPoolProps",
-        "MemPoolPtrExportData",
-        "MemRangeAttributes",
-        "Memory",
-        "MemoryInfo",
-        "MemoryKind",
-        "MemoryPool",
-        "MulticastObjectProp",
-        "NotInitializedError",
-        "NotPermittedError",
-        "NotReadyError",
-        "NotSupportedError",
-        "Observer",
-        "OutOfMemoryError",
-        "PeerAccessError",
-        "PendingFreesWarning",
-        "PlainMemory",
-        "PointerAttributes",
-        "PoolAttributes",
-        "PoolStatistics",
-        "StaleDescriptorError",
-        "StillImportedError",
-        "Stream",
-        "StreamLike",
-        "SystemNotReadyError",
-        "TypedView",
-        "allocate",
-        "copy_batch",
-        "discard_batch",
-        "discard_prefetch_batch",
-        "driver",
-        "interop",
-        "ipc",
-        "multicast",
-        "observe",
-        "observing",
-        "plots",
-        "pointer_attributes",
-        "prefetch_batch",
-        "testing",
-        "traces",
-        "vmm",
-    ]
 
-
-def _later(module: str, name: str) -> Callable[..., Any]:
+def _later(module: str, name: str) -> Any:
     """A function of an area above core, imported at its first call."""
     return lambda *args, **options: getattr(importlib.import_module(f"streamalloc.{module}"), name)(*args, **options)
 
 
-above.reduce_for_processes = _later("ipc.multiprocess", "reduce")
+_above = streamalloc.core.resource.above
+_above.reduce_for_processes = _later("ipc.multiprocess", "reduce")
 # The import registers the classes; for programs that never name ipc.
-above.prepare_for_processes = partial(importlib.import_module, "streamalloc.ipc.multiprocess")
-above.raw_handles = _later("ipc", "raw_handles")
-above.buffer_from_handle = _later("pool.borrowed", "buffer_from_handle")
+_above.prepare_for_processes = functools.partial(importlib.import_module, "streamalloc.ipc.multiprocess")
+_above.raw_handles = _later("ipc", "raw_handles")
+_above.buffer_from_handle = _later("pool.borrowed", "buffer_from_handle")
 streamalloc.formats.html.draw = _later("plots", "draw")
 
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.

@@ -59,13 +59,10 @@ def test_a_public_package_exports_all_that_it_imports_and_nothing_else(name: str
         if isinstance(node, ast.ImportFrom) and node.module not in ("__future__", "typing")
         for alias in node.names
     }
-    # As type checkers see it: that of the package itself is shorter at run time.
-    lists = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    exported = ast.literal_eval(lists[0])
+    if name == "streamalloc":  # whose list is short, for ``help``: for type checkers it renames each name to itself
+        exported = re.findall(r" import (\w+) as \1$", Path(str(module.__file__)).read_text(), re.MULTILINE)
+    else:
+        exported = module.__all__
     assert imported == set(exported) == set(public_names(module)) and len(exported) == len(imported)
     assert all(hasattr(module, exported) for exported in imported)
 
