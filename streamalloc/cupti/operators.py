@@ -78,8 +78,8 @@ class Operators:
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for kind in types:
-            if hasattr(kind, "__tensor_flatten__"):  # the class has inner tensors, whose operators come next
-                return NotImplemented
+            if kind not in self._plain and hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented  # its operators on the tensors within come next
         thread, running = get_ident(), self._running
         running[thread] = [function, args, kwargs, None]
         try:
