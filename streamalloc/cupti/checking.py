@@ -232,17 +232,21 @@ class Check:
     def merge(self, upto: int | None = None) -> None:
         """Judge the logged uses with what the allocators of libraries did up to a time; None: up to now."""
         is_alone = self._is_alone
-        if len(self._threads) > 1:
-            # Another thread may have an allocator's lock and wait for Python's, to come here. PyTorch's history needs
-            # the allocator's, and keeps Python's meanwhile.
-            sleep(SETTLE)
-        self._threads.clear()
+        self._let_others_in()
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
         events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
         self._was_read |= not is_alone
         merge = functools.partial(self._blocks.merge, events, upto or time_ns(), is_alone)
         self._recorder.between_calls(self._seen.context, merge)
+
+    def _let_others_in(self) -> None:
+        """End the callbacks that have begun on other threads: they may wait for Python's lock with that of an
+        allocator, for which PyTorch's history waits with Python's.
+        """
+        if len(self._threads) > 1:
+            sleep(SETTLE)
+        self._threads.clear()
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
@@ -311,6 +315,7 @@ class Check:
         else:
             self._follow(one)
         if was_alone and not self._is_alone:
+            self._let_others_in()
             self._libraries.record_all()
         return count
 
