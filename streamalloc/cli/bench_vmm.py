@@ -432,7 +432,7 @@ ROWS = (
         ),
         most=1,
         unit="ms",
-        rounds=(5, 2),
+        rounds=(3, 2),
         bases={OUR_WAKE: WAKE},
         need=_need_evicted,
     ),

@@ -413,8 +413,8 @@ class HostTier(BlockTier):
         nbytes
             Size in bytes; the present free memory counts.
         background
-            Whether to return at once, while threads pin the memory. A sleep meanwhile uses what is ready, and all cores
-            for the rest.
+            Whether to return at once, while threads pin the memory. A sleep meanwhile uses what is ready, and up to
+            eight threads for the rest.
         most_cores
             Most threads; default: one for each core that the process may use, at most 8.
 
