@@ -281,7 +281,7 @@ def check_device(name: str, device: object, session: Session | None = None) -> N
 def check_location(session: Session, location: MemLocation) -> None:
     """Raise ``ValueError`` if the driver does not have the location's device."""
     if not location.seen:
-        raise ValueError(f"location id={location.id}: this process does not see that device")
+        raise ValueError(f"location={location}: this process does not see that device")
     if location.type is MemLocationType.DEVICE:
         count = int(session.call("cuDeviceGetCount"))
         if location.id >= count:

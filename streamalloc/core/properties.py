@@ -168,6 +168,7 @@ def bindings_member(enum_name: str, member: str) -> Any:
 
 # CU_DEVICE_INVALID.
 _UNSEEN = -2
+_OF_DEVICES = (MemLocationType.DEVICE, MemLocationType.INVISIBLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,8 @@ class MemLocation:
         Device, host, one NUMA node of the host, or none (managed memory without a preferred location).
     id
         The device ordinal or NUMA node number; 0 if the type needs none. The driver reports -2 for a device that is
-        visible to another process only, for example by ``CUDA_VISIBLE_DEVICES``.
+        visible to another process only, for example by ``CUDA_VISIBLE_DEVICES``; drivers from CUDA 13.1 on may report
+        it with the type INVISIBLE.
     localized
         The device and domain for DEVICE_LOCALITY_DOMAIN; None otherwise.
 
@@ -214,7 +216,8 @@ class MemLocation:
 
     def __post_init__(self) -> None:
         checked_type("location type", self.type, MemLocationType)
-        if checked_type("location id", self.id, int) < 0 and (self.type, self.id) != (MemLocationType.DEVICE, _UNSEEN):
+        hidden = self.id == _UNSEEN and self.type in _OF_DEVICES
+        if checked_type("location id", self.id, int) < 0 and not hidden:
             raise ValueError(f"location id={self.id}: device ordinals and NUMA nodes are 0 or more")
         if (self.localized is not None) != (self.type is MemLocationType.DEVICE_LOCALITY_DOMAIN):
             raise ValueError("localized goes with the location type DEVICE_LOCALITY_DOMAIN, and with no other")
@@ -242,7 +245,7 @@ class MemLocation:
     @property
     def seen(self) -> bool:
         """Whether the location is visible to this process: False for a device that only other processes see."""
-        return self.id >= 0
+        return self.id >= 0 and self.type is not MemLocationType.INVISIBLE
 
     @property
     def on_host(self) -> bool:

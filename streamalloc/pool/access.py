@@ -50,6 +50,8 @@ class GrantsAccess(Allocator):
     ) -> None:
         """Grant or revoke access of devices to all allocations of the pool, past and future (``cuMemPoolSetAccess``).
 
+        Grant it once and keep it as long as the pool: NVIDIA advises against frequent changes.
+
         Parameters
         ----------
         who

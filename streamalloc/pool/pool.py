@@ -42,6 +42,7 @@ from streamalloc.core.properties import (
     MemAccess,
     MemAllocationType,
     MemHandleType,
+    MemLocality,
     MemLocation,
     MemLocationType,
     checked_type,
@@ -612,8 +613,11 @@ def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocatio
     access = session.call("cuMemPoolGetAccess", raw, MemLocation.host().to_driver())
     on_host, kind = int(access) != MemAccess.NONE, MemAllocationType.PINNED
     with contextlib.suppress(CudaError):  # neither all bindings nor all drivers have these attributes
-        kind = made.attributes.allocation_type
-        return MemLocation(made.attributes.location_type, made.attributes.location_id), kind
+        told = made.attributes
+        kind, where, number = told.allocation_type, told.location_type, told.location_id
+        if where is MemLocationType.DEVICE_LOCALITY_DOMAIN:
+            return MemLocation(where, localized=MemLocality(number, told.locality_domain_id)), kind
+        return MemLocation(where, number), kind
     return location_of_pool(session, raw, on_host, kind), kind
 
 

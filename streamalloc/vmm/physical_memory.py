@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from streamalloc.core.errors import (
@@ -77,9 +78,11 @@ class MemorySpec:
             made_for_sharing()
         self.struct: Any = prop.to_driver()
         """``CUmemAllocationProp``."""
-        self.granularity: int = granularity_of(session, self.struct)
-        """Bytes; sizes are multiples of it."""
         place = prop.location
+        # The driver is not asked about memory of a device that this process does not see.
+        asked = self.struct if place.seen else replace(prop, location=MemLocation.device(0)).to_driver()
+        self.granularity: int = granularity_of(session, asked)
+        """Bytes; sizes are multiples of it."""
         in_domain = DOMAIN_NEEDS if place.type is MemLocationType.DEVICE_LOCALITY_DOMAIN else ""
         self.hint: str = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else in_domain
         self.mark: str = "?" if not place.seen else "H" if place.on_host else f"{place.id % 16:x}"

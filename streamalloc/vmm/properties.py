@@ -151,6 +151,11 @@ class ArrayMapInfo:
         Bytes from the beginning of that memory.
     device_bit_mask
         One bit, that of the device.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number is none or negative, the mask has another number of bits, or an array without levels is given one.
     """
 
     resource: int
@@ -163,6 +168,14 @@ class ArrayMapInfo:
     mem_handle: int = 0
     offset: int = 0
     device_bit_mask: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("resource", "level", "layer", "mem_handle", "offset", "device_bit_mask"):
+            checked_size(name, getattr(self, name))
+        if int(self.device_bit_mask).bit_count() != 1:
+            raise ValueError(f"device_bit_mask={self.device_bit_mask:#x}: one device at a time, that of the stream")
+        if self.level and not self.mipmapped:
+            raise ValueError(f"level={self.level}: an array that is not mipmapped has level 0 only")
 
     def to_driver(self) -> Any:
         """This change as a ``CUarrayMapInfo``."""

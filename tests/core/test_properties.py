@@ -85,6 +85,14 @@ class TestMirror:
         sample = sa.MemPoolProps(alloc_type=Allocation.MANAGED, location=location)
         assert sa.MemPoolProps.from_driver(sample.to_driver()) == sample
 
+    @pytest.mark.bindings("13.1")
+    def test_a_device_that_is_not_visible(self, machine: Any) -> None:
+        sample = Location(Kind.INVISIBLE, -2)
+        assert Location.from_driver(sample.to_driver()) == sample and not sample.seen
+        for use in (sa.MemoryPool, sa.MemoryPool.default, sa.MemoryPool.current):
+            with pytest.raises(ValueError, match="location=INVISIBLE: this process does not see that device"):
+                use(sample, driver=machine)
+
     @pytest.mark.parametrize(
         ("sample", "fields"),
         [
@@ -138,6 +146,7 @@ class TestRules:
             (sa.MemAllocFlags, "compression_type", {"compression_type": -1}),
             (sa.MemAllocFlags, "usage", {"usage": 1 << 16}),
             (sa.MemLocation.device, "id=-1", {"ordinal": -1}),
+            (sa.MemLocation, "id=-2", {"type": Kind.HOST_NUMA, "id": -2}),
         ],
         ids=str,
     )

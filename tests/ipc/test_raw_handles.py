@@ -309,6 +309,39 @@ class TestOwners:
         ours.close()
         assert device.driver.cuMemRelease(raw)[0].name == "CUDA_ERROR_INVALID_VALUE"
 
+    @pytest.mark.bindings("13.1")
+    def test_memory_of_a_hidden_device(self, machine: Any, device: sa.Device) -> None:
+        """Newer drivers may say INVISIBLE in place of the type DEVICE, which driver 580 says."""
+
+        class Newer:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(machine, name)
+
+            @staticmethod
+            def cuMemGetAllocationPropertiesFromHandle(handle: Any) -> Any:
+                result, prop = machine.cuMemGetAllocationPropertiesFromHandle(handle)
+                prop.location.type, prop.location.id = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_INVISIBLE, -2
+                return result, prop
+
+            @staticmethod
+            def cuMemGetAllocationGranularity(prop: Any, option: Any) -> Any:
+                assert prop.location.type is cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+                return machine.cuMemGetAllocationGranularity(prop, option)
+
+        driver: Any = Newer()
+        here = sa.Device(0, driver=driver)
+        with vmm.PhysicalMemory(device, 2 * PAGE, handle_types=POSIX) as theirs:
+            memory = vmm.PhysicalMemory.from_handle(theirs.export(), driver=driver)
+            with memory, vmm.AddressRange(2 * PAGE, driver=driver) as addresses:
+                assert (memory.nbytes, str(memory.location), memory.location.seen) == (2 * PAGE, "INVISIBLE", False)
+                mapping = addresses.map(memory, access=here)
+                with here.create_stream() as stream:
+                    mapping.fill(7, stream)
+                    stream.synchronize()
+                assert holds(mapping, 7)
+                with pytest.raises(ValueError, match="does not see that device"):
+                    vmm.PhysicalMemory(memory.location, PAGE, driver=driver)
+
 
 @pytest.mark.gpus(2)
 class TestTwoDevices:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import streamalloc.driver as sd
+from streamalloc.driver.bindings import cuda
 from tests.checker.corpus import CASES, KINDS
 from tests.checker.test_museum import EXHIBITS
 from tests.interop.standins import STANDINS
@@ -200,6 +201,17 @@ def test_names_of_other_libraries_are_theirs(library: str) -> None:
     assert named
     for path in named:
         assert resolved(path) is not None, path
+
+
+@pytest.mark.bindings("13.4")
+def test_calls_that_the_guide_leaves_to_the_driver_are_the_bindings_own() -> None:
+    section = (DOCS / "guides" / "handles.md").read_text().partition("\n## Newer and other calls")[2]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `cu")]
+    assert len(rows) > 8
+    for calls, here in rows:
+        for call in re.findall(r"`(cu\w+)\*?`", calls):
+            found = [name for name in dir(cuda) if name.startswith(call)]
+            assert bool(found) != here.startswith("by no bindings"), call
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _OURS.search(page.read_text())], ids=name)

@@ -227,6 +227,26 @@ class TestNewerAttributes:
             pool.attributes.max_pool_size  # noqa: B018
         assert f"needs cuda-bindings 13.4.3, found cuda-bindings {BINDINGS_VERSION}" in str(caught.value)
 
+    @pytest.mark.bindings("13.4")
+    @pytest.mark.parametrize(
+        "location",
+        [
+            sa.MemLocation(sa.MemLocationType.DEVICE_LOCALITY_DOMAIN, localized=sa.MemLocality(0, 1)),
+            sa.MemLocation(sa.MemLocationType.INVISIBLE, -2),
+        ],
+        ids=str,
+    )
+    def test_tell_where_a_pool_of_other_code_is(self, machine: Any, location: sa.MemLocation) -> None:
+        part = location.localized or sa.MemLocality(location.id, -1)
+        told = {"LOCATION_TYPE": location.type, "LOCATION_ID": part.device_id, "ALLOCATION_TYPE": 1}
+        told["LOCALITY_DOMAIN_ID"] = part.locality_domain_id
+        ours = _answering(
+            machine, lambda member: (cuda.CUresult.CUDA_SUCCESS, told[member.name.removeprefix("CU_MEMPOOL_ATTR_")])
+        )
+        raw = machine.cuMemPoolCreate(sa.MemPoolProps(location=sa.MemLocation.device(0)).to_driver())[1]
+        assert sa.MemoryPool.from_handle(raw, owner=None, driver=ours._session.driver).location == location
+        assert machine.cuMemPoolDestroy(raw)[0] == cuda.CUresult.CUDA_SUCCESS
+
     def test_bindings_that_do_not_name_it(self, pool: sa.MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
         import streamalloc.core.properties as module
 

@@ -673,16 +673,33 @@ class TestTwoDevices:
 @pytest.mark.parametrize(
     "info",
     [
-        vmm.ArrayMapInfo(5, level=2, layer=1, offsets=(256, 128, 0), extents=(256, 64, 1), mem_handle=7, offset=TILE),
+        vmm.ArrayMapInfo(5, layer=1, offsets=(256, 128, 0), extents=(256, 64, 1), mem_handle=7, offset=TILE),
+        vmm.ArrayMapInfo(5, True, level=2, extents=(256, 64, 1)),
         vmm.ArrayMapInfo(5, True, layer=3, mip_tail=(TILE, TILE), device_bit_mask=2),
     ],
-    ids=["map", "unmap"],
+    ids=["map", "unmap", "unmap tail"],
 )
 def test_changes_as_structs(info: vmm.ArrayMapInfo) -> None:
     struct = info.to_driver()
     assert vmm.ArrayMapInfo.from_driver(struct) == info
     assert int(struct.memOperationType) == (1 if info.mem_handle else 2)
     assert int(struct.resourceType) == int(info.mipmapped)
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "fields"),
+    [
+        (ValueError, "device_bit_mask", {"device_bit_mask": 0}),
+        (ValueError, "device_bit_mask", {"device_bit_mask": 3}),
+        (ValueError, "level", {"level": 1}),
+        (ValueError, "offset", {"mem_handle": 7, "offset": -1}),
+        (TypeError, "mem_handle", {"mem_handle": "7"}),
+    ],
+    ids=str,
+)
+def test_changes_that_break_a_rule(error: type[Exception], name: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(error, match=name):
+        vmm.ArrayMapInfo(5, **fields)
 
 
 class TestWholeArrays:
