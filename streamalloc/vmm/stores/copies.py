@@ -52,8 +52,8 @@ _SOME = 4096
 """Blocks to look at a time: larger arrays would be of new pages, which takes longer than the work on them."""
 _ROOM, _FEW = 64 << 20, 256  # most bytes, and most single copies, of a measurement
 _SPREAD, _STRIDE = 512 << 20, 2654435761
-"""Bytes of the device memory of a measurement, and the distance of its blocks in blocks, modulo all. In less memory,
-single copies take half as long, because the device does not look up an address for each.
+"""Bytes of the device memory of a measurement, and the distance of its blocks in blocks, modulo all. Single
+copies take twice as long over some GiB as within 64 MiB.
 """
 _TRIES, _LONG, _FEW_TRIES = 7, 4 << 20, 3  # runs of a measurement, and of one with more bytes
 _HALF, _STREAMS = 8 << 20, 4  # bytes of a half, and most streams beside

@@ -97,6 +97,29 @@ class TestBytes:
             assert np.array_equal(read(memory).reshape(2 * count, nbytes), rows)
             assert np.array_equal(read(buffer[:offset]), pattern(buffer.nbytes, 1)[:offset])
 
+    @pytest.mark.parametrize("many", [True, False])
+    def test_by_as_few_launches_as_the_driver_allows(self, machine: Any, monkeypatch: Any, many: bool) -> None:
+        choose(monkeypatch, "kernel")
+        if not many:
+            monkeypatch.setattr(copies, "_MANY_SINCE", 1 << 30)
+        traced = sd.traced(machine)
+        device = sa.Device(0, driver=traced)
+        with (
+            device.create_stream() as stream,
+            sa.allocate(2 * 4100 * 16, stream) as buffer,
+            vmm.HostTier(device) as tier,
+        ):
+            filled(buffer, 1)
+            rows = pattern(buffer.nbytes, 1).reshape(2 * 4100, 16).copy()
+            for count in (500, 4100):
+                blocks = np.random.default_rng(1).permutation(2 * 4100)[: 2 * count]
+                traced.calls.clear()
+                stored = tier.save(buffer, blocks[:count], 16, stream)
+                tier.load(stored, buffer, blocks[count:], stream)
+                assert names(traced).count(LAUNCH) == 2 * -(-count // (4032 if many else 504))
+                rows[blocks[count:]] = rows[blocks[:count]]
+                assert np.array_equal(read(buffer).reshape(2 * 4100, 16), rows)
+
     def test_of_pages(self, stream: sa.Stream, device: sa.Device, tmp_path: Path, way: str) -> None:
         with vmm.PageArena(device) as arena, arena.space(16 * PAGE, stream=stream) as space:
             for tier in (vmm.HostTier(device), vmm.HostTier(device, check=True), vmm.DiskTier(device, tmp_path)):
