@@ -142,9 +142,13 @@ class Check:
         a row are one step of the checker.
         """
         self._turn = threading.Lock()
-        """Of the thread that works on them. No callback waits for it: its library may hold the lock of an allocator,
-        which the work needs.
-        """
+        """Of the thread that works on them. Others wait for it: they may write afterwards what copies have read."""
+        self._worker = 0
+        """Thread that works on them; 0: none does."""
+        self._is_asking = False
+        """Whether it asks PyTorch's allocator. Then nobody waits for it."""
+        self._is_late = False
+        """Whether another thread has gone on before its call was followed."""
         self._threads: set[int] = set()
         """Threads that have called since the allocators were asked."""
         self._handles: set[int] = set()
@@ -192,7 +196,7 @@ class Check:
             undo.callback(self.merge)
             undo.callback(self._leave_operators)
             undo.callback(self._raise_here)
-            undo.callback(self._work, wait=True)
+            undo.callback(self._work)
             self._subscription.open()
             undo.callback(self._subscription.close)
             yield self
@@ -232,21 +236,33 @@ class Check:
     def merge(self, upto: int | None = None) -> None:
         """Judge the logged uses with what the allocators of libraries did up to a time; None: up to now."""
         is_alone = self._is_alone
-        self._let_others_in()
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
-        events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
+        with self._asking():
+            events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
         self._was_read |= not is_alone
-        merge = functools.partial(self._blocks.merge, events, upto or time_ns(), is_alone)
-        self._recorder.between_calls(self._seen.context, merge)
 
-    def _let_others_in(self) -> None:
-        """End the callbacks that have begun on other threads: they may wait for Python's lock with that of an
-        allocator, for which PyTorch's history waits with Python's.
+        def judge() -> None:
+            if self._is_late:
+                self._is_late = False
+                self._recorder.state.sources.clear()
+            self._blocks.merge(events, upto or time_ns(), is_alone)
+
+        self._recorder.between_calls(self._seen.context, judge)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask PyTorch's allocator in the block. Before, callbacks of other threads end: these may have its lock, for
+        which PyTorch waits with Python's lock.
         """
-        if len(self._threads) > 1:
-            sleep(SETTLE)
-        self._threads.clear()
+        self._is_asking = True
+        try:
+            if len(self._threads) > 1:
+                sleep(SETTLE)
+            self._threads.clear()
+            yield
+        finally:
+            self._is_asking = False
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
@@ -280,25 +296,26 @@ class Check:
         operands = self._operators.operands(call.thread, kernel_of(call).is_known)
         return DriverCall(*call[:-1], operands) if operands else call
 
-    def _work(self, wait: bool = False) -> None:
-        """Work on the calls that wait. Those that come meanwhile, of other threads and of finalisers, are left to the
-        next call, or this thread would never end.
-        """
-        if not self._turn.acquire(blocking=wait):
-            return
+    def _work(self) -> None:
+        if self._worker == threading.get_ident():
+            return  # a finaliser in the middle of the work has made a call, which is next
+        while not self._turn.acquire(timeout=SETTLE / 8):
+            if self._is_asking:
+                self._is_late = True
+                return
+        self._worker = threading.get_ident()
         try:
-            left = len(self._waiting)
-            while left > 0:
-                left -= self._take()
+            while self._waiting:
+                self._take()
         finally:
+            self._worker = 0
             self._turn.release()
         if self._raises and self.hazards and self._raising is None:
             self._raising = _Raising()
             self._raising.start()
 
-    def _take(self) -> int:
-        """Follow the next call, or the next launches in a row; returns their number."""
-        one, was_alone, count = self._waiting.popleft(), self._is_alone, 1
+    def _take(self) -> None:
+        one, was_alone = self._waiting.popleft(), self._is_alone
         self._recorder.state.now, self._seen.context = one.time, one.context
         if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
             # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
@@ -311,13 +328,11 @@ class Check:
                     break
                 run.append(self._waiting.popleft())
             self._run(run)
-            count = len(run)
         else:
             self._follow(one)
         if was_alone and not self._is_alone:
-            self._let_others_in()
-            self._libraries.record_all()
-        return count
+            with self._asking():
+                self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:
         """Follow launches in a row on one stream."""

@@ -776,6 +776,36 @@ def test_what_allocators_did_after_a_launch_comes_after_it(checked: Any, monkeyp
     assert [one.kind for one in checked(scene).hazards] == ["free racing a use"]
 
 
+def test_a_call_is_followed_before_its_thread_writes_what_copies_have_read(
+    checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread waits for a copy and writes its source, in the middle of the work on a call of this one."""
+
+    def scene(s: Scene) -> None:
+        tensor, context = s.torch.empty(s.first), s.driver.cuCtxGetCurrent()[1]
+        ctypes.memset(s.pinned, 1, MiB)
+        s.driver.cuMemcpyHtoDAsync(tensor, s.pinned, MiB, s.first)
+        original = Check._follow
+
+        def wait_and_write() -> None:
+            s.driver.cuCtxSetCurrent(context)
+            s.driver.cuStreamSynchronize(s.first)
+            ctypes.memset(s.pinned, 2, MiB)
+
+        def follow(self: Check, call: cupti.DriverCall) -> None:
+            monkeypatch.setattr(Check, "_follow", original)
+            other.start()
+            other.join(0.1)
+            original(self, call)
+
+        other = threading.Thread(target=wait_and_write)
+        monkeypatch.setattr(Check, "_follow", follow)
+        s.driver.cuStreamSynchronize(s.side)
+        other.join()
+
+    assert checked(scene).hazards == []
+
+
 def test_no_call_waits_for_the_history_which_needs_the_lock_of_the_allocator(checked: Any) -> None:
     """Another thread has that lock while it asks for an event, as PyTorch's allocator does."""
     hung: list[bool] = []
