@@ -18,6 +18,7 @@ import contextlib
 import functools
 from bisect import bisect_left, insort
 from collections import deque
+from operator import attrgetter
 
 from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError, OutOfMemoryError
 from streamalloc.core.internal import (
@@ -186,10 +187,18 @@ class _Segment:
 
     def unmap_left(self) -> None:
         """Unmap what has left its addresses, up to the first whose event has not completed (``cuMemUnmap``)."""
-        while self.left and self.left[0][0].query():
-            _, chunk, releases = self.left[0]
-            if not chunk.gone:
-                self.range._node.unmap([chunk])
+        passed: dict[Event, bool] = {}
+        ready = []
+        for one in self.left:
+            event = one[0]
+            if event not in passed:
+                passed[event] = event.query()
+            if not passed[event]:
+                break
+            ready.append(one)
+        # In ascending order: adjacent ones take one call.
+        self.range._node.unmap(sorted((chunk for _, chunk, _ in ready if not chunk.gone), key=attrgetter("offset")))
+        for _, chunk, releases in ready:
             self.left.popleft()
             if releases:
                 self.leaving -= chunk.nbytes
