@@ -148,8 +148,6 @@ class Life(NamedTuple):
     stream: int
     why: str
     """Ordering that permitted the reuse, one of ``WHY``; empty: new memory."""
-    name: str = ""
-    """Tag of the allocation, else the name of its pool; only in records of an observer."""
 
 
 SAME, SYNCHRONISED, EVENT = "same stream", "the host had synchronised", "an event orders them"
@@ -170,25 +168,6 @@ class _Freed(NamedTuple):
     nbytes: int
     stream: int
     after: dict[int, str]
-
-
-def lives(of: Observer | Iterable[Call]) -> list[Life]:
-    """Return the allocations, each with the reason why it could reuse freed memory.
-
-    Parameters
-    ----------
-    of
-        Calls of :func:`streamalloc.driver.traced`, which include events and synchronizations; or an observer, whose
-        records only show whether the stream is the same.
-    """
-    if isinstance(of, Observer):
-        happened = [one for one in of.history if one.action != "failure"]
-        names = [_name(one.allocation) for one in happened if one.action == "allocate"]
-        steps: list[_Step] = [
-            (one.action, (one.allocation.address, one.allocation.nbytes, one.stream)) for one in happened
-        ]
-        return [one._replace(name=name) for one, name in zip(_lives(steps), names, strict=True)]
-    return _lives(_steps_of_calls(of))
 
 
 _Step = tuple[str, tuple[int, ...]]
@@ -226,13 +205,20 @@ def _steps_of_calls(calls: Iterable[Call]) -> list[_Step]:
     return steps
 
 
-def _lives(steps: Iterable[_Step]) -> list[Life]:
+def lives(of: Iterable[Call]) -> list[Life]:
+    """Return the allocations, each with the reason why it could reuse freed memory.
+
+    Parameters
+    ----------
+    of
+        Calls of :func:`streamalloc.driver.traced`.
+    """
     found: list[Life] = []
     live: dict[int, int] = {}
     freed: list[_Freed] = []
     # By event: the freed memory whose free precedes the event.
     marks: dict[int, list[_Freed]] = {}
-    for number, (kind, args) in enumerate(steps):
+    for number, (kind, args) in enumerate(_steps_of_calls(of)):
         if kind == "allocate":
             address, nbytes, stream = args
             former = [one for one in freed if one.address < address + nbytes and address < one.address + one.nbytes]
@@ -260,7 +246,7 @@ def _lives(steps: Iterable[_Step]) -> list[Life]:
     return found
 
 
-def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
+def reuse(of: Iterable[Call], *, ax: Axes | None = None) -> Figure:
     """Draw the allocations as boxes over calls and addresses, and return the figure.
 
     The height of a box shows its size, the colour its stream. The colour of its left edge shows why it could reuse
@@ -270,7 +256,6 @@ def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
     places = _packed(found)
     top = max((places[one.address] + one.nbytes for one in found), default=0)
     unit, scale = style.unit_of(top)
-    names = {one.stream: one.allocation.stream_name for one in of.history} if isinstance(of, Observer) else {}
     with style.drawing(ax, height=4.2) as (made, axes):
         end = 1 + max([one.stop or one.start for one in found], default=0)
         streams = {stream: number for number, stream in enumerate(dict.fromkeys(one.stream for one in found))}
@@ -283,8 +268,7 @@ def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
             if one.why:
                 color, line = WHY[one.why]
                 axes.plot([left, left], [y, y + height], color=color, ls=line, lw=3, solid_capstyle="butt", zorder=3)
-            label = f"{one.name}\n{size_text(one.nbytes)}".lstrip()
-            texts.append((left, right, y + height / 2, label, style.INK))
+            texts.append((left, right, y + height / 2, size_text(one.nbytes), style.INK))
             heights.append(height)
         style.whole_numbers(axes.xaxis, end)
         axes.set_xlim(0, end)
@@ -292,8 +276,8 @@ def reuse(of: Observer | Iterable[Call], *, ax: Axes | None = None) -> Figure:
         axes.set_xlabel("call" if found else "nothing was recorded")
         axes.set_ylabel(f"addresses, in {unit}")
         handles: list[Any] = [
-            Patch(fc=style.STREAMS[number % len(style.STREAMS)], label=f"stream {names.get(stream) or number + 1}")
-            for stream, number in list(streams.items())[:8]
+            Patch(fc=style.STREAMS[number % len(style.STREAMS)], label=f"stream {number + 1}")
+            for number in range(min(len(streams), 8))
         ]
         seen = [why for why in WHY if any(one.why == why for one in found)]
         handles += [Line2D([], [], color=WHY[why][0], ls=WHY[why][1], lw=3, label=f"reused, {why}") for why in seen]

@@ -91,11 +91,10 @@ class TestText:
             assert overlaps(drawn) == []
             # No room is left at the sides for what is not there.
             assert all(ax.get_position().x0 < 0.1 for ax in drawn.axes)
-            assert overlaps(plots.reuse(observer)) == []
             assert overlaps(plots.reuse(big.calls)) == []
         with sa.observe(device) as empty:
             pass
-        assert overlaps(empty.plot()) == [] and overlaps(plots.reuse(empty)) == []
+        assert overlaps(empty.plot()) == [] and overlaps(plots.reuse([])) == []
 
     def test_of_ranges(self, big: Any, unit: int) -> None:
         here, there = sa.Device.all(big)
@@ -120,7 +119,8 @@ def shown(figure: Any) -> set[str]:
 class TestAxes:
     @pytest.mark.parametrize("size", [0, 100, 40 * GiB])
     def test_have_whole_numbers_each_once(self, size: int) -> None:
-        device = sa.Device(0, driver=sd.simulated(memory=141 * GiB))
+        calls = sd.traced(sd.simulated(memory=141 * GiB))
+        device = sa.Device(0, driver=calls)
         with sa.MemoryPool(device) as pool, device.create_stream() as stream, sa.observe(pool) as observer:
             if size:
                 pool.allocate(size, stream).free()
@@ -128,8 +128,8 @@ class TestAxes:
             drawn = [
                 (pool.plot(), "x"),
                 (observer.plot(), "y"),
-                (plots.reuse(observer), "x"),
-                (plots.reuse(observer), "y"),
+                (plots.reuse(calls.calls), "x"),
+                (plots.reuse(calls.calls), "y"),
             ]
             for figure, which in drawn:
                 axis = getattr(figure.axes[-1], f"{which}axis")
@@ -153,7 +153,6 @@ def test_names_are_shown(device: sa.Device) -> None:
         buffers.append(pool.allocate(8 * MiB, streams[1]))
         assert "Memory pool 'kv' of GPU 0" in shown(pool.plot())
         assert {"weights", "kv"} <= shown(observer.plot())
-        assert {"weights: 8 MiB", "kv: 8 MiB", "stream copies", "stream 2"} <= shown(plots.reuse(observer))
         for buffer in buffers:
             buffer.free()
 
@@ -167,7 +166,7 @@ def test_names_with_dollar_signs(device: sa.Device) -> None:
     ):
         with observer.phase(name):
             pool.allocate(8 * MiB, stream).free()
-        for figure in (pool.plot(), observer.plot(), plots.reuse(observer)):
+        for figure in (pool.plot(), observer.plot()):
             assert any(name in text for text in shown(figure))
 
 
@@ -226,12 +225,6 @@ class TestLives:
             pool.allocate(8 * MiB, two)
             *_, last = plots.lives(traced.calls)
         assert last.why in ("", "the free had run, or the driver waits for it")
-
-    def test_of_an_observer(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
-        with sa.observe(pool) as observer:
-            pool.allocate(MiB, stream).free()
-            pool.allocate(MiB, stream).free()
-        assert [life.why for life in plots.lives(observer)] == ["", "same stream"]
 
 
 def test_what_cannot_be_drawn() -> None:
