@@ -124,17 +124,35 @@ def traced(driver: _Interface) -> Traced:
 
 
 class Faulty(Wrapper):
-    """A driver that refuses some calls: :func:`faulty`."""
+    """A driver that refuses the calls that :meth:`fail` names: :func:`faulty`."""
 
-    def __init__(self, driver: _Interface, call: str | int, nth: int, times: int, result: str) -> None:
+    def __init__(self, driver: _Interface) -> None:
         super().__init__(driver)
         self.seen: list[str] = []
-        """Names of all calls."""
+        """Names of all calls since the last :meth:`fail`."""
         self.failed: list[str] = []
-        """Names of the refused calls."""
-        self._refuse(call, nth, times, result)
+        """Names of the refused ones."""
+        self._target: str | int = ""
 
-    def _refuse(self, call: str | int, nth: int, times: int, result: str) -> None:
+    def fail(self, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
+        """Refuse some of the later calls, without passing them on. Replaces an earlier fault.
+
+        Parameters
+        ----------
+        call
+            The name of a driver function, or a number n: the n-th call of any function.
+        nth
+            For a name: the first of its calls that fails (1 is the next one).
+        times
+            Number of calls that fail from there on.
+        result
+            The ``CUresult`` that these calls return.
+
+        Raises
+        ------
+        ValueError
+            There is no such function or result, or a number is below 1.
+        """
         if isinstance(call, str) and not (call.startswith("cu") and hasattr(cuda, call)):
             raise ValueError(f"call={call!r}: these bindings have no driver function of this name")
         if not hasattr(cuda.CUresult, result):
@@ -142,8 +160,15 @@ class Faulty(Wrapper):
         for name, number in (("call", call), ("nth", nth), ("times", times)):
             if isinstance(number, int) and number < 1:
                 raise ValueError(f"{name}={number}: must be at least 1")
+        self.stop()
+        self.seen.clear()
+        self.failed.clear()
         self._first, self._times, self._result = nth, times, getattr(cuda.CUresult, result)
         self._target = call
+
+    def stop(self) -> None:
+        """Refuse no more calls."""
+        self._target = ""
 
     def _observe(self, name: str, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         self.seen.append(name)
@@ -162,23 +187,7 @@ class Faulty(Wrapper):
 def faulty(
     driver: _Interface, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
 ) -> Faulty:
-    """Wrap a driver to refuse some calls without making them.
-
-    Parameters
-    ----------
-    call
-        Name of the function that fails, or a number n for the n-th call of any function.
-    nth
-        For a name: number of the first call that fails (1 is the next call).
-    times
-        Number of calls that fail from there on.
-    result
-        Name of the ``CUresult`` that they return.
-
-    Raises
-    ------
-    ValueError
-        There is no such function or result, or a number is below 1.
+    """Wrap a driver to refuse some calls without making them; arguments and errors as for :meth:`Faulty.fail`.
 
     The lists ``seen`` and ``failed`` contain the names of all calls and of the refused ones. A sweep stops when
     ``failed`` stays empty.
@@ -191,4 +200,6 @@ def faulty(
         ...
     streamalloc.OutOfMemoryError: ...
     """
-    return Faulty(driver, call, nth, times, result)  # type: ignore[abstract]  # it looks functions up
+    made = Faulty(driver)  # type: ignore[abstract]  # it looks functions up
+    made.fail(call, nth, times, result)
+    return made

@@ -11,7 +11,7 @@ from streamalloc.core.errors import ClosedError, CudaError, undoing
 from streamalloc.core.internal import Device, StreamLike, as_stream, queues, stream_call
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
-from streamalloc.driver import Driver, Faulty
+from streamalloc.driver import Faulty
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:
@@ -82,9 +82,6 @@ class Gate(Closes):
                 self._session.call("cuMemFreeHost", flag)
 
 
-_NEVER = 1 << 62
-
-
 class Faults(Faulty, _Functions):  # type: ignore[misc]
     """A driver that refuses the calls named by :meth:`fail`, and passes all others on.
 
@@ -101,37 +98,6 @@ class Faults(Faulty, _Functions):  # type: ignore[misc]
     >>> faults = Faults(sa.driver.simulated())
     >>> faults.fail("cuMemCreate")
     """
-
-    def __init__(self, driver: Driver) -> None:
-        super().__init__(driver, _NEVER, 1, 1, "CUDA_ERROR_OUT_OF_MEMORY")
-
-    def fail(self, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
-        """Refuse some of the later calls, without passing them on. Replaces an earlier fault.
-
-        Parameters
-        ----------
-        call
-            The name of a driver function, or a number n: the n-th call of any function.
-        nth
-            For a name: the first of its calls that fails (1 is the next one).
-        times
-            Number of calls that fail from there on.
-        result
-            The ``CUresult`` that these calls return.
-
-        Raises
-        ------
-        ValueError
-            There is no such function or result, or a number is below 1.
-        """
-        self._target = _NEVER
-        self.seen.clear()
-        self.failed.clear()
-        self._refuse(call, nth, times, result)
-
-    def stop(self) -> None:
-        """Refuse no more calls."""
-        self._target = _NEVER
 
 
 def settle() -> int:

@@ -72,7 +72,7 @@ class Lending(Faults):
         gc.collect()
 
     def close(self) -> None:
-        self.faulty._target = 1 << 60
+        self.faulty.stop()
         self.library.finish(self.bridge)
         super().close()
 

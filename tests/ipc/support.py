@@ -244,4 +244,4 @@ def refusing(driver: Any, fault: int, act: Callable[[], T]) -> T | None:
         assert error.name == "CUDA_ERROR_UNKNOWN" and len(driver.failed) > failed
         return None
     finally:
-        driver._target = 1 << 60
+        driver.stop()

@@ -129,7 +129,7 @@ class Faults:
     def end_faults(self) -> None:
         """The operation is over: no more calls fail."""
         self.performed = len(self.faulty.seen)
-        self.faulty._target = 1 << 60
+        self.faulty.stop()
 
     def shape(self) -> dict[str, Any]:
         """What there is."""
@@ -155,7 +155,7 @@ class Faults:
         return len(taken)
 
     def close(self) -> None:
-        self.faulty._target = 1 << 60
+        self.faulty.stop()
         self.device.synchronize()
         self.things.clear()
         with contextlib.suppress(sa.ClosedError):
