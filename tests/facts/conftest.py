@@ -36,6 +36,17 @@ def in_new_process(on_cuda: bool) -> Iterator[Callable[..., Any]]:
         yield lambda function, *args: peer.run(_with_rig, function, args)
 
 
+@pytest.fixture
+def python(python: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, for programs that may read the free memory."""
+
+    def run(code: str, **environment: str | None) -> Any:
+        FreeMemory.calls += "device_free" in code
+        return python(code, **environment)
+
+    return run
+
+
 def _with_rig(there: There, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return function(rig_of(there), *args)
 
