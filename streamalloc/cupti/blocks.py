@@ -55,11 +55,20 @@ def kernel_of(launch: DriverCall) -> Kernel:
     return cast("Kernel", launch.kernel)
 
 
+def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
+    """The addresses among a launch's arguments. If the driver does not tell these, those of the operator's tensors;
+    None if there is none.
+    """
+    if launch.pointers is None and launch.operands:
+        return tuple(operand[0] for operand in launch.operands)
+    return launch.pointers
+
+
 def parts_of(launch: DriverCall) -> list[Part]:
     """The memory that a launch uses: the tensors of its operator that have addresses among its arguments, and one byte
     at each other address. No two of them overlap.
     """
-    addresses, operands = launch.pointers or (), launch.operands
+    addresses, operands = addresses_of(launch) or (), launch.operands
     written = kernel_of(launch).written(addresses)
     unknown = False if written else None
     first: dict[int, Operand] = {}

@@ -25,7 +25,7 @@ from streamalloc.checker.recorder import REFUSED, Recorder
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
 from streamalloc.cupti import callers
-from streamalloc.cupti.blocks import Blocks, Run, Use, kernel_of, parts_of
+from streamalloc.cupti.blocks import Blocks, Run, Use, addresses_of, kernel_of, parts_of
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.operators import Operators
 from streamalloc.cupti.subscription import LAUNCHES, SETTLE, SOON, DriverCall, RaisedAgain, Subscription
@@ -293,7 +293,7 @@ class Check:
         self._operators.enter()
         if call.function not in LAUNCHES:
             return call
-        operands = self._operators.operands(call.thread, kernel_of(call).is_known)
+        operands = self._operators.operands(call.thread, kernel_of(call), call.pointers)
         return DriverCall(*call[:-1], operands) if operands else call
 
     def _work(self) -> None:
@@ -345,7 +345,9 @@ class Check:
             stream.clock.known[stream.number] = stream.time
 
         first = launches[0]
-        kernels = [(kernel_of(one).what, one.place, one.pointers, functools.partial(parts_of, one)) for one in launches]
+        kernels = [
+            (kernel_of(one).what, one.place, addresses_of(one), functools.partial(parts_of, one)) for one in launches
+        ]
         caller = CallingThread(first.thread, first.context, first.place)
         self._recorder.feed_kernels(caller, first.args[1], kernels, runs)
 

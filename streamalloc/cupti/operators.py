@@ -7,22 +7,27 @@ makes a stream: before, no wait can be missing. The threads of autograd have the
 
 from __future__ import annotations
 
+import contextlib
 from numbers import Number
 from threading import get_ident, local
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from streamalloc.cupti.kernels import Kernel
+
 Operand = tuple[int, int, bool]
 """Memory of a tensor: first byte, end of the tensor, if it has no gaps, or of its first byte, and whether the operator
 writes it.
 """
-Operands = tuple[Operand, ...]
+Operands = list[Operand]
 
 
 class _Schema(NamedTuple):
     tensors: list[tuple[int, str, bool]]
     """Arguments that are tensors: position, name, and whether they are written."""
     has_lists: bool
+    makes_results: bool
+    """Whether all that it returns is new."""
 
 
 _OF_PARTS = frozenset(("aten::fill_diagonal_", "aten::constant_pad_nd"))
@@ -39,7 +44,7 @@ class Operators:
         self._plain: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
         self._schemas: dict[Any, _Schema | None] = {}
         self._running: dict[int, list[Any] | None] = {}
-        """Operator, arguments and operands, once they are known, by thread."""
+        """Operator, arguments, operands once they are known, and whether to add its results, by thread."""
         self._of_thread = local()
 
     @classmethod
@@ -81,34 +86,43 @@ class Operators:
             if kind not in self._plain and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented  # its operators on the tensors within come next
         thread, running = get_ident(), self._running
-        running[thread] = [function, args, kwargs, None]
+        now = running[thread] = [function, args, kwargs, None, False]
         try:
-            return function(*args, **kwargs) if kwargs else function(*args)
+            result = function(*args, **kwargs) if kwargs else function(*args)
+            if now[4]:
+                with contextlib.suppress(RuntimeError):  # a tensor without memory
+                    self._add_results(now[3], result)
+            return result
         finally:
             running[thread] = None
 
-    def operands(self, thread: int, is_known: bool) -> Operands:
+    def _add_results(self, found: Operands, result: Any) -> None:
+        for one in result if type(result) in _LISTS else (result,):
+            if type(one) in self._plain and (low := one.data_ptr()):
+                found.append((low, low + one.nbytes, True))
+
+    def operands(self, thread: int, kernel: Kernel, pointers: tuple[int, ...] | None) -> Operands:
         """The tensors of the operator that a thread runs; empty if it runs none, or if it may use parts of them.
 
-        ``is_known``: of the kernel that it launches, it is known what it writes. Then long lists of tensors are not
-        worth their time.
+        If the driver does not tell the arguments of the kernel, the results are added when the operator ends.
         """
         running = self._running.get(thread)
         if running is None:
-            return ()
-        function, args, kwargs, found = running
+            return []
+        function, args, kwargs, found, _ = running
+        if function not in self._schemas:
+            self._schemas[function] = _schema(function)
+        schema = self._schemas[function]
+        if schema is None or (schema.has_lists and kernel.is_known):  # long lists are not worth their time
+            return []
         if found is None:
-            if function not in self._schemas:
-                self._schemas[function] = _schema(function)
-            schema = self._schemas[function]
-            if schema is None or (schema.has_lists and is_known):
-                return ()
             try:
                 found = self._operands(schema, args, kwargs or {})
             except (RuntimeError, NotImplementedError):  # a tensor without memory
-                found = ()
+                found = []
             running[3] = found
         operands: Operands = found
+        running[4] |= pointers is None and bool(operands) and schema.makes_results
         return operands
 
     def _operands(self, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operands:
@@ -120,13 +134,13 @@ class Operators:
                 if type(tensor) not in self._plain:
                     if tensor is None or isinstance(tensor, Number):
                         continue
-                    return ()
+                    return []
                 dtype = tensor.dtype
                 if not (write or dtype.is_floating_point or dtype.is_complex):
-                    return ()  # indices and masks, which choose parts of the others
+                    return []  # indices and masks, which choose parts of the others
                 if low := tensor.data_ptr():
                     found.append((low, low + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)), write))
-        return tuple(found)
+        return found
 
 
 _LISTS = (list, tuple)
@@ -145,7 +159,7 @@ def _schema(function: Any) -> _Schema | None:
         if "Tensor" in kind:
             tensors.append((at, one.name, one.alias_info is not None and one.alias_info.is_write))
             has_lists |= kind.startswith("List")
-    return _Schema(tensors, has_lists)
+    return _Schema(tensors, has_lists, all(one.alias_info is None for one in schema.returns))
 
 
 def _extent(tensor: Any) -> int:

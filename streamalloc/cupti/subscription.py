@@ -75,7 +75,7 @@ class DriverCall(NamedTuple):
     """Name of a launched kernel, as the compiler wrote it."""
     pointers: tuple[int, ...] | None = ()
     """Words of a kernel's arguments that may be addresses; None if the driver does not tell its arguments."""
-    operands: Operands = ()
+    operands: Operands | tuple[()] = ()
     """Tensors of the operator of PyTorch that launches the kernel: first byte, end, and whether it writes them. Only
     :func:`check` asks PyTorch for them.
     """

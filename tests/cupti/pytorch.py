@@ -46,7 +46,7 @@ def schema_of(text: str) -> Any:
         )
         for one in parameters
     ]
-    return types.SimpleNamespace(name=name, arguments=arguments)
+    return types.SimpleNamespace(name=name, arguments=arguments, returns=[])
 
 
 class Torch:
@@ -150,10 +150,10 @@ class Torch:
         sleep(1e-5)
 
     def run(self, schema: str, kernels: Any, *args: Any, **kwargs: Any) -> None:
-        """Run an operator: a function launches its kernels."""
+        """Run an operator: a function launches its kernels, and may return a tensor."""
 
-        def operator(*args: Any, **kwargs: Any) -> None:
-            kernels()
+        def operator(*args: Any, **kwargs: Any) -> Any:
+            return kernels()
 
         operator._schema = schema_of(schema)  # type: ignore[attr-defined]
         if self.modes:

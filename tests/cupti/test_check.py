@@ -689,6 +689,42 @@ def test_operators_that_may_use_other_parts_are_in_order(checked: Any, schema: s
 
 
 @launches
+@pytest.mark.parametrize("place", ["a block", "plain memory"])
+@pytest.mark.parametrize("culprit", ["none", "result", "factor"])
+def test_a_kernel_with_unknown_arguments_uses_the_tensors_of_its_operator(
+    checked: Any, monkeypatch: pytest.MonkeyPatch, culprit: str, place: str
+) -> None:
+    monkeypatch.setattr(kernels, "_sizes", lambda function, context: [8] * (function % 16) or None)
+
+    def scene(s: Scene) -> None:
+        factor = s.torch.empty(s.first) if place == "a block" else int(s.driver.cuMemAlloc(MiB)[1])
+        result = s.torch.empty(s.first)
+        s.fill(factor, s.first)
+        s.driver.cuCtxSynchronize()
+
+        def multiply() -> Tensor:
+            s.driver.launch("nvjet", s.first)  # multiplied
+            return Tensor(result, 4 * QUARTER)
+
+        s.torch.run("aten::mm self mat2", multiply, Tensor(factor, 4 * QUARTER), Tensor(factor, 4 * QUARTER))
+        if culprit == "none":
+            s.order(s.first, s.side)
+        if culprit != "factor":
+            s.driver.cuMemcpyDtoHAsync(s.pinned, result + 4096, 4096, s.side)  # used
+        if culprit != "result":
+            s.driver.cuMemsetD8Async(factor + 4096, 0, 4096, s.side)  # used
+        s.driver.cuCtxSynchronize()
+        if place != "a block":
+            s.driver.cuMemFree(factor)
+
+    found = checked(scene).hazards
+    assert [one.kind for one in found] == ["race"] * (culprit != "none")
+    for one in found:
+        assert any("# used" in line for line in one.stacks["this call"])
+        assert any("# multiplied" in line for line in one.stacks["used"])
+
+
+@launches
 def test_parts_of_a_tensor_with_their_sizes_are_in_order(checked: Any) -> None:
     def scene(s: Scene, overlap: int) -> None:
         whole = s.torch.empty(s.first)
