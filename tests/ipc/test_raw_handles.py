@@ -21,6 +21,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import PAGE, POSIX, shared_pool
@@ -469,6 +470,17 @@ def test_addresses_of_ctypes(device: sa.Device, stream: sa.Stream, pool: sa.Memo
 
 
 class TestRefused:
+    def test_access_of_what_is_no_device_of_the_driver(self, device: sa.Device) -> None:
+        other = sa.Device(0, driver=simulated())
+        pool = shared_pool(device)
+        with pool, ipc.ImportedPool.from_handle(pool.handles().fds[0], driver=device.driver) as imported:
+            with pytest.raises(ValueError, match="belongs to another driver"):
+                imported.set_access(other)
+            for wrong in (0, device.location):
+                with pytest.raises(TypeError, match="device must be a Device"):
+                    imported.set_access(wrong)  # type: ignore[arg-type]
+            imported.set_access(device)
+
     @pytest.mark.parametrize("kind", DESCRIPTORS)
     @pytest.mark.parametrize(
         "open_", [vmm.PhysicalMemory.from_handle, ipc.ImportedPool.from_handle], ids=["memory", "pool"]

@@ -523,10 +523,14 @@ class Exports:
             found = self._pools.get(pool)
             if found is None:
                 if pool.properties is not None and not pool.properties.handle_types & POSIX:
-                    raise ValueError(
-                        f"{pool!r} cannot be shared: make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
-                        + (f"; {NO_FABRIC_POOLS}" if pool.properties.handle_types else "")
-                    )
+                    remedy = "make it with handle_types=MemHandleType.POSIX_FILE_DESCRIPTOR"
+                    if pool.properties.handle_types:
+                        remedy += f"; {NO_FABRIC_POOLS}"
+                    elif pool.managed:
+                        remedy = "managed pools belong to one process"
+                    elif pool.location.type is MemLocationType.HOST:
+                        remedy = f"{remedy} on one node, MemLocation.host_numa(0)"
+                    raise ValueError(f"{pool!r} cannot be shared: {remedy}")
                 on_device = pool.location.type is MemLocationType.DEVICE
                 device = Device(pool.location.id if on_device else 0, driver=self.session.driver)
                 found = self._pools[pool] = ExportedPool(pool, self, device)

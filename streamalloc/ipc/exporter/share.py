@@ -649,7 +649,7 @@ def _share_array_of_others(thing: Any, options: _Options, exports: Exports) -> S
         # For mapped memory the address gives no device, but the allocation handle does.
         device = _device_of(PhysicalMemory.at(span.address, driver=driver))
     if known.kind is not MemoryKind.DEVICE or device is None:
-        raise ValueError(f"{thing!r} is not device memory of this process")
+        raise ValueError(f"{thing!r} is not device memory of this process, but {known.kind.value} memory")
     if isinstance(thing, BufferView):
         own = thing.stream
     else:

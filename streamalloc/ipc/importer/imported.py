@@ -20,6 +20,7 @@ from streamalloc.core.internal import (
     StreamLike,
     TypedView,
     as_stream,
+    check_device,
     direct_handle,
     location_of_pool,
     of_this_thread,
@@ -235,10 +236,22 @@ class ImportedPool(Foreign, Closes):
         return self._pool.imports.session
 
     def set_access(self, device: Device, access: MemAccess = MemAccess.READWRITE) -> None:
-        """Give another device of this process access to the pool's memory (``cuMemPoolSetAccess``)."""
+        """Give another device of this process access to the pool's memory (``cuMemPoolSetAccess``).
+
+        Nobody has access from the owner's process: only the device that has the memory, where this process sees it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``device`` is no device of this driver.
+        InvalidDeviceError, NotSupportedError
+            The device cannot reach the memory, or the driver does not grant this access.
+        """
         self._check_open()
+        check_device("device", device, self._session)
         descriptor = MemAccessDesc(device.location, access).to_driver()
-        self._session.call("cuMemPoolSetAccess", self._pool._raw, [descriptor], 1)
+        why = f"access={access.name}: pools grant READWRITE or NONE to peers, and the owner's access stays"
+        self._session.call("cuMemPoolSetAccess", self._pool._raw, [descriptor], 1, hint=why)
 
     def __repr__(self) -> str:
         return f"<ImportedPool {'closed' if self.closed else hex(self.handle)} on device {self.device.ordinal}>"

@@ -465,7 +465,7 @@ class TestRefused:
     def test_host_memory(self, raw: Any) -> None:
         result, address = raw.cuMemHostAlloc(4096, 0)
         assert result == 0
-        with pytest.raises(ValueError, match="not device memory"):
+        with pytest.raises(ValueError, match="not device memory of this process, but host memory"):
             ipc.share(Array(int(address), 4096))
         raw.cuMemFreeHost(address)
 

@@ -524,6 +524,16 @@ class TestRefused:
                 with pytest.raises(ValueError, match="POSIX_FILE_DESCRIPTOR"):
                     ipc.share(thing)
 
+    @pytest.mark.bindings("13.0")
+    def test_pools_that_cannot_be_made_for_it(self, machine: Any) -> None:
+        on_one_node = pytest.raises(ValueError, match=r"on one node, MemLocation\.host_numa")
+        with sa.MemoryPool(sa.MemLocation.host(), driver=machine) as pool, on_one_node:
+            ipc.share(pool)
+        if sa.Device(0, driver=machine).supports.managed_memory_pools:
+            props = sa.MemPoolProps(alloc_type=sa.MemAllocationType.MANAGED, location=sa.MemLocation.device(0))
+            with sa.MemoryPool(props, driver=machine) as pool, pytest.raises(ValueError, match="belong to one process"):
+                ipc.share(pool)
+
     def test_empty_or_of_no_kind(self, pool: sa.MemoryPool, stream: sa.Stream) -> None:
         with pool.allocate(0, stream) as empty, pool.allocate(64, stream) as buffer:
             for thing in (empty, buffer[7:7]):
