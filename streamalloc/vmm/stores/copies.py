@@ -48,8 +48,10 @@ _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
 each batch may have 1.5 times as many copies as the one before.
 """
-_SOME = 4096
-"""Blocks to look at a time: larger arrays would be of new pages, which takes longer than the work on them."""
+_SOME, _SMALL = max(COPY_MOST.values()), 16 << 10
+"""Blocks to look at at a time: larger arrays would be of new pages, which take longer than the work on them. And the
+most bytes of a block for which that work takes long beside the copies.
+"""
 _ROOM, _FEW = 64 << 20, 256  # most bytes, and most single copies, of a measurement
 _SPREAD, _STRIDE = 512 << 20, 2654435761
 """Bytes of the device memory of a measurement, and the distance of its blocks in blocks, modulo all. Single
@@ -91,10 +93,27 @@ def copy_batch(
     halves
         Device memory for the way ``staged``; None for none.
     """
-    count = len(memory)
-    if not count:
-        return  # other threads may have dropped all
-    host, device = (targets, sources) if out else (sources, targets)
+    count, host, device = len(memory), *((targets, sources) if out else (sources, targets))
+    bounds = [0, count]
+    if kernels and count > 2 * _SOME and isinstance(sizes, int) and sizes <= _SMALL:
+        # The device copies the first blocks while the host prepares the others.
+        bounds[1:1] = [_SOME]
+    for at, end in itertools.pairwise(bounds):
+        some = sizes if isinstance(sizes, int) else sizes[at:end]
+        if at < end:  # other threads may have dropped all
+            _copy_part(host[at:end], device[at:end], some, memory[at:end], stream, out, kernels, halves)
+
+
+def _copy_part(
+    host: Addresses,
+    device: Addresses,
+    sizes: int | Addresses,
+    memory: Addresses,
+    stream: Stream,
+    out: bool,
+    kernels: bool,
+    halves: Halves | None,
+) -> None:
     ascending, apart, scattered = _neighbours(host, device, sizes)
     if not ascending:
         order = np.argsort(host)
@@ -103,14 +122,19 @@ def copy_batch(
         _, apart, scattered = _neighbours(host, device, sizes)
     apart |= memory[1:] != memory[:-1]
     scattered |= apart
-    if kernels and count > 1 and isinstance(sizes, int):
+    if kernels and len(host) > 1 and isinstance(sizes, int):
         copies = int(np.count_nonzero(scattered)) + 1
         blocks = Blocks(device, host, sizes, run_starts(apart), out)
         if blocks.suit_kernel and kernel_of(stream.device).copy_if_faster(blocks, copies, halves, stream):
             return
+    _copy_runs(*((host, device) if out else (device, host)), sizes, scattered, stream)
+
+
+def _copy_runs(targets: Addresses, sources: Addresses, sizes: int | Addresses, scattered: Mask, stream: Stream) -> None:
+    """Queue a copy for each run of adjacent blocks. ``scattered``: whether each block but the first begins one."""
     first = run_starts(scattered)
-    targets, sources = (host, device) if out else (device, host)
-    _copy_one_by_one(targets[first], sources[first], np.add.reduceat(np.broadcast_to(sizes, count), first), stream)
+    merged = np.add.reduceat(np.broadcast_to(sizes, len(targets)), first)
+    _copy_one_by_one(targets[first], sources[first], merged, stream)
 
 
 def _neighbours(host: Addresses, device: Addresses, sizes: int | Addresses) -> tuple[bool, Mask, Mask]:
@@ -192,6 +216,20 @@ def seconds(row: Sequence[float], count: int) -> float:
     return row[some] + (row[some + 1] - row[some]) * more
 
 
+def fastest(times: Times, nbytes: int, count: int, copies: int, runs: int, out: bool, halves: bool) -> str:
+    """The fastest way for blocks that single copies would merge to ``copies``, with ``runs`` runs of host memory."""
+    where = "out" if out else "in"
+    took = {
+        "copies": seconds(row_of(times, f"copies {where}", nbytes * count / copies), copies),
+        "kernel": seconds(row_of(times, f"kernel {where}", nbytes), count),
+    }
+    if halves:
+        # It was measured with adjacent host memory. Each further run of it takes as long as a small copy.
+        small = times[f"copies {where}"][0]
+        took["staged"] = seconds(row_of(times, f"staged {where}", nbytes), count) + seconds(small, runs) - small[0]
+    return min(took, key=took.__getitem__)
+
+
 def _between(steps: Sequence[int], value: float) -> tuple[int, float]:
     """The index of the step before a value, and the value's distance from it in steps."""
     at = min(max(bisect_right(steps, value) - 1, 0), len(steps) - 2)
@@ -262,7 +300,7 @@ class Blocks(NamedTuple):
 class Kernel:
     """The kernel on one device, and the times of all ways."""
 
-    __slots__ = ("_device", "_functions", "_lock", "_row", "_times")
+    __slots__ = ("_device", "_fastest", "_functions", "_lock", "_times")
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -271,8 +309,8 @@ class Kernel:
         self._lock = Lock()
         """Held by the thread that loads and measures. Others do not wait for it, and copy one by one meanwhile."""
         self._times: Times | None = None
-        self._row: Callable[[str, float], Sequence[float]]
-        """:func:`row_of` these times, kept: a choice must be cheap beside copies that take 20 us."""
+        self._fastest: Callable[..., str]
+        """:func:`fastest` of these times. Kept results: a choice must be cheap beside copies that take 20 us."""
 
     def prepare(self, *, again: bool = False) -> None:
         """Load the kernel, and read or measure the times. ``again``: measure in any case.
@@ -285,7 +323,8 @@ class Kernel:
                 with contextlib.suppress(CudaError):
                     self._load()
                     times = self._told(again)
-                    self._row, self._times = functools.lru_cache(256)(functools.partial(row_of, times)), times
+                    kept = functools.lru_cache(4096)(functools.partial(fastest, times))
+                    self._fastest, self._times = kept, times
             finally:
                 self._lock.release()
 
@@ -321,21 +360,10 @@ class Kernel:
 
     def way(self, blocks: Blocks, copies: int, halves: Halves | None) -> str:
         """The fastest way."""
-        nbytes, count = blocks.nbytes, len(blocks.host)
         if self._times is None:
             return "copies"
-        where = "out" if blocks.out else "in"
-        took = {
-            "copies": seconds(self._row(f"copies {where}", nbytes * count / copies), copies),
-            "kernel": seconds(self._row(f"kernel {where}", nbytes), count),
-        }
-        if halves is not None and nbytes <= _HALF:
-            took["staged"] = seconds(self._row(f"staged {where}", nbytes), count)
-            if len(blocks.runs) > 1:
-                # It was measured with adjacent host memory. Each further run of it takes as long as a small copy.
-                small = self._row(f"copies {where}", SIZES[0])
-                took["staged"] += seconds(small, len(blocks.runs)) - small[0]
-        return min(took, key=took.__getitem__)
+        beside = halves is not None and blocks.nbytes <= _HALF
+        return self._fastest(blocks.nbytes, len(blocks.host), copies, len(blocks.runs), blocks.out, beside)
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, most: int) -> None:
         """Queue the copies of blocks, by at most so many thread blocks (``cuLaunchKernel``)."""
@@ -380,7 +408,7 @@ class Kernel:
         for _ in range(_TRIES if count * nbytes <= _LONG else _FEW_TRIES):
             begin = time.perf_counter()
             if by == "copies":
-                _copy_one_by_one(targets, sources, np.full(count, nbytes), stream)
+                _copy_runs(targets, sources, nbytes, np.ones(count - 1, np.bool_), stream)
             elif by == "kernel":
                 self.copy(targets, sources, nbytes, stream, _OVER_BUS)
             else:

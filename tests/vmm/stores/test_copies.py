@@ -66,6 +66,7 @@ class TestBytes:
         [
             (4096, 1300, 0, True),  # two halves
             (16, 4100, 0, True),  # more than one launch takes
+            (16, 8100, 0, True),  # the first ones go ahead
             (16, 3, 0, True),
             (1040, 40, 0, True),  # no multiple of what a warp moves
             (5136, 40, 16, True),
