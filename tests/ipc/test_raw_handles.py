@@ -528,14 +528,17 @@ class TestRefused:
     def test_what_an_ended_process_gave(self, on_cuda: bool, device: sa.Device, stream: sa.Stream) -> None:
         with Peer(on_cuda) as peer:
             handle = peer.value("cuIpcGetMemHandle", peer.value("cuMemAlloc", 4 * MiB))
-            event = peer.value("cuEventCreate", 6, keep="event")
-            ready = peer.value("cuIpcGetEventHandle", Kept("event"))
+            peer.rig("pool", handle_types=1, keep="pool")
+            fd = exported(peer, "cuMemPoolExportToShareableHandle", "pool")
+            address = peer.value("cuMemAllocFromPoolAsync", 3000, Kept("pool"), 0)
+            assert peer.said("cuMemsetD8", address, 5, 3000) == "SUCCESS"
+            data = peer.value("cuMemPoolExportPointer", address)
             peer.kill()
-        assert event
         with pytest.raises(sa.CudaError, match="has ended"):
             ipc.open_memory_handle(handle, stream=stream)
-        with pytest.raises(sa.CudaError, match="has ended"):
-            sa.Event.from_handle(ready, device)
+        # A descriptor keeps the memory of a pool.
+        with ipc.ImportedPool.from_handle(fd, driver=device.driver) as pool, pool.open(data, stream=stream) as opened:
+            assert holds(opened, 5)
 
     @pytest.mark.simulated_only("two drivers")
     def test_another_driver(self, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:

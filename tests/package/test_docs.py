@@ -58,17 +58,21 @@ def test_programs_run(
             assert found[2] in (None, printed)
 
 
-_WITH_LIBRARIES = re.compile(r"^```py\n(?!# \w+\.py\n)(.*?)^```", re.MULTILINE | re.DOTALL)
+_WITH_LIBRARIES = re.compile(
+    r"^```py\n(?!# \w+\.py\n)(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.mark.simulated_only("with stand-ins for the libraries")
 @pytest.mark.parametrize("page", [page for page in IN_ORDER if _WITH_LIBRARIES.search(page.read_text())], ids=name)
-def test_programs_with_other_libraries_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_with_other_libraries_run(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Blocks marked ``py``, each on its own; those that name a file are run by ``tests/ipc/test_programs.py``.
 
     Those of the recipes are run by ``test_recipes.py``, beside this file.
     """
-    for block in _WITH_LIBRARIES.findall(page.read_text()):
+    for block, output in _WITH_LIBRARIES.findall(page.read_text()):
         if "live" in block:
             pytest.importorskip("rich")
         machine = sd.simulated()
@@ -77,6 +81,7 @@ def test_programs_with_other_libraries_run(page: Path, monkeypatch: pytest.Monke
                 monkeypatch.setitem(sys.modules, module, standin)
         with sd.use(machine):
             exec(compile(block, str(page), "exec"), {"__name__": "page"})
+        assert not output or capsys.readouterr().out == output
 
 
 def test_tests_that_are_named_are_there() -> None:
