@@ -1,7 +1,7 @@
 """Figures of memory, drawn with matplotlib: contents of pools, reuse of memory, mappings of address ranges.
 
-``pool.plot()``, ``range.plot()``, ``plot()`` of growable memory, and :func:`memory` and :func:`reuse` of an observer.
-Each function returns a figure, or draws into the axes ``ax``.
+``pool.plot()``, ``range.plot()``, ``plot()`` of growable memory, :func:`memory` of an observer, and :func:`reuse` of
+the calls of a traced driver. Each function returns a figure, or draws into the axes ``ax``.
 """
 
 import importlib
