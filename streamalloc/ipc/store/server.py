@@ -134,13 +134,7 @@ class StoreServer(Closes):
             self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
             self._keeper: Keeper | None = None
             if keep:
-                undo.callback(self._holdings.release)
-                self._keeper = Keeper(path.with_suffix(".keeper"))
-                undo.callback(self._keeper._channel.close)  # a keeper serves one connection at a time
-                for kept in self._keeper.take():
-                    with undoing(functools.partial(close_all, kept.handles)):
-                        self._holdings.adopt(_adopted(kept))
-                self._holdings.keep = self._keep
+                self._take_over(path.with_suffix(".keeper"), undo)
             self._wake = tuple(map(Fd, os.pipe()))
             self._spare = Fd(os.dup(self._wake[0].fileno()))
             """Descriptor that is closed to accept, and refuse, a connection when no other is left."""
@@ -155,6 +149,16 @@ class StoreServer(Closes):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def _take_over(self, path: Path, undo: contextlib.ExitStack) -> None:
+        """Adopt what the store's keeper holds, and let it keep what is committed from now on."""
+        undo.callback(self._holdings.release)
+        self._keeper = keeper = Keeper(path)
+        undo.callback(keeper._channel.close)  # a keeper serves one connection at a time
+        for kept in keeper.take():
+            with undoing(functools.partial(close_all, kept.handles)):
+                self._holdings.adopt(_adopted(kept))
+        self._holdings.keep = self._keep
 
     @property
     def lost(self) -> dict[str, str]:
