@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from streamalloc.core.allocation_hooks import notify_freed
 from streamalloc.core.deferred import Deferred, deferred_queue
-from streamalloc.core.device import Device
+from streamalloc.core.device import Device, check_device
 from streamalloc.core.errors import (
     LOST,
     CaptureError,
@@ -528,6 +528,8 @@ class GraphBuffer(Buffer):
 
         Raises
         ------
+        TypeError, ValueError
+            The stream, or a device of ``access``, is none, or belongs to another driver.
         InvalidValueError
             A node is of another graph, or the size is 0.
 
@@ -545,7 +547,10 @@ class GraphBuffer(Buffer):
         params = cuda.CUDA_MEM_ALLOC_NODE_PARAMS()
         params.poolProps.allocType = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         params.poolProps.location = device.location.to_driver()
-        grants = [MemAccessDesc(peer.location, MemAccess.READWRITE).to_driver() for peer in access]
+        peers = list(access)
+        for peer in peers:
+            check_device("access", peer, session)
+        grants = [MemAccessDesc(peer.location, MemAccess.READWRITE).to_driver() for peer in peers]
         params.accessDescs, params.accessDescCount = grants, len(grants)
         params.bytesize = checked_size("nbytes", nbytes)
         nodes = list(after)

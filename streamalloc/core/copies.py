@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from streamalloc.core.device import Device, check_location, location_of
+from streamalloc.core.device import Device, known_location, location_of
 from streamalloc.core.errors import CaptureError, error_from, refused, unsupported
 from streamalloc.core.memory_base import MemoryBase, kinds, refuse_legacy
 from streamalloc.core.places import place_of
@@ -353,9 +353,7 @@ class CopyOptions:
         made.flags = get_args(_Overlap).index(self.overlap_mode)
         for field, hint in (("srcLocHint", self.src_location_hint), ("dstLocHint", self.dst_location_hint)):
             if hint is not None:
-                place = location_of(field, hint)
-                check_location(session, place)
-                setattr(made, field, place.to_driver())
+                setattr(made, field, known_location(session, field, hint).to_driver())
         return made
 
 

@@ -286,3 +286,15 @@ def check_location(session: Session, location: MemLocation) -> None:
         count = int(session.call("cuDeviceGetCount"))
         if location.id >= count:
             raise ValueError(f"location id={location.id}: this driver has {count} device{'' if count == 1 else 's'}")
+
+
+def known_location(session: Session, name: str, where: object) -> MemLocation:
+    """Return the location of an argument. Raise ``ValueError`` if it is of another driver, or the driver has no such
+    device. ``name``: the argument's name.
+    """
+    location = location_of(name, where)
+    if isinstance(where, Device):
+        check_device(name, where, session)
+    else:
+        check_location(session, location)
+    return location

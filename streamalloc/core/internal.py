@@ -33,6 +33,7 @@ from streamalloc.core.device import (
     Device,
     check_device,
     check_location,
+    known_location,
     location_of,
     session_for,
 )

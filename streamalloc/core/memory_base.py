@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from streamalloc.core.device import Device, check_location, location_of
+from streamalloc.core.device import Device, known_location
 from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
 from streamalloc.core.resource import Shareable
 from streamalloc.core.session import Session
@@ -312,7 +312,7 @@ class Migrating(MemoryBase):
 
     @accessed_by.setter
     def accessed_by(self, places: Iterable[Device | MemLocation]) -> None:
-        before, wanted = self.accessed_by, {location_of("places", one) for one in places}
+        before, wanted = self.accessed_by, {self._known("places", one) for one in places}
         for one in before - wanted:
             self.advise(MemAdvise.UNSET_ACCESSED_BY, one)
         for one in wanted - before:
@@ -324,8 +324,7 @@ class Migrating(MemoryBase):
             raise ValueError(f"{self!r} is not managed: memory of a pool with MemAllocationType.MANAGED is")
 
     def _known(self, name: str, where: Device | MemLocation) -> MemLocation:
-        place = location_of(name, where)
-        check_location(self._session, place)
+        place = known_location(self._session, name, where)
         if place.type is MemLocationType.NONE:
             raise ValueError(f"{name}={place}: allowed are a device, the host and its NUMA nodes")
         return place

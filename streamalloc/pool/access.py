@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from streamalloc.core.errors import ClosedError, PeerAccessError, refused
-from streamalloc.core.internal import Allocator, Device, check_location, location_of
+from streamalloc.core.internal import Allocator, Device, known_location
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_type
 
 
@@ -90,10 +90,7 @@ class GrantsAccess(Allocator):
     def _location_of(self, who: Device | MemLocation | int, *, check_peer: bool = True) -> MemLocation:
         """The location of an argument of access to a pool."""
         session, own = self._session, self.location
-        location = location_of("who", who)
-        if isinstance(who, Device) and who.driver is not session.driver:
-            raise ValueError(f"{who!r} belongs to another driver than {self!r}")
-        check_location(session, location)
+        location = known_location(session, "who", who)
         if check_peer and location.type is own.type is MemLocationType.DEVICE:
             peer = Device(location.id, driver=session.driver)
             if not peer.can_access(Device(own.id, driver=session.driver)):

@@ -15,8 +15,7 @@ from streamalloc.core.internal import (
     StreamLike,
     as_stream,
     await_device,
-    check_location,
-    location_of,
+    known_location,
     refuse_capture,
     work,
 )
@@ -46,13 +45,9 @@ def rights_of(access: Access, session: Session, permission: MemAccess = MemAcces
         raise TypeError(f"access must name Devices or MemLocations, not {type(access).__name__} ({access!r})")
     rights: Rights = {}
     for place, allowed in pairs:
-        location = location_of("access", place)
-        if isinstance(place, Device) and session_of(place) is not session:
-            raise ValueError(f"access: {place!r} belongs to another driver")
+        location = known_location(session, "access", place)
         if not isinstance(allowed, MemAccess):
             raise TypeError(f"access of {location} must be a MemAccess, not {type(allowed).__name__} ({allowed!r})")
-        if not isinstance(place, Device):
-            check_location(session, location)
         # The driver has one permission for the whole host, whatever NUMA node is named.
         rights[MemLocation.host() if location.on_host else location] = allowed
     return rights

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
-from streamalloc.core.internal import BufferView, Device, Memory, Stream, location_of, session_for
+from streamalloc.core.internal import BufferView, Device, Memory, Stream, known_location, session_for
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import Session
@@ -510,7 +510,7 @@ class Mapping(RangeView, Closes):
         ClosedError
             It was unmapped.
         """
-        location = location_of("who", who)
+        location = known_location(self._session, "who", who)
         if location.type is MemLocationType.HOST:
             # For HOST, driver 580 returns the larger of the permissions of the host and of device 0.
             location = MemLocation.host_numa(0)

@@ -83,8 +83,12 @@ class MemorySpec:
         asked = self.struct if place.seen else replace(prop, location=MemLocation.device(0)).to_driver()
         self.granularity: int = granularity_of(session, asked)
         """Bytes; sizes are multiples of it."""
-        in_domain = DOMAIN_NEEDS if place.type is MemLocationType.DEVICE_LOCALITY_DOMAIN else ""
-        self.hint: str = FABRIC_NEEDS if prop.requested_handle_types & MemHandleType.FABRIC else in_domain
+        needs = {
+            MemLocationType.DEVICE_LOCALITY_DOMAIN: DOMAIN_NEEDS,
+            MemLocationType.HOST_NUMA: f"location={place}: is there such a NUMA node?",
+        }
+        fabric = prop.requested_handle_types & MemHandleType.FABRIC
+        self.hint: str = FABRIC_NEEDS if fabric else needs.get(place.type, "")
         self.mark: str = "?" if not place.seen else "H" if place.on_host else f"{place.id % 16:x}"
         """One character for the memory in drawings of an address range."""
 

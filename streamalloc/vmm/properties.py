@@ -34,7 +34,8 @@ class MemAllocFlags:
     gpu_direct_rdma_capable
         Whether other PCIe devices may reach the memory.
     usage
-        1 asks for memory that backs sparse arrays (``CU_MEM_CREATE_USAGE_TILE_POOL``).
+        1 asks for memory that backs sparse arrays (``CU_MEM_CREATE_USAGE_TILE_POOL``), 2 for memory that the
+        decompression engine may use (``CU_MEM_CREATE_USAGE_HW_DECOMPRESS``).
     """
 
     compression_type: int = 0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from streamalloc.driver import simulated
 from streamalloc.driver.bindings import cuda
 from tests.support import MiB, holds
 
@@ -58,6 +59,10 @@ def test_refused(device: sa.Device, stream: sa.Stream) -> None:
             sa.GraphBuffer.add_to(graph, 16, stream, after=[node])
         with pytest.raises(sa.InvalidValueError):
             sa.GraphBuffer.add_to(graph, 0, stream)
+        with pytest.raises(TypeError, match="access must be a Device"):
+            sa.GraphBuffer.add_to(graph, 16, stream, access=[device.location])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="belongs to another driver"):
+            sa.GraphBuffer.add_to(graph, 16, stream, access=[sa.Device(0, driver=simulated())])
         graph.close()
         with pytest.raises(sa.ClosedError):
             sa.GraphBuffer.add_to(graph, 16, stream)

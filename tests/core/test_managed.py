@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
+from streamalloc.driver import simulated
 from streamalloc.testing import Faults
 from tests.support import read
 
@@ -140,3 +141,22 @@ def test_arguments_that_do_not_fit(buffer: sa.Buffer, device: sa.Device) -> None
         with pytest.raises(error, match=words):
             use(*arguments)
     buffer.prefetch(device, device.default_stream)
+
+
+def test_devices_of_another_driver(buffer: sa.Buffer, stream: sa.Stream) -> None:
+    other = sa.Device(0, driver=simulated())
+    hint = sa.CopyOptions(dst_location_hint=other)
+    uses: list[Callable[[], object]] = [
+        lambda: buffer.prefetch(other),
+        lambda: buffer.discard_prefetch(other),
+        lambda: sa.prefetch_batch(stream, [buffer], other),
+        lambda: sa.discard_prefetch_batch(stream, [buffer], [other]),
+        lambda: buffer.advise(ADVISE.SET_PREFERRED_LOCATION, other),
+        lambda: setattr(buffer, "preferred_location", other),
+        lambda: setattr(buffer, "accessed_by", [other]),
+        lambda: buffer.copy_from(bytes(4 * PAGE), options=hint),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="belongs to another driver"):
+            use()
+    assert buffer.range_attributes() == sa.MemRangeAttributes(False, None, None, ())

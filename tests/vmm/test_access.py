@@ -94,6 +94,17 @@ class TestGrant:
             assert len(addresses.mappings) == 1 and memory.mapping_count == 1
         assert names(driver, "cuMemSetAccess") == [] and len(names(driver, "cuMemMap")) == 1
 
+    def test_devices_of_another_driver(self, device: sa.Device, pages: vmm.AddressRange) -> None:
+        other = sa.Device(0, driver=sd.simulated())
+        with vmm.PhysicalMemory(device, PAGE) as memory:
+            for use in each(
+                lambda: pages.mappings[0].access(other),
+                lambda: pages.mappings[0].set_access(other),
+                lambda: pages.map(memory, 3 * PAGE, access={other: READ}),
+            ):
+                with pytest.raises(ValueError, match="belongs to another driver"):
+                    use()
+
     @pytest.mark.parametrize("who", [HOST, NUMA])
     @pytest.mark.parametrize("flags", [READ, READWRITE])
     def test_the_host_gets_no_device_memory(

@@ -172,6 +172,10 @@ class TestOptions:
         with pytest.raises(sa.NotPermittedError, match="IMEX"):
             vmm.PhysicalMemory(device, PAGE, handle_types=FABRIC)
 
+    def test_a_node_that_there_is_not(self, machine: Any) -> None:
+        with pytest.raises(sa.InvalidValueError, match=r"location=HOST_NUMA:99: is there such a NUMA node\?"):
+            vmm.PhysicalMemory(sa.MemLocation.host_numa(99), PAGE, driver=machine)
+
     def test_a_descriptor_for_host_memory(self, machine: Any) -> None:
         """HOST memory cannot be exported, memory of a NUMA node can."""
         driver = sd.traced(machine)
