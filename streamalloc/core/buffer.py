@@ -173,6 +173,7 @@ class Buffer(Memory, Closes):
             buffer is used. ``"this"``: the buffer becomes the owner. It frees memory of a pool in stream order
             (``cuMemFreeAsync``), and other memory after the host has waited for the stream (``cuMemFree``,
             ``cuMemFreeHost``). A dropped buffer does the same, without waiting.
+            Memory of ``cuMemHostRegister`` looks the same, and cannot be freed: its owner unregisters it.
         stream
             The stream of operations that name no other; the caller orders it after the work that writes the memory.
             Default: the default stream of the memory's device.
