@@ -11,7 +11,7 @@ from streamalloc.simulator.allocations import AllocationTable, GraphAllocation
 from streamalloc.simulator.call_lock import Caller
 from streamalloc.simulator.constants import Handles, new_handle
 from streamalloc.simulator.contexts import SimulatedDevice
-from streamalloc.simulator.errors import Fault, Result, check
+from streamalloc.simulator.errors import Fault, Result, check, not_modelled
 from streamalloc.simulator.events import QueueEvent
 from streamalloc.simulator.graph_memory import GraphHeap
 from streamalloc.simulator.pool import Pool
@@ -303,6 +303,9 @@ class GraphCapture:
 
     def allocate(self, size: int, pool: Pool, stream: Queue) -> int:
         assert pool.device is not None
+        # The node takes the access that devices have to the pool now, as NVIDIA's guide has it; no reading shows it.
+        peers = [device for device, flags in pool.access.items() if flags and device != pool.device]
+        not_modelled(bool(peers), "an allocation in a capture from a pool that further devices have access to")
         stream.scheduler.rank(stream)
         node = self.graph.allocate(size, pool.device, self._frontier[stream])
         self._frontier[stream] = [node]

@@ -48,6 +48,13 @@ def _access_of_another_device(rig: Rig) -> None:
     _allocation_node(rig, 1)
 
 
+def _captured_with_access_of_another_device(rig: Rig) -> None:
+    pool, stream = rig.pool(), rig.stream()
+    assert rig.grant(pool, (DEVICE, 1, READWRITE)) == "SUCCESS"
+    rig.begin_capture(stream)
+    rig.raw.cuMemAllocFromPoolAsync(64, pool, stream)
+
+
 def _update_with_memory(rig: Rig) -> None:
     instance = rig.instantiate(_allocation_node(rig))
     value(rig.raw.cuGraphLaunch(instance, rig.stream()))
@@ -72,6 +79,7 @@ def _rows_behind_a_pool(rig: Rig) -> None:
         (_large_stacks, "a stack of 200000 bytes"),
         (_stacks_beyond_the_memory, "more memory than there is"),
         (_access_of_another_device, "access for another device"),
+        (_captured_with_access_of_another_device, "a pool that further devices have access to"),
         (_update_with_memory, "what a launch has left is not freed"),
         (_rows_behind_a_pool, "rows that lie behind"),
     ],
