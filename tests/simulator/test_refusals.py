@@ -8,6 +8,7 @@ import pytest
 
 from tests.facts.enums import DEVICE, READWRITE
 from tests.facts.support import UNRESERVED, Rig, value
+from tests.facts.test_graph_nodes import with_edges
 from tests.simulator.support import new_rig
 
 
@@ -55,6 +56,14 @@ def _captured_with_access_of_another_device(rig: Rig) -> None:
     rig.raw.cuMemAllocFromPoolAsync(64, pool, stream)
 
 
+def _child_that_moves(rig: Rig) -> None:
+    params = rig.raw.CUgraphNodeParams()
+    params.type = rig.raw.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
+    params.graph.graph = _allocation_node(rig)
+    params.graph.ownership = rig.raw.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
+    with_edges(rig.raw.cuGraphAddNode, value(rig.raw.cuGraphCreate(0)), [], None, 0, params)
+
+
 def _update_with_memory(rig: Rig) -> None:
     instance = rig.instantiate(_allocation_node(rig))
     value(rig.raw.cuGraphLaunch(instance, rig.stream()))
@@ -80,6 +89,7 @@ def _rows_behind_a_pool(rig: Rig) -> None:
         (_stacks_beyond_the_memory, "more memory than there is"),
         (_access_of_another_device, "access for another device"),
         (_captured_with_access_of_another_device, "a pool that further devices have access to"),
+        (_child_that_moves, "a child graph that moves into its parent"),
         (_update_with_memory, "what a launch has left is not freed"),
         (_rows_behind_a_pool, "rows that lie behind"),
     ],

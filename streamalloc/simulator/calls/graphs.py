@@ -34,6 +34,7 @@ test_capture).
 # Fields of DeviceGraphMemory in the order of CUgraphMem_attribute.
 _MEMORY_ATTRIBUTES = ("used", "used_high", "size", "reserved_high")
 _ADD, _SET = 0, 1  # CUstreamUpdateCaptureDependencies_flags
+_MOVE = 1  # CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
 _SHAREABLE = 1 | 8
 """Handle types that there are on this system."""
 
@@ -161,6 +162,8 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
 
     def _add_any_node(self, hGraph: Any, dependencies: Any, *more: Any) -> Any:
         kind, params = _read_params(more[-1])
+        moved = kind == "GRAPH" and int(more[-1].graph.ownership) == _MOVE
+        not_modelled(moved, "a child graph that moves into its parent")
         return self._add_node(kind, hGraph, dependencies, more[-2], *params)
 
     _ANY_NODE = "hGraph dependencies [dependencyData] numDependencies nodeParams:cuda.CUgraphNodeParams"
