@@ -15,6 +15,7 @@ import struct
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,9 @@ class Kernel(str):
         made._written = next(((found, written) for found, written in conventions if found), None)
         made.is_known = made._written is not None
         made._parts = None if sizes is None else _parts(readable, sizes)
+        made._lists = _lists(readable, sizes[0]) if sizes else None
+        if sizes and made._lists is None and _OF_LISTS.search(readable):
+            made._written, made.is_known = None, False  # what the stack had before is among their addresses
         made._has_rows = "::CatArrayBatchedCopy" in readable
         made._at = struct.Struct(f"{len(sizes or ())}Q")
         return made
@@ -52,17 +56,20 @@ class Kernel(str):
     """Whether it is known what it writes."""
     _written: tuple[re.Match[str], Callable[[Addresses, re.Match[str]], Addresses]] | None
     _parts: list[tuple[int, int, int]] | None
+    _lists: _Lists | None
     _has_rows: bool
     _at: struct.Struct
 
-    def pointers(self, params: int, rows: int) -> Addresses | None:
+    def pointers(self, params: int, columns: int, rows: int) -> Addresses | None:
         """The words of a launch's arguments that may be addresses, from pointers to the arguments; None if the driver
-        does not tell the arguments, or if they are one block of bytes. ``rows``: second size of the grid.
+        does not tell the arguments, or if they are one block of bytes. ``columns``, ``rows``: sizes of the grid.
         """
-        if not self._parts or not params:
-            return () if self._parts == [] else None
+        if not (self._parts or self._lists) or not params:
+            return () if self._parts == [] and not self._lists else None
         places, words = self._at.unpack_from(memory, params), []
-        for argument, start, size in self._parts:
+        if self._lists is not None:
+            words += self._lists.words(places[0], columns)
+        for argument, start, size in self._parts or ():
             at = places[argument] + start
             words.append(memory[at : at + (size if size <= 8 or not self._has_rows else min(size, 8 * rows))])
         return _addresses(b"".join(words))
@@ -74,9 +81,43 @@ class Kernel(str):
         return () if self._written is None else self._written[1](addresses, self._written[0])
 
 
+class _Lists(NamedTuple):
+    """Where a kernel of lists of tensors has their addresses: in rows of slots, of which a launch fills the first ones.
+
+    The rows, and sizes of tensors in one more, begin the first argument.
+    """
+
+    rows: tuple[int, ...]
+    slots: int
+    slot_of_block: int
+    """Place of a byte for each block of the grid: the slot of its tensor. They ascend."""
+
+    def words(self, place: int, blocks: int) -> list[bytes]:
+        last = place + self.slot_of_block + min(blocks, _MOST_BLOCKS) - 1
+        filled, row = 8 * (memory[last : last + 1][0] + 1), 8 * self.slots
+        return [memory[place + row * one : place + row * one + filled] for one in self.rows]
+
+
+def _lists(name: str, size: int) -> _Lists | None:
+    """The lists of a kernel of PyTorch's whose first argument has a size; None if it has none, or no known ones."""
+    found = _OF_LISTS.search(name)
+    if found is None:
+        return None
+    count = int(found["count"])
+    slots = 96 if found["scalars"] and count == 1 else _SLOTS.get(count, 0)
+    rows = (*range(count), count + 1) if found["fused"] else (*range(count),)
+    # A scalar for each tensor, or a counter's address, comes before two tables of the blocks.
+    slot_of_block = size - 5 * _MOST_BLOCKS - (0 if found["scalars"] else 8)
+    before = slot_of_block - 8 * slots * (count + 1)
+    known = (4 * slots, 8 * slots) if found["scalars"] else (8 * slots if found["fused"] else 0,)
+    return _Lists(rows, slots, slot_of_block) if slots and before in known else None
+
+
 def _parts(name: str, sizes: list[int]) -> list[tuple[int, int, int]]:
     """The parts of a kernel's arguments that may have addresses: argument, first byte, and size."""
     found = [(at, *_part(name, size)) for at, size in enumerate(sizes)]
+    if _lists(name, sizes[0] if sizes else 0) is not None:
+        del found[0]
     if "wise_kernel<" in name and len(sizes) > 2:
         found.insert(0, found.pop(2))  # number of elements, function, data: the function may have addresses, too
     return [one for one in found if one[2]]
@@ -165,7 +206,14 @@ def _sizes(function: int, context: int) -> list[int] | None:
     return None
 
 
-_LISTS = r"at::native::.*multi_tensor_apply_kernel<.*?TensorList(?:ScalarList)?Metadata<(?:\w+, )?(\d)\b"
+_LISTS = (
+    r"at::native::.*multi_tensor_apply_kernel<.*?"
+    r"(?P<fused>FusedOptimizer)?TensorList(?P<scalars>ScalarList)?Metadata<(?:\w+, )?(?P<count>\d)\b"
+)
+_OF_LISTS = re.compile(_LISTS)
+_SLOTS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+"""Slots of each list, by the number of lists (``MultiTensorApply.cuh``)."""
+_MOST_BLOCKS = 320
 _CONVENTIONS: tuple[tuple[re.Pattern[str], Callable[[Addresses, re.Match[str]], Addresses]], ...] = (
     (re.compile(r"at::native::\w*elementwise_kernel_for_multi_outputs<2,"), lambda found, _: found[:2]),
     (re.compile(r"at::native::(vectorized_|unrolled_)?elementwise_kernel(_with_index)?<"), lambda found, _: found[:1]),
@@ -173,10 +221,13 @@ _CONVENTIONS: tuple[tuple[re.Pattern[str], Callable[[Addresses, re.Match[str]], 
     # The last number is that of the list with the results.
     (
         re.compile(_LISTS + r".*\b(?:Unary|Binary|Ternary|Pointwise)Op\w*(?<!Tensor)Functor<[^<>]*, 0>"),
-        lambda found, lists: found[: len(found) // int(lists[1])],
+        lambda found, lists: found[: len(found) // int(lists["count"])],
     ),
     # Beside the lists, it has a counter of steps for each tensor.
-    (re.compile(_LISTS + r".*\bFusedAdam\w*Functor<"), lambda found, lists: found[: len(found) // (int(lists[1]) + 1)]),
+    (
+        re.compile(_LISTS + r".*\bFusedAdam\w*Functor<"),
+        lambda found, lists: found[: len(found) // (int(lists["count"]) + 1)],
+    ),
     (re.compile(r"^cupy_\w+$"), lambda found, _: found[-1:]),
 )
 

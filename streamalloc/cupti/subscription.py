@@ -38,13 +38,13 @@ _NEWEST = 99
 _VERSION = re.compile(r"_v(\d+)$")
 _data = struct.Struct("I12xQQQQ").unpack_from
 """Reads a ``CUpti_CallbackData``: site, (function's name), arguments, result, kernel's name, context."""
-_launch = struct.Struct("Q4xI24xQQ").unpack_from
-"""Reads the arguments of ``cuLaunchKernel``: function, second size of the grid, stream, arguments."""
+_launch = struct.Struct("QII24xQQ").unpack_from
+"""Reads the arguments of ``cuLaunchKernel``: function, first two sizes of the grid, stream, arguments."""
 _launch_ex = struct.Struct("QQQ").unpack_from
 """Reads the arguments of ``cuLaunchKernelEx``: configuration, function, arguments."""
 _code = struct.Struct("I").unpack_from
-_configuration = struct.Struct("4xI24xQ").unpack_from
-"""Reads a ``CUlaunchConfig``: second size of the grid, stream."""
+_configuration = struct.Struct("II24xQ").unpack_from
+"""Reads a ``CUlaunchConfig``: first two sizes of the grid, stream."""
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
 """Functions that launch a kernel."""
 _DEEPEST = 8
@@ -156,13 +156,14 @@ class Subscription:
         elif not code:
             if name == "cuLaunchKernelEx":
                 config, function, params = _launch_ex(memory, args)
-                rows, stream = _configuration(memory, config)
+                columns, rows, stream = _configuration(memory, config)
             else:
-                function, rows, stream, params = _launch(memory, args)
+                function, columns, rows, stream, params = _launch(memory, args)
             if per_thread and not stream:
                 stream = _PER_THREAD
             kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
-            launch, place, pointers = (function, stream), self._place(1), kernel.pointers(params, rows)
+            launch, place = (function, stream), self._place(1)
+            pointers = kernel.pointers(params, columns, rows)
             self._listener(DriverCall(name, launch, _LAUNCHED, thread, context, place, now, kernel, pointers))
 
     def _place(self, depth: int) -> Stack:

@@ -88,8 +88,41 @@ def test_words_that_pytorch_leaves_as_the_stack_had_them_do_not_count(
         for at in range(len(argument)):
             argument[at] = _STALE + 4096 * number + 8 * at
     params = (ctypes.c_uint64 * len(sizes))(*map(ctypes.addressof, arguments))
-    found = Kernel(name, sizes).pointers(ctypes.addressof(params), rows)
+    found = Kernel(name, sizes).pointers(ctypes.addressof(params), 1, rows)
     assert found == tuple(_STALE + 4096 * argument + at for argument, places in expected.items() for at in places)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "lists", "tables", "written"),
+    [
+        # Places of the lists, and of the table of blocks, as in PyTorch's MultiTensorApply.cuh.
+        ("TensorListMetadata<1>, at::UnaryOpFunctor<float, 1, 1, 0>", 3368, (0,), 1760, 1),
+        ("TensorListMetadata<2>, at::TernaryOpScalarFunctor<float, 2, 2, 0>", 3144, (0, 512), 1536, 1),
+        ("TensorListMetadata<3>, at::PointwiseOpScalarFunctor<float, 3, 3, 0>", 3144, (0, 384, 768), 1536, 1),
+        ("TensorListScalarListMetadata<float, 1>, at::UnaryOpFunctor<float, 1, 1, 0>", 3520, (0,), 1920, 1),
+        ("TensorListScalarListMetadata<float, 3>, at::BinaryOpFunctor<float, 3, 2, 0>", 3328, (0, 384, 768), 1728, 1),
+        ("FusedOptimizerTensorListMetadata<4>, at::FusedAdamMathFunctor<A>", 3336, (0, 288, 576, 864, 1440), 1728, 1),
+        ("TensorListMetadata<2>, at::LpNormFunctor<float, 2>", 3144, (0, 512), 1536, 0),
+    ],
+)
+def test_lists_of_tensors_count_as_far_as_a_launch_fills_them(
+    kind: str, size: int, lists: tuple[int, ...], tables: int, written: int
+) -> None:
+    name = f"{_LIST}{kind} >(int)"
+    metadata = (ctypes.c_uint64 * (size // 8))(*(_STALE + 8 * at for at in range(size // 8)))
+    tensors = [[0x7EFF_0000_0000 + 0x1000 * slot + 0x10_0000 * place for slot in range(3)] for place in lists]
+    for place, addresses in zip(lists, tensors, strict=True):
+        metadata[place // 8 : place // 8 + 3] = addresses
+    ctypes.memmove(ctypes.addressof(metadata) + tables, bytes((0, 0, 1, 1, 1, 2)), 6)
+    params = (ctypes.c_uint64 * 2)(ctypes.addressof(metadata), ctypes.addressof(metadata))
+    kernel = Kernel(name, [size, 1])
+    found = kernel.pointers(ctypes.addressof(params), 6, 1)
+    assert found == tuple(address for addresses in tensors for address in addresses)
+    assert kernel.written(found) == tuple(tensors[0]) * written
+    assert kernel.pointers(ctypes.addressof(params), 2, 1) == tuple(addresses[0] for addresses in tensors)
+    # Of a layout that is not known, it is unknown what is written.
+    unknown = Kernel(name, [size + 8, 1])
+    assert unknown.written(unknown.pointers(ctypes.addressof(params), 6, 1) or ()) == () and not unknown.is_known
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,9 @@ def test_long_arguments_of_a_kernel_are_read_whole() -> None:
     short = ctypes.c_uint64(address)
     kernel = Kernel("name", [8, 4, 8 * words + 4])
     params = (ctypes.c_uint64 * 3)(ctypes.addressof(short), 0, ctypes.addressof(long))
-    assert kernel.pointers(ctypes.addressof(params), 1) == (address, *(address + at for at in range(1, words, 2)))
-    assert kernel.pointers(0, 1) is None and Kernel("name", None).pointers(ctypes.addressof(params), 1) is None
-    assert Kernel("name", [4, 4]).pointers(0, 1) == ()
+    assert kernel.pointers(ctypes.addressof(params), 1, 1) == (address, *(address + at for at in range(1, words, 2)))
+    assert kernel.pointers(0, 1, 1) is None and Kernel("name", None).pointers(ctypes.addressof(params), 1, 1) is None
+    assert Kernel("name", [4, 4]).pointers(0, 1, 1) == ()
 
 
 def test_structures_and_arrays_are_copied(shown: Any) -> None:
