@@ -196,6 +196,9 @@ def module_state(request: pytest.FixtureRequest, on_cuda: bool, lasting_drivers:
     where = str(request.path.relative_to(request.config.rootpath))
     with leftovers.watched(where, lasting_drivers, allowed, lambda: request.session.testsfailed):
         yield
+        for driver in lasting_drivers:
+            # Objects of libraries that ended with the last fixtures have made their context current.
+            leftovers.unbind_contexts(driver)
 
 
 def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
