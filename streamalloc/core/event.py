@@ -122,7 +122,7 @@ class Event(Closes, Shareable, Shown):
         TypeError, ValueError
             ``handle`` is no such handle.
         CudaError
-            The process that made the event has ended, or is this one.
+            The handle is no event's, or of this process. One of a process that has ended is opened.
 
         Examples
         --------
@@ -269,7 +269,7 @@ def opened_event(device: Device, handle: Any) -> Event:
     event = Event.__new__(Event)
     event._raw = None
     event._adopt(device, interprocess=False)
-    hint = "the process that made the event has ended, or is this one"
+    hint = "the handle is no event's, or of this process"
     device._session.create_in(device.ordinal, event, "cuIpcOpenEventHandle", handle, hint=hint)
     return event
 

@@ -249,7 +249,8 @@ class Sharing:
         check(not self.labels.is_own(process, owner), Result.CUDA_ERROR_INVALID_CONTEXT)
         table = self._tables.get((process, fd, owner))
         if table is None:
-            own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
+            # A GPU opens it all the same (observed on H200: test_sharing).
+            own = need(self.labels.reach(process, fd, owner, "events"), "opening an event of a process that has ended")
             table = self._tables[process, fd, owner] = EventTable(own)
         return SharedEvent(table, index)
 

@@ -554,6 +554,18 @@ class TestEvents:
             handle = Opaque("CUipcEventHandle", byte * OPAQUE_BYTES)
             assert peer.said("cuIpcOpenEventHandle", handle) == "MAP_FAILED"
 
+    def test_of_a_process_that_has_ended(self, rig: Rig, on_cuda: bool) -> None:
+        with Peer(on_cuda) as peer:
+            peer.rig("event", UNTIMED | INTERPROCESS, keep="event")
+            handle = opaque(rig.raw.CUipcEventHandle(), peer.value("cuIpcGetEventHandle", Kept("event")))
+            peer.kill()
+        if on_cuda:
+            event = rig.own(value(rig.raw.cuIpcOpenEventHandle(handle)), rig.raw.cuEventDestroy)
+            assert said(rig.raw.cuEventQuery(event)) == "SUCCESS"
+        else:
+            with pytest.raises(NotImplementedError, match="has ended"):
+                rig.raw.cuIpcOpenEventHandle(handle)
+
     @pytest.mark.parametrize("destroyed", [False, True])
     def test_holds_a_stream_of_the_other_process(self, opener: Peer, rig: Rig, event: Any, destroyed: bool) -> None:
         stream, gate = rig.stream(), rig.gate()
