@@ -112,7 +112,8 @@ def test_lists_of_tensors_count_as_far_as_a_launch_fills_them(
     metadata = (ctypes.c_uint64 * (size // 8))(*(_STALE + 8 * at for at in range(size // 8)))
     tensors = [[0x7EFF_0000_0000 + 0x1000 * slot + 0x10_0000 * place for slot in range(3)] for place in lists]
     for place, addresses in zip(lists, tensors, strict=True):
-        metadata[place // 8 : place // 8 + 3] = addresses
+        for slot, address in enumerate(addresses):
+            metadata[place // 8 + slot] = address
     ctypes.memmove(ctypes.addressof(metadata) + tables, bytes((0, 0, 1, 1, 1, 2)), 6)
     params = (ctypes.c_uint64 * 2)(ctypes.addressof(metadata), ctypes.addressof(metadata))
     kernel = Kernel(name, [size, 1])
