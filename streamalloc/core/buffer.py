@@ -20,6 +20,7 @@ from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
     CudaError,
+    InvalidValueError,
     NotReadyError,
     error_from,
     refused,
@@ -33,6 +34,7 @@ from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, c
 from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import NOT_CALLED, Session
 from streamalloc.core.stream import (
+    NOT_CAPTURED,
     Stream,
     StreamLike,
     as_stream,
@@ -480,9 +482,15 @@ class PoolBuffer(Buffer):
         finally:
             exchange(mode)
             dropping.pop()
-        # Memory of a lost context is gone.
-        lost = failed and isinstance(error_from(failed, "cuMemFreeAsync"), LOST)
-        if (handle is None or failed) and not lost:
+        if failed:
+            error = error_from(failed, "cuMemFreeAsync")
+            if isinstance(error, LOST):
+                return  # memory of a lost context is gone
+            if isinstance(error, InvalidValueError) and session.cuStreamIsCapturing(handle) == NOT_CAPTURED:
+                # Other code has freed it. A later attempt could free memory that has got the same address.
+                _warn_not_freed(ptr, error)
+                return
+        if handle is None or failed:
             deferred_queue(session).submit(_FreeDropped(session, ptr, stream))
 
 
@@ -630,12 +638,17 @@ class _Graphs(NamedTuple):
     graph: Graph
 
 
+def _warn_not_freed(ptr: Any, error: CudaError) -> None:
+    warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
+
+
 class _FreeDropped(Deferred):
     """The free of a buffer that was dropped while its stream was not ready."""
 
     __slots__ = ("_raw", "_session", "_stream", "_warned")
 
-    gone = LOST
+    # Memory that other code has freed is not freed at a later attempt: something else may have got its address.
+    gone = (*LOST, InvalidValueError)
 
     def __init__(self, session: Session, ptr: Any, stream: Stream) -> None:
         self._session = session
@@ -648,9 +661,9 @@ class _FreeDropped(Deferred):
         try:
             ordered_after(self._stream, self._free)
         except CudaError as error:
-            if not isinstance(error, (*self.gone, CaptureError, NotReadyError)) and not self._warned:
+            if not isinstance(error, (*LOST, CaptureError, NotReadyError)) and not self._warned:
                 self._warned = True
-                warnings.warn(f"dropped memory at {int(address):#x} could not be freed: {error}", ResourceWarning, 2)
+                _warn_not_freed(address, error)
             raise
         return True
 

@@ -52,6 +52,26 @@ class TestGarbage:
             end_what_was_dropped()
             assert "pool allocation" not in checked.outstanding() and checked.hazards == []
 
+    @pytest.mark.parametrize("queued", [False, True])
+    def test_memory_that_other_code_has_freed_is_not_freed_later(
+        self, machine: Any, pool: sa.MemoryPool, stream: sa.Stream, queued: bool
+    ) -> None:
+        """Something else may have got its address by then."""
+        buffer = pool.allocate(4096, stream)
+        with pytest.warns(ResourceWarning, match=f"{buffer.address:#x} could not be freed"):
+            assert not machine.cuMemFreeAsync(cuda.CUdeviceptr(buffer.address), cuda.CUstream(stream.handle))[0]
+            if queued:
+                with stream.capture():
+                    del buffer
+            else:
+                del buffer
+            end_what_was_dropped()
+        other = pool.allocate(4096, stream)
+        other.fill(7)
+        end_what_was_dropped()
+        pool.allocate(4096, stream).fill(9)
+        assert holds(other, 7)
+
     def test_on_a_per_thread_stream_memory_is_freed_after_the_thread_that_used_it(
         self, device: sa.Device, pool: sa.MemoryPool, gate: Gate
     ) -> None:
