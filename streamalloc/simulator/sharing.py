@@ -250,7 +250,8 @@ class Sharing:
         table = self._tables.get((process, fd, owner))
         if table is None:
             # A GPU opens it all the same (observed on H200: test_sharing).
-            own = need(self.labels.reach(process, fd, owner, "events"), "opening an event of a process that has ended")
+            not_modelled(not os.path.exists(f"/proc/{process}"), "opening an event of a process that has ended")
+            own = need(self.labels.reach(process, fd, owner, "events"), Result.CUDA_ERROR_MAP_FAILED)
             table = self._tables[process, fd, owner] = EventTable(own)
         return SharedEvent(table, index)
 

@@ -268,13 +268,6 @@ class TestDamage:
         for fd in (*fds[:5], other_end):
             os.close(fd)
 
-    def test_the_event_handle_of_a_process_that_is_gone(self, another: Callable[..., Peer], rig: Rig) -> None:
-        owner, raw = another(), rig.raw
-        owner.rig("event", SHARED_EVENT, keep="event")
-        event = opaque(raw.CUipcEventHandle(), owner.value("cuIpcGetEventHandle", Kept("event")))
-        owner.kill()
-        assert said(raw.cuIpcOpenEventHandle(event)) == "MAP_FAILED"
-
 
 def each_byte_damaged(data: bytes) -> Iterator[bytes]:
     assert len(data) == OPAQUE_BYTES
