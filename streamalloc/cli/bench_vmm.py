@@ -418,7 +418,7 @@ ROWS = (
     BenchRow(
         "sleep",
         "Put weights to sleep and wake them, beside the loops of others with new pinned memory: 57 GiB took 21.9 s in "
-        "vLLM's issue 58066. The first run of all may wait for memory that a virtual machine has never used",
+        "vLLM's issue 58066. The first run of all may wait for memory that the machine gets from its host",
         {
             SLEEP: functools.partial(_segments_by_raw_calls, wake=False, host=NEW),
             WAKE: functools.partial(_segments_by_raw_calls, wake=True, host=NEW),
