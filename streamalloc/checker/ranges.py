@@ -357,15 +357,15 @@ class AddressMap:
         segment.divided = True
         _drop(self._whole, segment.base)
 
+    def whole(self, address: int) -> Range | None:
+        """The live range that contains an address, unless it is divided."""
+        at = bisect_right(self._whole, address) - 1
+        found = self._at.get(self._whole[at]) if at >= 0 else None
+        return found if found is not None and address < found.end and found.ended is None else None
+
     def any_whole(self, addresses: Iterable[int]) -> bool:
-        """Whether an address is in a live range, but divided ones."""
-        bases = self._whole
-        for address in addresses if bases else ():
-            at = bisect_right(bases, address) - 1
-            one = self._at.get(bases[at]) if at >= 0 else None
-            if one is not None and address < one.end and one.ended is None:
-                return True
-        return False
+        """Whether an address is in such a range."""
+        return bool(self._whole) and any(map(self.whole, addresses))
 
     def find(self, address: int) -> Range | None:
         """The range that contains an address."""

@@ -272,8 +272,8 @@ def kernels_of_others(
             continue
         pieces: Pieces = []
         for low, high, write in parts():
-            range_ = state.addresses.find(low)
-            if range_ is None or not (is_captured or state.addresses.any_whole((low,))):
+            range_ = (state.addresses.find if is_captured else state.addresses.whole)(low)
+            if range_ is None:
                 continue
             if range_.kind in HOST_KINDS:
                 state.sources.may_be_written(stream, frozenset((range_.bytes,)))
