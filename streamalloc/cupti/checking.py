@@ -142,7 +142,7 @@ class Check:
         a row are one step of the checker.
         """
         self._turn = threading.Lock()
-        """Of the thread that works on them. Others wait for it: they may write afterwards what copies have read."""
+        """Lock of the thread that works on them. Others wait: they may write afterwards what copies have read."""
         self._worker = 0
         """Thread that works on them; 0: none does."""
         self._is_asking = False

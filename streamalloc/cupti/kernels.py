@@ -42,8 +42,8 @@ class Kernel(str):
         conventions = ((pattern.search(readable), written) for pattern, written in _CONVENTIONS)
         made._written = next(((found, written) for found, written in conventions if found), None)
         made.is_known = made._written is not None
-        made._parts = None if sizes is None else _parts(readable, sizes)
         made._lists = _lists(readable, sizes[0]) if sizes else None
+        made._parts = None if sizes is None else _parts(readable, sizes, made._lists is not None)
         if sizes and made._lists is None and _OF_LISTS.search(readable):
             made._written, made.is_known = None, False  # what the stack had before is among their addresses
         made._has_rows = "::CatArrayBatchedCopy" in readable
@@ -64,12 +64,14 @@ class Kernel(str):
         """The words of a launch's arguments that may be addresses, from pointers to the arguments; None if the driver
         does not tell the arguments, or if they are one block of bytes. ``columns``, ``rows``: sizes of the grid.
         """
-        if not (self._parts or self._lists) or not params:
-            return () if self._parts == [] and not self._lists else None
+        if self._parts == [] and self._lists is None:
+            return ()
+        if self._parts is None or not params:
+            return None
         places, words = self._at.unpack_from(memory, params), []
         if self._lists is not None:
             words += self._lists.words(places[0], columns)
-        for argument, start, size in self._parts or ():
+        for argument, start, size in self._parts:
             at = places[argument] + start
             words.append(memory[at : at + (size if size <= 8 or not self._has_rows else min(size, 8 * rows))])
         return _addresses(b"".join(words))
@@ -82,7 +84,7 @@ class Kernel(str):
 
 
 class _Lists(NamedTuple):
-    """Where a kernel of lists of tensors has their addresses: in rows of slots, of which a launch fills the first ones.
+    """Addresses of a kernel of lists of tensors: rows of slots, of which a launch fills the first ones.
 
     The rows, and sizes of tensors in one more, begin the first argument.
     """
@@ -113,11 +115,9 @@ def _lists(name: str, size: int) -> _Lists | None:
     return _Lists(rows, slots, slot_of_block) if slots and before in known else None
 
 
-def _parts(name: str, sizes: list[int]) -> list[tuple[int, int, int]]:
-    """The parts of a kernel's arguments that may have addresses: argument, first byte, and size."""
-    found = [(at, *_part(name, size)) for at, size in enumerate(sizes)]
-    if _lists(name, sizes[0] if sizes else 0) is not None:
-        del found[0]
+def _parts(name: str, sizes: list[int], has_lists: bool) -> list[tuple[int, int, int]]:
+    """The parts of a kernel's arguments that may have addresses, but known lists: argument, first byte, and size."""
+    found = [(at, *_part(name, size)) for at, size in enumerate(sizes)][has_lists:]
     if "wise_kernel<" in name and len(sizes) > 2:
         found.insert(0, found.pop(2))  # number of elements, function, data: the function may have addresses, too
     return [one for one in found if one[2]]
