@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.errors import size_text
 from streamalloc.core.internal import (
     Buffer,
     BufferView,
@@ -519,14 +519,8 @@ def _share_array(view: TypedView[Any], options: _Options, exports: Exports) -> S
     return shared
 
 
-def _check_open(thing: MemoryPool | PhysicalMemory) -> None:
-    """Refuse what was closed, also where an earlier export is still there."""
-    if thing.closed:
-        raise ClosedError(f"{thing!r} was closed")
-
-
 def _share_pool(pool: MemoryPool, options: _Options, exports: Exports) -> Shared:
-    _check_open(pool)
+    pool._check_open()  # an earlier export may still be there
     found = exports.pool(pool)
     draft = _Draft(options, exports, found.device, None)
     draft.use_pool(found)
@@ -546,7 +540,7 @@ def _refuse_imported(thing: object, *_: object) -> Shared:
 
 
 def _share_physical(memory: PhysicalMemory, options: _Options, exports: Exports) -> Shared:
-    _check_open(memory)
+    memory._check_open()
     ordered = None if options.stream is None else as_stream(options.stream, exports.session)
     return _share_chunks(memory, exports, [memory], ordered, options, size=memory.nbytes, origin=NOWHERE)
 
