@@ -329,13 +329,16 @@ class Kernel:
                 self._lock.release()
 
     def _load(self) -> None:
+        if self._functions:
+            return
         session = session_of(self._device)
         with session.relaxed(), self._device.current():
             names = [*COPY_MOST] if session.call("cuDriverGetVersion") >= _MANY_SINCE else [COPY_KERNEL]
             # Never unloaded: it ends with the primary context, which this process never releases.
             module = session.call("cuModuleLoadData", copy_ptx(names).encode() + b"\0")
-            for name in names:
-                self._functions[COPY_MOST[name]] = session.call("cuModuleGetFunction", module, name.encode())
+            self._functions = {
+                COPY_MOST[name]: session.call("cuModuleGetFunction", module, name.encode()) for name in names
+            }
 
     def _told(self, again: bool) -> Times:
         # A simulated machine has the times of the one that it stands for.
