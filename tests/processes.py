@@ -36,6 +36,7 @@ from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate
 from tests.facts.enums import FABRIC, POSIX_FD
 from tests.facts.support import Rig, said
+from tests.neighbours import FreeMemory
 from tests.support import filled, holds, shows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -410,6 +411,7 @@ class Peer(Partner):
 
     def rig(self, method: str, *arguments: Any, keep: str | None = None, **options: Any) -> Any:
         """Call a method of the other process's :class:`Rig`."""
+        FreeMemory.calls += method == "device_free"
         return self._ask(_rig_call, method, arguments, keep, options)
 
     def tell(self, name: str, method: str, *arguments: Any) -> Any:

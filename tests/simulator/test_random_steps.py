@@ -13,6 +13,7 @@ import pytest
 from streamalloc.driver import real, simulated
 from streamalloc.simulator.reading import read_profile
 from tests.facts.support import Rig, value
+from tests.processes import Peer, There, rig_of
 from tests.simulator.random_steps.devices import DevicesMaker, DevicesProgram, on_two_devices
 from tests.simulator.random_steps.make import Maker
 from tests.simulator.random_steps.run import Program
@@ -55,9 +56,21 @@ def own_profile(on_cuda: bool, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.mark.parametrize(
     ("seed", "steps"), [*((seed, 60) for seed in range(27)), *((seed, 200) for seed in range(60, 63))]
 )
-def test_two_drivers_agree(raw: Any, own_profile: Path, seed: int, steps: int) -> None:
+def test_two_drivers_agree(other: Peer, own_profile: Path, seed: int, steps: int) -> None:
     """On a machine with a GPU; without one it says that the simulated driver is deterministic."""
-    own = simulated(devices=value(raw.cuDeviceGetCount()), profile=str(own_profile))
+    other.run(_agree, own_profile, seed, steps)
+
+
+@pytest.fixture(scope="module")
+def other(on_cuda: bool) -> Iterator[Peer]:
+    """Another process for the programs. Hardware was seen to crash in some, and might do so some time after others."""
+    with Peer(on_cuda) as peer:
+        yield peer
+
+
+def _agree(there: There, profile: Path, seed: int, steps: int) -> None:
+    raw = rig_of(there).raw
+    own = simulated(devices=value(raw.cuDeviceGetCount()), profile=str(profile))
     programs = [Program(Rig(raw)), Program(rig_on(own))]
     try:
         same(programs, Maker(seed).make(steps))
@@ -73,7 +86,7 @@ def same(programs: Sequence[Program], steps: list[str]) -> None:
             one, two = (program.run(step) for program in programs)
         except NotImplementedError:
             return
-        assert one == two, f"step {number}: {step}"
+        assert one == two, f"step {number}: {step}: {one} in place of {two}"
 
 
 @pytest.mark.gpus(2)
