@@ -124,8 +124,6 @@ class Bridge(Closes, abc.ABC):
     :func:`streamalloc.interop.cupy.use` returns one; :doc:`/docs/guides/interop` has programs.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_undo", "sources")
-
     sources: Sources
     """Pools or other allocators, by device."""
 
@@ -188,8 +186,6 @@ class Sources:
     TypeError, ValueError
         A source does not allocate device memory, or two sources have the same device or different drivers.
     """
-
-    __slots__ = ("_last", "by_device", "exchange", "session", "works")
 
     def __init__(self, sources: Iterable[AllocatorSource]) -> None:
         self.by_device: dict[int, AllocatorSource] = {}
@@ -347,8 +343,6 @@ def free_after_all(item: FreeAfterAll) -> None:
 class FreeAfterAll(Deferred):
     """A deferred free of buffers of one device, after the work of all streams known at that time."""
 
-    __slots__ = ("_device", "buffers", "nbytes", "sealed", "session")
-
     def __init__(self, buffer: Buffer) -> None:
         self._device = buffer.stream.device
         self.session: Session = session_of(buffer)
@@ -409,8 +403,6 @@ class Dropped:
     :data:`BATCH` buffers or :data:`BATCH_BYTES`, so large memory is freed at once.
     """
 
-    __slots__ = ("_batches", "refused")
-
     def __init__(self, _: Session) -> None:
         self._batches: dict[int, FreeAfterAll] = {}
         """Batches with room for more buffers, by device ordinal."""
@@ -456,8 +448,6 @@ def _aside_of(device: Device) -> Stream:
 
 class Ledger:
     """Memory by address, for libraries whose callbacks pass only addresses."""
-
-    __slots__ = ("_held", "sources")
 
     def __init__(self, sources: Sources) -> None:
         self.sources: Sources = sources

@@ -58,8 +58,6 @@ class CudaCoreBridge(Bridge):
     :func:`use` makes it.
     """
 
-    __slots__ = ()
-
     def _install(self, undo: contextlib.ExitStack) -> None:
         core = library("cuda.core", self.sources.session)
         for ordinal in self.sources.by_device:

@@ -59,8 +59,6 @@ class CuPyHandles(Bridge):
     a default stream is freed on the default stream of the current device. :class:`CuPyCallback` has no such limits.
     """
 
-    __slots__ = ()
-
     def _install(self, undo: contextlib.ExitStack) -> None:
         cupy = library("cupy", self.sources.session)
         pools = self.sources.pools or {}
@@ -97,8 +95,6 @@ class CuPyCallback(Bridge):
 
     :func:`use` makes it for ``callbacks=True`` and for allocators that are no pools.
     """
-
-    __slots__ = ()
 
     def _install(self, undo: contextlib.ExitStack) -> None:
         cupy = library("cupy", self.sources.session)

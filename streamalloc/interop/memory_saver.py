@@ -431,8 +431,6 @@ class TorchMemorySaver:
 class _Source:
     """Allocator of buffers with one tag of a group, which leaves the saver's margin free."""
 
-    __slots__ = ("_saver", "_tag", "group")
-
     def __init__(self, saver: TorchMemorySaver, group: SleepGroup, tag: str) -> None:
         self._saver = saver
         self.group: SleepGroup = group

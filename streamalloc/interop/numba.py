@@ -55,8 +55,6 @@ class NumbaCallback(Bridge):
     synchronises, when memory runs out, and at :meth:`stop`. The free is deferred while one of the streams is captured.
     """
 
-    __slots__ = ()
-
     def _install(self, undo: contextlib.ExitStack) -> None:
         numba = library("numba.cuda.cudadrv.driver", self.sources.session)
         devices = library("numba.cuda.cudadrv.devices")

@@ -52,8 +52,6 @@ class RMMBridge(Bridge):
     :func:`use` makes it.
     """
 
-    __slots__ = ("resources",)
-
     def __init__(self, sources: Sources, callbacks: bool = False) -> None:
         super().__init__(sources, callbacks)
         self.resources: dict[int, Any] = {}

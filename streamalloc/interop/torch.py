@@ -82,8 +82,6 @@ class TorchBridge(Bridge):
     callback waits for the GIL. It would deadlock with a thread that holds the GIL and drops a tensor.
     """
 
-    __slots__ = ("_allocator", "_functions", "_rmm", "pools")
-
     def __init__(self, sources: Sources, rmm: bool = False) -> None:
         super().__init__(sources)
         self._rmm = rmm
@@ -221,8 +219,6 @@ def refuse_capture(session: Session) -> None:
 class _Route:
     """Routing of this thread's allocations to PyTorch pools."""
 
-    __slots__ = ("_entered", "_pools", "_torch")
-
     def __init__(self, torch: Any, pools: dict[int, Any]) -> None:
         self._torch = torch
         self._pools = pools
@@ -355,8 +351,6 @@ _routes = threading.local()
 class Callbacks:
     """Allocation and free functions, which PyTorch calls from C++ on any thread. They never raise."""
 
-    __slots__ = ("_function", "_seen", "ledger", "refusal")
-
     def __init__(self, ledger: Ledger) -> None:
         self.ledger: Ledger = ledger
         self.refusal: OutOfMemoryError | None = None
@@ -460,8 +454,6 @@ def memory(tensor: Any, stream: StreamLike) -> Borrowed:
 
 class _Unmarked(BufferView):
     """Memory exported without the read-only flag, because PyTorch refuses read-only memory."""
-
-    __slots__ = ()
 
     def _read_only(self, on_host: bool) -> bool:
         return False

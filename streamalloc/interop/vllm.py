@@ -34,8 +34,6 @@ _CUMEM, _BACKENDS = (f"vllm.device_allocator.{name}" for name in ("cumem", "slee
 class AllocationData:
     """One segment of PyTorch: a live view of a buffer. :attr:`CuMemAllocator.pointer_to_data` gives them."""
 
-    __slots__ = ("_allocator", "_buffer", "handle", "tag")
-
     def __init__(self, allocator: CuMemAllocator, buffer: VirtualBuffer, tag: str) -> None:
         self._allocator = allocator
         self._buffer = weakref.ref(buffer)  # a view that is kept must not keep the memory

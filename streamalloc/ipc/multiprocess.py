@@ -107,8 +107,6 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
 class _QueuedItem:
     """The argument of a queue's ``put``, pickled in that call."""
 
-    __slots__ = ("_lost", "data", "refused")
-
     def __init__(self, queue: Any, thing: Any) -> None:
         self.refused = False
         """Whether the queue has raised instead of accepting the message."""

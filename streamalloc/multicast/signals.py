@@ -30,8 +30,6 @@ _CAPTURED = "the counters increase at each call, and a graph would write and wai
 class Signals:
     """Barriers and signals of the ranks of one process."""
 
-    __slots__ = ("_awaited", "_bases", "_latest", "_rounds", "_sent", "_size", "layout")
-
     def __init__(self, layout: RankLayout, bases: Sequence[int]) -> None:
         self.layout: RankLayout = layout
         self._size = len(bases)

@@ -54,8 +54,6 @@ class SymmetricBuffer(BufferView):
     It keeps the :class:`SymmetricMemory` alive.
     """
 
-    __slots__ = ("_device", "_symmetric")
-
     _ptr = None  # None selects the slow path, which respects this class's stream and owner.
 
     def __init__(self, owner: SymmetricMemory, mapping: Mapping, start: int, nbytes: int, device: Device) -> None:
@@ -539,8 +537,6 @@ def _satisfy_and_finish(
 
 class _DroppedMemory(Deferred):
     """Release of dropped symmetric memory once its devices are idle; other ranks are not notified."""
-
-    __slots__ = ("_idle", "_signals", "_waiter", "resources")
 
     def __init__(self, resources: RankResources, signals: Signals) -> None:
         self.resources: RankResources = resources

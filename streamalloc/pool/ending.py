@@ -45,8 +45,6 @@ class PoolCache(Protocol):
 class KnownPools:
     """The pools of one driver that this process knows: ``pools_of(session)``."""
 
-    __slots__ = ("alive", "caches", "closed", "current")
-
     def __init__(self, _: Session) -> None:
         self.alive: weakref.WeakValueDictionary[int, Allocator] = weakref.WeakValueDictionary()
         """Pool objects by driver handle."""
@@ -63,8 +61,6 @@ pools_of: PerDriver[KnownPools] = PerDriver(KnownPools)
 
 class PoolEnd(HandleEnd):
     """The end of a pool that was made here. This item owns the pool's handle from the start."""
-
-    __slots__ = ("_frees", "_place", "_resigned", "readers")
 
     # The driver answers InvalidValueError for a pool whose context is gone.
     gone: ClassVar[tuple[type[CudaError], ...]] = (*HandleEnd.gone, InvalidValueError)

@@ -491,8 +491,6 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 class MadeCurrent(Leaves):
     """Result of :meth:`MemoryPool.make_current`; the end of its ``with`` block makes the earlier pool current again."""
 
-    __slots__ = ("_pool", "_previous")
-
     def __init__(self, pool: MemoryPool, previous: MemoryPool) -> None:
         self._pool = pool
         self._previous = previous
@@ -510,8 +508,6 @@ class MadeCurrent(Leaves):
 
 class CurrentPool(Allocator):
     """Allocator of the pool that is current at each allocation (``cuMemAllocAsync``)."""
-
-    __slots__ = ()
 
     _alloc_name = "cuMemAllocAsync"
 

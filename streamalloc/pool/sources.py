@@ -39,8 +39,6 @@ _PORTABLE, _WRITE_COMBINED = 0x1, 0x4  # CU_MEMHOSTALLOC_*
 class _Source(Allocator):
     """Allocator whose buffers have an end of their own."""
 
-    __slots__ = ("_managed",)
-
     def __init__(self, where: Device | MemLocation, managed: bool, driver: Driver | None) -> None:
         self.location = location_of("where", where)
         self._managed = bool(managed)
@@ -130,8 +128,6 @@ class PlainMemory(_Source):
     TypeError, ValueError
         ``where`` is another location, or an option does not go with it.
     """
-
-    __slots__ = ("_flags",)
 
     def __init__(
         self,
@@ -258,8 +254,6 @@ class CallbackAllocator(_Source):
     TypeError, ValueError
         A function is none, or ``where`` is no location of the driver.
     """
-
-    __slots__ = ("free", "take")
 
     def __init__(
         self,

@@ -63,8 +63,6 @@ class AddressRange(OwnsNode):
         The process has no such range of addresses left; physical memory is not the cause.
     """
 
-    __slots__ = ("_asked", "_granularity", "_owned", "_session", "nbytes")
-
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
         self._owned = False
         self._session = session_for(None, driver)

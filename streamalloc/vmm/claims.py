@@ -28,16 +28,12 @@ Self = TypeVar("Self", bound="Claimable")
 class Claimable:
     """Object that one call at a time changes."""
 
-    __slots__ = ("_claim",)
-
     _claim: Claim | None
     """Claim of the last call; None before the first."""
 
 
 class Claim:
     """The claims of one call; made by :func:`claiming`."""
-
-    __slots__ = ("_end", "_level", "_outer", "_process", "_thread", "ended")
 
     def __init__(self, outer: Claim | None, level: int) -> None:
         self._outer = outer

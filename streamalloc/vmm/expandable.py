@@ -325,10 +325,6 @@ class _Ranges(StreamCache):
 class _State(CacheState):
     """The addresses, chunks and streams of an expandable cache."""
 
-    __slots__ = (
-        "__weakref__", "busy", "ended", "limit", "lock", "peak", "segment", "used", "used_high",
-    )  # fmt: skip
-
     kind = _Ranges
     finer = 3
 

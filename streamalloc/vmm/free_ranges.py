@@ -16,8 +16,6 @@ class FreeRanges:
     handler in between loses the range, and never hands it out twice.
     """
 
-    __slots__ = ("_sizes", "_starts", "_stops")
-
     def __init__(self) -> None:
         self._sizes: list[int] = []
         """Sorted numbers of size and offset: numbers are compared without a call of Python code."""

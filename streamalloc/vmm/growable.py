@@ -7,13 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from streamalloc.core.errors import PeerAccessError, refused, size_text, undoing
 from streamalloc.core.internal import Device, StreamLike, check_device, check_location
-from streamalloc.core.properties import (
-    MemAccess,
-    MemHandleType,
-    MemLocation,
-    checked_size,
-    checked_type,
-)
+from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
@@ -66,8 +60,6 @@ class GrowableBuffer(VirtualBuffer):
     TypeError, ValueError
         An argument is not allowed; the message names it.
     """
-
-    __slots__ = ("_chunk", "_largest", "_spec")
 
     def __init__(
         self,
@@ -175,8 +167,6 @@ class GrowableBuffer(VirtualBuffer):
 class StripedBuffer(VirtualBuffer):
     """One buffer with adjacent memory of several devices; made by :func:`stripe`."""
 
-    __slots__ = ("devices", "stripe_bytes")
-
     devices: tuple[Device, ...]
     """Devices of the memory, in the order of addresses."""
     stripe_bytes: int
@@ -252,8 +242,6 @@ class RemappableBuffer(VirtualBuffer):
 
     ``offset`` is the offset in bytes of the buffer's first byte in the first chunk.
     """
-
-    __slots__ = ("_names", "_offset")
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._offset = offset

@@ -34,13 +34,7 @@ from streamalloc.core.internal import (
     location_of,
     session_for,
 )
-from streamalloc.core.properties import (
-    MemFabricHandle,
-    MemHandleType,
-    MemLocation,
-    MemLocationType,
-    checked_size,
-)
+from streamalloc.core.properties import MemFabricHandle, MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import made_for_sharing
 from streamalloc.core.session import OwnsHandle, Session, session_of
 from streamalloc.driver import Driver
@@ -522,8 +516,6 @@ def _most_bytes(memory: PhysicalMemory) -> int:
 
 class _Trial(Deferred):
     """Addresses in which sizes of memory are tried."""
-
-    __slots__ = ("_session", "mapped", "reserved", "start")
 
     def __init__(self, session: Session) -> None:
         self._session = session

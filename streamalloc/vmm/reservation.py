@@ -196,8 +196,6 @@ class Reservation(HandleNode):
     address.
     """
 
-    __slots__ = ("copies", "entries", "nbytes", "stale")
-
     def __init__(self, session: Session, nbytes: int) -> None:
         super().__init__(allocations_of(session), Kind.RANGE)
         self.nbytes: int = nbytes

@@ -89,8 +89,6 @@ class RankRefusedError(RuntimeError):
 class Votes:
     """The votes of all ranks on one call: each rank votes once, for the call or against it."""
 
-    __slots__ = ("_name", "_ranks", "_timeout", "_voted")
-
     def __init__(self, ranks: Ranks | None, name: str, timeout: float | None) -> None:
         self._ranks = ranks
         self._name = name
@@ -136,8 +134,6 @@ class Votes:
 
 class _Members(Closes, Claimable):
     """The buffers of a group, with their tags, and the memory of the group's device by owner."""
-
-    __slots__ = ("__weakref__", "_handle_types", "_measured", "_members", "closed", "device")
 
     def __init__(self, device: Device, handle_types: MemHandleType) -> None:
         check_device("device", device)
@@ -338,8 +334,6 @@ class SleepGroup(_Members):
     TypeError
         ``device`` is no device, or ``backup`` is neither a pool nor a tier.
     """
-
-    __slots__ = ("_after_wake", "_backup", "_before_sleep", "_near")
 
     def __init__(
         self,
@@ -947,8 +941,6 @@ def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
 
 class Tagged:
     """Allocator of buffers of a :class:`SleepGroup` with one tag; made by :meth:`SleepGroup.tagged`."""
-
-    __slots__ = ("group", "tag")
 
     def __init__(self, group: SleepGroup, tag: str) -> None:
         self.group: SleepGroup = group

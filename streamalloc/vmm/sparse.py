@@ -86,8 +86,6 @@ class TilePool(Closes):
         As for :class:`PhysicalMemory`.
     """
 
-    __slots__ = ("__weakref__", "_free", "device", "memory", "tiles")
-
     def __init__(self, device: Device, nbytes: int, *, round_up: bool = False) -> None:
         check_device("device", device)
         self.device: Device = device
@@ -176,8 +174,6 @@ class _FreeTile(NamedTuple):
 class _Array(HandleNode):
     """The release of an array and its tiles. It precedes the release of the tiles' pools."""
 
-    __slots__ = ("device", "last", "map", "mipmapped")
-
     def __init__(self, device: Device, mipmapped: bool) -> None:
         super().__init__(allocations_of(session_of(device)), Kind.OBJECT)
         self.device = device
@@ -265,8 +261,6 @@ class SparseArray(OwnsNode):
     InvalidValueError
         The driver refuses the array; a dimension may be too large.
     """
-
-    __slots__ = ("channels", "deferred", "device", "dtype", "layered", "levels", "mip_tail", "nbytes", "shape", "tile")
 
     def __init__(
         self,

@@ -105,11 +105,6 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     unmapped, the copy may find no memory at its address, and the driver crashes: hold a lock of your own around both.
     """
 
-    __slots__ = (
-        "__weakref__", "_device", "_evicted", "_frozen", "_given_stream", "_location", "_mapped", "_nbytes", "_remedy",
-        "_rights", "_session", "_structs", "range",
-    )  # fmt: skip
-
     def _open(
         self,
         device: Device,
@@ -122,8 +117,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         self._claim: Claim | None = None
         self._device = device
         self._location = device.location if location is None else location
-        self._session: Session = session_of(device)
-        self._given_stream = None if stream is None else as_stream(stream, self._session)
+        self._given_stream = None if stream is None else as_stream(stream, session_of(device))
         self._rights = rights
         self._structs = structs_of(rights)
         """``CUmemAccessDesc`` structs of :attr:`_rights`."""
@@ -223,6 +217,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def closed(self) -> bool:
         """Whether the buffer was closed."""
         return self.range.closed
+
+    @property
+    def _session(self) -> Session:
+        return session_of(self._device)  # not of the stream: to name the default stream makes it one in use
 
     @claimed
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:

@@ -366,8 +366,6 @@ class KeptReferences(Deferred):
     importers count their uses, so have the uses.
     """
 
-    __slots__ = ("_lease", "_ordinal", "_things")
-
     def __init__(self, lease: Lease, ordinal: int, things: object) -> None:
         self._lease = lease
         self._ordinal = ordinal
@@ -387,8 +385,6 @@ class ExportedPool:
 
     The object exists while the pool is open or a lease needs it. Importers detect its end by its marks.
     """
-
-    __slots__ = ("__weakref__", "_marks", "device", "fd", "origin")
 
     def __init__(self, pool: MemoryPool, exports: Exports, device: Device) -> None:
         name = "cuMemPoolExportToShareableHandle"

@@ -53,15 +53,7 @@ from streamalloc.ipc.exporter.exports import (
     hung_up,
 )
 from streamalloc.ipc.transport.channel import Channel
-from streamalloc.ipc.wire.descriptor import (
-    MOST_CHUNKS,
-    NOWHERE,
-    Descriptor,
-    Flags,
-    Foreign,
-    Mechanism,
-    check_array,
-)
+from streamalloc.ipc.wire.descriptor import MOST_CHUNKS, NOWHERE, Descriptor, Flags, Foreign, Mechanism, check_array
 from streamalloc.pool import CachingAllocator, MemoryPool
 from streamalloc.pool.internal import MemoryKind, PlainBuffer, pointer_attributes
 from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
@@ -85,8 +77,6 @@ class Shared(Unique, Shown):
 
     Until it is sent, the object refers to the shared object, unless that is a pool allocation of this library.
     """
-
-    __slots__ = ("__weakref__", "_again", "_exports", "_hold", "_lease", "descriptor", "handles")
 
     def __init__(
         self,

@@ -135,8 +135,6 @@ class ImportedPool(Foreign, Closes):
     the owner.
     """
 
-    __slots__ = ("__weakref__", "_pool", "device")
-
     def __init__(self, pool: PoolHandle, device: Device) -> None:
         self._pool = pool
         self.device: Device = device
@@ -473,8 +471,6 @@ class ImportedArray(TypedView[Any], Closes):
     :attr:`owner` is the imported memory. Closing either closes both.
     """
 
-    __slots__ = ()
-
     _parent: ImportedBuffer | ImportedRange
 
     @property
@@ -496,8 +492,6 @@ class ImportedRange(ForeignMemory, RemappableBuffer):
     After an open without a stream, each stream waits for the contents before its first use of this object. Uses through
     :attr:`range` are not seen: only the default stream waits for the contents, so order other streams after it.
     """
-
-    __slots__ = ("_announced", "_contents", "_lease")
 
     def __init__(self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, offset: int) -> None:
         self._announced: Announcement | None = None

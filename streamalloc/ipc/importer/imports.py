@@ -61,8 +61,6 @@ class DriverVersionWarning(UserWarning):
 class ReceivedHandles:
     """The handles that came with a message. :meth:`close` closes those that are left."""
 
-    __slots__ = ("_by_id", "_given", "endpoint")
-
     endpoint: bytes
     """16 bytes, address of the handle server; zeros without one."""
 
@@ -119,8 +117,6 @@ class HostLease(Deferred):
     the present work has ended.
     """
 
-    __slots__ = ("_words", "_work", "imports")
-
     def __init__(self, imports: Imports, words: ImporterWords, generation: int) -> None:
         self.imports = imports
         self._work: Fence | None = None
@@ -161,8 +157,6 @@ class PoolHandle(Deferred):
     It is destroyed only after the frees of all imported allocations have run. Driver 580.159 does not wait for them,
     and a later use of the handle kills the process.
     """
-
-    __slots__ = ("_frees", "_raw", "imports", "marks", "users")
 
     def __init__(self, imports: Imports) -> None:
         self.imports: Imports = imports
@@ -206,11 +200,6 @@ class PoolHandle(Deferred):
 class Import:
     """One import of an allocation of another process, with one or more uses (:class:`ImportUse`) in this process."""
 
-    __slots__ = (
-        "_raw", "address", "block", "count", "counted", "device", "generation", "imports", "key", "leased", "lock",
-        "nbytes", "passed", "words",
-    )  # fmt: skip
-
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         self.imports: Imports = imports
         self.device: Device = device
@@ -250,8 +239,6 @@ class Import:
 
 class PoolImport(Import):
     """An import of an allocation of a pool. It is released in stream order, so streams count its close."""
-
-    __slots__ = ("handle", "number")
 
     def __init__(self, handle: PoolHandle, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         super().__init__(handle.imports, device, block, described)
@@ -343,8 +330,6 @@ class PoolImport(Import):
 
 class PlainImport(Import):
     """An import of an allocation of ``cuMemAlloc``. The driver counts opens, so each object has its own import."""
-
-    __slots__ = ("_lease",)
 
     def __init__(self, imports: Imports, device: Device, block: ControlBlock | None, described: Descriptor) -> None:
         super().__init__(imports, device, block, described)

@@ -26,13 +26,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import opaque_struct
-from streamalloc.ipc.importer.imported import (
-    Announcement,
-    ImportedArray,
-    ImportedBuffer,
-    ImportedPool,
-    ImportedRange,
-)
+from streamalloc.ipc.importer.imported import Announcement, ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
 from streamalloc.ipc.importer.imports import HostLease, Imports, PlainImport, PoolImport, ReceivedHandles, imports_of
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.control_block import SLOTS, ControlBlock

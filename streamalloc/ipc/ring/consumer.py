@@ -312,8 +312,6 @@ class RingConsumer(RingEnd):
 class _ConsumerEnding(RingEnding):
     """Close of a consumer: closes the channel, releases the held items, and closes the memory."""
 
-    __slots__ = ("_busy", "_channel", "_items", "_memory")
-
     def __init__(self, channel: Channel, memory: ImportedBuffer, items: list[RingItem]) -> None:
         self._channel = channel
         self._memory = memory

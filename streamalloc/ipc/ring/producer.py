@@ -397,8 +397,6 @@ class RingProducer(RingEnd):
     before the process ends.
     """
 
-    __slots__ = ("_blocks", "_deliveries", "_handles", "_hello", "_ordinal", "stream")
-
     def __init__(self, pool: MemoryPool, slot_bytes: int, slots: int, stream: StreamLike) -> None:
         checked_type("pool", pool, MemoryPool)
         if not checked_size("slot_bytes", slot_bytes):

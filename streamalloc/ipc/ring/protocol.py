@@ -160,8 +160,6 @@ class SlotMemory(BufferView, Leaves):
 class RingEnding(Deferred):
     """Remaining work after an end was closed or dropped."""
 
-    __slots__ = ("closed",)
-
     closed: bool
     """True if the end was closed or dropped."""
 

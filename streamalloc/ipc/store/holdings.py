@@ -27,8 +27,6 @@ _FIRST_ADDRESS, _ADDRESS_STEP, _ADDRESSES = 0x2000_0000_0000, 1 << 39, 128
 class Holder:
     """A process that writes or reads one epoch: one connection."""
 
-    __slots__ = ("epoch", "pid")
-
     def __init__(self, pid: int) -> None:
         self.pid: int = pid
         self.epoch: Epoch | None = None

@@ -41,8 +41,6 @@ class Keeper(Closes):
         No keeper could be started.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_process")
-
     def __init__(self, path: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel

@@ -117,8 +117,6 @@ class TensorLayout(Mapping[str, Tensor]):
     An argument of :meth:`Store.open`, and the value of :attr:`Weights.layout`.
     """
 
-    __slots__ = ("_data", "_found", "_hash")
-
     def __init__(self, data: bytes = b"{}") -> None:
         """``data``: the layout as JSON; it is read when the first tensor is used."""
         self._data = data

@@ -183,8 +183,6 @@ class Connection(Closes):
         The server belongs to another user.
     """
 
-    __slots__ = ("__weakref__", "_channel", "_lock", "_process", "name")
-
     def __init__(self, name: str) -> None:
         self.name: str = name
         self._process = os.getpid()

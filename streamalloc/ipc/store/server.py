@@ -47,8 +47,6 @@ _ROOM = 8
 class _Client(Holder):
     """A connection, the descriptors of its request, and its unsent answer."""
 
-    __slots__ = ("answer", "channel", "handles", "number", "sends")
-
     handles: list[Fd]
     """Descriptors of the request; a handler removes those that it keeps."""
 
@@ -97,9 +95,6 @@ class StoreServer(Closes):
     StoreBusyError
         Another process of this user serves a store of this name.
     """
-
-    __slots__ = ("__weakref__", "_clients", "_holdings", "_keeper", "_listener", "_lock", "_process", "_selector",
-                 "_spare", "_thread", "_told", "_wake", "address", "name")  # fmt: skip
 
     def __init__(
         self,

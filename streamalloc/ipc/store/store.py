@@ -113,8 +113,6 @@ class Store(Closes):
         The server belongs to another user.
     """
 
-    __slots__ = ("__weakref__", "_driver", "closed", "name")
-
     def __init__(self, name: str, *, driver: Driver | None = None) -> None:
         self.name: str = name
         self.closed: bool = False

@@ -34,8 +34,6 @@ one that it has kept: always for 2 MiB, and for 64 MiB if the process has freed 
 class StoredView(RangeView, Foreign):
     """A part of the range of :class:`Weights`. Streams and the host wait for pending contents."""
 
-    __slots__ = ("weights",)
-
     def __init__(self, weights: Tensors, start: int, stop: int) -> None:
         super().__init__(weights.range, start, stop)
         self.weights: Tensors = weights

@@ -414,8 +414,6 @@ def _sizes(shape: int | Sequence[int]) -> tuple[int, ...]:
 class _Ending(Deferred):
     """The deferred end of a writer whose copies were still queued at the commit."""
 
-    __slots__ = ("_event", "_lease", "_writer")
-
     def __init__(self, writer: WeightsWriter, lease: Lease, event: Event) -> None:
         self._writer: WeightsWriter | None = writer
         self._lease = lease

@@ -663,8 +663,6 @@ class Listener(_SocketOwner):
         The argument of :meth:`Channel.connect`: a path, or an abstract name that begins with ``@``.
     """
 
-    __slots__ = ("_file", "_process", "address")
-
     def __init__(self, name: Address | None = None) -> None:
         if name is None:
             name = f"@streamalloc-{os.geteuid()}-{token_hex(16)}"

@@ -131,8 +131,6 @@ CommunicatorLike: TypeAlias = Communicator | ProcessGroupLike | MPIGroupLike | T
 class _Group(Closes):
     """Base of the communicators; a subclass implements the all-gather of packets (:meth:`_gathered`)."""
 
-    __slots__ = ("__weakref__", "_ended", "_mesh", "host", "rank", "size", "timeout")
-
     def __init__(self, rank: int, size: int, timeout: float | None) -> None:
         self.rank: int = rank
         self.size: int = size
@@ -263,8 +261,6 @@ class AllgatherCommunicator(_Group):
         not limited.
     """
 
-    __slots__ = ("_group",)
-
     def __init__(self, group: ProcessGroupLike | MPIGroupLike, *, timeout: float | None = None) -> None:
         named: Any = group
         if hasattr(group, "Get_rank"):
@@ -286,8 +282,6 @@ class SelfCommunicator(_Group):
     :class:`~streamalloc.multicast.SymmetricMemory` accepts it like any :class:`Communicator`.
     """
 
-    __slots__ = ()
-
     def __init__(self) -> None:
         super().__init__(0, 1, None)
         self._mesh = Mesh(0, {})
@@ -305,8 +299,6 @@ class ProcessCommunicator(_Group):
     Pass each one to its process as an argument of ``multiprocessing.Process``, before its first call. The processes
     connect at the first call.
     """
-
-    __slots__ = ("_token",)
 
     def __init__(self, rank: int, size: int, token: str, timeout: float | None) -> None:
         super().__init__(rank, size, timeout)
@@ -372,8 +364,6 @@ class MPICommunicator(_Group):
     timeout
         Seconds for calls without a timeout argument; None: no limit. By default MPI ends all ranks when one dies.
     """
-
-    __slots__ = ("_comm", "_own")
 
     def __init__(self, comm: Any, *, timeout: float | None = None) -> None:
         from mpi4py import MPI
@@ -464,8 +454,6 @@ class TorchCommunicator(_Group):
     timeout
         Seconds for calls without a timeout argument; None: the timeout of the group's store.
     """
-
-    __slots__ = ("_calls", "_prefix", "_store")
 
     def __init__(self, group: Any = None, *, timeout: float | None = None) -> None:
         import torch.distributed as distributed

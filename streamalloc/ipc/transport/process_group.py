@@ -143,8 +143,6 @@ _HELLO_SECONDS = 5.0
 class _Turn:
     """The rest of a call that concerns one other rank."""
 
-    __slots__ = ("channel", "data", "handles", "rank", "received", "unsent")
-
     def __init__(self, rank: int, channel: Channel, packets: Sequence[Packet]) -> None:
         self.rank = rank
         self.channel = channel
@@ -157,8 +155,6 @@ class _Turn:
 
 class Mesh(Closes):
     """Channels to all other ranks; made by :meth:`meet`."""
-
-    __slots__ = ("_calls", "_channels", "_rank")
 
     def __init__(self, rank: int, channels: dict[int, Channel]) -> None:
         self._rank = rank

@@ -74,15 +74,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import CudaError, error_from, undoing
-from streamalloc.core.internal import (
-    Fd,
-    Stream,
-    direct_handle,
-    raw_handle,
-    refuse_capture,
-    sees_all_work,
-    stream_call,
-)
+from streamalloc.core.internal import Fd, Stream, direct_handle, raw_handle, refuse_capture, sees_all_work, stream_call
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
@@ -515,8 +507,6 @@ class ReadyWord:
     ValueError
         The file is not the control block with this id, or could be truncated, or it has no such slot.
     """
-
-    __slots__ = ("_lost", "_ready", "_value", "slot")
 
     def __init__(self, fd: Fd, name: bytes, slot: int, value: int) -> None:
         if not _is_block(fd, name) or slot >= SLOTS:

@@ -141,8 +141,6 @@ class BindSource(NamedTuple):
 class BindingNode(HandleNode):
     """One binding as a node of the release order. While it exists, :attr:`raw` is the multicast object's handle."""
 
-    __slots__ = ("confirmed", "device", "object", "offset", "source")
-
     def __init__(self, object: AllocationHandle, source: BindSource, device: int, offset: int) -> None:
         super().__init__(object.allocations, Kind.BINDING)
         self.confirmed: bool = False

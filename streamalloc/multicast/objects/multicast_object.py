@@ -149,8 +149,6 @@ class MulticastObject(GenericAllocation):
         The fabric manager is not running.
     """
 
-    __slots__ = ("_bound", "_complete", "_team", "devices", "num_devices", "properties")
-
     _mark = "M"
     _unreadable = (
         "ordinary reads of a multicast object are undefined: read the bound memory, or reduce with multimem.ld_reduce"
@@ -531,8 +529,6 @@ class Binding(Closes):
 
     :meth:`close` unbinds the memory. Dropping this object does not, because the multicast object owns the binding.
     """
-
-    __slots__ = ("_node", "memory", "memory_offset", "multicast", "nbytes", "offset")
 
     def __init__(self, multicast: MulticastObject, node: BindingNode) -> None:
         self._node = node

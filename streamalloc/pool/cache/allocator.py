@@ -18,13 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from streamalloc.core.errors import (
-    CaptureError,
-    ClosedError,
-    OutOfMemoryError,
-    refused,
-    size_text,
-)
+from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, refused, size_text
 from streamalloc.core.internal import (
     NOT_CAPTURED,
     Allocator,

@@ -11,12 +11,7 @@ from __future__ import annotations
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamalloc.core.internal import (
-    Buffer,
-    SharedState,
-    Stream,
-    StreamLike,
-)
+from streamalloc.core.internal import Buffer, SharedState, Stream, StreamLike
 from streamalloc.driver.internal import cuda
 
 if TYPE_CHECKING:

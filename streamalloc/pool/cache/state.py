@@ -86,11 +86,6 @@ class StreamCache(Deferred):
     of library streams, or when the cache is closed.
     """
 
-    __slots__ = (
-        "_kept", "_last", "cache", "classes", "device", "ended", "lists", "peak", "per_thread", "returning",
-        "stream",
-    )  # fmt: skip
-
     def __init__(self, cache: CacheState, stream: Stream) -> None:
         self.cache: CacheState = cache
         self.device: Device = stream.device
@@ -264,11 +259,6 @@ class StreamCache(Deferred):
 
 class CacheState(Deferred):
     """The blocks and streams of a cache. It outlives the allocator until all blocks have returned to the pool."""
-
-    __slots__ = (
-        "_opening", "_pool", "_pool_free", "_queries", "_releases", "_reserved", "_room", "blocks", "closed", "dropped",
-        "key", "misses", "queue", "session", "stream_caches", "watchers",
-    )  # fmt: skip
 
     kind: type[StreamCache] = StreamCache
     """Class of the stream caches."""

@@ -71,8 +71,6 @@ class PageArena(Closes):
         The budget was closed.
     """
 
-    __slots__ = ("__weakref__", "_physical", "budget", "device", "driver", "limit", "location", "page_size")
-
     def __init__(
         self,
         device: Device,

@@ -105,10 +105,6 @@ class PageBudget(Closes):
         The file belongs to another user.
     """
 
-    __slots__ = (
-        "__weakref__", "_at", "_end_of_thread", "_file", "_lock", "_on_ask", "_users", "closed", "limit", "path",
-    )  # fmt: skip
-
     limit: int
     """Bytes of all pages together."""
 

@@ -73,8 +73,6 @@ def _finish(parkings: Iterable[Parking], _: Claim) -> None:
 class Places(MappedBytes):
     """The places of a space. As a node it stands for all their mappings, which one ``cuMemUnmap`` ends."""
 
-    __slots__ = ("__weakref__", "backing", "broken", "mapped", "numbers", "parked", "physical", "stored")
-
     def __init__(self, reservation: Reservation, physical: PhysicalPages) -> None:
         rights = {physical.device.location: MemAccess.READWRITE}
         super().__init__(reservation, 0, reservation.nbytes, rights, physical.spec)
@@ -378,8 +376,6 @@ class Parking(Deferred):
     """Released places that wait for the work that uses their pages. A parking that :meth:`clear` has made waits until
     zeros are written to the pages.
     """
-
-    __slots__ = ("_owner_places", "before", "cleared", "fence", "places", "refused")
 
     def __init__(self, owner: Places, fence: Fence, before: Fence | None = None) -> None:
         self._owner_places = owner

@@ -36,14 +36,7 @@ from streamalloc.vmm.access import After, copying_stream, listed, wait, wait_for
 from streamalloc.vmm.address_range import AddressRange
 from streamalloc.vmm.pages.physical import Page
 from streamalloc.vmm.pages.places import Parking, PhysicalPages, Places
-from streamalloc.vmm.stores.blocks import (
-    Addresses,
-    BlockTier,
-    Kept,
-    by_contents,
-    drop_contents,
-    ends_or_all,
-)
+from streamalloc.vmm.stores.blocks import Addresses, BlockTier, Kept, by_contents, drop_contents, ends_or_all
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 
 Pages: TypeAlias = "int | range | Iterable[int] | npt.NDArray[np.integer[Any]]"
@@ -327,8 +320,6 @@ class SwapSpace(SpaceMemory):
     bytes of a place are in its page or in the tier.
     """
 
-    __slots__ = ()
-
     def swap_out(self, pages: Pages, tier: BlockTier, stream: StreamLike | None = None, after: After = ()) -> int:
         """Move the contents of pages to host memory or to disk, and release the pages. Returns the number of pages.
 
@@ -539,8 +530,6 @@ class PageSpace(SwapSpace):
 
     A space that is dropped is unmapped after all queued work of the device; its pages return to the arena.
     """
-
-    __slots__ = ()
 
     def commit(self, pages: Pages, after: After = (), *, zero: bool = False) -> None:
         """Give pages memory of their own (``cuMemMap``, ``cuMemSetAccess``). Without ``zero`` the contents of newly

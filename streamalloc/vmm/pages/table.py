@@ -44,8 +44,6 @@ class PageTable(Closes):
         There is not enough memory.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_lock", "_sent", "space", "stream")
-
     def __init__(self, space: PageSpace, dtype: npt.DTypeLike = np.int64, *, stream: StreamLike | None = None) -> None:
         if not isinstance(space, PageSpace):
             raise TypeError(f"space must be a PageSpace, not {type(space).__name__} ({space!r})")

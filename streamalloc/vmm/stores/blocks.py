@@ -18,14 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import (
-    CudaError,
-    OutOfMemoryError,
-    refused,
-    size_text,
-    undo_all,
-    undoing,
-)
+from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undo_all, undoing
 from streamalloc.core.internal import (
     CopySide,
     Device,
@@ -71,8 +64,6 @@ class Move(Protocol):
 
 class Chunk:
     """One allocation or file of a tier, with room for blocks of one size. It is released once nothing refers to it."""
-
-    __slots__ = ("__weakref__", "_every", "_free", "address", "count", "nbytes")
 
     def __init__(self, nbytes: int, count: int, address: int, step: int) -> None:
         self.nbytes: int = nbytes
@@ -132,10 +123,6 @@ def may_run(fence: Fence) -> bool:
 
 class Stored(Unique, abc.ABC):
     """The contents of blocks in a tier: pages, pieces of memory, or the bytes of buffers that sleep."""
-
-    __slots__ = (
-        "_addresses", "_bases", "_busy", "_chunks", "_dropped", "_fences", "_present", "_sizes", "nbytes", "tier",
-    )  # fmt: skip
 
     def __init__(self, tier: Tier, nbytes: int = 0) -> None:
         self.tier: Tier = tier
@@ -361,8 +348,6 @@ def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
 class Tier:
     """A place for bytes outside of device memory."""
 
-    __slots__ = ("_lock",)
-
     def __init__(self) -> None:
         self._lock: contextlib.AbstractContextManager[bool] = RLock()
         """Protects the room."""
@@ -376,8 +361,6 @@ class BlockTier(Tier, Closes):
 
     Thread-safe. Contents stay until they are swapped in or dropped, even after :meth:`close`.
     """
-
-    __slots__ = ("__weakref__", "_chunks", "_limit", "closed", "device")
 
     _call = ""
     """The call that makes room."""

@@ -300,8 +300,6 @@ class Blocks(NamedTuple):
 class Kernel:
     """The kernel on one device, and the times of all ways."""
 
-    __slots__ = ("_device", "_fastest", "_functions", "_lock", "_times")
-
     def __init__(self, device: Device) -> None:
         self._device = device
         self._functions: dict[int, Any] = {}
@@ -431,8 +429,6 @@ class Halves:
 
     The driver copies on a stream beside that of the caller. Each call takes one that no work of another call delays.
     """
-
-    __slots__ = ("_closed", "_device", "_lock", "_made", "_pool", "_streams")
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -43,8 +43,6 @@ _LONGEST = 255 - len("..part")
 class _Slots(Chunk):
     """A chunk in a file. Addresses of blocks are numbers of slots in the file."""
 
-    __slots__ = ("file",)
-
     def __init__(self, file: DiskFile, nbytes: int, address: int) -> None:
         super().__init__(nbytes, len(file.sizes), address, 1)
         self.file: DiskFile = file
@@ -73,8 +71,6 @@ class _Slots(Chunk):
 
 class _Contents(Stored):
     """The contents of blocks in files. Each call waits for its copies, so no copy is queued when it returns."""
-
-    __slots__ = ()
 
     tier: DiskTier
 
@@ -198,8 +194,6 @@ class DiskTier(BlockTier):
     OSError
         The folder cannot be made.
     """
-
-    __slots__ = ("_given", "_idle", "_threads", "block", "folder", "persistent")
 
     _call = "posix_fallocate"
 

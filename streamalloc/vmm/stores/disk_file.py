@@ -145,8 +145,6 @@ class DiskFile:
     Blocks can be read and written by several threads at once. The descriptor is closed when the file is dropped.
     """
 
-    __slots__ = ("_fd", "_part", "_path", "_starts", "_sums", "block", "direct", "sizes")
-
     def __init__(self, fd: Fd, sizes: Sequence[int], block: int, path: Path | None, part: Path | None) -> None:
         self._fd = fd
         self._path = path

@@ -46,8 +46,6 @@ _BLOCKS = PIECE // HUGE
 class AfterCopies(Deferred):
     """The release of host memory after the copies that use it."""
 
-    __slots__ = ("_release", "fences")
-
     def __init__(self, release: Callable[[], object]) -> None:
         self._release = release
         self.fences: dict[Fence, None] = {}
@@ -70,8 +68,6 @@ class AfterCopies(Deferred):
 class MemoryChunk(Chunk):
     """Memory with room for some blocks, which is released after it was dropped and the copies that use it are done."""
 
-    __slots__ = ("_end",)
-
     def __init__(self, session: Session, nbytes: int, count: int, address: int, release: Callable[[], object]) -> None:
         super().__init__(nbytes, count, address, nbytes)
         self._end = AfterCopies(release)
@@ -93,8 +89,6 @@ class MemoryChunk(Chunk):
 class _HostChunk(MemoryChunk):
     """Pinned host memory with room for some blocks."""
 
-    __slots__ = ("memory",)
-
     def __init__(self, session: Session, nbytes: int, count: int, memory: Bytes, release: Release) -> None:
         super().__init__(session, nbytes, count, memory.ctypes.data, release)
         self.memory: Bytes = memory
@@ -104,8 +98,6 @@ class InMemory(Stored):
     """The contents of blocks in memory. Copies are stream-ordered: to the memory after all earlier copies from or to
     it, and from the memory after those to it.
     """
-
-    __slots__ = ("_written",)
 
     def __init__(self, tier: Tier, nbytes: int = 0) -> None:
         super().__init__(tier, nbytes)
@@ -141,8 +133,6 @@ class InMemory(Stored):
 
 class _HostContents(InMemory):
     """The contents of blocks in pinned host memory."""
-
-    __slots__ = ("_check", "_sums")
 
     tier: HostTier
 
@@ -187,8 +177,6 @@ def blocks_of(nbytes: int) -> int:
 class _RoomReturn(Deferred):
     """The return of the room of buffers that were dropped while they slept."""
 
-    __slots__ = ("addresses", "bases", "chunks", "present")
-
     def __init__(self, count: int) -> None:
         self.addresses: Addresses = np.zeros(count, np.int64)
         self.bases: Addresses = np.zeros(count, np.int64)
@@ -209,8 +197,6 @@ class _SleepingBytes(InMemory):
     A block gets room when its bytes are first copied or written, so that the copies of the first blocks run while
     memory for others is pinned.
     """
-
-    __slots__ = ("__weakref__", "_room", "lacking")
 
     tier: HostTier
 
@@ -329,11 +315,6 @@ class HostTier(BlockTier):
     TypeError
         ``device`` is no device.
     """
-
-    __slots__ = (
-        "_check", "_failure", "_grown", "_halves", "_holders", "_making", "_pinning", "_preparations", "_rooms",
-        "_wanted", "_workers",
-    )  # fmt: skip
 
     _call = "cuMemHostRegister"
 

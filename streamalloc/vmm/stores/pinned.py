@@ -178,8 +178,6 @@ class Pinning:
     device, a pool on any node, and ``cuMemHostAlloc`` are tried. The first use of another way is logged.
     """
 
-    __slots__ = ("_device", "_node", "_pools")
-
     def __init__(self, device: Device) -> None:
         self._device = device
         node = device.supports.host_numa_id
@@ -271,8 +269,6 @@ class Pinning:
 
 class _Owner:
     """Object whose end releases memory."""
-
-    __slots__ = ("__weakref__",)
 
 
 def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:

@@ -24,8 +24,6 @@ _ALIGNMENT = 512  # bytes between buffers of a piece, the alignment of a pool
 class _Piece(MemoryChunk):
     """One allocation of a pool with the bytes of buffers, or memory or an array of the user, which is not freed."""
 
-    __slots__ = ("_session", "memory")
-
     def __init__(self, session: Session, memory: Memory | Bytes, release: Callable[[], object]) -> None:
         self._session = session
         self.memory: Memory | Bytes = memory
@@ -42,8 +40,6 @@ class _Piece(MemoryChunk):
 
 class _BufferBytes(InMemory):
     """The bytes of buffers in memory."""
-
-    __slots__ = ()
 
     def _move(
         self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
@@ -107,8 +103,6 @@ class PoolTier(Tier):
     driver pins and frees few large allocations faster than many small ones. Each allocation is freed once, after the
     last buffer with bytes in it was dropped, and after all copies that read or write it, on any stream.
     """
-
-    __slots__ = ("pool",)
 
     def __init__(self, pool: MemoryPool) -> None:
         super().__init__()

@@ -24,8 +24,6 @@ class Staging:
     The memory is released after the object was closed or dropped, and after the copies in it.
     """
 
-    __slots__ = ("__weakref__", "_end", "_session", "slots")
-
     def __init__(self, device: Device, nbytes: int, slot: int, run: Run = map) -> None:
         """``nbytes``: all bytes; ``slot``: those of a slot."""
         self._session = session = session_of(device)
