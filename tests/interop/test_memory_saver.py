@@ -137,25 +137,6 @@ class TestTheirs:
         graph.replay()
         assert torch.holds(inside, 7) and torch.holds(cache, 8)
 
-    def test_rl_example(self, torch: Library, saver: TorchMemorySaver) -> None:
-        with saver.region(tag="kv_cache"):
-            cache = torch.make(N)
-        with saver.region(tag="model_weights"):
-            weights = torch.make(2 * N)
-        addresses = cache.data_ptr(), weights.data_ptr()
-        saver.pause("kv_cache")
-        assert mapped(saver) == 2 * N
-        saver.pause("model_weights")
-        assert mapped(saver) == 0
-        saver.resume("model_weights")
-        assert mapped(saver) == 2 * N
-        saver.resume("kv_cache")
-        assert mapped(saver) == 3 * N and (cache.data_ptr(), weights.data_ptr()) == addresses
-        torch.fill(weights, 2)
-        saver.pause("kv_cache")
-        assert torch.holds(weights, 2)
-        saver.resume("kv_cache")
-
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_cpu_backup(self, torch: Library, saver: TorchMemorySaver, backend: str) -> None:
         assert saver.retain_cpu_backup is False
@@ -539,38 +520,6 @@ class TestRefused:
             saver.get_cpu_backup(outside)
         with pytest.raises(ValueError, match="not contiguous"):
             saver.get_cpu_backup(SimpleNamespace(is_contiguous=lambda: False, shape=(2, 2)))
-
-    @pytest.mark.parametrize("kind", ["pinned", "mmap", "disk"])
-    def test_a_resume_without_memory(self, torch: Library, make: Make, machine: Any, kind: str) -> None:
-        faults = Faults(machine)
-        saver = make(faults)
-        backend: dict[str, Any] = {"enable_cpu_backup": True, "cpu_backup_backend": kind}
-        with saver.region(**({"enable_disk_backup": True} if kind == "disk" else backend)):
-            tensors = [torch.make(N), torch.make(N)]
-        for value, tensor in enumerate(tensors):
-            torch.fill(tensor, value)
-        saver.pause()
-        faults.fail("cuMemCreate", nth=2)
-        with pytest.raises(sa.OutOfMemoryError):
-            saver.resume()
-        faults.stop()
-        assert mapped(saver) == 0
-        if kind != "disk":
-            assert (saver.get_cpu_backup(tensors[1]).numpy() == 1).all()
-        saver.resume()
-        assert all(torch.holds(tensor, value) for value, tensor in enumerate(tensors))
-
-    def test_a_pause_without_host_memory(self, torch: Library, make: Make, machine: Any) -> None:
-        host = NoHostMemory(machine)
-        saver = make(host.driver)
-        with saver.region(enable_cpu_backup=True):
-            tensors = [torch.make(N), torch.make(N)]
-        torch.fill(tensors[1], 5)
-        host.begin(registered=1)
-        with pytest.raises(sa.OutOfMemoryError):
-            saver.pause()
-        host.stop()
-        assert mapped(saver) == 2 * N and not saver._hosts and torch.holds(tensors[1], 5)
 
     def test_a_pause_during_a_capture(self, torch: Library, saver: TorchMemorySaver) -> None:
         cuda = torch.module.cuda

@@ -117,20 +117,6 @@ class TestTheirs:
             allocator.wake_up()
             assert torch.holds(kept, 3) and torch.holds(other, 4)
 
-    def test_basic_cumem(self, torch: Library, allocator: CuMemAllocator, device: sa.Device) -> None:
-        plain = torch.make(N)
-        with allocator.use_memory_pool():
-            one, other = torch.make(N), torch.make(N)
-        for value, tensor in enumerate((plain, one, other)):
-            torch.fill(tensor, value)
-        before, free = mapped(allocator), device.memory_info().free
-        assert before == 2 * N
-        allocator.sleep()
-        assert mapped(allocator) == 0 and device.memory_info().free > free
-        allocator.wake_up()
-        assert mapped(allocator) == before
-        assert all(torch.holds(tensor, value) for value, tensor in enumerate((plain, one, other)))
-
     def test_discard_tags(self, torch: Library, allocator: CuMemAllocator) -> None:
         with allocator.use_memory_pool("weights"):
             weights = torch.make(N)
@@ -402,18 +388,6 @@ class TestMore:
         assert torch.holds(tensor, 1)
         graph.replay()
         assert torch.holds(tensor, 2)
-
-    def test_a_capture_of_ours(self, torch: Library, allocator: CuMemAllocator, stream: sa.Stream) -> None:
-        with allocator.use_memory_pool():
-            tensor = torch.make(N)
-        torch.fill(tensor, 1)
-        with stream.capture() as graph:
-            calls: list[Callable[[str], object]] = [allocator.sleep, allocator.wake_up, allocator.discard]
-            for call in calls:
-                with pytest.raises(sa.CaptureError, match="this thread captures"):
-                    call("default")
-        assert torch.holds(tensor, 1)
-        graph.close()
 
     def test_beside_the_other_saver(self, torch: Library, allocator: CuMemAllocator) -> None:
         """Blocks of both in each other: each has its own memory, and leaves that of the other."""

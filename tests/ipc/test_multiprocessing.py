@@ -510,13 +510,6 @@ class TestRefused:
             with pytest.raises(TypeError, match="pickle"):
                 pickle.dumps([thing], 2)
 
-    def test_what_was_opened(self, pool: sa.MemoryPool, buffer: sa.Buffer, stream: sa.Stream) -> None:
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        here.send(buffer)
-        with received(there) as opened, pytest.raises((TypeError, ValueError), match=r"own|process"):
-            here.send(opened)
-
 
 class TestChannels:
     """The same with ipc.send and ipc.receive, to a process that got its end as an argument."""

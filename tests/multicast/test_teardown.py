@@ -86,33 +86,6 @@ class TestGarbage:
         ends = phases(account.traced.calls)[len(phases(account.traced.calls[:begun])) :]
         assert ends == sorted(ends) and set(ends) == set(range(len(PHASES)))
 
-    @pytest.mark.parametrize("reverse", [False, True])
-    def test_a_cycle_in_the_order_in_which_it_was_made(self, machine: Any, reverse: bool) -> None:
-        """The collector goes by age: an object that is older than its memory is ended first."""
-        account = Account(machine)
-        devices = sa.Device.all(account.driver)
-
-        def memories() -> list[vmm.PhysicalMemory]:
-            return [vmm.PhysicalMemory(device, PAGE) for device in devices]
-
-        def addresses() -> vmm.AddressRange:
-            return vmm.AddressRange(3 * PAGE, driver=account.driver)
-
-        first = (memories(), addresses()) if reverse else None
-        made = multicast.MulticastObject(PAGE, len(devices), driver=account.driver)
-        memory, range = first or (memories(), addresses())
-        for device in devices:
-            made.add_device(device)
-        for one in memory:
-            made.bind(one)
-        range.map(memory[0], access=devices)
-        range.map(made, PAGE, access=devices)
-        things: list[object] = [made, memory, range]
-        things.append(things)
-        del things, made, memory, range, first, one
-        gc.collect()
-        assert account.left == {} and misorders(account.traced.calls) == []
-
     def test_bound_memory_of_a_pool_in_a_cycle(self, machine: Any) -> None:
         """It is freed after it was unbound."""
         account = Account(machine)
@@ -220,15 +193,6 @@ class TestDropped:
             end_what_was_dropped()
         assert faulty.failed == 2 * [call]
         assert account.left == {} and misorders(account.traced.calls) == []
-
-    def test_a_driver_that_has_ended_is_no_news(self, machine: Any) -> None:
-        driver = sd.faulty(machine, "cuMemRelease", result="CUDA_ERROR_DEINITIALIZED")
-        made = multicast.MulticastObject(PAGE, TEAM, driver=driver)
-        handle = made.handle
-        del made
-        end_what_was_dropped()
-        assert driver.failed == ["cuMemRelease"]
-        machine.cuMemRelease(handle)
 
 
 class TestClosed:

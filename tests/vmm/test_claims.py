@@ -18,7 +18,6 @@ from streamalloc.core.session import session_of
 from streamalloc.vmm.claims import Claim, Claimable, claiming
 from streamalloc.vmm.virtual_buffer import VirtualBuffer, mapping, unmapping
 from tests.interleaving import interleaved
-from tests.interrupting import Interrupt, Interrupted
 from tests.processes import fork
 from tests.support import KEEP, end_what_was_dropped, filled, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
@@ -144,27 +143,6 @@ def test_a_buffer_that_is_put_to_sleep_is_not_removed() -> None:
     for world in interleaved(unmapping, lambda: World(driver, asleep=False), ACTS["sleep"], remove, at="line"):
         assert world.buffers[1].evicted == (world.buffers[1] in world.groups[0].buffers)
         world.check()
-
-
-@pytest.mark.simulated_only("where a signal may come is the same on any driver")
-def test_an_interrupt_at_any_point_leaves_nothing_claimed() -> None:
-    kept = []
-    one, two = Thing(), Thing()
-    points = Interrupt()
-    with points:
-        claiming((one, two), lambda claim: claim.take((two,)))
-    for nth in points:
-        try:
-            with Interrupt(nth):
-                claiming((one, two), lambda claim: claim.take((two,)))
-        except Interrupted as error:
-            kept.append(error)  # with the frames of the call
-        thread = threading.Thread(target=lambda: claiming((one, two), lambda _: None), daemon=True)
-        thread.start()
-        thread.join(WAIT)
-        assert not thread.is_alive()
-        one.use(two.use)
-    assert len(kept) == len(list(points)) > 4
 
 
 def test_a_call_of_a_lower_level_inside_waits_for_none_of_the_higher() -> None:

@@ -301,15 +301,6 @@ class TestShrink:
 class TestUse:
     """It is a buffer like any other."""
 
-    def test_interfaces(self, buffer: vmm.GrowableBuffer) -> None:
-        buffer.resize(100)
-        found = buffer.__cuda_array_interface__
-        assert (found["shape"], found["data"]) == ((100,), (buffer.address, False))
-        assert buffer.__dlpack_device__() == (2, 0) and "dltensor" in repr(buffer.__dlpack__(stream=-1))
-        assert not hasattr(buffer, "__array_interface__")
-        with pytest.raises(ValueError, match="device memory"):
-            buffer.as_array()
-
     def test_in_a_graph(self, buffer: vmm.GrowableBuffer, stream: sa.Stream) -> None:
         """The address is constant, so that a graph stays valid while the buffer grows."""
         buffer.resize(PAGE)

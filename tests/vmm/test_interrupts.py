@@ -6,14 +6,13 @@ import contextlib
 import gc
 import itertools
 import os
-import time
 from typing import Any
 
 import pytest
 
 import streamalloc as sa
 from streamalloc import vmm
-from tests.interrupting import Interrupt, Interrupted, interrupts, lost_one, since_3_11
+from tests.interrupting import Interrupt, Interrupted, lost_one
 from tests.support import Account, in_a_thread
 from tests.vmm.support import PAGE
 from tests.vmm.test_faults import CASES, Case
@@ -66,23 +65,3 @@ def test_at_any_point(machine: Any, kind: type[Case]) -> None:
         gc.collect()
         sa.Device(0, driver=account.driver).synchronize()
         assert lost_one(account.left), (nth, block.came, account.left)
-
-
-@since_3_11
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_at_random_times(device: sa.Device) -> None:
-    """At most one object is lost by each, and the device works on."""
-    free, end = device.memory_info().free, time.monotonic() + 0.4
-    with interrupts(0.01) as signals:
-        while time.monotonic() < end:
-            with contextlib.suppress(Interrupted):
-                while time.monotonic() < end:
-                    with vmm.GrowableBuffer(device, 8 * PAGE, PAGE) as buffer:
-                        buffer.grow(PAGE)
-                        buffer.evict()
-                        buffer.restore()
-                        buffer.resize(PAGE)
-    buffer = None  # type: ignore[assignment]
-    gc.collect()
-    device.synchronize()
-    assert free - device.memory_info().free <= 2 * PAGE * (signals.came + 1)

@@ -135,14 +135,6 @@ class TestGarbage:
         gc.collect()
         assert account.left == {}
 
-    def test_what_the_driver_refuses_is_tried_again(self, machine: Any) -> None:
-        account = Account(machine)
-        driver = sd.faulty(account.driver, "cuMemAddressFree", result="CUDA_ERROR_UNKNOWN")
-        addresses = vmm.AddressRange(PAGE, driver=driver)
-        del addresses
-        end_what_was_dropped()
-        assert driver.failed == ["cuMemAddressFree"] and account.left == {}
-
     def test_a_driver_that_has_ended_is_no_news(self, machine: Any) -> None:
         driver = sd.faulty(machine, "cuMemAddressFree", result="CUDA_ERROR_DEINITIALIZED")
         addresses = vmm.AddressRange(PAGE, driver=driver)

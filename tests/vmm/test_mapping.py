@@ -221,14 +221,6 @@ class TestHostMemory:
 
 
 class TestInterchange:
-    def test_cuda_array_interface(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
-        mapping = pages.map(memory, access=device)
-        found = mapping[16:64].__cuda_array_interface__
-        assert (found["shape"], found["typestr"], found["version"]) == ((48,), "|u1", 3)
-        assert found["data"] == (mapping.address + 16, False) and found["stream"] == 1
-        mapping.set_access(device, READ)
-        assert mapping.__cuda_array_interface__["data"] == (mapping.address, True)
-
     @pytest.mark.parametrize(("who", "kind"), [("host", 1), ("both", 3)])
     def test_dlpack_of_the_host(self, device: sa.Device, pages: vmm.AddressRange, who: str, kind: int) -> None:
         with vmm.PhysicalMemory(HOST, PAGE) as host:

@@ -137,14 +137,6 @@ class TestPlainMemory:
         assert again.shows(4)
         again.close()
 
-    @pytest.mark.unchecked("frees memory that another process has open")
-    def test_the_owner_frees_it(self, plain: Plain, partner: Partner) -> None:
-        """Its library does not ask us: the importer keeps the memory, and can close it."""
-        opened = partner.give(plain(BLOCK))
-        plain.free()
-        assert opened.shows(1)
-        opened.close()
-
     def test_arrays_of_all_kinds(self, plain: Plain, partner: Partner) -> None:
         """Without weak references, read only, of another type, without dimensions."""
         address = plain(BLOCK).address

@@ -168,12 +168,6 @@ class TestPhysicalMemory:
             partner.run(_map_and_write, "physical", 4)
             assert shows(mapping, 4)
 
-    def test_outlives_its_owner_s_handle(self, device: sa.Device, partner: Partner) -> None:
-        with memory(PAGE, device) as physical:
-            partner.give(physical, "physical")
-        partner.run(_map_and_write, "physical", 6)
-        assert partner.run(map_and_see, "physical", 6)
-
 
 def _map_and_write(there: There, name: str, seed: int) -> None:
     physical = there.kept[name]
@@ -307,20 +301,6 @@ class TestEvents:
         gate.open()
         assert partner.run(idle) and partner.run(_query, "event")
 
-    def test_recorded_in_turns(self, event: sa.Event, stream: sa.Stream, partner: Partner) -> None:
-        """Two processes write to one buffer in turns, and nothing but the event tells them when."""
-        with shared_pool(stream.device) as pool, pool.allocate(4 * MiB, stream) as buffer:
-            buffer.fill(0)
-            theirs = partner.give(buffer, "buffer")
-            partner.give(event, "event")
-            for number in range(1, 20, 2):
-                buffer.fill(number)
-                stream.record(event)
-                partner.run(_wait_check_fill_and_record, "event", "buffer", number)
-                stream.wait(event)
-                assert holds(buffer, number + 1)
-            theirs.close()
-
     def test_not_made_for_it(self, device: sa.Device) -> None:
         with device.create_event() as event, pytest.raises((ValueError, sa.CudaError), match="interprocess=True"):
             ipc.share(event)
@@ -348,13 +328,6 @@ def _wait(there: There, name: str) -> None:
 
 def _record(there: There, name: str) -> None:
     there.stream.record(there.kept[name])
-
-
-def _wait_check_fill_and_record(there: There, event: str, name: str, number: int) -> None:
-    there.stream.wait(there.kept[event])
-    assert holds(there.kept[name], number)
-    there.kept[name].fill(number + 1)
-    there.stream.record(there.kept[event])
 
 
 class TestOrder:

@@ -243,13 +243,3 @@ class TestProducerThatDies:
             Ring.consumer(mine, stream=own)
         killing.join()
         assert mine.closed
-
-    def test_new_producer(self, fills: Partner, consumer: RingConsumer, own: sa.Stream, partner: Partner) -> None:
-        fills.kill()
-        with pytest.raises(ipc.PeerGoneError):
-            consumer.next()
-        partner.run(make_ring)
-        with consumer_of(partner, own) as other:
-            partner.run(send_there, 5)
-            with other.next() as item:
-                assert all_of(item, 5)

@@ -12,10 +12,8 @@ from streamalloc import ipc
 from streamalloc.ipc import Ring, RingProducer
 from tests.ipc.ring.support import (
     SIZE,
-    close_there,
     consume,
     give_there,
-    in_flight,
     iterate,
     join,
     send,
@@ -123,19 +121,6 @@ class TestIteration:
 
 
 class TestSeveralConsumers:
-    def test_two_in_one_process(self, ring: RingProducer, partner: Partner) -> None:
-        """They are one importer, and two consumers all the same."""
-        for name in ("one", "two"):
-            join(partner, ring, name)
-        for seed in range(4):
-            send(ring, seed)
-        for seed, name in enumerate(["one", "two", "one", "two"]):
-            partner.run(take, name, f"item {seed}")
-            assert partner.run(shows_there, f"item {seed}", seed)
-        partner.run(close_there, "one")
-        assert in_flight(ring, 2)
-        assert partner.run(shows_there, "item 1", 1)
-
     def test_joins_while_it_runs(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
         first, second = another(), another()
         join(first, ring)
