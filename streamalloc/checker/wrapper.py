@@ -1,4 +1,9 @@
-"""The checked driver: it forwards each call to the wrapped driver, between the two halves of the call's record."""
+"""The recorder, which applies the rule of each driver call to the state, and the checked driver, which feeds it.
+
+Three feeds can drive a recorder: :class:`CheckedDriver`, which calls :meth:`Recorder.begin` and
+:meth:`Recorder.finish_call` around each call that it forwards to the wrapped driver; the facade, by the methods of
+``MemoryListener``; and :meth:`Recorder.feed`, for calls that somebody else has seen.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +15,491 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import Range
-from streamalloc.checker.recorder import INVALID, REFUSED, Recorder, RefusedCall
+from streamalloc.checker.report import Reports
 from streamalloc.checker.rules.memory import granted, mappings
 from streamalloc.checker.rules.order import HostCall, host_function
-from streamalloc.checker.rules.table import RULES
+from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.state import State
-from streamalloc.checker.uses import FLAG, may_poll
-from streamalloc.driver.account import COUNTED
+from streamalloc.checker.streams import CallingThread
+from streamalloc.checker.uses import (
+    FLAG,
+    Finish,
+    Kernel,
+    kernels_of_others,
+    may_poll,
+    nothing,
+    release_mapped,
+    use_on_device,
+    use_on_host,
+)
+from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.locks import RLock
-from streamalloc.driver.parent import from_server
-from streamalloc.driver.protocol import On
-from streamalloc.driver.wrappers import Function, Wrapper
+from streamalloc.driver.parent import ParentTest, from_server
+from streamalloc.driver.protocol import MemoryListener, On
+from streamalloc.driver.reports import Hazard, Stack, place_of
+from streamalloc.driver.wrappers import Call, Function, Wrapper
+
+F = TypeVar("F", bound=Callable[..., None])
+T = TypeVar("T")
+_MOST_DESTROYED = 4096
+"""Most destroyed handles that are known. The driver refuses calls with older ones, too."""
+_PATIENCE = 1.0
+"""Seconds to wait for queued work before leaks are reported."""
+INVALID = (cuda.CUresult.CUDA_ERROR_INVALID_VALUE,)
+REFUSED = (AttributeError, IndexError, NotImplementedError, OverflowError, TypeError, ValueError)
+"""Errors of the bindings for wrong arguments, and of a simulated machine for what it does not model. A rule that
+converts such arguments raises them too.
+"""
+
+
+def _notification(delivers: bool = False) -> Callable[[F], F]:
+    """A method that is called under the lock, or later if a finaliser calls it in the middle of a record.
+
+    ``delivers``: the program makes the call, so that hazards may be raised in it.
+    """
+
+    def decorate(step: F) -> F:
+        @wraps(step)
+        def notify(self: Recorder, *args: Any, **named: Any) -> None:
+            if self._turn.mine():
+                self._postponed.append(partial(step, self, *args, **named))
+                return
+            self._alone(partial(step, self, *args, **named))
+            if delivers:
+                self._reports.deliver(self._alone(self._reports.take))
+
+        return cast("F", notify)
+
+    return decorate
+
+
+class _CallTurn:
+    """The lock that guards the state, and the thread that changes it."""
+
+    def __init__(self) -> None:
+        # Reentrant, because a finaliser may run while its own thread records.
+        self.lock = RLock()
+        self.thread = 0
+        """Identifier of the thread that changes the state; 0: none does."""
+
+    def take(self) -> None:
+        """Note that this thread, which has the lock, changes the state."""
+        self.thread = threading.get_ident()
+
+    def mine(self) -> bool:
+        """Whether this thread changes the state now: a finaliser has interrupted it and makes a call."""
+        return self.thread == threading.get_ident()
+
+    def outside(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """Call a driver function without the lock: the driver may wait for a thread whose finaliser waits for it."""
+        self.thread = 0
+        self.lock.release()
+        try:
+            return function(*args)
+        finally:
+            self.lock.acquire()
+            self.take()
+
+
+class Recorder:
+    """Records the calls of one driver, and finds hazards."""
+
+    def __init__(self, driver: Any, on: On, uninitialized: bool = False) -> None:
+        self._turn = _CallTurn()
+        self._postponed: deque[Callable[[], None]] = deque()
+        """Records of finalisers' calls that ran while their own thread changed the state."""
+        self._destroyed: dict[int, Stack] = {}
+        """Places of the calls that destroyed handles."""
+        self._on = on
+        found: list[Hazard] = []
+        self._state = State(_WithoutLock(driver, self._turn), found.append, uninitialized)
+        self._state.streams.foreign.calls_are_seen = bool(getattr(driver, "is_simulated", False))
+        self._reports = Reports(on, self._state.notes, found)
+        self.hazards: list[Hazard] = self._reports.all
+        """All hazards in order, one for each pair of places. The list may be cleared."""
+        self.finished: bool = False
+        """Whether all hazards were shown, or :meth:`finish` returned them to the program."""
+        self.process: int = os.getpid()
+        """The creating process. At exit, a forked child reports only hazards that it found itself."""
+
+    # -- one record at a time ----------------------------------------------------------------------------------
+
+    def _alone(self, step: Callable[..., T], *args: Any) -> T:
+        """Call a function under the lock. Also record the calls of finalisers that ran meanwhile.
+
+        A call of a finaliser that ran at the end of the previous record is recorded first, because it came before this
+        call.
+        """
+        # A finaliser may run between any two lines of a step, on this very thread, and free memory by a driver call.
+        # The lock is reentrant, so that it does not wait for itself; its record waits, as the state is half changed.
+        turn = self._turn
+        with turn.lock:
+            turn.take()
+            try:
+                self._record_postponed()
+                result = step(*args)
+                # No loop here: on Python 3.12 and 3.13 an interrupted loop can skip the finally clause.
+                self._record_postponed()
+                return result
+            finally:
+                if turn.mine():  # False if a signal handler raised while `outside` waited for the lock
+                    turn.thread = 0
+
+    def _record_postponed(self) -> None:
+        while self._postponed:
+            self._postponed.popleft()()
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    def begin(self, name: str, args: tuple[Any, ...]) -> Finish | None:
+        """Apply the part of a call's rule that precedes the call, and deliver its hazards.
+
+        Returns a function for the driver's answer, or None if the call must not be made.
+        """
+        rule = RULES.get(name)
+        if name not in ENDERS and (rule is None or rule.before is None):
+            return nothing
+        finish, fresh = self._alone(self._before, name, args)
+        self._reports.deliver(fresh, partial(self._alone, finish or nothing, INVALID))
+        return finish
+
+    def finish_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish) -> None:
+        """Apply the part of a call's rule that follows it, and deliver its hazards. ``finish`` is the result of
+        :meth:`begin`."""
+        self._reports.deliver(self._alone(self._after, name, args, answer, finish))
+
+    def feed(self, call: Call, context: int, place: Stack) -> None:
+        """Record a call that another feed than the wrapper has seen, with the caller's context and place.
+
+        Calls are fed in the order in which they were made, without the questions of the checker itself. Their hazards
+        are delivered like those of the wrapper's calls. It is too late to stop a wrong one: a free of an unknown handle
+        is reported only if the driver has refused it, since the handle may be older than the feed.
+        """
+        if call.name not in RULES and call.name not in COUNTED:
+            self._skipped(call.name, call.answer)
+            return
+
+        def record() -> list[Hazard]:
+            if call.answer[0] and self._ends_unknown(call.name, call.args):
+                return self._reports.take()
+            return self._after(call.name, call.args, call.answer, self._apply(call.name, call.args))
+
+        self._reports.deliver(self._alone(self._as_caller, CallingThread(call.thread, context, place), record))
+
+    def feed_kernels(
+        self, caller: CallingThread, stream: int, kernels: Sequence[Kernel], runs: Callable[[TrackedStream], None]
+    ) -> None:
+        """Record launches, one after the other, of kernels of other code. ``runs`` is called when their stream runs
+        them.
+        """
+
+        def record() -> list[Hazard]:
+            state = self._state
+            state.look()
+            for what, place, addresses, _ in kernels:
+                if addresses is None:
+                    state.notes.add("arguments", what, place)
+            kernels_of_others(state, state.stream(stream), kernels, runs)
+            return self._reports.take()
+
+        self._reports.deliver(self._alone(self._as_caller, caller, record))
+
+    def between_calls(self, context: int, step: Callable[[], object]) -> None:
+        """Call a function that judges uses later than their calls, and deliver what it reports. ``context``: that of
+        the default stream.
+        """
+
+        def record() -> list[Hazard]:
+            step()
+            return self._reports.take()
+
+        self._reports.deliver(self._alone(self._as_caller, CallingThread(0, context, ()), record))
+
+    def _as_caller(self, caller: CallingThread, record: Callable[[], T]) -> T:
+        self._state.streams.caller = caller
+        try:
+            return record()
+        finally:
+            self._state.streams.caller = None
+
+    def _skipped(self, name: str, answer: tuple[Any, ...]) -> None:
+        """Note a call without a rule."""
+        if name in UNKNOWN and not answer[0]:
+            self._alone(self._state.notes.add, "calls", name)
+
+    def _before(self, name: str, args: tuple[Any, ...]) -> tuple[Finish | None, list[Hazard]]:
+        """Returns the new hazards, too, under the lock: no other thread may take them."""
+        finish = None if self._ends_unknown(name, args) else self._apply(name, args)
+        return finish, self._reports.take()
+
+    def _ends_unknown(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a call ends a handle that is not live. If so, reports it."""
+        handle = _handle(args) if name in ENDERS else 0
+        if not handle or self._state.account.may_end(name, handle):
+            return False
+        self._refuse(name, handle)
+        return True
+
+    def _apply(self, name: str, args: tuple[Any, ...]) -> Finish:
+        self._state.look()
+        rule = RULES.get(name)
+        try:
+            return nothing if rule is None or rule.before is None else rule.before(self._state, name, args)
+        except REFUSED as error:
+            return RefusedCall(error)
+
+    def _after(
+        self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish, take: bool = True
+    ) -> list[Hazard]:
+        state, succeeded = self._state, not answer[0]
+        state.look()
+        if succeeded:
+            self._count(name, args, answer)
+        elif self._destroyed:
+            self._find_destroyed(name, args)
+        finish(answer)
+        rule = RULES.get(name)
+        if succeeded and rule is not None and rule.after is not None:
+            rule.after(state, name, args, answer)
+        shared = state.interprocess
+        if shared.posted or shared.leaving or shared.uses:
+            shared.update_announcements()
+        return self._reports.take() if take else []
+
+    def _late(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        """Record a finaliser's call after it was made."""
+        self._after(name, args, answer, self._apply(name, args), take=False)
+
+    # -- handles -----------------------------------------------------------------------------------------------
+
+    def _count(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...]) -> None:
+        """Count the handle that a successful call makes or ends."""
+        state = self._state
+        if name in MAKERS:
+            self._destroyed.pop(int(answer[1]), None)
+        if name.endswith("Destroy"):
+            self._destroyed[_handle(args)] = state.place()
+            if len(self._destroyed) > _MOST_DESTROYED:
+                del self._destroyed[next(iter(self._destroyed))]
+        if name in COUNTED:
+            stream = args[-1] if name in ("cuMemAllocAsync", "cuMemAllocFromPoolAsync") else None
+            captures = state.streams.captures
+            captured = bool(captures) and stream is not None and state.stream(stream) in captures
+            state.account.note(name, args, answer, captured)
+
+    def _refuse(self, name: str, handle: int) -> None:
+        """Report a call that ends a handle which is not live."""
+        range_ = self._state.addresses.find(handle)
+        ended = self._destroyed.get(handle) if range_ is None or range_.ended is None else range_.ended.stack
+        places = [("this call", self._state.place())]
+        what = f"{name}({handle:#x}) is refused, because no live {' or '.join(ENDERS[name])} has this handle"
+        if ended is not None:
+            places.append(("freed", ended))
+            what += f": it was ended at {place_of(ended)}"
+        if range_ is not None and range_.ended is not None:
+            places.append(("allocated", range_.stack))
+        remedy, size = "end it once, and only where your program has made it.", 0 if range_ is None else range_.size
+        hazard = Hazard("double free", f"{what}.", remedy, handle, size, places=tuple(places))
+        if self._on == "raise":
+            raise DriverMisuseError(str(hazard), hazard)
+        self._state.on_hazard(hazard)
+
+    def _find_destroyed(self, name: str, args: tuple[Any, ...]) -> None:
+        """Report a refused call with a destroyed handle."""
+        for argument in args:
+            handle = _handle((getattr(argument, "hStream", argument),))
+            stack = self._destroyed.get(handle)
+            if stack is not None:
+                which = next((one.name for one in self._state.timeline.retired if one.handle == handle), f"{handle:#x}")
+                what = f"{name} is called with {which}, which was destroyed at {place_of(stack)}."
+                remedy = "destroy it after its last use."
+                if "Free" in name:
+                    remedy += " The memory that this call should have freed stays allocated."
+                places = (("this call", self._state.place()), ("destroyed", stack))
+                self._state.on_hazard(Hazard("use after destroy", what, remedy, places=places))
+                return
+
+    # -- notifications of the facade ---------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The state, for feeds that look at it between calls."""
+        return self._state
+
+    @property
+    def listener(self) -> MemoryListener:
+        """The interface that the facade notifies: this object."""
+        return self
+
+    @_notification(delivers=True)
+    def used(self, address: int, nbytes: int, stream: Any, write: bool, atomic: bool = False) -> None:
+        """Record that a kernel in ``stream``, a driver handle, uses ``nbytes`` bytes. None: the host uses them now."""
+        state = self._state
+        state.look()
+        if stream is None:
+            use_on_host(state, address, nbytes, write, seen=True)
+            return
+        use_on_device(state, state.stream(stream), address, nbytes, write, atomic)
+        if state.interprocess.uses:
+            state.interprocess.update_announcements()
+
+    @_notification()
+    def lent(self, stream: Any, used: bool) -> None:
+        """Record that other code has the handle of ``stream``. ``used``: it queues work there."""
+        foreign, lent = self._state.streams.foreign, self._state.stream(stream)
+        (foreign.uses if used else foreign.can_use)(lent)
+        foreign.is_lent(lent)
+
+    @_notification()
+    def named(self, stream: Any, name: str) -> None:
+        """Record the name of a new stream, for reports."""
+        self._state.streams.rename(stream, name)
+
+    @_notification()
+    def typed(self, address: int, nbytes: int, dtype: Any, write: bool) -> None:
+        """Record elements of a type: written by queued work, or read if not ``write``."""
+        if write:
+            self._state.types.wrote(address, nbytes, dtype, self._state.place())
+        elif not self._state.streams.foreign.may_write:
+            self._state.types.read(address, nbytes, dtype, "a copy of a view")
+
+    @_notification()
+    def released(self, address: int, nbytes: int, released: bool) -> None:
+        """Record that mapped memory was released and must not be written, or is usable again if not ``released``."""
+        release_mapped(self._state, address, nbytes, released)
+
+    @_notification()
+    def deferred(self, address: int) -> None:
+        """Record that the program has freed memory whose driver call comes later. It is not a leak."""
+        found = self._state.addresses.find(address)
+        if found is not None:
+            found.deferred = True
+
+    @_notification(delivers=True)
+    def shared(self, address: int, nbytes: int, stream: Any, name: bytes) -> None:
+        """Record that importers may use memory after the queued work of ``stream``. ``name``: see :meth:`opened`."""
+        state = self._state
+        state.sources.clear()
+        state.interprocess.share(state.stream(stream), address, nbytes, name, state.place())
+
+    @_notification()
+    def opened(self, address: int, nbytes: int, stream: Any, name: bytes, word: int) -> None:
+        """Record that ``stream`` waits at the address ``word`` for the announcement of :meth:`shared`. None: the host
+        has waited.
+        """
+        waiting = None if stream is None else self._state.stream(stream)
+        self._state.interprocess.opened(waiting, address, nbytes, name, word)
+
+    # -- results ---------------------------------------------------------------------------------------------
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Texts about everything that this run did not check: one for each reason, with a count and the first place."""
+        return self._state.notes.texts()
+
+    def outstanding(self) -> dict[str, list[int]]:
+        """Handles or addresses that were created by this driver and not released, by kind.
+
+        A ``"mapping"`` lasts from ``cuMemMap`` to ``cuMemUnmap``, by its address.
+        """
+        return self._alone(self._state.account.outstanding)
+
+    def leaks(self) -> list[Hazard]:
+        """One hazard per place in the program that allocated memory which is not freed."""
+        return self._alone(self._state.leaks)
+
+    def assert_nothing_left(self) -> None:
+        """Raise :class:`DriverMisuseError` if anything is outstanding."""
+        if left := self.outstanding():
+            shown = "; ".join(f"{len(handles)} {kind}" for kind, handles in left.items())
+            raise DriverMisuseError(f"not released: {shown} ({left})")
+
+    def finish(self) -> list[Hazard]:
+        """Attempt deferred releases, check the work of waiting streams, and add leaks. Returns all hazards.
+
+        Without this call the end of the process does the same, and prints what was not shown.
+        """
+        self.settle()
+        self.finished = True
+        return self.hazards
+
+    def settle(self) -> None:
+        end = monotonic() + _PATIENCE
+        # Dropped objects are released after their queued work.
+        while any([settle() for settle in SETTLERS]) and monotonic() < end and self.leaks():
+            sleep(0.002)
+        self._alone(self._state.close)
+        self._reports.found += self.leaks()
+        self._alone(self._reports.take)
+
+    def close(self) -> None:
+        """Check the work of waiting streams, without a word about leaks."""
+        self.finished = True
+        self._alone(self._state.close)
+        self._reports.deliver(self._alone(self._reports.take))
+
+    def show_rest(self) -> None:
+        """Print the hazards that were not shown, their number, and what was not checked."""
+        self._reports.show_rest(summary=True)
+
+    def show_at_once(self, test: ParentTest | None) -> None:
+        """Show each hazard when it is found: on the standard error stream, or in the parent test."""
+        self._reports.show_at_once(test)
+
+
+class RefusedCall:
+    """The end of a rule that raised an error before its call."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __call__(self, answer: tuple[Any, ...]) -> None:
+        # The driver refuses wrong arguments. If it accepts them, the rule is wrong.
+        if not answer[0]:
+            raise self._error
+
+
+class _WithoutLock:
+    """The driver for the checker's own questions, which it asks without the lock."""
+
+    def __init__(self, driver: Any, turn: _CallTurn) -> None:
+        # Not the recorder: that cycle would keep the driver alive after its last user, and a weak reference stays
+        # empty if a finaliser revives the recorder's own garbage.
+        self._driver, self._turn = driver, turn
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._driver, name)
+
+        def ask(*args: Any) -> Any:
+            return self._turn.outside(function, args) if self._turn.mine() else function(*args)
+
+        return ask
+
+
+def _handle(args: tuple[Any, ...]) -> int:
+    """The handle that a call ends; 0 for wrong arguments, which the driver refuses."""
+    try:
+        return number_of(args[0])
+    except REFUSED:
+        return 0
+
 
 if TYPE_CHECKING:
     from streamalloc.driver.protocol import Driver as _Interface
 else:
     _Interface = object
+
+# -- the driver ------------------------------------------------------------------------------------------------
 
 _EXIT_PRIORITY = -100
 """Priority among multiprocessing's exit functions: after those of programs."""

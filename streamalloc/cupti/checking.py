@@ -21,9 +21,9 @@ from streamalloc.checker.capture import TrackedNode
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import Access, Piece
-from streamalloc.checker.recorder import REFUSED, Recorder
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
+from streamalloc.checker.wrapper import REFUSED, Recorder
 from streamalloc.cupti import callers
 from streamalloc.cupti.blocks import Blocks, Run, Use, addresses_of, kernel_of, parts_of
 from streamalloc.cupti.libraries import Libraries

@@ -8,14 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamalloc.plots.observed import draw, lives, memory, pool, reuse
-    from streamalloc.plots.ranges import address_range
-    from streamalloc.plots.style import drawing, figure
+    from streamalloc.plots.figures import address_range, draw, drawing, figure, lives, memory, pool, reuse
 
 __all__ = ["address_range", "draw", "drawing", "figure", "lives", "memory", "pool", "reuse"]
-
-_MODULES = ("observed", "ranges", "style")
-"""Modules with the public names; imported on use, so this package can be imported without matplotlib."""
 
 
 def __dir__() -> list[str]:
@@ -26,11 +21,12 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        modules = [vars(importlib.import_module(f"{__name__}.{module}")) for module in _MODULES]
+        # Imported on use, so that this package can be imported without matplotlib.
+        figures = importlib.import_module(f"{__name__}.figures")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
         why = "matplotlib is not installed: pip install 'streamalloc[plot]'"
         raise ModuleNotFoundError(why, name="matplotlib") from None
-    globals().update({one: module[one] for module in modules for one in __all__ if one in module})
-    return globals()[name]
+    globals().update({one: getattr(figures, one) for one in __all__})
+    return getattr(figures, name)

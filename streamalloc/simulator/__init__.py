@@ -3,10 +3,10 @@
 :mod:`.calls` has the functions of the driver, :mod:`.call_lock` the lock that each of them holds, and :mod:`.machine`
 the state. The parts of the state do not refer to the machine:
 
-* :mod:`.scheduler` runs operations in stream order; :mod:`.contexts` and :mod:`.events` have the objects of a device.
-* :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts it by device. :mod:`.allocator` chooses
-  addresses in a :mod:`.pool`, :mod:`.heap` for cuMemAlloc; :mod:`.allocations` lists the live allocations, and has
-  managed memory.
+* :mod:`.scheduler` runs operations in stream order; :mod:`.contexts` has devices, contexts and events.
+* :mod:`.memory` maps real memory at simulated addresses; :mod:`.banks` counts it by device, and has that of cuMemAlloc.
+  :mod:`.allocator` chooses addresses in a :mod:`.pool`; :mod:`.allocations` lists the live allocations, and has managed
+  memory.
 * :mod:`.graphs` and :mod:`.graph_memory` have graphs; :mod:`.kernels` has kernels.
 * :mod:`.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has arrays.
 * :mod:`.profiles` describes the machine by files; :mod:`.reading` makes such files from other machines.

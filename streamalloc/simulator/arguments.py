@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from streamalloc.driver.bindings import cuda
-from streamalloc.simulator import arrays, contexts, events, graphs, kernels, multicast, scheduler
+from streamalloc.simulator import arrays, contexts, graphs, kernels, multicast, scheduler
 from streamalloc.simulator.constants import Place
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.machine import Machine
@@ -151,7 +151,7 @@ Context = Annotated[contexts.Context, context, _context]
 ContextOrCurrent = Annotated[contexts.Context, context, _given_or_current]
 Queue = Annotated[scheduler.Queue, stream, Machine.stream]
 # The code was seen once on H200. A destroyed handle can also kill the process there.
-QueueEvent = Annotated[events.QueueEvent, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
+QueueEvent = Annotated[contexts.QueueEvent, event, _found_in("events", Result.CUDA_ERROR_CONTEXT_IS_DESTROYED)]
 NodeGraph = Annotated[graphs.NodeGraph, Handle(cuda.CUgraph), _found_in("graphs.graphs")]
 Node = Annotated[graphs.GraphNode, Handle(cuda.CUgraphNode), _found_in("graphs.nodes")]
 GraphExec = Annotated[graphs.GraphExec, Handle(cuda.CUgraphExec), _found_in("graphs.executables")]

@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 from streamalloc.simulator.allocations import AllocationTable, GraphAllocation
 from streamalloc.simulator.call_lock import Caller
 from streamalloc.simulator.constants import Handles, new_handle
-from streamalloc.simulator.contexts import SimulatedDevice
+from streamalloc.simulator.contexts import QueueEvent, SimulatedDevice
 from streamalloc.simulator.errors import Fault, Result, check, not_modelled
-from streamalloc.simulator.events import QueueEvent
 from streamalloc.simulator.graph_memory import GraphHeap
 from streamalloc.simulator.pool import Pool
 from streamalloc.simulator.scheduler import Operation, Queue, QueuedCall, merge

@@ -19,15 +19,13 @@ from streamalloc.simulator.allocations import (
     ManagedMemory,
 )
 from streamalloc.simulator.arrays import Arrays
-from streamalloc.simulator.banks import Bank, Banks
+from streamalloc.simulator.banks import Bank, Banks, Heap, Regions
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
-from streamalloc.simulator.contexts import Context, SimulatedDevice, chosen, visible
+from streamalloc.simulator.contexts import Context, QueueEvent, SimulatedDevice, chosen, visible
 from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, need
-from streamalloc.simulator.events import QueueEvent
 from streamalloc.simulator.files import HOST_BANK, Labels, Usage
 from streamalloc.simulator.graph_memory import DeviceGraphMemory
 from streamalloc.simulator.graphs import Graphs
-from streamalloc.simulator.heap import Heap, Regions
 from streamalloc.simulator.kernels import Modules
 from streamalloc.simulator.multicast import Multicast
 from streamalloc.simulator.pool import PoolTable

@@ -23,9 +23,8 @@ from streamalloc.simulator.allocations import AllocationTable, LiveMemory, Opene
 from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
-from streamalloc.simulator.contexts import Context, SimulatedDevice
+from streamalloc.simulator.contexts import TABLE_BYTES, Context, EventTable, QueueEvent, SharedEvent, SimulatedDevice
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
-from streamalloc.simulator.events import TABLE_BYTES, EventTable, QueueEvent, SharedEvent
 from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach, recognise
 from streamalloc.simulator.memory import Physical, ReservedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool

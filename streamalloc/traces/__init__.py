@@ -7,8 +7,7 @@ library's allocator.
 """
 
 from streamalloc.traces.replaying import ALLOCATORS, Replay, Replayed, prepare, replay
-from streamalloc.traces.sources import from_calls, load
-from streamalloc.traces.trace import Event, Trace, TraceFormatError
+from streamalloc.traces.trace import Event, Trace, TraceFormatError, from_calls, load
 from streamalloc.traces.workloads import WORKLOADS, checkpointing, loading, mixed, serving, training
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""Traces of allocations and frees, and their file format.
+"""Traces of allocations and frees, their file format, and traces from other recordings: calls of
+:func:`streamalloc.driver.traced`, RMM's log, PyTorch's snapshots.
 
 The file has one JSON value in each line. The first line is an object with the format, its version, the source of the
 trace, and the number of recorded calls that cannot be replayed. Each other line is an event::
@@ -15,15 +16,22 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import itertools
 import json
 import os
+import pickle
+import pickletools
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeAlias
+from typing import IO, Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from streamalloc.core.errors import size_text
+from streamalloc.core.internal import LEGACY
+from streamalloc.driver import Call
 
 FORMAT = "streamalloc trace"
 VERSION = 1
@@ -266,3 +274,308 @@ def text_lines(file: IO[bytes], name: str) -> Iterator[str]:
             yield line.decode("utf-8")
     except UnicodeDecodeError:
         raise TraceFormatError("this is no text", name, number) from None
+
+
+# --- other recordings -----------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+_FAILED = "failed allocations"
+_UNKNOWN = "frees of memory that was allocated before"
+_UNSEEN = "frees that were not recorded"
+
+
+class _Recording:
+    """Converts a run's addresses and handles into the numbers of a trace."""
+
+    def __init__(self) -> None:
+        self._checked = CheckedTrace()
+        self._numbers = itertools.count()
+        self._alive: dict[object, tuple[int, int]] = {}
+        self._streams: dict[object, int] = {}
+        self._threads: dict[object, int] = {}
+        self._began: int | None = None
+        self.skipped: Counter[str] = Counter()
+
+    def is_alive(self, address: object) -> bool:
+        """Whether memory at this address is allocated."""
+        return address in self._alive
+
+    def allocate(self, address: object, nbytes: int, stream: object, thread: object, time: int) -> None:
+        if address in self._alive:
+            raise ValueError(f"memory at {_shown(address)} is allocated again before it was freed")
+        number = next(self._numbers)
+        self._alive[address] = number, nbytes
+        self._add("allocate", number, nbytes, stream, thread, time)
+
+    def free(self, address: object, stream: object, thread: object, time: int) -> None:
+        known = self._alive.pop(address, None)
+        if known is None:
+            self.skipped[_UNKNOWN] += 1
+        else:
+            self._add("free", *known, stream, thread, time)
+
+    def _add(self, action: Any, number: int, nbytes: int, stream: object, thread: object, time: int) -> None:
+        if self._began is None:
+            self._began = time
+        streams, threads = self._streams, self._threads
+        of_stream = streams.setdefault(stream, len(streams))
+        of_thread = threads.setdefault(thread, len(threads))
+        self._checked.add(Event(action, number, nbytes, of_stream, of_thread, max(time - self._began, 0)))
+
+    def trace(self, source: str) -> Trace:
+        return self._checked.trace(source, dict(self.skipped))
+
+
+def _shown(address: object) -> str:
+    return hex(address) if isinstance(address, int) else str(address)
+
+
+# --- recorded driver calls ------------------------------------------------------------------------------------------
+
+# Argument indices of size and stream for each call; None: the legacy default stream.
+_MAKERS = {"cuMemAllocAsync": (0, 1), "cuMemAllocFromPoolAsync": (0, 2), "cuMemAlloc": (0, None)}
+_ENDERS = {"cuMemFreeAsync": 1, "cuMemFree": None}
+
+
+def from_calls(calls: Iterable[Call]) -> Trace:
+    """A trace of the calls that :func:`streamalloc.driver.traced` has recorded (its list ``calls``).
+
+    It has the allocations and frees of pools and of ``cuMemAlloc``. A caching allocator above the driver makes few such
+    calls: allocations from its cache are not recorded.
+    """
+    recording = _Recording()
+    for call in calls:
+        failed = int(call.answer[0]) != 0
+        if call.name in _MAKERS:
+            if failed:
+                recording.skipped[_FAILED] += 1
+                continue
+            size, at = _MAKERS[call.name]
+            address, stream = int(call.answer[1]), _handle(call.args, at)
+            if address and recording.is_alive(address):
+                # A graph or the end of its pool has freed it.
+                recording.skipped[_UNSEEN] += 1
+                recording.free(address, stream, call.thread, call.time)
+            # An allocation of 0 bytes has no address, and is not freed by a call.
+            if address:
+                recording.allocate(address, int(call.args[size]), stream, call.thread, call.time)
+        elif call.name in _ENDERS and not failed and int(call.args[0]):
+            recording.free(int(call.args[0]), _handle(call.args, _ENDERS[call.name]), call.thread, call.time)
+    return recording.trace("calls of streamalloc.driver.traced")
+
+
+def _handle(args: Sequence[Any], at: int | None) -> int:
+    number = 0 if at is None or args[at] is None else int(args[at])
+    return 0 if number == LEGACY else number
+
+
+# --- RMM ------------------------------------------------------------------------------------------------------------
+
+_RMM_HEADER = "Thread,Time,Action,Pointer,Size,Stream"
+_CLOCK = re.compile(r"(\d+):(\d\d):(\d\d)[.:](\d{1,9})")
+_DAY = 24 * 3600 * 10**9
+_LATE = 60 * 10**9
+
+
+def _read_rmm(lines: Iterator[str], file: str) -> Trace:
+    """The trace in a log of RMM's ``LoggingResourceAdaptor``. Columns after the first six are ignored."""
+    if not next(lines, "").startswith(_RMM_HEADER):
+        raise TraceFormatError(f"the first line has to begin with {_RMM_HEADER}", file, 1)
+    recording = _Recording()
+    days = before = 0
+    for number, line in enumerate(lines, 2):
+        try:
+            fields = line.strip().split(",", 6)[:6]
+            if len(fields) < 6:
+                raise ValueError(f"{len(fields)} fields, not 6 or more")
+            thread, clock, action, pointer, size, stream = (one.strip() for one in fields)
+            time = _nanoseconds(clock)
+            # Lines of several threads may be slightly out of order. A step of half a day back means midnight. After it,
+            # a step of nearly a day forward means a late line of the day before.
+            if days and time > before + _DAY - _LATE:
+                time -= _DAY
+            else:
+                days += time < before - _DAY // 2
+                before = time
+            time += days * _DAY
+            if action == "allocate":
+                recording.allocate(pointer.lower(), _natural(size, "size"), stream, thread, time)
+            elif action in ("free", "deallocate"):
+                _natural(size, "size")
+                recording.free(pointer.lower(), stream, thread, time)
+            elif action == "allocate failure":
+                recording.skipped[_FAILED] += 1
+            else:
+                raise ValueError(f"action {action!r}: known are allocate, allocate failure and free")
+        except ValueError as error:
+            raise TraceFormatError(str(error), file, number) from None
+    return recording.trace("RMM log")
+
+
+def _natural(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 19:
+        raise ValueError(f"{name} {text[:40]!r} is no number of bytes")
+    return int(text)
+
+
+def _nanoseconds(text: str) -> int:
+    found = _CLOCK.fullmatch(text)
+    if found:
+        hours, minutes, seconds, fraction = found.groups()
+        return ((int(hours) * 60 + int(minutes)) * 60 + int(seconds)) * 10**9 + int(fraction.ljust(9, "0"))
+    if re.fullmatch(r"\d{1,12}(\.\d{1,9})?", text):
+        seconds, _, fraction = text.partition(".")
+        return int(seconds) * 10**9 + int(fraction.ljust(9, "0"))
+    raise ValueError(f"time {text[:40]!r} is neither HH:MM:SS.ffffff nor seconds")
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+def _read_pickle(file: IO[bytes], device: int | None, name: str) -> Trace:
+    data = content(file, name)
+    try:
+        snapshot = plain(data)
+    except MemoryError:
+        raise TraceFormatError("the pickle is damaged", name) from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise TraceFormatError(f"no plain pickle: {type(error).__name__}: {error}", name) from None
+    return _of_snapshot(snapshot, device, name)
+
+
+def _of_snapshot(snapshot: Any, device: int | None, file: str) -> Trace:
+    traces = snapshot.get("device_traces") if isinstance(snapshot, Mapping) else None
+    if type(traces) is not list or any(type(one) is not list for one in traces):
+        raise TraceFormatError("no snapshot of PyTorch: it has no 'device_traces'", file)
+    recorded = [number for number, one in enumerate(traces) if one]
+    if device is None:
+        if len(recorded) != 1:
+            has = f"devices {', '.join(map(str, recorded))} have one" if recorded else "no device has one"
+            raise ValueError(f"device=None: name the device whose history is wanted; {has}")
+        (device,) = recorded
+    elif device not in recorded:
+        raise ValueError(f"device={device}: the snapshot has no history of it (of {recorded or 'none'})")
+    recording = _Recording()
+    for number, entry in enumerate(traces[device], 1):
+        try:
+            _take_entry(recording, entry)
+        except ValueError as error:
+            raise TraceFormatError(f"entry {number} of device {device}: {error}", file, number) from None
+    return recording.trace(f"PyTorch snapshot of device {device}")
+
+
+def _take_entry(recording: _Recording, entry: Any) -> None:
+    if type(entry) is not dict:
+        raise ValueError("it is no dictionary")
+    action = _of_type(entry, "action", str)
+    if action == "oom":
+        recording.skipped[_FAILED] += 1
+    elif action in ("alloc", "free_requested", "free_completed", "free"):
+        address, stream = _of_type(entry, "addr", int), _of_type(entry, "stream", int)
+        time = max(_of_type(entry, "time_us", int, 0), 0) * 1000
+        if action == "alloc":
+            recording.allocate(address, _of_type(entry, "size", int), stream, 0, time)
+        elif action != "free_completed" or recording.is_alive(address):
+            # free_completed counts only if the history has no free_requested.
+            recording.free(address, stream, 0, time)
+
+
+def _of_type(entry: dict[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
+    value = entry.get(key, default)
+    if type(value) is not kind:
+        raise ValueError(f"{key!r} has to be of type {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+# A pickle is untrusted. The standard library's reader calls functions that a pickle names, and its C variant allocates
+# as much memory as a pickle requests. This reader is the Python variant without the opcodes for classes and functions.
+# Its memory is proportional to the length of the data: values are slices of the data, and memorised values are in a
+# dictionary.
+_KEY_TYPES = (str, bytes, int, float, bool, type(None))
+_PLAIN_OPCODES = frozenset(
+    "PROTO FRAME STOP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT "  # noqa: SIM905
+    "UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 "
+    "EMPTY_LIST EMPTY_TUPLE EMPTY_DICT LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS "
+    "MARK POP POP_MARK DUP PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE".split()
+)
+_WITH_KEY_TYPES = {"DICT": slice(None, None, 2), "SETITEM": slice(-2, -1), "SETITEMS": slice(None, None, 2)}
+"""By opcode: the positions of keys among the values on the stack."""
+
+
+def _opcode(name: str, load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return an opcode's function, which refuses keys and values other than plain data."""
+    keys = _WITH_KEY_TYPES.get(name)
+
+    def load_with_keys(reader: Any) -> None:
+        for key in reader.stack[keys]:
+            # The hash of nested tuples can take exponential time.
+            if type(key) not in _KEY_TYPES:
+                raise pickle.UnpicklingError(f"a key is of type {type(key).__name__}")
+        load(reader)
+
+    def refuse(_: Any) -> None:
+        why = f"it names more than plain data ({name})"
+        raise pickle.UnpicklingError(f"{why}; a snapshot is dictionaries, lists, text and numbers")
+
+    return load if name in _PLAIN_OPCODES else load_with_keys if keys else refuse
+
+
+_reader: Any = pickle._Unpickler  # type: ignore[attr-defined, unused-ignore]
+
+
+class _Reader(_reader):  # type: ignore[misc]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        ord(one.code): _opcode(one.name, _reader.dispatch[ord(one.code)]) for one in pickletools.opcodes
+    }
+
+
+def plain(data: bytes) -> Any:
+    """The value of a pickle of plain data.
+
+    Raises
+    ------
+    Exception
+        The pickle is damaged, or has more than plain data (``UnpicklingError``).
+    """
+    return _Reader(io.BytesIO(data)).load()
+
+
+# --- all formats ----------------------------------------------------------------------------------------------------
+
+
+def load(source: str | Path | Mapping[str, Any], device: int | None = None) -> Trace:
+    """Read a trace from a file of :meth:`Trace.save`, a log of RMM, or a snapshot of PyTorch, compressed or not.
+
+    :doc:`/docs/guides/traces` says how to record each. Of a log, the columns are those of RMM's
+    ``LoggingResourceAdaptor``; more are ignored. A snapshot is a pickle, of which only plain data is read. PyTorch
+    records neither the streams of frees nor threads: a free is placed at its request, on the allocation's stream.
+
+    Parameters
+    ----------
+    source
+        The path of a file, or the result of ``torch.cuda.memory._snapshot()``.
+    device
+        Ordinal of the device in a snapshot in which several devices have a history.
+
+    Raises
+    ------
+    TraceFormatError
+        The file is none of these, or is damaged; the error names the line.
+    OSError
+        The file cannot be read.
+    ValueError
+        Several devices of a snapshot have a history, or ``device`` has none.
+    """
+    if isinstance(source, Mapping):
+        return _of_snapshot(source, device, "")
+    name = str(source)
+    with opened(source) as file:
+        head = cast(Any, file).peek(1)[:1]
+        if head == b"{":
+            return read_trace(text_lines(file, name), name)
+        if head == b"T":
+            return _read_rmm(text_lines(file, name), name)
+        if head == b"\x80":
+            return _read_pickle(file, device, name)
+    known = f"a {FORMAT}, a log of RMM ({_RMM_HEADER}) nor a snapshot of PyTorch (a pickle)"
+    raise TraceFormatError(f"neither {known}", name)

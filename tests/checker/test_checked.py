@@ -21,7 +21,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.checker import recorder, report, wrapper
+from streamalloc.checker import report, wrapper
 from streamalloc.checker.report import LEFT_OUT
 from streamalloc.checker.rules.table import RULES
 from streamalloc.driver import selection
@@ -449,8 +449,8 @@ def test_what_queued_work_keeps_is_no_leak(machine: Any, monkeypatch: pytest.Mon
             gate.open()
             machine.cuStreamSynchronize(stream.handle)
 
-        monkeypatch.setattr(recorder, "sleep", pause)
-        monkeypatch.setattr(recorder, "_PATIENCE", 0.1)
+        monkeypatch.setattr(wrapper, "sleep", pause)
+        monkeypatch.setattr(wrapper, "_PATIENCE", 0.1)
         assert [one.kind for one in driver.finish() if "pinned" not in one.what] == ["leak"] * (not freed)
         gate.open()
         stream.synchronize()

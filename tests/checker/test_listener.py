@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc
-from streamalloc.checker.recorder import Recorder
+from streamalloc.checker.wrapper import Recorder
 from streamalloc.driver.internal import Wrapper
 from tests.ipc.support import shared_pool
 

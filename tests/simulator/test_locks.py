@@ -12,8 +12,8 @@ import pytest
 
 from streamalloc.simulator.calls.copies import PlannedCopy
 from streamalloc.simulator.calls.multicast import Gather, Update
+from streamalloc.simulator.contexts import _RING, TABLE_BYTES, EventTable, SharedEvent
 from streamalloc.simulator.errors import Fault
-from streamalloc.simulator.events import _RING, TABLE_BYTES, EventTable, SharedEvent
 from streamalloc.simulator.multicast import MulticastMemory, MulticastTable
 from streamalloc.simulator.runtime import Functions
 from tests.interleaving import interleaved

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from streamalloc.simulator.events import TABLE_EVENTS
+from streamalloc.simulator.contexts import TABLE_EVENTS
 from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, POSIX_FD, READWRITE
 from tests.facts.support import PAGE, UINT64_MAX, MiB, Rig, said, value
 from tests.processes import FABRIC_HANDLE, FD, OPAQUE_BYTES, Descriptor, Kept, Opaque, Peer, bytes_of, opaque

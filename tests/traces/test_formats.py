@@ -17,7 +17,8 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import traces
-from streamalloc.traces import Event, Trace, TraceFormatError, sources
+from streamalloc.traces import Event, Trace, TraceFormatError
+from streamalloc.traces.trace import plain
 
 HEADER = '{"format": "streamalloc trace", "version": 1, "source": "by hand", "skipped": {"failed allocations": 2}}'
 TWO = Trace(
@@ -470,7 +471,7 @@ def test_the_opcodes_that_plain_data_has() -> None:
     refused = set()
     for opcode in pickletools.opcodes:
         try:
-            sources.plain(opcode.code.encode("latin-1") + b"0\n0\n.")
+            plain(opcode.code.encode("latin-1") + b"0\n0\n.")
         except pickle.UnpicklingError as error:
             refused |= {opcode.name} if "names more than plain data" in str(error) else set()
         except Exception:  # it needs something on the stack

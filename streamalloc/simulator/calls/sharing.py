@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct
-from streamalloc.simulator import arguments, events
+from streamalloc.simulator import arguments, contexts
 from streamalloc.simulator.allocations import DeviceMemory, PoolMemory
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, MemoryHandle, PoolHandle, UnsignedLongLong
 from streamalloc.simulator.calls.base import Calls
@@ -182,7 +182,7 @@ class SharingCalls(Calls):
         context = machine.current()
         self._not_during_capture()
         shared = machine.sharing.open_event(data)
-        event = events.QueueEvent(
+        event = contexts.QueueEvent(
             context, EventFlag.DISABLE_TIMING | EventFlag.INTERPROCESS, shared=shared, opened=True
         )
         return cuda.CUevent(machine.events.add(event).handle)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from streamalloc.driver.bindings import WAIT_COMPARISONS, cuda, opaque_bytes, opaque_struct
-from streamalloc.simulator import arguments, constants, events
+from streamalloc.simulator import arguments, constants, contexts
 from streamalloc.simulator.allocations import GraphAllocation, PoolMemory, is_gone
 from streamalloc.simulator.arguments import HostPointer, Int, Queue, QueueEvent, StreamCallback, UnsignedInt
 from streamalloc.simulator.calls.base import GONE, Calls, call
@@ -179,7 +179,7 @@ class StreamCalls(Calls):
     def cuEventCreate(self, Flags: UnsignedInt) -> Any:
         context = self._machine.current()
         check(Flags in _EVENT_FLAGS)
-        return cuda.CUevent(self._machine.events.add(events.QueueEvent(context, Flags)).handle)
+        return cuda.CUevent(self._machine.events.add(contexts.QueueEvent(context, Flags)).handle)
 
     def cuEventDestroy(self, hEvent: QueueEvent) -> None:
         del self._machine.events[hEvent.handle]
