@@ -20,7 +20,7 @@ from streamalloc.core.fence import await_closed_streams
 from streamalloc.core.properties import MemLocationType, checked_size, size_of
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
-from streamalloc.core.stream import NOT_CAPTURED, Stream, StreamLike, as_stream, library_stream
+from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream
 from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
@@ -99,16 +99,10 @@ class Allocator(Unique, BufferSource):
             The pool or the stream was closed.
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
-        if type(nbytes) is not int or nbytes >> 64:  # negative, or too large for the driver
+        if type(nbytes) is not int:
             nbytes = size_of("nbytes", nbytes)
-        handle = ordered.unlent
-        if handle is None:
-            # Memory allocated in a capture is the graph's, and the driver alone knows of captures by other code. The
-            # stream's driver is asked: another one would crash on the handle.
-            handle, is_capturing = ordered.direct or ordered.ready(), ordered._session.cuStreamIsCapturing
-            if handle is None or (ordered.capturable and is_capturing(handle) != NOT_CAPTURED):
-                return self._allocate_checked(nbytes, stream)
-        if ordered._session is not self._session:
+        handle = ordered.unlent or ordered.ready(True)
+        if handle is None or ordered._session is not self._session:
             return self._allocate_checked(nbytes, stream)
         buffer: Buffer = PoolBuffer()
         buffer._nbytes = nbytes
@@ -116,7 +110,11 @@ class Allocator(Unique, BufferSource):
         buffer._allocator = self
         buffer._shared = None
         alloc = self._alloc
-        result, buffer._ptr = alloc(nbytes, self._raw, handle)
+        try:
+            result, buffer._ptr = alloc(nbytes, self._raw, handle)
+        except OverflowError:  # negative, or more than 64 bits
+            checked_size("nbytes", nbytes)
+            raise
         if result:
             self._recover(result, buffer)
         return buffer

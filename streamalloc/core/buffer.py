@@ -20,9 +20,9 @@ from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
     CudaError,
-    InvalidValueError,
     NotReadyError,
     error_from,
+    is_gone,
     refused,
     size_text,
     undoing,
@@ -34,7 +34,6 @@ from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, c
 from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import NOT_CALLED, Session
 from streamalloc.core.stream import (
-    NOT_CAPTURED,
     Stream,
     StreamLike,
     as_stream,
@@ -325,22 +324,20 @@ class Buffer(Memory, Closes):
         """
         ordered = self._stream if stream is None else as_stream(stream, self._stream._session)
         handle, free = ordered.direct or ordered.ready(), self._allocator._free
-        if handle is None or self._ptr is None or still_imported is not _DEFER:
-            self._free_checked(stream, still_imported, timeout)
-            return
+        if handle is None or still_imported is not _DEFER:
+            return self._free_checked(stream, still_imported, timeout)
         # Taken in one line, before the call: threads are not switched within it, so of two threads only one frees. A
         # second free would end the memory of whoever gets the address next.
         ptr, self._ptr = self._ptr, None
-        if ptr is None:
-            raise freed_already(self)
+        if ptr is None:  # shared with other processes, or freed
+            return self._free_checked(stream, still_imported, timeout)
         try:
             result = free(ptr, handle)[0]
         except NOT_CALLED:
             self._ptr = ptr
             raise
         if result:
-            self._ptr = ptr
-            raise free_refused(result, ordered)
+            raise self._not_freed(result, ordered, ptr, None)
 
     def _free_on(self, ordered: Stream, handle: Any) -> None:
         """:meth:`free` on the checked way: of memory that may be shared, with this ``CUstream``."""
@@ -356,8 +353,14 @@ class Buffer(Memory, Closes):
             self._ptr, self._shared = ptr, shared
             raise
         if result:
+            raise self._not_freed(result, ordered, ptr, shared)
+
+    def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
+        """The error of a free that the driver refused. The buffer owns its memory again, unless that is gone."""
+        error = free_refused(result, ordered)
+        if not is_gone(error):
             self._ptr, self._shared = ptr, shared
-            raise free_refused(result, ordered)
+        return error
 
     def close(self) -> None:
         """Free the memory on its own stream unless it was freed already. The end of a ``with`` block calls this.
@@ -484,10 +487,8 @@ class PoolBuffer(Buffer):
             dropping.pop()
         if failed:
             error = error_from(failed, "cuMemFreeAsync")
-            if isinstance(error, LOST):
-                return  # memory of a lost context is gone
-            if isinstance(error, InvalidValueError) and session.cuStreamIsCapturing(handle) == NOT_CAPTURED:
-                # Other code has freed it. A later attempt could free memory that has got the same address.
+            # In a capture the driver gives the answer for memory that is gone to memory that the graph does not own.
+            if is_gone(error) and not session.cuStreamIsCapturing(handle)[1]:
                 _warn_not_freed(ptr, error)
                 return
         if handle is None or failed:
@@ -623,9 +624,11 @@ class GraphBuffer(Buffer):
         ordered = self._ordered_on(stream)
         captured = ordered._captured()
         self._address = int(pointer)
-        self._free_checked(ordered, still_imported, timeout)
-        if not captured:
-            self._ptr = pointer
+        try:
+            self._free_checked(ordered, still_imported, timeout)
+        finally:
+            if not captured:  # the next launch allocates it again
+                self._ptr = pointer
 
     def _belongs_to(self, capture: object) -> bool:
         # A capture may join streams of this package and of other code: the driver decides then.
@@ -639,16 +642,14 @@ class _Graphs(NamedTuple):
 
 
 def _warn_not_freed(ptr: Any, error: CudaError) -> None:
-    warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
+    if not isinstance(error, LOST):  # otherwise all memory of the context is gone
+        warnings.warn(f"dropped memory at {int(ptr):#x} could not be freed: {error}", ResourceWarning, 3)
 
 
 class _FreeDropped(Deferred):
     """The free of a buffer that was dropped while its stream was not ready."""
 
     __slots__ = ("_raw", "_session", "_stream", "_warned")
-
-    # Memory that other code has freed is not freed at a later attempt: something else may have got its address.
-    gone = (*LOST, InvalidValueError)
 
     def __init__(self, session: Session, ptr: Any, stream: Stream) -> None:
         self._session = session
@@ -661,7 +662,7 @@ class _FreeDropped(Deferred):
         try:
             ordered_after(self._stream, self._free)
         except CudaError as error:
-            if not isinstance(error, (*LOST, CaptureError, NotReadyError)) and not self._warned:
+            if not isinstance(error, (CaptureError, NotReadyError)) and not self._warned:
                 self._warned = True
                 _warn_not_freed(address, error)
             raise

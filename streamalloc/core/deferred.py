@@ -57,9 +57,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-from streamalloc.core.errors import LOST, CaptureError, CudaError, InvalidHandleError, error_from, refused
+from streamalloc.core.errors import CaptureError, CudaError, error_from, is_gone, refused
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver.internal import SETTLERS, Lock, RLock
 
@@ -82,8 +82,6 @@ class Deferred(abc.ABC):
     """The object whose end submits the item (:meth:`DeferredQueue.end_with`); often unset."""
     _round: int
     """Round of the last attempt; -1 if not attempted since it was submitted."""
-    gone: ClassVar[tuple[type[CudaError], ...]] = (*LOST, InvalidHandleError)
-    """Errors of an attempt that mean the handle no longer exists."""
 
     @abc.abstractmethod
     def attempt(self) -> bool:
@@ -95,11 +93,12 @@ class Deferred(abc.ABC):
         Raises
         ------
         CudaError
-            The driver refused a call. The item is attempted again later.
+            The driver refused a call. The item is attempted again later, unless its handle is gone
+            (:func:`~streamalloc.core.errors.is_gone`).
         """
 
     def forget(self) -> None:  # noqa: B027 (most kinds have nothing to do)
-        """Clear the handle after an error of :attr:`gone`."""
+        """Clear the handle, which is gone."""
 
 
 class DeferredQueue:
@@ -271,11 +270,10 @@ class DeferredQueue:
         while (item := self._take(me, now, left)) is not None:
             try:
                 done = item.attempt()
-            except item.gone:
-                item.forget()
-                done = True
-            except CudaError:
-                done = False  # The item is attempted again later. The caller is not concerned.
+            except CudaError as error:
+                done = is_gone(error)  # Otherwise the item is attempted again later. The caller is not concerned.
+                if done:
+                    item.forget()
             if done and self._let_go(me, now):
                 ended += 1
                 left[0] += 1
@@ -389,8 +387,8 @@ class HandleEnd(Deferred):
 
 
 def refused_to_end(session: Session, call: str, raw: Any, result: Any) -> None:
-    """Submit a handle that the driver refused to end with ``result``, unless its context is lost."""
-    if not isinstance(error_from(result, call), LOST):
+    """Submit a handle that the driver refused to end with ``result``, unless it is gone."""
+    if not is_gone(error_from(result, call)):
         deferred_queue(session).submit(HandleEnd(session, call, raw))
 
 

@@ -255,6 +255,21 @@ LOST = (DeviceLostError, InvalidContextError, NotInitializedError)
 
 After such an error of a release, the release may have happened. A second one would crash the driver.
 """
+_GONE_IF_INVALID = ("cuMemFree", "cuMemFreeAsync", "cuMemFreeHost", "cuMemPoolDestroy")
+"""Releases for which ``CUDA_ERROR_INVALID_VALUE`` means that the driver does not know the address or the handle."""
+
+
+def is_gone(error: CudaError) -> bool:
+    """Whether the error of a release means that nothing remains to be released: other code has released it, or the
+    context is lost.
+
+    A release is made once. By a second attempt, the driver may have given the same address or handle to something else,
+    which that attempt would end.
+    """
+    if isinstance(error, InvalidValueError):
+        return error.call in _GONE_IF_INVALID
+    return isinstance(error, (*LOST, InvalidHandleError))
+
 
 # Answers by exception class, without the prefix; CudaError is for all others. The first is that of a refused call.
 _ANSWERS: dict[type[CudaError], str] = {

@@ -67,7 +67,6 @@ from streamalloc.core.places import (
 from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (
     LEGACY,
-    NOT_CAPTURED,
     PER_THREAD,
     DefaultStream,
     LibraryStream,

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from streamalloc.core.errors import LOST, attach, error_from, unsupported
+from streamalloc.core.errors import attach, error_from, is_gone, unsupported
 from streamalloc.driver import DriverMisuseError, ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, RLock, as_asked, cuda, version_that_added
 
@@ -202,7 +202,7 @@ class Session(_Direct):
         """Call driver function ``name``, which ends the handle in ``owner._raw``, at most once.
 
         The attribute is cleared right before the call, so that no other thread or finaliser ends the handle again. If
-        the driver refuses, the handle is restored, unless its context is lost.
+        the driver refuses, the handle is restored unless it is gone (:func:`~streamalloc.core.errors.is_gone`).
         """
         function = self._function(name)
         # Threads are not switched between these lines.
@@ -212,7 +212,7 @@ class Session(_Direct):
             return
         result = function(raw, *args)[0]
         if result:
-            if not isinstance(error_from(result, name), LOST):
+            if not is_gone(error_from(result, name)):
                 owner._raw = raw
             # No local name for the error: error and frame would form a cycle that keeps the callers' objects.
             raise error_from(result, name, hint)

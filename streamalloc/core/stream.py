@@ -81,8 +81,8 @@ StreamLike: TypeAlias = Union["Stream", SupportsCudaStream, TorchStreamLike, CuP
 LEGACY = 1
 PER_THREAD = 2
 DEFAULT_HANDLES = (0, LEGACY, PER_THREAD)
-NOT_CAPTURED = (cuda.CUresult.CUDA_SUCCESS, cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
-"""Answer of ``cuStreamIsCapturing`` for a stream that is not being captured."""
+_NOT_CAPTURED = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+"""Status of a stream that is not being captured. In place of a status, a refused question gives None."""
 _INVALID_HANDLE = cuda.CUresult.CUDA_ERROR_INVALID_HANDLE
 
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -211,12 +211,19 @@ class Stream(Closes, Shown):
 
     # -- direct calls ------------------------------------------------------------------------------------------
 
-    def ready(self) -> Any | None:
+    def ready(self, allocates: bool = False) -> Any | None:
         """``CUstream`` if work may be queued by a direct call on this thread now; None for the checked way.
 
-        Without a Python frame: ``stream.direct or stream.ready()``.
+        ``allocates``: whether the call allocates. Then the result is None for a captured stream, too.
+
+        Without a Python frame: ``stream.direct or stream.ready()``, and ``stream.unlent or stream.ready(True)``.
         """
-        return self.direct
+        handle = self.direct
+        if allocates and handle is not None:
+            is_capturing = self._session.cuStreamIsCapturing
+            if is_capturing(handle)[1] is not _NOT_CAPTURED:
+                return None
+        return handle
 
     def _ready_to_drop(self) -> Any | None:
         """As :meth:`ready`, for a finaliser that frees memory."""
@@ -601,7 +608,7 @@ class OwnStream(Stream):
             return
         # Buffers of this garbage cycle may be finalised later, and need an event after the stream's work.
         is_capturing = self._session.driver.cuStreamIsCapturing
-        captured = self.capturable and is_capturing(raw) != NOT_CAPTURED
+        captured = self.capturable and is_capturing(raw)[1] is not _NOT_CAPTURED
         if self._capture is None and not captured:
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
@@ -689,12 +696,18 @@ class DefaultStream(Stream):
         """A query of the legacy stream covers all blocking streams."""
         return not self.thread
 
-    def ready(self) -> Any | None:
-        caller = self.caller
+    def ready(self, allocates: bool = False) -> Any | None:
+        caller, session, handle = self.caller, self._session, self._raw
         if caller is not True and caller != get_ident():
             return None
-        current = self._session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
-        return self._raw if current() == self._current else None
+        current = session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
+        if current() != self._current:
+            return None
+        if allocates and caller is not True:  # the legacy stream cannot be captured
+            is_capturing = session.cuStreamIsCapturing
+            if is_capturing(handle)[1] is not _NOT_CAPTURED:
+                return None
+        return handle
 
     def _ready_to_drop(self) -> Any | None:
         handle = self.ready()
@@ -807,9 +820,15 @@ class LibraryStream(Stream):
         if self._is_closed is not None:
             self.direct = None
 
-    def ready(self) -> Any | None:
-        is_closed = self._is_closed
-        return None if not self.caller or (is_closed is not None and is_closed()) else self._raw
+    def ready(self, allocates: bool = False) -> Any | None:
+        is_closed, handle = self._is_closed, self._raw
+        if not self.caller or (is_closed is not None and is_closed()):
+            return None
+        if allocates:
+            is_capturing = self._session.cuStreamIsCapturing
+            if is_capturing(handle)[1] is not _NOT_CAPTURED:
+                return None
+        return handle
 
     def _ready_to_drop(self) -> Any | None:
         # In a garbage cycle the library's object may have been finalised before, and its stream destroyed with it. This

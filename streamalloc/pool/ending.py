@@ -10,9 +10,9 @@ deferred queue.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from streamalloc.core.errors import CudaError, InvalidValueError
+from streamalloc.core.errors import CudaError
 from streamalloc.core.internal import (
     Fence,
     HandleEnd,
@@ -61,9 +61,6 @@ pools_of: PerDriver[KnownPools] = PerDriver(KnownPools)
 
 class PoolEnd(HandleEnd):
     """The end of a pool that was made here. This item owns the pool's handle from the start."""
-
-    # The driver answers InvalidValueError for a pool whose context is gone.
-    gone: ClassVar[tuple[type[CudaError], ...]] = (*HandleEnd.gone, InvalidValueError)
 
     def __init__(self, session: Session, location: MemLocation, allocation_type: MemAllocationType) -> None:
         super().__init__(session, "cuMemPoolDestroy", None)

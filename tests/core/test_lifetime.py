@@ -25,6 +25,7 @@ from streamalloc.testing import Gate
 from tests.package import test_garbage_cycles as garbage_cycles
 from tests.processes import forking
 from tests.support import (
+    KEEP,
     Account,
     MiB,
     end_what_was_dropped,
@@ -52,25 +53,53 @@ class TestGarbage:
             end_what_was_dropped()
             assert "pool allocation" not in checked.outstanding() and checked.hazards == []
 
-    @pytest.mark.parametrize("queued", [False, True])
-    def test_memory_that_other_code_has_freed_is_not_freed_later(
-        self, machine: Any, pool: sa.MemoryPool, stream: sa.Stream, queued: bool
+    @pytest.mark.parametrize("end", ["free", "free, shared", "drop", "drop in a capture"])
+    def test_memory_that_other_code_has_freed_is_freed_once(
+        self, machine: Any, device: sa.Device, stream: sa.Stream, end: str
     ) -> None:
-        """Something else may have got its address by then."""
-        buffer = pool.allocate(4096, stream)
-        with pytest.warns(ResourceWarning, match=f"{buffer.address:#x} could not be freed"):
-            assert not machine.cuMemFreeAsync(cuda.CUdeviceptr(buffer.address), cuda.CUstream(stream.handle))[0]
-            if queued:
-                with stream.capture():
-                    del buffer
-            else:
+        """Something else may have its address at a second attempt."""
+        kind = sa.MemHandleType.POSIX_FILE_DESCRIPTOR if "shared" in end else sa.MemHandleType.NONE
+        with sa.MemoryPool(device, handle_types=kind, release_threshold=KEEP) as pool:
+            buffer = pool.allocate(4096, stream)
+            address = buffer.address
+            shared = sa.ipc.share(buffer) if "shared" in end else None
+            assert not machine.cuMemFreeAsync(cuda.CUdeviceptr(address), cuda.CUstream(stream.handle))[0]
+            if "free" in end:
+                with pytest.raises(sa.InvalidValueError):
+                    buffer.free()
+                assert buffer.freed
+                with pytest.raises(sa.ClosedError, match="freed already"):
+                    buffer.free()
+                other = pool.allocate(4096, stream)
                 del buffer
+            else:
+                with pytest.warns(ResourceWarning, match=f"{buffer.address:#x} could not be freed"):
+                    with stream.capture() if "capture" in end else contextlib.nullcontext():
+                        del buffer
+                    end_what_was_dropped()
+                other = pool.allocate(4096, stream)
+            assert other.address == address
+            del shared
+            other.fill(7)
             end_what_was_dropped()
-        other = pool.allocate(4096, stream)
-        other.fill(7)
-        end_what_was_dropped()
-        pool.allocate(4096, stream).fill(9)
-        assert holds(other, 7)
+            pool.allocate(4096, stream).fill(9)
+            assert holds(other, 7)
+            other.free()
+
+    def test_memory_that_a_capture_does_not_own_stays_the_buffer_s(
+        self, pool: sa.MemoryPool, stream: sa.Stream, machine: Any
+    ) -> None:
+        """The driver answers for it as for memory that was freed."""
+        buffer = pool.allocate(4096, stream)
+        handle = cuda.CUstream(stream.handle)
+        mode = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        assert not machine.cuStreamBeginCapture(handle, mode)[0]
+        with pytest.raises(sa.CaptureError):
+            buffer.free()
+        result, graph = machine.cuStreamEndCapture(handle)
+        assert not result and not machine.cuGraphDestroy(graph)[0]
+        assert not buffer.freed
+        buffer.free()
 
     def test_on_a_per_thread_stream_memory_is_freed_after_the_thread_that_used_it(
         self, device: sa.Device, pool: sa.MemoryPool, gate: Gate

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
-from streamalloc.core.errors import LOST, StaleDescriptorError, error_from, size_text, undoing, warn
+from streamalloc.core.errors import StaleDescriptorError, error_from, is_gone, size_text, undoing, warn
 from streamalloc.core.internal import (
     Deferred,
     DeferredQueue,
@@ -305,7 +305,7 @@ class PoolImport(Import):
             result = self.imports.session.cuMemFreeAsync(raw, handle)[0]
             if result:
                 error = error_from(result, "cuMemFreeAsync")
-                self._raw = None if isinstance(error, LOST) else raw
+                self._raw = None if is_gone(error) else raw
                 raise error
         if self.imports.allocations.get(self.key) is self:
             del self.imports.allocations[self.key]

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from streamalloc.core.errors import CaptureError, ClosedError, OutOfMemoryError, refused, size_text
 from streamalloc.core.internal import (
-    NOT_CAPTURED,
     Allocator,
     Buffer,
     Device,
@@ -190,14 +189,8 @@ class CachingAllocator(Allocator, Closes, Shown):
         lists = ordered.free_lists.get(self._key)
         if lists is None:  # not used yet, or of another driver, on whose handle this one would crash
             return self._allocate_checked(nbytes, stream)
-        if ordered.unlent is not None:
-            usable = True
-        elif ordered.capturable:
-            # A graph writes its memory at each launch: it must be the graph's own.
-            handle, is_capturing = ordered.direct or ordered.ready(), self._session.cuStreamIsCapturing
-            usable = handle is not None and is_capturing(handle) == NOT_CAPTURED
-        else:
-            usable = ordered.caller is True
+        # Memory of a free list needs no driver call, and so not the context that a default stream asks for.
+        usable = ordered.ready(True) is not None if ordered.capturable else ordered.caller is True
         if usable and type(nbytes) is int:
             try:
                 block = lists[(nbytes - 1) >> 9].pop()
