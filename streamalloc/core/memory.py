@@ -227,11 +227,13 @@ class Memory(Copyable, Migrating):
         BufferError
             The memory cannot be read, or the request needs a copy.
         """
-        if stream == -1 and dl_device is None and not copy:
+        if stream and dl_device is None and not copy:
             ptr = self._ptr
             if ptr is not None:
                 nbytes, window = self._nbytes, windows.get((CUDA, self._ordinal))
                 if nbytes and window is not None:
+                    if stream != -1:
+                        self._order(stream)
                     first = int(ptr) - 1
                     part: Any = window[first : first + nbytes]
                     part.memory = self
@@ -258,12 +260,7 @@ class Memory(Copyable, Migrating):
         if not on_host and stream != -1:
             if stream == 0:
                 raise ValueError("stream=0 is ambiguous: the legacy default stream is 1, the per-thread one 2")
-            ours = self.stream
-            handle = LEGACY if stream is None else stream
-            if handle != ours._number:
-                Stream.of_handle(ours.device, handle, ours).wait(ours)
-                if self._session.listener is not None and not of_host:
-                    self.used(Stream.of_handle(ours.device, handle, self), write=False)
+            self._order(LEGACY if stream is None else stream, of_host)
         if of_host:
             self.used(write=False, on_host=True)
         address = self.address if of_host or stream == -1 else self._at
@@ -271,6 +268,14 @@ class Memory(Copyable, Migrating):
         if self._read_only(on_host=on_host):
             part.flags.writeable = False
         return part
+
+    def _order(self, handle: int, of_host: bool = False) -> None:
+        """Order a stream of other code, which uses the memory unless ``of_host``, after the work of :attr:`stream`."""
+        ours = self.stream
+        if handle != ours._number:
+            ours._precede(handle)
+            if self._session.listener is not None and not of_host:
+                self.used(Stream.of_handle(ours.device, handle, self), write=False)
 
 
 class BufferView(Memory):

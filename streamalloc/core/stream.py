@@ -412,6 +412,17 @@ class Stream(Closes, Shown):
         if event._foreign_captures:
             self._notice_joining()
 
+    def _precede(self, handle: int) -> None:
+        """Order later work of a stream, which other code has, after all queued work of this one."""
+        if (self.direct or self.ready()) is None or handle in DEFAULT_HANDLES:
+            Stream.of_handle(self.device, handle, None).wait(self)
+            return
+        # No object for that stream: it would cost as much as both calls, and the wait is all that is done with it.
+        event = self.record()  # kept until the wait: after that other threads may record it again
+        result = self._session.cuStreamWaitEvent(cuda.CUstream(handle), event._checked_raw(), 0)[0]
+        if result:
+            raise error_from(result, "cuStreamWaitEvent")
+
     def synchronize(self) -> None:
         """Block the host until all work queued so far is done (``cuStreamSynchronize``).
 
