@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,14 +90,20 @@ def dtype_name(dtype: object) -> str:
     TypeError
         The type is none of these, or its byte order is not native.
     """
+    with contextlib.suppress(TypeError):
+        return _dtype_name(dtype)  # type: ignore[arg-type]
+    raise TypeError(f"dtype={dtype!r}: allowed are {', '.join(TYPES)}")
+
+
+@functools.cache  # NumPy makes the name of a type anew each time, which is half of what a tensor costs
+def _dtype_name(dtype: Hashable) -> str:
     name = str(dtype).removeprefix("torch.")
     if name in TYPES:
         return name
-    with contextlib.suppress(TypeError):
-        found = np.dtype(dtype)  # type: ignore[call-overload]
-        if dtype is not None and found.name in TYPES and found.isnative:
-            return str(found.name)
-    raise TypeError(f"dtype={dtype!r}: allowed are {', '.join(TYPES)}")
+    found = np.dtype(dtype)  # type: ignore[call-overload]
+    if dtype is None or found.name not in TYPES or not found.isnative:
+        raise TypeError
+    return str(found.name)
 
 
 @functools.cache

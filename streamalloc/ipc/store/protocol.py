@@ -36,6 +36,7 @@ _SECONDS = 30.0
 """Seconds that a client waits for an answer."""
 
 
+_TEXT = json.JSONEncoder(separators=(",", ":")).encode
 _Check: TypeAlias = Callable[[Any], bool]
 
 
@@ -100,7 +101,7 @@ def checked_key(key: object) -> str:
 
 def encode(fields: dict[str, Any]) -> bytes:
     """Make the bytes of a message."""
-    return json.dumps({"version": VERSION, **fields}, separators=(",", ":")).encode()
+    return _TEXT({"version": VERSION, **fields}).encode()
 
 
 def decode(data: bytes) -> dict[str, Any]:

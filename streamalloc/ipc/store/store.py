@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import operator
@@ -15,8 +16,8 @@ import numpy as np
 
 from streamalloc.core.internal import Device, StreamLike
 from streamalloc.core.properties import MemHandleType
-from streamalloc.core.resource import Closes
-from streamalloc.core.session import session_of
+from streamalloc.core.resource import Closes, close_all
+from streamalloc.core.session import drained, session_of
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.manifest import Tensor, TensorLayout, read_file
 from streamalloc.ipc.store.protocol import Connection, checked_key
@@ -118,7 +119,8 @@ class Store(Closes):
         self.closed: bool = False
         """Whether it was closed."""
         self._driver = driver
-        self._connect().close()
+        self._idle: list[Connection] = [Connection(name)]
+        """The connection that has shown that there is a server, for the first request."""
 
     @staticmethod
     def serve(
@@ -327,11 +329,16 @@ class Store(Closes):
     def _connect(self) -> Connection:
         """Connect to the server. The connection of a writer or reader is what it holds in the store."""
         self._check_open()
+        with contextlib.suppress(IndexError):  # another thread may have taken it
+            idle = self._idle.pop()
+            if idle.alive:
+                return idle
         return Connection(self.name)
 
     def close(self) -> None:
         """Refuse further calls; idempotent. Open writers and weights continue."""
         self.closed = True
+        close_all(drained(self._idle.pop))
 
     def __contains__(self, key: object) -> bool:
         return any(entry.key == key and entry.layout for entry in self.list())
