@@ -99,18 +99,18 @@ if TYPE_CHECKING:
     from streamalloc.multicast.objects.multicast_object import MulticastObjectProp as MulticastObjectProp
     from streamalloc.observing import Observer as Observer
     from streamalloc.observing import observe as observe
-    from streamalloc.pool import CacheStatistics as CacheStatistics
-    from streamalloc.pool import CachingAllocator as CachingAllocator
-    from streamalloc.pool import CallbackAllocator as CallbackAllocator
     from streamalloc.pool import MemoryPool as MemoryPool
-    from streamalloc.pool import PlainMemory as PlainMemory
     from streamalloc.pool import PoolAttributes as PoolAttributes
     from streamalloc.pool import PoolStatistics as PoolStatistics
     from streamalloc.pool import allocate as allocate
+    from streamalloc.pool.cache.allocator import CacheStatistics as CacheStatistics
+    from streamalloc.pool.cache.allocator import CachingAllocator as CachingAllocator
     from streamalloc.pool.pointers import MemoryKind as MemoryKind
     from streamalloc.pool.pointers import PointerAttributes as PointerAttributes
     from streamalloc.pool.pointers import pointer_attributes as pointer_attributes
     from streamalloc.pool.properties import MemPoolProps as MemPoolProps
+    from streamalloc.pool.sources import CallbackAllocator as CallbackAllocator
+    from streamalloc.pool.sources import PlainMemory as PlainMemory
     from streamalloc.vmm.properties import MemAllocationProp as MemAllocationProp
     from streamalloc.vmm.properties import MemAllocFlags as MemAllocFlags
 
@@ -156,12 +156,11 @@ _NAMES_BY_MODULE = {
     "driver": "DriverNotFoundError ForkedProcessError",
     "multicast.objects.multicast_object": "MulticastObjectProp",
     "observing": "Observer observe",
-    "pool": (
-        "CacheStatistics CachingAllocator CallbackAllocator MemoryPool PlainMemory PoolAttributes PoolStatistics "
-        "allocate"
-    ),
+    "pool": "MemoryPool PoolAttributes PoolStatistics allocate",
+    "pool.cache.allocator": "CacheStatistics CachingAllocator",
     "pool.pointers": "MemoryKind PointerAttributes pointer_attributes",
     "pool.properties": "MemPoolProps",
+    "pool.sources": "CallbackAllocator PlainMemory",
     "vmm.properties": "MemAllocFlags MemAllocationProp",
 }
 _LATER = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

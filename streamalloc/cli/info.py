@@ -20,8 +20,13 @@ from streamalloc.cli.machine import POSIX, Chosen, cuda_version
 from streamalloc.cli.terminal import Terminal, add_json_argument
 from streamalloc.cli.worker import Worker, WorkerBase, WorkerError, read
 from streamalloc.core.errors import size_text
-from streamalloc.core.internal import imex_channels
-from streamalloc.driver.internal import BINDINGS_VERSION, address_space_limit, enum_member, version_that_added
+from streamalloc.driver.internal import (
+    BINDINGS_VERSION,
+    address_space_limit,
+    enum_member,
+    imex_channels,
+    version_that_added,
+)
 
 _ULIMIT = (
     "ulimit -v limits this process to {limit} of address space. The stream-ordered allocator reserves much more than "

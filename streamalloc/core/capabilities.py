@@ -7,7 +7,6 @@ capability is one new field.
 from __future__ import annotations
 
 import dataclasses
-import glob
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from streamalloc.core.errors import InvalidValueError
 from streamalloc.core.properties import MemHandleType
 from streamalloc.core.session import Session
-from streamalloc.driver.internal import enum_member
+from streamalloc.driver.internal import enum_member, imex_channels
 from streamalloc.formats.html import code, table
 
 
@@ -134,8 +133,3 @@ def _managed_memory_pools(session: Session) -> bool | None:
     count = int(session.call("cuDeviceGetCount"))
     asked = "CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS"
     return session.call("cuDriverGetVersion") >= 13000 and all(_attribute(session, i, asked) for i in range(count))
-
-
-def imex_channels() -> list[str]:
-    """The IMEX channel files of this machine, readable or not."""
-    return sorted(glob.glob("/dev/nvidia-caps-imex-channels/channel*"))

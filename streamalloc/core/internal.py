@@ -24,7 +24,6 @@ from streamalloc.core.buffer import (
     shared_state,
     take_pointer,
 )
-from streamalloc.core.capabilities import imex_channels
 from streamalloc.core.copies import CopySide, copy_bytes, kernels_may_use, queue_batch
 from streamalloc.core.deferred import Deferred, DeferredQueue, HandleEnd, deferred_queue, queues, unless_busy, work
 from streamalloc.core.device import (
@@ -51,7 +50,6 @@ from streamalloc.core.fence import (
     record_uncaptured,
     settle,
 )
-from streamalloc.core.graph import Graph
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
 from streamalloc.core.places import (
     Address,

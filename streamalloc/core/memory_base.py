@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from streamalloc.core.device import Device, known_location
 from streamalloc.core.properties import MemAdvise, MemLocation, MemLocationType, checked_type
@@ -177,8 +176,7 @@ _INT = 4
 _CPU, _NONE = -1, -2  # CU_DEVICE_CPU, CU_DEVICE_INVALID
 
 
-@dataclass(frozen=True, slots=True)
-class MemRangeAttributes:
+class MemRangeAttributes(NamedTuple):
     """Attributes of all pages of managed memory (``cuMemRangeGetAttributes``).
 
     :attr:`Memory.range_attributes` returns it.

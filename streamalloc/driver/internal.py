@@ -21,7 +21,6 @@ from streamalloc.driver.bindings import (
 )
 from streamalloc.driver.locks import Lock, RLock
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
-from streamalloc.driver.processes import address_space_limit, search_path
 from streamalloc.driver.selection import (
     as_asked,
     choice_of,
@@ -32,6 +31,7 @@ from streamalloc.driver.selection import (
 
 if TYPE_CHECKING:
     from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_MOST, COPY_UNIT, block_copies, copy_ptx
+    from streamalloc.driver.processes import address_space_limit, imex_channels, search_path
     from streamalloc.driver.protocol import MemoryListener
     from streamalloc.driver.reports import LIBRARIES, Stack, described, here, line_of, lines, place_of
     from streamalloc.driver.wrappers import Wrapper
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 # Imported on first use, to keep the package's import fast.
 _LATER = {
     **dict.fromkeys(("COPY_KERNEL", "COPY_MOST", "COPY_UNIT", "block_copies", "copy_ptx"), "block_kernel"),
+    **dict.fromkeys(("address_space_limit", "imex_channels", "search_path"), "processes"),
     "MemoryListener": "protocol",
     "Wrapper": "wrappers",
     **dict.fromkeys(("LIBRARIES", "Stack", "described", "here", "line_of", "lines", "place_of"), "reports"),

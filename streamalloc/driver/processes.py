@@ -1,8 +1,9 @@
-"""Processes: whether others run, and the memory and addresses of this one."""
+"""What the operating system says: whether processes run, memory and addresses of this one, and IMEX channels."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import resource
 from collections.abc import Iterator
@@ -54,3 +55,8 @@ def address_space_limit() -> int | None:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def imex_channels() -> list[str]:
+    """The IMEX channel files of this machine, readable or not."""
+    return sorted(glob.glob("/dev/nvidia-caps-imex-channels/channel*"))

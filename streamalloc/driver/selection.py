@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib
+import operator
 import os
-import pkgutil
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -29,7 +30,8 @@ _ON = ("raise", "report", "warn")
 
 
 def _made_by(name: str) -> Any:
-    return pkgutil.resolve_name(_FACTORIES[name])
+    module, _, path = _FACTORIES[name].partition(":")
+    return operator.attrgetter(path)(importlib.import_module(module))
 
 
 @functools.cache

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*", re.ASCII | re.IGNORECASE)
+_SIZE = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?\s*"
 
 
 def size_in(text: str) -> int:
     """The bytes of a text such as ``"2GiB"``, ``"512 MiB"``, ``"1.5 GB"`` (of 1000 MB) or ``"4096"``. Others raise
     ``ValueError``.
     """
-    found = _SIZE.fullmatch(text)
+    from fractions import Fraction  # at module level it would take a twentieth of the package's import
+
+    found = re.fullmatch(_SIZE, text, re.ASCII | re.IGNORECASE)
     if found is None:
         raise ValueError(f"{text!r} is no size: allowed are bytes, and numbers with KiB, MiB, GiB, KB or MB")
     power = _UNITS[(found[2] or "").lower()]

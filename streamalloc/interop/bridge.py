@@ -52,8 +52,8 @@ from streamalloc.core.properties import MemLocation, MemLocationType
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import BINDINGS_VERSION, LIBRARIES, cuda
-from streamalloc.pool import CachingAllocator, MemoryPool
-from streamalloc.pool.internal import CachedBuffer
+from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import CachedBuffer, CachingAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

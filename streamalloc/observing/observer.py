@@ -28,8 +28,7 @@ from streamalloc.formats.html import Drawn
 from streamalloc.multicast import SymmetricMemory
 from streamalloc.observing import export
 from streamalloc.observing.records import Action, Allocation, Happening, LeakReport, Phase, Source, largest, sites
-from streamalloc.pool import CachingAllocator
-from streamalloc.pool.internal import collect_dropped
+from streamalloc.pool.internal import CachingAllocator, collect_dropped
 from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
 from streamalloc.vmm.internal import MappedMemory, is_counted, unwatch_mappings, watch_mappings
 

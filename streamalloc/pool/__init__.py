@@ -1,16 +1,13 @@
-"""Stream-ordered memory pools: create, tune, measure, trim, and choose what others allocate from."""
+"""Stream-ordered memory pools: create, tune, measure, trim, and choose what others allocate from.
+
+Caches and other sources of memory are imported from their files, so that the import of a pool takes no time for them.
+"""
 
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
-from streamalloc.pool.cache.allocator import CacheStatistics, CachingAllocator
 from streamalloc.pool.pool import MemoryPool, allocate
-from streamalloc.pool.sources import CallbackAllocator, PlainMemory
 
 __all__ = [
-    "CacheStatistics",
-    "CachingAllocator",
-    "CallbackAllocator",
     "MemoryPool",
-    "PlainMemory",
     "PoolAttributes",
     "PoolStatistics",
     "allocate",

@@ -22,7 +22,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from streamalloc.core.internal import Event, Fd, Graph, Stream, spare_events
+from streamalloc import Graph
+from streamalloc.core.internal import Event, Fd, Stream, spare_events
 from streamalloc.core.resource import Closes, Leaves
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver

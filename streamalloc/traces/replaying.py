@@ -22,7 +22,8 @@ from streamalloc.core.internal import Allocator, Buffer, Device, Stream, as_stre
 from streamalloc.core.session import session_of
 from streamalloc.driver import Traced, traced
 from streamalloc.driver.internal import cuda
-from streamalloc.pool import CachingAllocator, MemoryPool
+from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import CachingAllocator
 from streamalloc.traces.trace import Trace
 from streamalloc.vmm import ExpandableCache
 

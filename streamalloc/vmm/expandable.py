@@ -34,11 +34,13 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, MemLocationType, checked_size
 from streamalloc.core.session import drained, session_of
 from streamalloc.driver.internal import RLock
-from streamalloc.pool import CacheStatistics, CachingAllocator, MemoryPool
+from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import (
     CachedBlock,
     CachedBuffer,
     CacheState,
+    CacheStatistics,
+    CachingAllocator,
     PlainBuffer,
     PlainEnd,
     SharedBehind,

@@ -17,9 +17,8 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import ipc, vmm
+from streamalloc import CachingAllocator, ipc, vmm
 from streamalloc.interop.loans import borrow, form
-from streamalloc.pool import CachingAllocator
 from tests.ipc.support import POSIX
 from tests.processes import eventually
 from tests.support import Account, MiB

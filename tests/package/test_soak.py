@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import streamalloc as sa
-from streamalloc import ipc, vmm
+from streamalloc import CachingAllocator, ipc, vmm
 from streamalloc.cli.terminal import Terminal
-from streamalloc.pool import CachingAllocator
 from tests.ipc.support import PAGE, POSIX, shared_pool, state
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, end_what_was_dropped

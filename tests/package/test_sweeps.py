@@ -26,10 +26,9 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import interop, ipc, multicast, observing, vmm
+from streamalloc import CachingAllocator, interop, ipc, multicast, observing, vmm
 from streamalloc.driver.account import ENDERS
 from streamalloc.driver.bindings import cuda
-from streamalloc.pool import CachingAllocator
 from tests.processes import eventually
 from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, public_names, sampled
 

@@ -54,8 +54,8 @@ from streamalloc.ipc.exporter.exports import (
 )
 from streamalloc.ipc.transport.channel import Channel
 from streamalloc.ipc.wire.descriptor import MOST_CHUNKS, NOWHERE, Descriptor, Flags, Foreign, Mechanism, check_array
-from streamalloc.pool import CachingAllocator, MemoryPool
-from streamalloc.pool.internal import MemoryKind, PlainBuffer, pointer_attributes
+from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import CachingAllocator, MemoryKind, PlainBuffer, pointer_attributes
 from streamalloc.vmm import GrowableBuffer, PhysicalMemory, RangeView, VirtualBuffer
 from streamalloc.vmm.internal import covering, is_imported
 

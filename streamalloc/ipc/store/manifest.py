@@ -91,7 +91,7 @@ def dtype_name(dtype: object) -> str:
         The type is none of these, or its byte order is not native.
     """
     with contextlib.suppress(TypeError):
-        return _dtype_name(dtype)  # type: ignore[arg-type]
+        return _dtype_name(dtype)
     raise TypeError(f"dtype={dtype!r}: allowed are {', '.join(TYPES)}")
 
 
