@@ -99,7 +99,7 @@ class Allocator(Unique, BufferSource):
             The pool or the stream was closed.
         """
         ordered = stream if isinstance(stream, Stream) else library_stream(stream, self._session)
-        if type(nbytes) is not int:
+        if type(nbytes) is not int or nbytes >> 64:  # negative, or too large for the driver
             nbytes = size_of("nbytes", nbytes)
         handle = ordered.unlent or ordered.ready(True)
         if handle is None or ordered._session is not self._session:
@@ -110,11 +110,7 @@ class Allocator(Unique, BufferSource):
         buffer._allocator = self
         buffer._shared = None
         alloc = self._alloc
-        try:
-            result, buffer._ptr = alloc(nbytes, self._raw, handle)
-        except OverflowError:  # negative, or more than 64 bits
-            checked_size("nbytes", nbytes)
-            raise
+        result, buffer._ptr = alloc(nbytes, self._raw, handle)
         if result:
             self._recover(result, buffer)
         return buffer

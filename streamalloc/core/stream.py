@@ -832,9 +832,12 @@ class LibraryStream(Stream):
             self.direct = None
 
     def ready(self, allocates: bool = False) -> Any | None:
-        is_closed, handle = self._is_closed, self._raw
-        if not self.caller or (is_closed is not None and is_closed()):
-            return None
+        handle = self.direct
+        if handle is None:
+            is_closed = self._is_closed
+            if is_closed is None or not self.caller or is_closed():
+                return None
+            handle = self._raw
         if allocates:
             is_capturing = self._session.cuStreamIsCapturing
             if is_capturing(handle)[1] is not _NOT_CAPTURED:
