@@ -18,7 +18,7 @@ from streamalloc.core.errors import size_text
 from streamalloc.core.internal import work
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
-from streamalloc.vmm.internal import HostSegment, available_memory, host_segments
+from streamalloc.vmm.internal import HostMemory, available_memory, host_segments
 
 STEPS = 16
 """Steps in which a buffer grows."""
@@ -205,7 +205,7 @@ def _segments_of_a_group(bench: Bench, *, wake: bool, host: str) -> Measured:
     buffers = [group.allocate(nbytes) for _ in range(SEGMENTS)]
     bench.resources.callback(close_all, buffers)
 
-    kept: list[HostSegment] = []
+    kept: list[HostMemory] = []
 
     def sleep() -> None:
         if host == NO_BYTES:
@@ -213,7 +213,7 @@ def _segments_of_a_group(bench: Bench, *, wake: bool, host: str) -> Measured:
             return
         if not kept:
             kept.extend(host_segments(bench.device, [nbytes] * SEGMENTS, pinned=True))
-        arrays = [segment.array for segment in kept]
+        arrays = [segment.slots[0] for segment in kept]
         group.sleep(backup=lambda *_: arrays.pop(), stream=bench.stream)
 
     def back() -> None:

@@ -28,7 +28,7 @@ from streamalloc.driver import Driver
 from streamalloc.interop.bridge import Sources, library
 from streamalloc.interop.torch import TorchBridge, collect, expandable, plain, refuse_capture, unrouted
 from streamalloc.vmm import DiskTier, SleepGroup, VirtualBuffer
-from streamalloc.vmm.internal import HostSegment, host_segments
+from streamalloc.vmm.internal import HostMemory, host_segments
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "sglang_plugin", "torch_memory_saver"]
 
@@ -69,7 +69,7 @@ class TorchMemorySaver:
         """Sleep groups by device ordinal."""
         self._bridges: dict[tuple[int, str, object], TorchBridge] = {}
         """Bridges by device, tag and kind, and for graphs by the pool that they stand in for."""
-        self._hosts: weakref.WeakKeyDictionary[VirtualBuffer, HostSegment] = weakref.WeakKeyDictionary()
+        self._hosts: weakref.WeakKeyDictionary[VirtualBuffer, HostMemory] = weakref.WeakKeyDictionary()
         """Backups in host memory, while they exist."""
         self._files: weakref.WeakKeyDictionary[VirtualBuffer, Path] = weakref.WeakKeyDictionary()
         """Backups on disk, which are removed with their buffers."""
@@ -208,7 +208,7 @@ class TorchMemorySaver:
         chosen = self._chosen(tag)
         if any(buffer.evicted for buffers in chosen.values() for buffer in buffers):
             raise EvictedError(f"memory of tag={tag!r} is paused already: resume() it first")
-        made: dict[VirtualBuffer, HostSegment] = {}
+        made: dict[VirtualBuffer, HostMemory] = {}
         for buffers in chosen.values():
             made |= self._made(buffers)
         with contextlib.ExitStack() as undo:
@@ -321,7 +321,7 @@ class TorchMemorySaver:
     def _backup_of(self, x: Any, buffer: VirtualBuffer, tag: str, part: slice, zero_copy: bool) -> Any:
         host = self._hosts.get(buffer)
         if host is not None:
-            found = library("torch").from_numpy(host.array[part]).view(x.dtype).view(x.shape)
+            found = library("torch").from_numpy(host.slots[0][part]).view(x.dtype).view(x.shape)
             return found if zero_copy else found.clone()
         if buffer.evicted and tag.endswith(f":{_NONE}"):
             raise ValueError(f"the tensor at {x.data_ptr():#x} is paused without a backup")
@@ -391,9 +391,9 @@ class TorchMemorySaver:
         for buffer, tag in buffers.items():
             buffer.evict(self._place({}, buffer, tag))
 
-    def _made(self, buffers: Mapping[VirtualBuffer, str]) -> dict[VirtualBuffer, HostSegment]:
+    def _made(self, buffers: Mapping[VirtualBuffer, str]) -> dict[VirtualBuffer, HostMemory]:
         """Return new host memory for those of the buffers of one device that need some."""
-        made: dict[VirtualBuffer, HostSegment] = {}
+        made: dict[VirtualBuffer, HostMemory] = {}
         for kind in _BACKENDS:
             new = [one for one, tag in buffers.items() if tag.endswith(f":{kind}") and one not in self._hosts]
             if new:
@@ -401,7 +401,7 @@ class TorchMemorySaver:
                 made.update(zip(new, host_segments(new[0].device, sizes, pinned=pinned), strict=True))
         return made
 
-    def _place(self, made: dict[VirtualBuffer, HostSegment], buffer: VirtualBuffer, tag: str) -> Any:
+    def _place(self, made: dict[VirtualBuffer, HostMemory], buffer: VirtualBuffer, tag: str) -> Any:
         """Return the place for the bytes of a buffer. ``made`` has new host memory."""
         kind = tag.rpartition(":")[2]
         if kind == _NONE:
@@ -410,7 +410,7 @@ class TorchMemorySaver:
             return self._on_disk(buffer)
         if buffer not in made and buffer not in self._hosts:  # another thread has made it since
             made |= self._made({buffer: tag})
-        return (self._hosts.get(buffer) or made[buffer]).array
+        return (self._hosts.get(buffer) or made[buffer]).slots[0]
 
     def _on_disk(self, buffer: VirtualBuffer) -> Any:
         device, folder = buffer.device, self._folder

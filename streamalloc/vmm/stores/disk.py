@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 
-from streamalloc.core.errors import size_text, undoing
-from streamalloc.core.internal import Device, Stream
+from streamalloc.core.errors import ClosedError, CudaError, size_text, undoing
+from streamalloc.core.internal import Device, Event, Fence, Stream
 from streamalloc.core.properties import checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
@@ -32,8 +34,8 @@ from streamalloc.vmm.stores.blocks import (
 from streamalloc.vmm.stores.copies import copy_batch, kernel_of
 from streamalloc.vmm.stores.disk_file import MOST_BLOCK, PAGE, DiskFile, FileBlock, aligned, padded
 from streamalloc.vmm.stores.host import HostTier
+from streamalloc.vmm.stores.pinned import HostMemory
 from streamalloc.vmm.stores.pool import PoolTier
-from streamalloc.vmm.stores.staging import Loading, Saving, Staging
 
 _SLOTS = 16
 _LONGEST = 255 - len("..part")
@@ -69,6 +71,105 @@ class _Slots(Chunk):
         self.file.discard()
 
 
+class _Step(NamedTuple):
+    """Blocks on their way through a slot."""
+
+    slot: Bytes
+    file: DiskFile
+    blocks: Sequence[FileBlock]
+    """Adjacent blocks of the file."""
+    copy: Callable[[Bytes], None]
+    """Queues the copies of the blocks from or to the slot."""
+    names: Sequence[int | None]
+    """Index of each block, for error messages."""
+    end: Any = None
+    """End of the part that has begun: event of the copies, or future of the read or write."""
+
+
+class _Transfer:
+    """The blocks of one call, which pass through the slots of one staging memory.
+
+    Worker threads read and write files. The calling thread makes all driver calls. A step moves adjacent blocks through
+    one slot, in two parts: first a copy to the slot, then a write to the file; or first a read, then a copy.
+    """
+
+    def __init__(
+        self, stream: Stream, out: bool, staging: HostMemory, threads: int, give_back: Callable[[HostMemory], None]
+    ) -> None:
+        self._stream = stream
+        self._out = out
+        """Whether blocks are copied from device memory."""
+        self._staging = staging
+        self._give_back = give_back
+        self._free = list(staging.slots)
+        self._first: deque[_Step] = deque()
+        self._second: deque[_Step] = deque()
+        self._most_second = max(len(staging.slots) - 2, 0) if out else 1
+        """Most steps that may be in their second part while a new step waits for a slot."""
+        self._threads = ThreadPoolExecutor(threads)
+
+    def move(
+        self, file: DiskFile, blocks: Sequence[FileBlock], copy: Callable[[Bytes], None], names: Sequence[int | None]
+    ) -> None:
+        """Begin to move adjacent blocks of a file, which fit in a slot. ``copy`` queues the copies from or to the
+        slot.
+        """
+        while not self._free:
+            if len(self._second) > self._most_second or not self._first:
+                self._end_oldest()
+            else:
+                self._advance_oldest()
+        step = _Step(self._free.pop(), file, blocks, copy, names)
+        self._first.append(self._copied(step) if self._out else self._accessed(step))
+
+    def _copied(self, step: _Step) -> _Step:
+        step.copy(step.slot)
+        return step._replace(end=self._stream.record())
+
+    def _accessed(self, step: _Step) -> _Step:
+        """Begin to write the blocks to their file, or to read them."""
+        call = step.file.write if self._out else functools.partial(step.file.read, names=step.names)
+        return step._replace(end=self._threads.submit(call, step.blocks, step.slot))
+
+    def _advance_oldest(self) -> None:
+        step = self._first.popleft()
+        _await(step)
+        self._second.append(self._accessed(step) if self._out else self._copied(step))
+
+    def _end_oldest(self) -> None:
+        step = self._second.popleft()
+        _await(step)
+        self._free.append(step.slot)
+
+    def finish(self) -> None:
+        """Block the host until all blocks are copied and written, or read and copied."""
+        while self._first:
+            self._advance_oldest()
+        while self._second:
+            self._end_oldest()
+        self._threads.shutdown()
+        self._give_back(self._staging)
+
+    def abandon(self) -> None:
+        """Stop after an error. Staging memory that copies may still use is released after them."""
+        self._threads.shutdown(cancel_futures=True)
+        self._staging.release.use(Fence(session_of(self._stream), [self._stream]))
+        with contextlib.suppress(CudaError, ClosedError):
+            self._stream.synchronize()
+            self._give_back(self._staging)
+        self._first.clear()  # with the events, which frames of the error would keep
+        self._second.clear()
+
+
+def _await(step: _Step) -> None:
+    """Wait for the part of a step that has begun."""
+    if isinstance(step.end, Event):
+        step.end.synchronize()
+        step.end.close()
+    else:
+        step.end.result()
+
+
 class _Contents(Stored):
     """The contents of blocks in files. Each call waits for its copies, so no copy is queued when it returns."""
 
@@ -79,14 +180,14 @@ class _Contents(Stored):
         """See :meth:`Stored.moving`. The blocks pass through staging memory, and are checked when they are read."""
         # Other streams may be captured meanwhile.
         with self.in_use(), session_of(stream).relaxed():
-            transfer = self.tier._moving(Saving if out else Loading, stream)
+            transfer = self.tier._moving(stream, out)
             with undoing(transfer.abandon):
                 yield functools.partial(self._move, transfer, stream, out)
                 transfer.finish()
 
     def _move(
         self,
-        transfer: Any,
+        transfer: _Transfer,
         stream: Stream,
         out: bool,
         blocks: Indices,
@@ -221,7 +322,7 @@ class DiskTier(BlockTier):
             raise ValueError("threads=0: at least one is needed")
         self._given = 0
         """Number of slots of all files so far, also of closed ones: the next file begins with this number."""
-        self._idle: list[Staging] = []
+        self._idle: list[HostMemory] = []
         """Staging memory that no call uses."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         kernel_of(device).prepare()
@@ -272,13 +373,13 @@ class DiskTier(BlockTier):
         if session_of(stream) is not self._session:
             raise ValueError(f"backup {self!r} belongs to another driver")
 
-    def _moving(self, kind: type[Any], stream: Stream) -> Any:
+    def _moving(self, stream: Stream, out: bool) -> _Transfer:
         """Make a transfer. It uses idle staging memory, or new staging memory if there is none."""
         staging = None
         with contextlib.suppress(IndexError):
             staging = self._idle.pop()
-        staging = staging or Staging(stream.device, _SLOTS * self.block, self.block)
-        return kind(stream, staging, self._threads, self._take_back)
+        staging = staging or HostMemory(stream.device, _SLOTS * self.block, self.block)
+        return _Transfer(stream, out, staging, self._threads, self._take_back)
 
     def _chunk(self, nbytes: int, count: int) -> Chunk:
         first = self._given
@@ -291,7 +392,7 @@ class DiskTier(BlockTier):
     def _stored(self, nbytes: int) -> Stored:
         return _Contents(self, nbytes)
 
-    def _take_back(self, staging: Staging) -> None:
+    def _take_back(self, staging: HostMemory) -> None:
         self._idle.append(staging)
         if self.closed:
             self.close()

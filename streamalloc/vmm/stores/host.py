@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, size_text, undoing
-from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Stream, copy_bytes, deferred_queue
+from streamalloc.core.internal import CopySide, Deferred, Device, Fence, Memory, Stream, copy_bytes, deferred_queue
 from streamalloc.core.properties import checked_size
 from streamalloc.core.session import PerDriver, Session, members, session_of
 from streamalloc.vmm.stores.blocks import (
@@ -37,61 +37,23 @@ from streamalloc.vmm.stores.blocks import (
 )
 from streamalloc.vmm.stores.copies import Halves, copy_batch, kernel_of, run_starts
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
-from streamalloc.vmm.stores.pinned import HUGE, PIECE, Pinning, Release, Run, cores
+from streamalloc.vmm.stores.pinned import HUGE, PIECE, AfterCopies, Pinning, Run, cores
 
 _BLOCKS = PIECE // HUGE
 """Most blocks that a thread makes at a time."""
 
 
-class AfterCopies(Deferred):
-    """The release of host memory after the copies that use it."""
-
-    def __init__(self, release: Callable[[], object]) -> None:
-        self._release = release
-        self.fences: dict[Fence, None] = {}
-        """Copies that may still use the memory. Several threads change this dictionary at the same time."""
-
-    def attempt(self) -> bool:
-        self.forget_completed()
-        if self.fences:
-            return False
-        self._release()
-        return True
-
-    def forget_completed(self) -> None:
-        """Forget copies that have completed."""
-        for one in list(self.fences):
-            if one.done():
-                self.fences.pop(one, None)
-
-
 class MemoryChunk(Chunk):
     """Memory with room for some blocks, which is released after it was dropped and the copies that use it are done."""
 
-    def __init__(self, session: Session, nbytes: int, count: int, address: int, release: Callable[[], object]) -> None:
-        super().__init__(nbytes, count, address, nbytes)
-        self._end = AfterCopies(release)
-        deferred_queue(session).end_with(self, self._end)
-
-    @property
-    def copies(self) -> list[Fence]:
-        """Copies that may still use the memory."""
-        return list(self._end.fences)
-
-    def use(self, fence: Fence) -> None:
-        """Keep the memory until copies have completed."""
-        end = self._end
-        end.fences[fence] = None
-        if len(end.fences) > 64:
-            end.forget_completed()
-
-
-class _HostChunk(MemoryChunk):
-    """Pinned host memory with room for some blocks."""
-
-    def __init__(self, session: Session, nbytes: int, count: int, memory: Bytes, release: Release) -> None:
-        super().__init__(session, nbytes, count, memory.ctypes.data, release)
-        self.memory: Bytes = memory
+    def __init__(
+        self, session: Session, nbytes: int, count: int, memory: Memory | Bytes, release: Callable[[], object]
+    ) -> None:
+        super().__init__(nbytes, count, memory.address if isinstance(memory, Memory) else memory.ctypes.data, nbytes)
+        self.memory: Any = memory
+        """The memory: an array in host memory, or memory of a pool or of the user."""
+        self.release: AfterCopies = AfterCopies(session, self, release)
+        """The release, with the copies that may still use the memory."""
 
 
 class InMemory(Stored):
@@ -116,7 +78,7 @@ class InMemory(Stored):
             finally:
                 fence = Fence(session_of(stream), [stream])
                 for chunk in self._chunks.values():
-                    chunk.use(fence)
+                    chunk.release.use(fence)
                 with self.tier._lock:
                     self._fences = (*(one for one in self._fences if one not in before and may_run(one)), fence)
                     self._written = (fence,) if out else self._written
@@ -181,13 +143,13 @@ class _RoomReturn(Deferred):
         self.addresses: Addresses = np.zeros(count, np.int64)
         self.bases: Addresses = np.zeros(count, np.int64)
         self.present: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
-        self.chunks: dict[int, _HostChunk] = {}
+        self.chunks: dict[int, MemoryChunk] = {}
 
     def attempt(self) -> bool:
         left, bases = self.addresses[self.present], self.bases[self.present]
         self.present[:] = False
         for base in np.unique(bases).tolist():
-            self.chunks[base].give(left[bases == base], tuple(self.chunks[base].copies))
+            self.chunks[base].give(left[bases == base], tuple(self.chunks[base].release.fences))
         return True
 
 
@@ -213,7 +175,7 @@ class _SleepingBytes(InMemory):
         """Whether a block has no room yet."""
         deferred_queue(session_of(tier.device)).end_with(self, room)
 
-    def place(self, blocks: Addresses, chunk: _HostChunk, addresses: Addresses) -> None:
+    def place(self, blocks: Addresses, chunk: MemoryChunk, addresses: Addresses) -> None:
         """Give room to blocks. The caller holds the tier's lock."""
         self._chunks[chunk.address] = self._room.chunks[chunk.address] = chunk
         self._addresses[blocks], self._bases[blocks] = addresses, chunk.address
@@ -519,7 +481,7 @@ class HostTier(BlockTier):
 
     def _host_chunk(self, nbytes: int, count: int, run: Run = map, room: Bytes | None = None) -> Chunk:
         memory, release = self._pinning.obtain(nbytes * count, run, room)
-        return _HostChunk(session_of(self.device), nbytes, count, memory, release)
+        return MemoryChunk(session_of(self.device), nbytes, count, memory, release)
 
     def _stored(self, nbytes: int) -> Stored:
         return _HostContents(self, nbytes, self._check)

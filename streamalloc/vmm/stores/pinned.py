@@ -9,16 +9,17 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from streamalloc.core.errors import CudaError, OutOfMemoryError, attach, refused, size_text, undoing
-from streamalloc.core.internal import Device, HandleEnd, Stream, deferred_queue
+from streamalloc.core.internal import Deferred, Device, Fence, HandleEnd, Stream, deferred_queue
 from streamalloc.core.properties import MemAccess, MemLocation
-from streamalloc.core.session import session_of
+from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import address_space_limit
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import Bytes
@@ -276,3 +277,67 @@ def _array(address: int, nbytes: int, owner: object) -> tuple[Bytes, Release]:
     found: Any = (ctypes.c_uint8 * nbytes).from_address(address)
     found._owner = owner
     return np.ctypeslib.as_array(found), [owner].clear
+
+
+class AfterCopies(Deferred):
+    """The release of host memory after :meth:`end` or the end of its owner, and after the copies that use it."""
+
+    def __init__(self, session: Session, owner: object, release: Callable[[], object]) -> None:
+        self._queue = deferred_queue(session)
+        self._release = release
+        self.fences: dict[Fence, None] = {}
+        """Copies that may still use the memory. Several threads change this dictionary at the same time."""
+        self._queue.end_with(owner, self)
+
+    def use(self, fence: Fence) -> None:
+        """Keep the memory until copies have completed."""
+        self.fences[fence] = None
+        if len(self.fences) > 64:
+            self._forget_completed()
+
+    def end(self) -> None:
+        """Release the memory after the copies. Idempotent."""
+        self._queue.end(self)
+
+    def attempt(self) -> bool:
+        self._forget_completed()
+        if self.fences:
+            return False
+        self._release()
+        return True
+
+    def _forget_completed(self) -> None:
+        for one in list(self.fences):
+            if one.done():
+                self.fences.pop(one, None)
+
+
+class HostMemory:
+    """Host memory in slots of equal size, pinned (see :class:`Pinning`) or pageable.
+
+    It is released after the object was closed or dropped, and after the copies in it.
+    """
+
+    def __init__(self, device: Device, nbytes: int, slot: int, run: Run = map, *, pinned: bool = True) -> None:
+        """``nbytes``: all bytes; ``slot``: those of a slot."""
+        memory, release = Pinning(device).obtain(nbytes, run) if pinned else (fill(reserve(nbytes), run), list)
+        self.release: AfterCopies = AfterCopies(session_of(device), self, release)
+        """The release, with the copies that may still use the memory."""
+        self.slots: list[Bytes] = [memory[start : start + slot] for start in range(0, nbytes, slot)]
+        """The slots."""
+
+    def close(self) -> None:
+        """Release the memory; idempotent. If the driver refuses, it is released later."""
+        self.slots = []
+        with contextlib.suppress(CudaError):
+            self.release.end()
+
+
+def host_segments(device: Device, sizes: Sequence[int], *, pinned: bool) -> list[HostMemory]:
+    """Return zeroed host memory of these sizes, each in one slot.
+
+    Several threads fill it: a copy to pages that do not exist yet takes ten times as long.
+    """
+    # Threads of their own fill parts: those that wait for parts would leave no thread to fill them.
+    with ThreadPoolExecutor(cores()) as several, ThreadPoolExecutor(cores()) as parts:
+        return [*several.map(lambda nbytes: HostMemory(device, nbytes, nbytes, parts.map, pinned=pinned), sizes)]

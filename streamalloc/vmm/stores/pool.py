@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from streamalloc.core.errors import undoing
-from streamalloc.core.internal import CopySide, Fence, Memory, Stream, copy_bytes, deferred_queue
+from streamalloc.core.internal import CopySide, Fence, Memory, Stream, copy_bytes
 from streamalloc.core.session import Session, session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import reachable_from
@@ -24,15 +24,9 @@ _ALIGNMENT = 512  # bytes between buffers of a piece, the alignment of a pool
 class _Piece(MemoryChunk):
     """One allocation of a pool with the bytes of buffers, or memory or an array of the user, which is not freed."""
 
-    def __init__(self, session: Session, memory: Memory | Bytes, release: Callable[[], object]) -> None:
-        self._session = session
-        self.memory: Memory | Bytes = memory
-        address = memory.address if isinstance(memory, Memory) else memory.ctypes.data
-        super().__init__(session, memory.nbytes, 1, address, release)
-
     def end(self) -> None:
         """Free the memory after the copies that use it."""
-        deferred_queue(self._session).end(self._end)
+        self.release.end()
 
     def give(self, addresses: Addresses, fences: Sequence[Fence]) -> None:
         """Do nothing: the memory is freed as a whole."""
@@ -91,7 +85,7 @@ def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
     and not freed.
     """
     stored = _BufferBytes(Tier())
-    piece = _Piece(session, memory, [memory].clear)
+    piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)
     stored.add(piece, np.array([piece.address]), sizes=memory.nbytes)
     return Saved(stored, range(1))
 
@@ -129,7 +123,7 @@ class PoolTier(Tier):
         with undoing(stored.drop):
             for at in range(0, end, PIECE):
                 memory = self.pool.allocate(min(PIECE, end - at), stream)
-                piece = _Piece(session_of(memory), memory, memory.close)
+                piece = _Piece(session_of(memory), memory.nbytes, 1, memory, memory.close)
                 mine = np.array([bound for bound in bounds if at <= bound[0] < at + PIECE])
                 stored.add(piece, piece.address + mine[:, 0] - at, sizes=mine[:, 1] - mine[:, 0])
         return saved

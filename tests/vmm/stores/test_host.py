@@ -19,7 +19,7 @@ from streamalloc.testing import Faults, settle
 from streamalloc.vmm import virtual_buffer
 from streamalloc.vmm.stores import pinned as ways
 from streamalloc.vmm.stores import pool as pools
-from streamalloc.vmm.stores.staging import host_segments
+from streamalloc.vmm.stores.pinned import host_segments
 from tests.support import KEEP, Account, MiB, NoHostMemory, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, READWRITE
 
@@ -348,11 +348,11 @@ def test_segments(machine: Any, pinned: bool) -> None:
         return sa.pointer_attributes(address, driver=host.driver).kind is not sa.MemoryKind.UNKNOWN
 
     segments = host_segments(device, [2 * MiB, 34 * MiB], pinned=pinned)
-    addresses = [segment.array.ctypes.data for segment in segments]
-    assert [segment.array.nbytes for segment in segments] == [2 * MiB, 34 * MiB]
-    assert not any(segment.array.any() for segment in segments)
+    addresses = [segment.slots[0].ctypes.data for segment in segments]
+    assert [segment.slots[0].nbytes for segment in segments] == [2 * MiB, 34 * MiB]
+    assert not any(segment.slots[0].any() for segment in segments)
     assert [known(address) for address in addresses] == [pinned, pinned]
-    first = segments[0].array
+    first = segments[0].slots[0]
     del segments
     settle()
     assert not any(map(known, addresses))
