@@ -24,8 +24,6 @@ _BLOCK_TIMES = {
     "copies in": (11e-6, 1.06e-6, 54.6e9),
     "kernel out": (18e-6, 0.01e-6, 51.5e9),
     "kernel in": (18e-6, 0.01e-6, 49.5e9),
-    "staged out": (34e-6, 0.01e-6, 53.6e9),
-    "staged in": (34e-6, 0.01e-6, 53.9e9),
 }
 """Seconds of a call, least seconds of a block, and bytes per second of each way (driver 580)."""
 
@@ -66,7 +64,7 @@ class SimulatedDriver(
         """Not a driver function: the time in which an H200 copies scattered blocks from or to host memory.
 
         ``way``: ``"copies out"`` of the device or ``"copies in"``, one by one; ``"kernel out"``, ``"kernel in"`` by the
-        kernel of the package; ``"staged out"``, ``"staged in"`` by that kernel and copies of its results.
+        kernel of the package.
         """
         begin, least, rate = _BLOCK_TIMES[way]
         return begin + count * max(least, nbytes / rate)

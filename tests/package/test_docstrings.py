@@ -68,6 +68,8 @@ def names() -> dict[str, Key]:
         found[f"{module}.{name}"] = (module, name)
         if inspect.isclass(thing):
             fields = {one for kind in thing.__mro__ for one in (*dir(kind), *vars(kind).get("__annotations__", ()))}
+            sources = [inspect.getsource(kind) for kind in thing.__mro__ if kind.__module__.startswith("streamalloc.")]
+            fields |= {one for text in sources for one in re.findall(r"\n        self\.([a-z]\w*): ", text)}
             found |= dict.fromkeys((f"{module}.{name}.{one}" for one in fields), (module, name))
     return found
 

@@ -1,14 +1,12 @@
 """Copies of scattered blocks between a device and pinned host memory, in the fastest way.
 
-There are three ways:
+There are two ways:
 
 * ``copies``: the driver copies the blocks, in batches. It spends the same time on each, however small it is.
 * ``kernel``: a kernel copies them. It reads and writes host memory over the bus, at nine tenths of the bus's rate.
-* ``staged``: the kernel gathers them in device memory, or scatters them from there. Meanwhile the driver copies others
-  between there and the host, at the bus's rate.
 
-Few or large blocks are copied fastest in the first way, and many in the last. From which size and number on depends on
-device, bus and driver. So the ways are measured once per device, and the times are kept in a file.
+Few or large blocks are copied fastest in the first way, and many in the second. From which size and number on depends
+on device, bus and driver. So the ways are measured once per device, and the times are kept in a file.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import ClosedError, CudaError, NotSupportedError, OutOfMemoryError, undoing
-from streamalloc.core.internal import Buffer, Device, Event, Fence, Stream, queue_batch, raw_handle
+from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError, undoing
+from streamalloc.core.internal import Buffer, Device, Stream, queue_batch, raw_handle
 from streamalloc.core.session import PerDriver, session_of
-from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, COPY_UNIT, Lock, RLock, block_copies, copy_ptx
+from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, COPY_UNIT, Lock, block_copies, copy_ptx
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import Addresses
 from streamalloc.vmm.stores.pinned import Pinning
@@ -58,11 +56,9 @@ _SPREAD, _STRIDE = 512 << 20, 2654435761
 copies take twice as long over some GiB as within 64 MiB.
 """
 _TRIES, _LONG, _FEW_TRIES = 7, 4 << 20, 3  # runs of a measurement, and of one with more bytes
-_HALF, _STREAMS = 8 << 20, 4  # bytes of a half, and most streams beside
-_KEPT = 2 * _HALF * _STREAMS  # bytes of device memory that are kept: a pool would get new memory for each call
 _MANY_SINCE = 12010
 """Version of the driver since which a kernel may have 32 KiB of parameters."""
-_OVER_BUS, _ON_DEVICE = 32, 1024
+_OVER_BUS = 32
 """Most thread blocks of a launch. So few keep the bus busy, and leave the device to others."""
 
 
@@ -75,7 +71,6 @@ def copy_batch(
     *,
     out: bool,
     kernels: bool,
-    halves: Halves | None = None,
 ) -> None:
     """Queue copies between a device and host memory, in any order among each other. Adjacent copies are merged.
 
@@ -90,8 +85,6 @@ def copy_batch(
         Whether the copies are from the device.
     kernels
         Whether kernels of the stream's device may use all this memory.
-    halves
-        Device memory for the way ``staged``; None for none.
     """
     count, host, device = len(memory), *((targets, sources) if out else (sources, targets))
     bounds = [0, count]
@@ -101,7 +94,7 @@ def copy_batch(
     for at, end in itertools.pairwise(bounds):
         some = sizes if isinstance(sizes, int) else sizes[at:end]
         if at < end:  # other threads may have dropped all
-            _copy_part(host[at:end], device[at:end], some, memory[at:end], stream, out, kernels, halves)
+            _copy_part(host[at:end], device[at:end], some, memory[at:end], stream, out, kernels)
 
 
 def _copy_part(
@@ -112,7 +105,6 @@ def _copy_part(
     stream: Stream,
     out: bool,
     kernels: bool,
-    halves: Halves | None,
 ) -> None:
     ascending, apart, scattered = _neighbours(host, device, sizes)
     if not ascending:
@@ -120,14 +112,20 @@ def _copy_part(
         host, device, memory = host[order], device[order], memory[order]
         sizes = sizes if isinstance(sizes, int) else sizes[order]
         _, apart, scattered = _neighbours(host, device, sizes)
-    apart |= memory[1:] != memory[:-1]
-    scattered |= apart
+    scattered |= apart | (memory[1:] != memory[:-1])
+    targets, sources = (host, device) if out else (device, host)
     if kernels and len(host) > 1 and isinstance(sizes, int):
-        copies = int(np.count_nonzero(scattered)) + 1
-        blocks = Blocks(device, host, sizes, run_starts(apart), out)
-        if blocks.suit_kernel and kernel_of(stream.device).copy_if_faster(blocks, copies, halves, stream):
+        copies, kernel = int(np.count_nonzero(scattered)) + 1, kernel_of(stream.device)
+        if _suit_kernel(host, device, sizes) and kernel.is_faster(sizes, len(host), copies, out):
+            kernel.copy(targets, sources, sizes, stream)
             return
-    _copy_runs(*((host, device) if out else (device, host)), sizes, scattered, stream)
+    _copy_runs(targets, sources, sizes, scattered, stream)
+
+
+def _suit_kernel(host: Addresses, device: Addresses, nbytes: int) -> bool:
+    """Whether addresses and size are multiples of what the kernel moves at once."""
+    bits = np.bitwise_or.reduce(device) | np.bitwise_or.reduce(host) | nbytes
+    return not int(bits) % COPY_UNIT
 
 
 def _copy_runs(targets: Addresses, sources: Addresses, sizes: int | Addresses, scattered: Mask, stream: Stream) -> None:
@@ -179,8 +177,8 @@ SIZES = (512, *(2048 << power for power in range(8)))
 """Sizes of blocks in bytes at which the ways are measured."""
 COUNTS = tuple(4**power for power in range(8))
 """Numbers of blocks at which the ways are measured, as far as their bytes have room."""
-WAYS = tuple(f"{way} {where}" for way in ("copies", "kernel", "staged") for where in ("in", "out"))
-_FORMAT = 2
+WAYS = tuple(f"{way} {where}" for way in ("copies", "kernel") for where in ("in", "out"))
+_FORMAT = 3
 _MOST_IN_FILE = 1 << 16  # bytes
 
 Times: TypeAlias = "Mapping[str, Sequence[Sequence[float]]]"
@@ -216,18 +214,11 @@ def seconds(row: Sequence[float], count: int) -> float:
     return row[some] + (row[some + 1] - row[some]) * more
 
 
-def fastest(times: Times, nbytes: int, count: int, copies: int, runs: int, out: bool, halves: bool) -> str:
-    """The fastest way for blocks that single copies would merge to ``copies``, with ``runs`` runs of host memory."""
+def kernel_is_faster(times: Times, nbytes: int, count: int, copies: int, out: bool) -> bool:
+    """Whether the kernel copies so many blocks faster than the driver, in single copies to which they are merged."""
     where = "out" if out else "in"
-    took = {
-        "copies": seconds(row_of(times, f"copies {where}", nbytes * count / copies), copies),
-        "kernel": seconds(row_of(times, f"kernel {where}", nbytes), count),
-    }
-    if halves:
-        # It was measured with adjacent host memory. Each further run of it takes as long as a small copy.
-        small = times[f"copies {where}"][0]
-        took["staged"] = seconds(row_of(times, f"staged {where}", nbytes), count) + seconds(small, runs) - small[0]
-    return min(took, key=took.__getitem__)
+    merged = seconds(row_of(times, f"copies {where}", nbytes * count / copies), copies)
+    return seconds(row_of(times, f"kernel {where}", nbytes), count) < merged
 
 
 def _between(steps: Sequence[int], value: float) -> tuple[int, float]:
@@ -279,24 +270,6 @@ def write_times(device: Device, times: Times) -> None:
 # -- the kernel ----------------------------------------------------------------------------------------------
 
 
-class Blocks(NamedTuple):
-    """Blocks of equal size to copy."""
-
-    device: Addresses
-    host: Addresses
-    nbytes: int
-    runs: Addresses
-    """Index of the first block of each run of adjacent host memory."""
-    out: bool
-    """Whether they are copied from the device."""
-
-    @property
-    def suit_kernel(self) -> bool:
-        """Whether addresses and size are multiples of what the kernel moves at once."""
-        bits = np.bitwise_or.reduce(self.device) | np.bitwise_or.reduce(self.host) | self.nbytes
-        return not int(bits) % COPY_UNIT
-
-
 class Kernel:
     """The kernel on one device, and the times of all ways."""
 
@@ -307,8 +280,8 @@ class Kernel:
         self._lock = Lock()
         """Held by the thread that loads and measures. Others do not wait for it, and copy one by one meanwhile."""
         self._times: Times | None = None
-        self._fastest: Callable[..., str]
-        """:func:`fastest` of these times. Kept results: a choice must be cheap beside copies that take 20 us."""
+        self._is_faster: Callable[..., bool]
+        """:func:`kernel_is_faster` of these times. Kept results: a choice must be cheap beside copies of 20 us."""
 
     def prepare(self, *, again: bool = False) -> None:
         """Load the kernel, and read or measure the times. ``again``: measure in any case.
@@ -321,8 +294,8 @@ class Kernel:
                 with contextlib.suppress(CudaError):
                     self._load()
                     times = self._told(again)
-                    kept = functools.lru_cache(4096)(functools.partial(fastest, times))
-                    self._fastest, self._times = kept, times
+                    kept = functools.lru_cache(4096)(functools.partial(kernel_is_faster, times))
+                    self._is_faster, self._times = kept, times
             finally:
                 self._lock.release()
 
@@ -349,31 +322,18 @@ class Kernel:
             write_times(self._device, times)
         return times
 
-    def copy_if_faster(self, blocks: Blocks, copies: int, halves: Halves | None, stream: Stream) -> bool:
-        """Queue the copies of blocks by the kernel, unless so many single copies are faster. Returns whether it did."""
-        way = self.way(blocks, copies, halves)
-        if way == "copies":
-            return False
-        if way == "kernel" or halves is None or not halves.copy(blocks, self, stream):
-            targets, sources = (blocks.host, blocks.device)[:: 1 if blocks.out else -1]
-            self.copy(targets, sources, blocks.nbytes, stream, _OVER_BUS)
-        return True
+    def is_faster(self, nbytes: int, count: int, copies: int, out: bool) -> bool:
+        """Whether it copies so many blocks faster than the driver does in ``copies`` single copies."""
+        return self._times is not None and self._is_faster(nbytes, count, copies, out)
 
-    def way(self, blocks: Blocks, copies: int, halves: Halves | None) -> str:
-        """The fastest way."""
-        if self._times is None:
-            return "copies"
-        beside = halves is not None and blocks.nbytes <= _HALF
-        return self._fastest(blocks.nbytes, len(blocks.host), copies, len(blocks.runs), blocks.out, beside)
-
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream, most: int) -> None:
-        """Queue the copies of blocks, by at most so many thread blocks (``cuLaunchKernel``)."""
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream) -> None:
+        """Queue the copies of blocks (``cuLaunchKernel``)."""
         session, raw, few = session_of(stream), raw_handle(stream), COPY_MOST[COPY_KERNEL]
         blocks, function = [*self._functions.items()][0 if len(targets) <= few else -1]
         with self._device.current():
             for copies in block_copies(targets, sources, nbytes, blocks):
                 params = (copies,), (None,)
-                session.call("cuLaunchKernel", function, *copies.shape(most), 0, raw, params, 0)
+                session.call("cuLaunchKernel", function, *copies.shape(_OVER_BUS), 0, raw, params, 0)
 
     def _measure(self) -> Times:
         """Measure all ways, on a stream of their own."""
@@ -386,34 +346,26 @@ class Kernel:
             except OutOfMemoryError:
                 memory = pool.allocate(_ROOM, stream)
             undo.enter_context(memory)
-            halves = Halves(device)
-            undo.callback(halves.close)
             host, release = Pinning(device).obtain(_ROOM)
             undo.callback(release)
             undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))  # with copies before an error
             host[:] = 0  # a checker reports reads of bytes that nobody wrote
             memory.fill(0, stream)
-            return _every(functools.partial(self._time, host.ctypes.data, memory, halves, stream), _most)
+            return _every(functools.partial(self._time, host.ctypes.data, memory, stream), _most)
 
-    def _time(
-        self, host: int, device: Buffer, halves: Halves, stream: Stream, way: str, nbytes: int, count: int
-    ) -> float:
+    def _time(self, host: int, device: Buffer, stream: Stream, way: str, nbytes: int, count: int) -> float:
         """Seconds that a way takes, the least of several times."""
         by, where = way.split()
         order = np.arange(count, dtype=np.int64)
         scattered = device.address + order * _STRIDE % (device.nbytes // nbytes) * nbytes
-        one_run = np.zeros(1, np.int64)  # in each half
-        blocks = Blocks(scattered, host + order * nbytes, nbytes, one_run, where == "out")
-        targets, sources = (blocks.host, blocks.device)[:: 1 if blocks.out else -1]
+        targets, sources = (host + order * nbytes, scattered)[:: 1 if where == "out" else -1]
         session, raw, best = session_of(stream), raw_handle(stream), math.inf
         for _ in range(_TRIES if count * nbytes <= _LONG else _FEW_TRIES):
             begin = time.perf_counter()
             if by == "copies":
                 _copy_runs(targets, sources, nbytes, np.ones(count - 1, np.bool_), stream)
-            elif by == "kernel":
-                self.copy(targets, sources, nbytes, stream, _OVER_BUS)
             else:
-                halves.copy(blocks, self, stream)
+                self.copy(targets, sources, nbytes, stream)
             session.call("cuStreamSynchronize", raw)
             best = min(best, time.perf_counter() - begin)
         return best
@@ -422,110 +374,6 @@ class Kernel:
 def _most(way: str, nbytes: int) -> int:
     """Most blocks of a measurement."""
     return min(_ROOM // nbytes, _FEW if way.startswith("copies") else COUNTS[-1])
-
-
-class Halves:
-    """Device memory through which blocks pass, in two halves: while the kernel uses one, the driver copies the other.
-
-    The driver copies on a stream beside that of the caller. Each call takes one that no work of another call delays.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._lock = RLock()
-        self._closed = False
-        self._made = 0
-        self._pool: MemoryPool | None = None
-        self._streams: dict[Stream, tuple[int, Fence]] = {}
-        """Streams, each with the caller's stream of the last call and a fence after its work."""
-
-    def copy(self, blocks: Blocks, kernel: Kernel, stream: Stream) -> bool:
-        """Queue the copies of blocks. Returns False, without a copy, if no memory or no stream is left for it."""
-        session, number = session_of(stream), int(raw_handle(stream))
-        with session.relaxed(), contextlib.ExitStack() as undo:
-            beside = self._take(number)
-            if beside is None or self._pool is None:
-                return False
-            undo.callback(self._give, beside, number)
-            try:
-                memory = self._pool.allocate(2 * _HALF, stream)
-            except (CudaError, ClosedError):
-                return False
-            undo.callback(memory.free, stream)
-            undo.callback(stream.wait, beside)
-            beside.wait(stream)
-            self._queue(blocks, kernel, memory.address, stream, beside)
-        return True
-
-    def _queue(self, blocks: Blocks, kernel: Kernel, room: int, stream: Stream, beside: Stream) -> None:
-        nbytes, count, each = blocks.nbytes, len(blocks.host), _HALF // blocks.nbytes
-        first, second = (stream, beside) if blocks.out else (beside, stream)
-        # Nothing runs beside the first kernel of a save and the last one of a load, so they get fewer blocks.
-        bounds = [0, *range(max(each // 4, 1), count, each), count]
-        if not blocks.out:
-            bounds = [count - bound for bound in reversed(bounds)]
-        offsets = np.arange(min(each, count)) * nbytes
-        free: list[Event | None] = [None, None]
-        for number, (at, end) in enumerate(itertools.pairwise(bounds)):
-            half = number % 2
-            device, host = blocks.device[at:end], blocks.host[at:end]
-            here = room + half * _HALF + offsets[: end - at]
-            begin, past = np.searchsorted(blocks.runs, (at + 1, end))
-            starts = np.concatenate(([0], blocks.runs[begin:past] - at))
-            sizes = (np.append(starts[1:], len(host)) - starts) * nbytes
-            before = free[half]
-            if before is not None:
-                first.wait(before)
-                before.close()
-            if blocks.out:
-                kernel.copy(here, device, nbytes, stream, _ON_DEVICE)
-                beside.wait(stream)
-                _copy_one_by_one(host[starts], here[starts], sizes, beside)
-            else:
-                _copy_one_by_one(here[starts], host[starts], sizes, beside)
-                stream.wait(beside)
-                kernel.copy(device, here, nbytes, stream, _ON_DEVICE)
-            free[half] = second.record()
-
-    def _take(self, number: int) -> Stream | None:
-        """Take a stream for a call on the stream with this handle; None if all are busy with calls on others."""
-        with self._lock:
-            free = self._free(number)
-            if free is not None or self._closed or self._made == _STREAMS:
-                return free
-            self._made += 1
-        try:  # without the lock: the driver may wait for other streams before it makes one
-            if self._pool is None:
-                self._pool = MemoryPool(self._device, release_threshold=_KEPT)
-            return self._device.create_stream()
-        except CudaError:  # no memory, or a device without pools
-            with self._lock:
-                self._made -= 1
-            return None
-
-    def _free(self, number: int) -> Stream | None:
-        for one, (last, fence) in self._streams.items():
-            if last == number or fence.done():
-                del self._streams[one]
-                return one
-        return None
-
-    def _give(self, stream: Stream, number: int) -> None:
-        fence = Fence(session_of(stream), [stream])
-        with self._lock:
-            self._streams[stream] = number, fence
-            if self._closed:
-                self.close()
-
-    def close(self) -> None:
-        """Release streams and memory after the work on them. Idempotent."""
-        with self._lock:
-            self._closed = True
-            streams, self._streams = self._streams, {}
-        for one in streams:
-            one.close()
-        if self._pool is not None:
-            self._pool.close()
 
 
 _kernels: PerDriver[dict[int, Kernel]] = PerDriver(lambda _: {})

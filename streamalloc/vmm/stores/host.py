@@ -35,7 +35,7 @@ from streamalloc.vmm.stores.blocks import (
     index_of,
     may_run,
 )
-from streamalloc.vmm.stores.copies import Halves, copy_batch, kernel_of, run_starts
+from streamalloc.vmm.stores.copies import copy_batch, kernel_of, run_starts
 from streamalloc.vmm.stores.disk_file import DamagedBackupError
 from streamalloc.vmm.stores.pinned import HUGE, PIECE, AfterCopies, Pinning, Run, cores
 
@@ -106,10 +106,10 @@ class _HostContents(InMemory):
     def _move(
         self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
     ) -> None:
-        chosen, halves = index_of(blocks), self.tier._halves
-        host, bases = self._addresses[chosen], self._bases[chosen]
+        chosen = index_of(blocks)
+        host = self._addresses[chosen]
         sides = (host, at) if out else (at, host)
-        copy_batch(*sides, self.nbytes, bases, stream, out=out, kernels=kernels, halves=halves)
+        copy_batch(*sides, self.nbytes, self._bases[chosen], stream, out=out, kernels=kernels)
 
     def seal(self, stream: Stream) -> None:
         """Wait for the copies and compute the checksums, if the tier checks contents."""
@@ -295,7 +295,6 @@ class HostTier(BlockTier):
         super().__init__(device, limit)
         self._check = check
         self._pinning = Pinning(device)
-        self._halves = Halves(device)
         self._grown = threading.Condition(self._lock)  # type: ignore[arg-type]
         """Notified when a thread has pinned a piece, or has failed."""
         self._holders: weakref.WeakSet[_SleepingBytes] = weakref.WeakSet()
@@ -310,11 +309,6 @@ class HostTier(BlockTier):
         """The error of a thread; the others stop after it."""
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not complete."""
-
-    def close(self) -> None:
-        """Accept no more contents, and release the room once the last contents leave. Idempotent."""
-        super().close()
-        self._halves.close()
 
     def calibrate(self) -> None:
         """Measure again how fast the device copies blocks in each way: one by one, or by a kernel.

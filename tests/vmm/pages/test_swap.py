@@ -394,7 +394,7 @@ def test_copies_that_are_noted_while_completed_ones_are_forgotten(
     with sa.allocate(4096, stream) as buffer:
         stored = host.save(buffer, 0, 4096, stream)
         (chunk,) = stored._chunks.values()
-        (done,) = chunk._end.fences
+        (done,) = chunk.release.fences
         stream.synchronize()
         gate.hold(stream)
         buffer.fill(1)
@@ -406,13 +406,13 @@ def test_copies_that_are_noted_while_completed_ones_are_forgotten(
             def done(self) -> bool:
                 if not self.asked:  # as another thread does
                     self.asked = True
-                    chunk._end.forget_completed()
-                    chunk.use(late)
+                    chunk.release._forget_completed()
+                    chunk.release.use(late)
                 return True
 
-        chunk.use(Asked(session_of(device), ()))
-        chunk._end.forget_completed()
-        assert list(chunk._end.fences) == [late] and done.done()
+        chunk.release.use(Asked(session_of(device), ()))
+        chunk.release._forget_completed()
+        assert list(chunk.release.fences) == [late] and done.done()
         gate.open()
         stored.drop()
 

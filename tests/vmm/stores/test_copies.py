@@ -17,7 +17,7 @@ from streamalloc import vmm
 from streamalloc.driver.block_kernel import COPY_MOST, block_copies
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.stores import copies
-from tests.support import Account, every, filled, names, pattern, pending, read
+from tests.support import Account, filled, names, pattern, pending, read
 from tests.vmm.pages.support import fill, values
 from tests.vmm.support import PAGE
 
@@ -26,14 +26,13 @@ LAUNCH = "cuLaunchKernel"
 
 def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Have all copies that may go several ways go this one."""
-    monkeypatch.setattr(copies.Kernel, "way", lambda *_: way)
+    monkeypatch.setattr(copies.Kernel, "is_faster", lambda *_: way == "kernel")
 
 
-@pytest.fixture(params=["copies", "kernel", "staged"])
+@pytest.fixture(params=["copies", "kernel"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     chosen: str = request.param
     choose(monkeypatch, chosen)
-    monkeypatch.setattr(copies, "_HALF", PAGE)
     return chosen
 
 
@@ -64,7 +63,7 @@ class TestBytes:
     @pytest.mark.parametrize(
         ("nbytes", "count", "offset", "suits"),
         [
-            (4096, 1300, 0, True),  # two halves
+            (4096, 1300, 0, True),
             (16, 4100, 0, True),  # more than one launch takes
             (16, 8100, 0, True),  # the first ones go ahead
             (16, 3, 0, True),
@@ -92,7 +91,6 @@ class TestBytes:
             stored = tier.save(memory, blocks[:count], nbytes, stream)
             tier.load(stored, memory, blocks[count:], stream)
             assert (LAUNCH in names(traced)) == (way != "copies" and suits)
-            assert ("cuMemAllocFromPoolAsync" in names(traced)) == (way == "staged" and suits)
             rows = pattern(buffer.nbytes, 1)[offset:].reshape(2 * count, nbytes).copy()
             rows[blocks[count:]] = rows[blocks[:count]]
             assert np.array_equal(read(memory).reshape(2 * count, nbytes), rows)
@@ -333,59 +331,6 @@ class TestFaults:
         del buffer, stream  # with its last event
         assert account.left == {}
 
-    @pytest.mark.parametrize("call", ["cuMemPoolCreate", "cuMemAllocFromPoolAsync", "cuStreamCreateWithPriority"])
-    def test_without_room_for_halves_the_kernel_copies(
-        self, machine: Any, monkeypatch: pytest.MonkeyPatch, call: str
-    ) -> None:
-        choose(monkeypatch, "staged")
-        faults: Any = Faults(machine)
-        device = sa.Device(0, driver=faults)
-        with device.create_stream() as stream, sa.allocate(64 * 4096, stream) as buffer, vmm.HostTier(device) as tier:
-            filled(buffer, 1)
-            for times in (100, 0):
-                faults.fail(call, times=times or 1, nth=1 if times else 1 << 20)
-                stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
-                tier.load(stored, buffer, range(1, 64, 2), stream)
-                assert LAUNCH in faults.seen and bool(faults.failed) == bool(times)
-                assert ("cuMemcpyAsync" in faults.seen) == (not times)
-                rows = pattern(buffer.nbytes, 1).reshape(64, 4096).copy()
-                rows[1::2] = rows[::2]
-                assert np.array_equal(read(buffer).reshape(64, 4096), rows)
-                stored.drop()
-
-    @pytest.mark.simulated_only("calls that fail are the same on any driver")
-    def test_each_call_of_the_staged_way_fails(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        choose(monkeypatch, "staged")
-        monkeypatch.setattr(copies, "_HALF", 64 << 10)
-        faults: Any = Faults(machine)
-        device = sa.Device(0, driver=faults)
-        failed = set()
-        with device.create_stream() as stream, sa.allocate(128 * 4096, stream) as buffer:
-            for nth in every(1):
-                with vmm.HostTier(device) as tier:
-                    filled(buffer, 1)
-                    stored = tier.save(buffer, range(0, 128, 2), 4096, stream)
-                    stream.synchronize()
-                    faults.fail(nth, result="CUDA_ERROR_UNKNOWN")
-                    try:
-                        tier.load(stored, buffer, range(1, 128, 2), stream)
-                    except sa.CudaError:
-                        failed.update(faults.failed)
-                    reached = list(faults.failed)
-                    faults.stop()
-                    for call in reached:
-                        if call == "cuCtxPopCurrent":
-                            machine.cuCtxPopCurrent()
-                    stream.synchronize()
-                    tier.load(stored, buffer, range(1, 128, 2), stream)
-                    rows = pattern(buffer.nbytes, 1).reshape(128, 4096).copy()
-                    rows[1::2] = rows[::2]
-                    assert np.array_equal(read(buffer).reshape(128, 4096), rows)
-                    stored.drop()
-                if not reached:
-                    break
-        assert {"cuMemcpyAsync", LAUNCH, "cuStreamWaitEvent", "cuEventRecord"} <= failed
-
 
 @pytest.mark.usefixtures("cache")
 class TestTimes:
@@ -400,9 +345,7 @@ class TestTimes:
 
     def test_are_measured_once_and_kept(self, machine: Any, cache: Path) -> None:
         first, times = self.measured(machine)
-        assert first and set(times) == {
-            f"{way} {where}" for way in ("copies", "kernel", "staged") for where in ("in", "out")
-        }
+        assert first and set(times) == {"copies in", "copies out", "kernel in", "kernel out"}
         assert self.measured(machine) == (False, times)
         (file,) = cache.iterdir()
         assert file.stat().st_mode & 0o777 == 0o600 and cache.stat().st_mode & 0o777 == 0o700
@@ -506,31 +449,23 @@ class TestTimes:
 def test_the_way_is_the_fastest_one(machine: Any) -> None:
     device = sa.Device(0, driver=machine)
     ways = set()
-    with vmm.HostTier(device) as tier:
+    with vmm.HostTier(device):
         kernel = copies.kernel_of(device)
         for nbytes in (512, 4096, 8192, 20000, 65536, 1 << 20):
             for count in (2, 16, 64, 300, 500, 3000, 32768):
                 for where in ("out", "in"):
-                    places = np.arange(count, dtype=np.int64) * nbytes
-                    for halves in (tier._halves, None):
-                        blocks = copies.Blocks(places[::-1], places, nbytes, np.zeros(1, np.int64), where == "out")
-                        chosen = kernel.way(blocks, count, halves)
-                        took = {
-                            one.split()[0]: machine.block_seconds(one, nbytes, count)
-                            for one in copies.WAYS
-                            if one.endswith(where) and (halves or not one.startswith("staged"))
-                        }
-                        assert took[chosen] <= 1.05 * min(took.values())
-                        ways.add(chosen)
-        assert ways == {"copies", "kernel", "staged"}
-        # Scattered host memory takes as many copies as there are blocks.
-        blocks = copies.Blocks(places[::-1], places, 4096, np.arange(32768), True)
-        assert kernel.way(blocks, 32768, tier._halves) == "kernel"
+                    took = [machine.block_seconds(f"{one} {where}", nbytes, count) for one in ("copies", "kernel")]
+                    chosen = kernel.is_faster(nbytes, count, count, where == "out")
+                    assert took[chosen] <= 1.05 * min(took)
+                    ways.add(chosen)
+        assert ways == {False, True}
+        # Adjacent blocks take one copy.
+        assert kernel.is_faster(4096, 32768, 32768, True) and not kernel.is_faster(4096, 32768, 1, True)
 
 
 class TestChecker:
-    @pytest.mark.parametrize("way", ["kernel", "staged"], indirect=True)
-    def test_the_kernel_declares_its_uses(self, machine: Any, way: str) -> None:
+    def test_the_kernel_declares_its_uses(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        choose(monkeypatch, "kernel")
         checked = sd.checked(machine)
         device = sa.Device(0, driver=checked)
         with (
