@@ -18,6 +18,7 @@ import contextlib
 import functools
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from streamalloc.core.errors import CaptureError, ClosedError, NotReadyError, OutOfMemoryError
@@ -59,15 +60,17 @@ _ALLOWANCE = 1.03
 """Factor of the most bytes in use. With 1, each growth would move chunks."""
 _ADDRESSES = 4
 """Times the device's memory that are reserved as addresses: moved chunks leave addresses without memory."""
-_SMALLEST_SHARE = 1 << 9
+_SMALLEST_SHARE = 1 << 8
 """A new chunk is at most this part of the memory: a block's end wastes up to a chunk, and many chunks take long."""
 _LARGEST_CHUNK = 32 << 20
 _SMALL, _SLAB = 512 << 10, 2 << 20
 """Blocks of up to the first size are cut from slabs of the second one."""
 _QUERIES = 1 << 8
 """Event queries before memory is released: enough for an idle stream. A busy stream is not waited for."""
-_PART = 4
-"""A request first merges free blocks of at least this part of its size: smaller ones stay in their lists."""
+
+
+def _bytes_of(free: list[CachedBlock]) -> int:
+    return sum(block.size_class.nbytes for block in free[:1]) * len(free)
 
 
 class _Segment:
@@ -149,21 +152,21 @@ class _Segment:
         """Size of a new chunk."""
         return max(self.page, min(1 << (self.reserved // _SMALLEST_SHARE).bit_length() >> 1, _LARGEST_CHUNK))
 
-    def create(self, at: int, nbytes: int) -> None:
-        """Create a chunk and map it (``cuMemCreate``, ``cuMemMap``, ``cuMemSetAccess``)."""
+    def create(self, at: int, nbytes: int) -> MappedBytes:
+        """Create a chunk and map it, without access (``cuMemCreate``, ``cuMemMap``)."""
         node, entry = self.range._node, MappedBytes(self.range._node, at, at + nbytes, {}, self.spec)
         for watcher in node.allocations.watchers:
             watcher.to_be_mapped(self.base + at, nbytes)
         with node.adding(entry):
             self.spec.create(entry, nbytes)
             entry.map(entry._raw)
-            node.grant((entry,), self._rights, self._structs)
-            self._enter(entry)
         self.reserved += nbytes
-        self.reserved_high = max(self.reserved_high, self.reserved)
+        return entry
 
-    def move(self, chunk: MappedBytes, at: int, after: Event) -> None:
-        """Map a chunk at another offset, too. The old addresses are unmapped once an event has completed."""
+    def move(self, chunk: MappedBytes, at: int, after: Event) -> MappedBytes:
+        """Map a chunk at another offset, too, without access. The old addresses are unmapped once an event has
+        completed.
+        """
         node, entry = self.range._node, MappedBytes(self.range._node, at, at + chunk.nbytes, {}, chunk.spec)
         memory = chunk.memory if node.allocations.watchers or chunk._memory is not None else None
         self._leave(chunk)
@@ -177,9 +180,26 @@ class _Segment:
                 entry.set_memory(memory)
                 raw = memory._node.raw
             entry.map(raw)
-            node.grant((entry,), self._rights, self._structs)
-            self._enter(entry)
         self.reserved += entry.nbytes
+        return entry
+
+    @contextlib.contextmanager
+    def mapping(self) -> Iterator[list[MappedBytes]]:
+        """A ``with`` block that fills a list with adjacent new mappings. They get access by one call
+        (``cuMemSetAccess``); after an error all are undone.
+        """
+        entries: list[MappedBytes] = []
+        try:
+            yield entries
+            self.range._node.grant(entries, self._rights, self._structs)
+        except BaseException as first:
+            for entry in entries:
+                entry.undo(first)
+                self.reserved -= entry.nbytes
+            raise
+        for entry in entries:
+            self._enter(entry)
+        self.reserved_high = max(self.reserved_high, self.reserved)
 
     def release(self, chunk: MappedBytes, after: Event) -> None:
         """Have :meth:`unmap_left` release a chunk once an event has completed."""
@@ -244,7 +264,7 @@ class _Segment:
 class _Ranges(StreamCache):
     """The blocks of one stream, and the free ranges that only its work has used."""
 
-    __slots__ = ("ranges", "small")
+    __slots__ = ("free_lists", "ranges", "sizes", "small")
 
     cache: _State
 
@@ -252,30 +272,40 @@ class _Ranges(StreamCache):
         self.ranges = FreeRanges()
         self.small = FreeRanges()
         """Free parts of slabs, for small blocks. Elsewhere these would keep much larger memory from being moved."""
+        self.sizes: list[int] = []
+        """Sizes of the classes, in order."""
+        self.free_lists: list[list[CachedBlock]] = []
+        """Their free lists."""
         super().__init__(cache, stream)
+
+    def size_class(self, nbytes: int) -> SizeClass:
+        found = super().size_class(nbytes)
+        if len(self.sizes) != len(self.classes):
+            self.sizes = sorted(self.classes)
+            self.free_lists = [self.classes[size].free for size in self.sizes]
+        return found
 
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
         """Take a free block of the size, or cut one from a free range with memory. None if there is none."""
         if self.returning:
             self.collect()
         self.serve(nbytes, wanted.free)
-        try:
-            return wanted.free.pop()
-        except IndexError:
-            return self.cache.cut(self, wanted)
+        if wanted.free:
+            with contextlib.suppress(IndexError):  # another thread took it
+                return wanted.free.pop()
+        return self.cache.cut(self, wanted)
 
     def merge(self, least: int) -> None:
-        """Merge free blocks of at least ``least`` bytes into the free ranges."""
+        """Merge free blocks of at least ``least`` bytes into the free ranges. Under the lock of the cache."""
         state = self.cache
-        base = state.segment.base
-        for one in list(self.classes.values()):
-            if one.nbytes >= least and one.free:
-                ranges = self.small if one.nbytes <= _SMALL else self.ranges
-                for block in drained(one.free.pop):
-                    state.blocks.pop(block.address, None)
-                    one.count -= 1
-                    state.used -= one.nbytes
-                    ranges.add(block.address - base, block.address - base + one.nbytes)
+        base, blocks = state.segment.base, state.blocks
+        for free in filter(None, self.free_lists[bisect_left(self.sizes, least) :]):
+            for block in drained(free.pop):
+                start, one = block.address - base, block.size_class
+                blocks.pop(block.address, None)
+                one.count -= 1
+                state.used -= one.nbytes
+                (self.small if one.nbytes <= _SMALL else self.ranges).add(start, start + one.nbytes)
         if not least:
             self._join_small(_SLAB)
 
@@ -287,14 +317,10 @@ class _Ranges(StreamCache):
             if self.small.remove(*part):
                 self.ranges.add(*part)
 
-    def give(self, part: tuple[int, int], chunk: MappedBytes) -> None:
-        """Remove a chunk from a free range."""
-        self.ranges.without(part, chunk.offset, chunk.stop)
-
     def idle(self) -> Event | None:
         """A completed event after all work of the stream; None if there is none."""
         stream = self.stream()
-        if stream is not None and self.ranges and not self.per_thread:
+        if stream is not None and not self.per_thread:
             with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
                 event = record_uncaptured(stream)
                 if event is not None and any(event.query() for _ in range(_QUERIES)):
@@ -348,8 +374,11 @@ class _State(CacheState):
         self.session.shut_with_me(self)
 
     def _shut_after_fork(self) -> None:
-        """Create the lock anew, because a forked child lacks the threads that held the old one."""
+        """Create the locks anew, because a forked child lacks the threads that held the old ones."""
         self.lock = RLock()
+        """Guards the free ranges; no call that may take long is made under it."""
+        self.growing = RLock()
+        """Guards the segment. Taken before the other lock, and only by who needs or releases memory of the driver."""
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
@@ -357,6 +386,7 @@ class _State(CacheState):
         """Cut a block from the free ranges of a stream."""
         with self.lock:
             if wanted.nbytes > _SMALL:
+                cache.merge(wanted.nbytes)
                 start = cache.ranges.cut(wanted.nbytes)
             else:
                 start = cache.small.cut(wanted.nbytes)
@@ -381,25 +411,91 @@ class _State(CacheState):
         memory.
         """
         cache: _Ranges = wanted.owner
-        with self.lock:
+        with self.growing:
             if self.busy:
                 return None
             self.busy = True
             try:
-                return self._merged(cache, wanted) or self._extended(cache, wanted, stream)
+                with self.session.relaxed():
+                    return self._found(cache, wanted, stream)
             finally:
                 self.busy = False
 
-    def _merged(self, cache: _Ranges, wanted: SizeClass) -> CachedBlock | None:
-        cache.merge(max(wanted.nbytes, _SLAB) // _PART)
-        block = self.cut(cache, wanted)
-        if block is None:
-            for one in self.live():
-                one.merge(0)
-            self._take_ended(cache)
+    def _found(self, cache: _Ranges, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
+        nbytes, segment = wanted.nbytes if wanted.nbytes > _SMALL else _SLAB, self.segment
+        # Small blocks are merged, and more is reserved than is allowed, only if there is no other memory.
+        for least, exceeds in ((_SMALL + 1, False), (0, False), (0, True)):
+            with self.lock:
+                cache.merge(least)
+                self._take_ended(cache)
             block = self.cut(cache, wanted)
-            self.peak = max(self.peak, self.used + (0 if block else max(wanted.nbytes, _SLAB)))
-        return block
+            if block is None:
+                in_use = self.used - sum(sum(map(_bytes_of, filter(None, one.free_lists))) for one in self.live())
+                self.peak = max(self.peak, in_use + nbytes)
+                if segment.reserved - segment.leaving + nbytes > self.most and not self.queue.paused:
+                    with self.lock:
+                        for one in self.live():
+                            one.merge(least)
+                    block = self._borrowed(cache, wanted, nbytes, stream)
+                limit = segment.most if exceeds else self.most
+                block = block or self._extended(cache, wanted, nbytes, stream, limit)
+            if block is not None:
+                return block
+        return None
+
+    @property
+    def most(self) -> int:
+        """Bytes that may be reserved while there is memory that can be moved."""
+        return int(self.peak * _ALLOWANCE) + self.segment.page
+
+    def _borrowed(self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream) -> CachedBlock | None:
+        """A block from another stream's free ranges, for whose work the stream waits: a range that is large enough, or
+        all ranges, joined to the stream's own.
+        """
+        others = [one for one in self.live() if one is not cache and not one.per_thread]
+        for all_ranges in (False, True):
+            for owner in others:
+                with self.lock:
+                    if all_ranges:
+                        parts, owner.ranges = [*owner.ranges], FreeRanges()
+                    else:
+                        start = owner.ranges.cut(nbytes)
+                        parts = [] if start is None else [(start, start + nbytes)]
+                if parts:
+                    to = owner
+                    try:
+                        if self._after(owner, stream) is not None:
+                            to = cache
+                    finally:
+                        self._give(to, parts)
+                    block = self.cut(cache, wanted)
+                    if block is not None:
+                        return block
+        return None
+
+    def _give(self, to: _Ranges, parts: Iterable[tuple[int, int]]) -> None:
+        """Add free ranges to a stream's."""
+        with self.lock:
+            for start, stop in parts:
+                to.ranges.add(start, stop)
+        if to.ended:
+            self.queue.submit(to)
+
+    def _after(self, owner: _Ranges, stream: Stream) -> Event | None:
+        """An event of a stream after the work of a memory's owner, for which the stream waits; None if it cannot.
+
+        Take the memory first: what the owner frees later comes after the event.
+        """
+        other = owner.stream()
+        if other is not None:
+            with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
+                if other is not stream:
+                    event = record_uncaptured(other)
+                    if event is None:
+                        return None
+                    stream.wait(event)
+                return record_uncaptured(stream)
+        return None
 
     def live(self) -> list[_Ranges]:  # type: ignore[override]
         """The stream caches that have not ended."""
@@ -407,37 +503,35 @@ class _State(CacheState):
 
     def _take_ended(self, cache: _Ranges) -> None:
         """Give a stream the free ranges of ended streams whose work has completed."""
-        if self.ended:
-            with self.session.relaxed():
-                while self.ended and self.ended[0][0].query():
-                    for part in self.ended.popleft()[1]:
-                        cache.ranges.add(*part)
+        while self.ended and self.ended[0][0].query():
+            for part in self.ended.popleft()[1]:
+                cache.ranges.add(*part)
 
-    def _extended(self, cache: _Ranges, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
+    def _extended(
+        self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream, limit: int
+    ) -> CachedBlock | None:
         """Join free ranges by memory below the addresses between them, or behind the last one."""
         ranges, segment = cache.ranges, self.segment
-        nbytes = wanted.nbytes if wanted.nbytes > _SMALL else _SLAB
-        with self.session.relaxed():
-            segment.unmap_left()
+        segment.unmap_left()
+        with self.lock:
             start = self._place(ranges, nbytes)
             if start is None:
                 return None
             stop = start + nbytes
-            segment.extend(stop)
+            if stop > segment.top:
+                whole = segment.top + -(-(stop - segment.top) // segment.step) * segment.step
+                if segment.reserved - segment.leaving + whole - start <= self.most:
+                    stop = whole
+                segment.extend(stop)
             self._take_parts(ranges, start, stop)
-            backed = False
-            try:
-                backed = self._back(start, stop, cache, stream)
-            finally:
-                if not backed:
-                    for first, last in segment.backed(start, stop):
-                        ranges.add(first, last)
-        if not backed:
-            return None
-        if nbytes == wanted.nbytes:
-            return self._block_at(start, wanted)
-        cache.small.add(start, stop)
-        return self.cut(cache, wanted)
+        backed = False
+        try:
+            backed = self._back(start, stop, cache, stream, limit)
+        finally:
+            with self.lock:
+                for first, last in segment.backed(start, stop):
+                    ranges.add(first, last)
+        return self.cut(cache, wanted) if backed else None
 
     def _place(self, ranges: FreeRanges, nbytes: int) -> int | None:
         """The offset from which on so many bytes are free and lack the least memory; None if the addresses are used up.
@@ -473,95 +567,76 @@ class _State(CacheState):
                     ranges.add(stop, end)
             start = end if end > start else self.segment.gap_at(start)[1]
 
-    def _back(self, start: int, stop: int, cache: _Ranges, stream: Stream) -> bool:
+    def _back(self, start: int, stop: int, cache: _Ranges, stream: Stream, limit: int) -> bool:
         """Put memory below all of a part; the rest of its last page becomes a free range. Returns whether there was
         enough.
         """
-        segment, page = self.segment, self.segment.page
-        most = -(-int(self.peak * _ALLOWANCE) // page) * page + page
-        if self.limit:
-            most = min(most, self.limit)
-        owners = {cache: True}
-        event: Event | None = None
-        for at, end in segment.missing(start, stop):
-            while at < end:
-                size, spare = min(segment.step, end - at), None
-                if segment.reserved - segment.leaving + size > most:
-                    spare = self._spare(end - at, owners)
-                    if spare is None:
-                        self._let_go({cache: True}, stream)
-                if spare is None:
-                    size = self._created(at, size)
-                    if not size:
-                        spare = self._spare(end - at, owners)
-                        if spare is None:
-                            return False
-                if spare is not None:
-                    owner, part, chunk = spare
-                    if owner not in owners:
-                        owners[owner], event = self._wait_for(owner, stream), None
-                        continue
-                    event = event or record_uncaptured(stream)
-                    if event is None:
-                        return False
-                    owner.give(part, chunk)
-                    segment.move(chunk, at, event)
-                    size = chunk.nbytes
-                at += size
-                if at > stop:
-                    cache.ranges.add(stop, at)
+        segment = self.segment
+        while missing := segment.missing(start, stop):
+            at, end = missing[0]
+            steps = self._plan(at, end, cache, limit)
+            moves = any(chunk for chunk, _ in steps)
+            event = self._after(cache, stream) if moves else None
+            try:
+                if not steps or (moves and event is None):
+                    return False
+                with segment.mapping() as entries:
+                    while steps:
+                        chunk, nbytes = steps.pop(0)
+                        entry = segment.move(chunk, at, event) if chunk and event else self._created(at, nbytes)
+                        if entry is None:
+                            limit = 0
+                            break
+                        entries.append(entry)
+                        at = entry.stop
+            finally:
+                self._give(cache, [(chunk.offset, chunk.stop) for chunk, _ in steps if chunk])
+            if at > stop:
+                self._give(cache, [(stop, at)])
         return True
 
-    def _let_go(self, owners: dict[_Ranges, bool], stream: Stream) -> None:
-        """Release a chunk of the stream that is too large for a gap."""
-        spare = self._spare(self.segment.most, owners)
-        event = None if spare is None else record_uncaptured(stream)
-        if spare is not None and event is not None:
-            owner, part, chunk = spare
-            owner.give(part, chunk)
-            self.segment.release(chunk, event)
-            self.segment.unmap_left()
-
-    def _created(self, at: int, nbytes: int) -> int:
-        """Create memory below an offset, up to the limit; return its bytes: 0 if there is none."""
-        segment = self.segment
-        if self.limit:
-            nbytes = min(nbytes, (self.limit - segment.reserved) // segment.page * segment.page)
-        if nbytes <= 0:
-            return 0
-        try:
-            segment.create(at, nbytes)
-        except OutOfMemoryError:
-            return 0
-        return nbytes
-
-    def _spare(self, most: int, owners: dict[_Ranges, bool]) -> tuple[_Ranges, tuple[int, int], MappedBytes] | None:
-        """A chunk of at most ``most`` bytes of free memory, with its free range and the owner of that.
-
-        ``owners``: the stream caches whose work the stream is ordered after or, if False, cannot be.
+    def _plan(self, at: int, end: int, cache: _Ranges, limit: int) -> list[tuple[MappedBytes | None, int]]:
+        """Chunks to be moved, which are taken out of free ranges, and sizes of chunks to be created, that together put
+        memory below a part. None if there is not enough.
         """
-        if self.queue.paused:  # the record of an event might go into a capture
-            return None
-        for owner in dict.fromkeys([*owners, *self.live()] if most < self.segment.most else owners):
-            if owners.get(owner, not owner.per_thread):
-                for part in owner.ranges:
-                    if part[1] - part[0] < self.segment.page:
-                        break
-                    chunk = self.segment.chunk_within(*part, most)
-                    if chunk is not None:
-                        return owner, part, chunk
+        segment = self.segment
+        steps: list[tuple[MappedBytes | None, int]] = []
+        reserved = segment.reserved - segment.leaving
+        if self.limit:
+            limit = min(limit, self.limit - segment.leaving)
+        with self.lock:
+            while at < end:
+                nbytes = min(segment.step, end - at)
+                chunk = self._taken(cache, end - at) if reserved + nbytes > min(self.most, limit) else None
+                if chunk is None:
+                    nbytes = min(nbytes, (limit - reserved) // segment.page * segment.page)
+                    reserved += nbytes
+                else:
+                    nbytes = chunk.nbytes
+                if nbytes <= 0:
+                    self._give(cache, [(chunk.offset, chunk.stop) for chunk, _ in steps if chunk])
+                    return []
+                steps.append((chunk, nbytes))
+                at += nbytes
+        return steps
+
+    def _taken(self, cache: _Ranges, most: int) -> MappedBytes | None:
+        """Take a chunk of at most ``most`` bytes out of a free range."""
+        # During captures the record of an event might go into one.
+        for part in () if self.queue.paused else cache.ranges:
+            if part[1] - part[0] < self.segment.page:
+                break
+            chunk = self.segment.chunk_within(*part, most)
+            if chunk is not None:
+                cache.ranges.without(part, chunk.offset, chunk.stop)
+                return chunk
         return None
 
-    def _wait_for(self, owner: _Ranges, stream: Stream) -> bool:
-        """Have a stream wait for the work of another one. Returns whether it does."""
-        other = owner.stream()
-        if other is not None:
-            with contextlib.suppress(CaptureError, ClosedError, NotReadyError):
-                event = record_uncaptured(other)
-                if event is not None:
-                    stream.wait(event)
-                    return True
-        return False
+    def _created(self, at: int, nbytes: int) -> MappedBytes | None:
+        """Create memory below an offset; None if there is none."""
+        with contextlib.suppress(OutOfMemoryError):
+            return self.segment.create(at, nbytes)
+        return None
 
     # -- giving back -----------------------------------------------------------------------------------------
 
@@ -573,7 +648,7 @@ class _State(CacheState):
         """Release the chunks of free addresses whose work has completed, but keep some bytes; return how many were
         released. For arenas, too, which run out of memory: the host waits neither for work nor for another thread.
         """
-        return unless_busy(functools.partial(self._release_spare, keep), 0, self.lock)
+        return unless_busy(functools.partial(self._release_spare, keep), 0, self.growing)
 
     def _release_spare(self, keep: int) -> int:
         segment, before = self.segment, self.segment.reserved
@@ -582,21 +657,30 @@ class _State(CacheState):
         self.busy = True
         try:
             with self.session.relaxed():
-                idle = [(event, ranges) for event, ranges in self.ended if event.query()]
+                for event, ranges in list(self.ended):
+                    if event.query():
+                        self._release_parts(ranges, event, keep)
                 for one in self.live():
-                    one.merge(0)
-                    event = one.idle()
-                    if event is not None:
-                        idle.append((event, one.ranges))
-                for event, ranges in idle:
-                    for part in ranges:
-                        while chunk := segment.chunk_within(*part, segment.reserved - segment.leaving - keep):
-                            part = ranges.without(part, chunk.offset, chunk.stop)
-                            segment.release(chunk, event)
+                    with self.lock:  # out of reach for the stream: what it frees from now on comes after the event
+                        one.merge(0)
+                        ranges, one.ranges = one.ranges, FreeRanges()
+                    try:
+                        done = one.idle() if ranges else None
+                        if done is not None:
+                            self._release_parts(ranges, done, keep)
+                    finally:
+                        self._give(one, ranges)
                 segment.unmap_left()
         finally:
             self.busy = False
         return before - segment.reserved
+
+    def _release_parts(self, ranges: FreeRanges, event: Event, keep: int) -> None:
+        segment = self.segment
+        for part in ranges:
+            while chunk := segment.chunk_within(*part, segment.reserved - segment.leaving - keep):
+                part = ranges.without(part, chunk.offset, chunk.stop)
+                segment.release(chunk, event)
 
     def page_bytes(self, location: MemLocation) -> int:
         """Bytes at a location that no mapping counts: none."""

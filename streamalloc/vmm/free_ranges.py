@@ -32,6 +32,11 @@ class FreeRanges:
         for key in reversed(self._sizes[:]):
             yield key & _OFFSET, (key & _OFFSET) + (key >> _SHIFT)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest range."""
+        return self._sizes[-1] >> _SHIFT if self._sizes else 0
+
     def cut(self, nbytes: int) -> int | None:
         """Remove the first bytes of the smallest range that has so many; return their offset."""
         sizes = self._sizes
