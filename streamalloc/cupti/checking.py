@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from time import sleep, time_ns
+from time import time_ns
 from typing import Any
 
 from streamalloc.checker.capture import TrackedNode
@@ -26,9 +26,10 @@ from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
 from streamalloc.checker.wrapper import REFUSED, Recorder
 from streamalloc.cupti import callers
 from streamalloc.cupti.blocks import Blocks, Run, Use, addresses_of, kernel_of, parts_of
+from streamalloc.cupti.gate import QUIET
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.operators import Operators
-from streamalloc.cupti.subscription import LAUNCHES, SETTLE, SOON, DriverCall, RaisedAgain, Subscription
+from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, RaisedAgain, Subscription
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.internal import cuda, described
@@ -145,12 +146,6 @@ class Check:
         """Lock of the thread that works on them. Others wait: they may write afterwards what copies have read."""
         self._worker = 0
         """Thread that works on them; 0: none does."""
-        self._is_asking = False
-        """Whether it asks PyTorch's allocator. Then nobody waits for it."""
-        self._is_late = False
-        """Whether another thread has gone on before its call was followed."""
-        self._threads: set[int] = set()
-        """Threads that have called since the allocators were asked."""
         self._handles: set[int] = set()
         """Streams that have launched kernels."""
         self._of_natives: set[int | None] = set()
@@ -167,6 +162,7 @@ class Check:
         """Whether uses were judged before."""
         functions = {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES}
         self._subscription: Subscription = Subscription(self._called, functions)
+        self._libraries.on_torch = self._subscription.gate.write_frees
 
     @property
     def hazards(self) -> list[Hazard]:
@@ -238,31 +234,14 @@ class Check:
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
-        with self._asking():
+        with self._subscription.gate.asking():
             events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
         self._was_read |= not is_alone
 
         def judge() -> None:
-            if self._is_late:
-                self._is_late = False
-                self._recorder.state.sources.clear()
             self._blocks.merge(events, upto or time_ns(), is_alone)
 
         self._recorder.between_calls(self._seen.context, judge)
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Ask PyTorch's allocator in the block. Before, callbacks of other threads end: these may have its lock, for
-        which PyTorch waits with Python's lock.
-        """
-        self._is_asking = True
-        try:
-            if len(self._threads) > 1:
-                sleep(SETTLE)
-            self._threads.clear()
-            yield
-        finally:
-            self._is_asking = False
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
@@ -272,7 +251,8 @@ class Check:
         if self._has_streams:
             call = self._with_operands(call)
         self._waiting.append(call)
-        self._threads.add(call.thread)
+        if call.function in QUIET:
+            return  # somebody may wait for a lock of this thread's library, with Python's
         if call.function in LAUNCHES:
             stream = call.args[1]
             if stream in self._handles and len(self._waiting) < _MOST_WAITING:
@@ -299,17 +279,13 @@ class Check:
     def _work(self) -> None:
         if self._worker == threading.get_ident():
             return  # a finaliser in the middle of the work has made a call, which is next
-        while not self._turn.acquire(timeout=SETTLE / 8):
-            if self._is_asking:
-                self._is_late = True
-                return
-        self._worker = threading.get_ident()
-        try:
-            while self._waiting:
-                self._take()
-        finally:
-            self._worker = 0
-            self._turn.release()
+        with self._turn:
+            self._worker = threading.get_ident()
+            try:
+                while self._waiting:
+                    self._take()
+            finally:
+                self._worker = 0
         if self._raises and self.hazards and self._raising is None:
             self._raising = _Raising()
             self._raising.start()
@@ -331,7 +307,7 @@ class Check:
         else:
             self._follow(one)
         if was_alone and not self._is_alone:
-            with self._asking():
+            with self._subscription.gate.asking():
                 self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:

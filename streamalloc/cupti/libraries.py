@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import PackageNotFoundError, version
 from time import time_ns
 from types import CodeType, ModuleType
 from typing import Any
@@ -37,6 +36,8 @@ class Libraries:
     ) -> None:
         self.torch: Any = None
         """PyTorch, once the program has imported it."""
+        self.on_torch: Callable[[], object] = lambda: None
+        """Called when it has."""
         self._events: list[Event] = []
         self._take = take or self._events.append
         """Gets the events of hooks."""
@@ -56,7 +57,6 @@ class Libraries:
         for name, follow in found.items():
             if name in sys.modules:
                 follow(sys.modules[name])
-        self._open.enter_context(_allocating_without_a_lock())
         sys.meta_path.insert(0, finder)
         try:
             yield self
@@ -80,8 +80,22 @@ class Libraries:
 
     def _follow_torch(self, torch: ModuleType) -> None:
         self.torch = torch
-        # PyTorch calls it when it has initialised CUDA; an earlier call would initialise it.
+        self.on_torch()
+        # PyTorch calls them when it has initialised CUDA; an earlier call would initialise it.
+        torch.cuda._lazy_call(self._release_lock)
         torch.cuda._lazy_call(self._record)
+
+    def _release_lock(self) -> None:
+        """Have PyTorch's allocator release its lock while it calls ``cudaMalloc``, unless the program has said no.
+
+        The callback of that call waits for Python's lock. Its owner may wait for the allocator's, to drop a tensor.
+        """
+        # Before 2.9, PyTorch does not tell its settings. Some versions forget those that are not given again.
+        torch = self.torch
+        before = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: os.environ.get(_CONF, ""))()
+        if _UNLOCKED not in before:
+            settings = ",".join(one for one in (before, f"{_UNLOCKED}:True") if one)
+            torch.cuda.memory._set_allocator_settings(settings)
 
     def _record(self, **more: bool) -> None:
         torch, skipped, most = self.torch, ["free_requested"], self.most_entries
@@ -196,32 +210,7 @@ _around_rmm: list[Any] = []
 """Resources that RMM has raw pointers to. They are never freed."""
 
 
-@contextlib.contextmanager
-def _allocating_without_a_lock() -> Iterator[None]:
-    """Have PyTorch, if it is imported in the block, release the lock of its allocator while it calls ``cudaMalloc``.
-
-    The callback of that call waits for Python's lock. Its owner may wait for the allocator's, to drop a tensor.
-    """
-    try:
-        older = tuple(map(int, version("torch").split(".")[:2])) < (2, 9)
-    except (PackageNotFoundError, ValueError):
-        yield
-        return
-    variable = "PYTORCH_CUDA_ALLOC_CONF" if older or "PYTORCH_CUDA_ALLOC_CONF" in os.environ else "PYTORCH_ALLOC_CONF"
-    before = os.environ.get(variable)
-    settings = [one for one in (before or "").split(",") if one]
-    if not any(one.startswith(_UNLOCKED) for one in settings):
-        os.environ[variable] = ",".join([*settings, f"{_UNLOCKED}:True"])
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(variable, None)
-        else:
-            os.environ[variable] = before
-
-
-_UNLOCKED = "release_lock_on_cudamalloc"
+_CONF, _UNLOCKED = "PYTORCH_CUDA_ALLOC_CONF", "release_lock_on_cudamalloc"
 
 
 class _Finder(MetaPathFinder):

@@ -9,15 +9,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 memory: Any = (ctypes.c_char * (1 << 62)).from_address(0)
 """The address space of the process: slices of it and :mod:`struct` read a few bytes much faster than pointers do."""
-Callback = Callable[[int, int, int, int], None]
-"""Called with user data, domain, number of the function, and address of a ``CUpti_CallbackData``."""
-_C_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t)
 _DRIVER_API = 1
 _MOST_FUNCTIONS = 1500
 """Numbers of functions that are asked for their names; CUPTI 13 has about 800."""
@@ -39,8 +36,6 @@ class Library:
     def __init__(self) -> None:
         self._library: Any = _load()
         self._subscriber = ctypes.c_void_p()
-        self._kept: Any = None
-        """The callback as C sees it, which must outlive the subscription."""
 
     def functions(self) -> dict[int, str]:
         """The driver functions that CUPTI can report, by number."""
@@ -50,28 +45,24 @@ class Library:
                 found[number] = name.value.decode()
         return found
 
-    def subscribe(self, callback: Callback, functions: Iterable[int]) -> None:
-        """Have ``callback`` called before and after each call of these functions, by any code of the process.
+    def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
+        """Have the C function at ``callback`` called before and after each call of these functions, by any code of the
+        process, with ``user`` first.
 
         Raises
         ------
         CuptiError
             Another tool has subscribed (a profiler, a debugger), or this process has already.
         """
-        self._kept = _C_CALLBACK(callback)
-        result = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), self._kept, None)
+        to = ctypes.c_void_p(callback), ctypes.c_void_p(user)
+        result = self._library.cuptiSubscribe(ctypes.byref(self._subscriber), *to)
         if result:
-            self._kept = None
             more = (
                 "; CUPTI takes one: end the other (a profiler, a debugger, another check)" if result == _ALREADY else ""
             )
             raise CuptiError(f"cuptiSubscribe answered {self._text(result)}{more}")
-        self.enable(functions, True)
-
-    def enable(self, functions: Iterable[int], on: bool) -> None:
-        """Have these functions shown, or not."""
         for number in functions:
-            self._library.cuptiEnableCallback(int(on), self._subscriber, _DRIVER_API, number)
+            self._library.cuptiEnableCallback(1, self._subscriber, _DRIVER_API, number)
 
     def unsubscribe(self) -> None:
         """End the callbacks. A callback that runs on another thread may still end after this call."""

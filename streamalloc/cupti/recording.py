@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Iterator
-from time import sleep
 
 from streamalloc.cupti.blocks import ALLOCATED, FREED
 from streamalloc.cupti.libraries import Libraries
-from streamalloc.cupti.subscription import SETTLE, DriverCall, Subscription
+from streamalloc.cupti.subscription import DriverCall, Subscription
 from streamalloc.driver import Call
 from streamalloc.driver.bindings import cuda, number_of
 
@@ -64,6 +63,7 @@ class Recording:
     def running(self) -> Iterator[None]:
         """Record the process in the block."""
         subscription = Subscription(self.called, ALLOCATIONS)
+        self.libraries.on_torch = subscription.gate.write_frees
         with self.libraries.followed():
             subscription.open()
             try:
@@ -71,9 +71,7 @@ class Recording:
             finally:
                 subscription.close()
                 self.failure = subscription.error
-                # PyTorch forgets at the end of the block. Callbacks that have begun are over then.
-                sleep(SETTLE)
-                self._calls = self.calls()
+                self._calls = self.calls()  # PyTorch forgets at the end of the block
 
 
 def _has_any(addresses: list[int], start: int, nbytes: int) -> bool:

@@ -11,10 +11,11 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from time import sleep, time_ns
+from time import time_ns
 from types import FrameType
 from typing import Any, NamedTuple
 
+from streamalloc.cupti.gate import Gate
 from streamalloc.cupti.kernels import Kernels
 from streamalloc.cupti.layouts import Layout, layout
 from streamalloc.cupti.library import Library, memory
@@ -48,8 +49,6 @@ _configuration = struct.Struct("II24xQ").unpack_from
 LAUNCHES = frozenset(("cuLaunchKernel", "cuLaunchCooperativeKernel", "cuLaunchKernelEx"))
 """Functions that launch a kernel."""
 _DEEPEST = 8
-SETTLE = 0.002
-"""Seconds in which callbacks that have begun come to their end."""
 
 
 class DriverCall(NamedTuple):
@@ -91,6 +90,7 @@ class Subscription:
         self._library = Library()
         self._functions = _known(self._library.functions(), frozenset(functions))
         self.kernels: Kernels = Kernels()
+        self.gate: Gate = Gate(self._called, {number: one[0] for number, one in self._functions.items()})
         self._watch = _Watch()
         self._main = threading.main_thread().ident or 0
         self._waiting: Stack | None = None
@@ -101,7 +101,7 @@ class Subscription:
         with contextlib.ExitStack() as undo:
             undo.callback(self.kernels.close)
             self.kernels.open()
-            self._library.subscribe(self._called, self._functions)
+            self._library.subscribe(self.gate.address, self.gate.user, self._functions)
             self._watch.open()
             undo.pop_all()
         # While a callback runs, its thread should keep Python's lock: the library that makes the call may hold a lock
@@ -109,19 +109,15 @@ class Subscription:
         self._interval = sys.getswitchinterval()
         sys.setswitchinterval(max(self._interval, _SWITCH_INTERVAL))
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """No callbacks in the block; those that have begun before are over."""
-        self._library.enable(self._functions, False)
-        sleep(SETTLE)
-        try:
-            yield
-        finally:
-            self._library.enable(self._functions, True)
-
     def close(self) -> None:
-        """End the subscription."""
+        """End the subscription. Callbacks that have begun come to their end."""
         self._library.unsubscribe()
+        with self.gate.asking():
+            pass
+        try:
+            self.take_written()
+        except Exception as error:
+            self._fail(error)
         self.kernels.close()
         self._watch.close()
         sys.setswitchinterval(self._interval)
@@ -131,9 +127,24 @@ class Subscription:
         try:
             site, args, result, symbol, context = _data(memory, data)
             if site and self.error is None and not _is_child:  # the call has returned
+                if self.gate.has_written:
+                    self.take_written()
                 self._returned(number, args, result, symbol, context)
         except BaseException as error:
             self._fail(error)
+        finally:
+            if self.gate.modes[number]:
+                self.gate.left += 1
+
+    def take_written(self) -> None:
+        """Take the calls that the gate has written down. Their threads stand where they stand now."""
+        now = time_ns()
+        for one in self.gate.take():
+            name, how, per_thread, stream_at = self._functions[one.number]
+            given, answer = how.arguments(at := ctypes.addressof(one.args)), how.answer(at, one.result)
+            given = _on_stream(given, per_thread, stream_at)
+            place = frames_of(sys._current_frames().get(one.thread), _DEEPEST)
+            self._listener(DriverCall(name, given, answer, one.thread, one.context, place, now))
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
@@ -148,9 +159,7 @@ class Subscription:
         now, thread, code = time_ns(), threading.get_ident(), _code(memory, result)[0]
         name, how, per_thread, stream_at = self._functions[number]
         if name not in LAUNCHES:
-            given = how.arguments(args)
-            if per_thread and stream_at is not None and not given[stream_at]:
-                given = (*given[:stream_at], _PER_THREAD, *given[stream_at + 1 :])
+            given = _on_stream(how.arguments(args), per_thread, stream_at)
             place = self._place(_DEEPEST)
             self._listener(DriverCall(name, given, how.answer(args, code), thread, context, place, now))
         elif not code:
@@ -177,6 +186,13 @@ class Subscription:
         if self._waiting is None:
             self._waiting = frames_of(sys._current_frames().get(self._main), _DEEPEST)
         return self._waiting[:depth]
+
+
+def _on_stream(given: tuple[Any, ...], per_thread: bool, stream_at: int | None) -> tuple[Any, ...]:
+    """Arguments with the handle of the per-thread default stream, if they mean that one by 0."""
+    if per_thread and stream_at is not None and not given[stream_at]:
+        return *given[:stream_at], _PER_THREAD, *given[stream_at + 1 :]
+    return given
 
 
 def _is_of_native_thread(frame: FrameType | None) -> bool:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from streamalloc.cupti.library import Callback
+from streamalloc.cupti.gate import C_CALLBACK
 from streamalloc.driver.bindings import c_signature, cuda, number_of, parameters
 from streamalloc.driver.wrappers import Function, Wrapper
 
@@ -20,17 +20,16 @@ class Library:
 
     def __init__(self) -> None:
         self._numbers = {name: number for number, name in enumerate(dir(cuda)) if name.startswith("cu")}
-        self._callback: Callback | None = None
+        self._callback: Any = None
+        self._user = 0
         self._wanted: set[int] = set()
 
     def functions(self) -> dict[int, str]:
         return {number: name for name, number in self._numbers.items()}
 
-    def subscribe(self, callback: Callback, functions: Iterable[int]) -> None:
-        self._callback, self._wanted = callback, set(functions)
-
-    def enable(self, functions: Iterable[int], on: bool) -> None:
-        self._wanted = set(functions) if on else set()
+    def subscribe(self, callback: int, user: int, functions: Iterable[int]) -> None:
+        # The call gives Python's lock away, as most libraries do.
+        self._callback, self._user, self._wanted = C_CALLBACK(callback), user, set(functions)
 
     def unsubscribe(self) -> None:
         self._callback = None
@@ -46,7 +45,7 @@ class Library:
         at = (ctypes.addressof(one) for one in (text, arguments, result, symbol))
         for site in (0, 1):
             data = ctypes.create_string_buffer(struct.pack("I4xQQQQQIIQQ", site, *at, context, 1, 0, 0, number))
-            self._callback(0, 1, number, ctypes.addressof(data))
+            self._callback(self._user, 1, number, ctypes.addressof(data))
             at = (ctypes.addressof(one) for one in (text, arguments, result, symbol))
         del kept
 

@@ -61,6 +61,8 @@ class Torch:
         """Times in us, reserved bytes, and the split."""
         self.began: list[tuple[str | None, dict[str, Any]]] = []
         """Arguments of each begin of a history."""
+        self.settings = [""]
+        """All settings of the allocator that were given."""
         self.waiting: list[Any] = []
         """Calls for the time when CUDA is initialised."""
         self._initialized = initialized
@@ -77,8 +79,13 @@ class Torch:
         self.cuda = types.SimpleNamespace(
             is_initialized=lambda: self._initialized,
             _lazy_call=lambda call: call() if self._initialized else self.waiting.append(call),
-            memory=types.SimpleNamespace(_snapshot=self._snapshot, _record_memory_history=self._record),
+            memory=types.SimpleNamespace(
+                _snapshot=self._snapshot,
+                _record_memory_history=self._record,
+                _set_allocator_settings=self.settings.append,
+            ),
         )
+        self._C = types.SimpleNamespace(_accelerator_getAllocatorSettings=lambda: self.settings[-1])
 
     def initialize(self) -> None:
         self._initialized = True

@@ -501,7 +501,7 @@ def test_the_work_of_a_lone_stream_is_kept_for_the_second_one(
             if number == 3:
                 early = s.torch.empty(s.first)  # in the same segment: nothing has the history read
             if number % 10 == 0:
-                s.driver.cuEventRecord(s.event, s.first)
+                s.driver.cuStreamSynchronize(s.first)
             counts.append(check._blocks.count)
             if forgets:
                 s.torch.history.clear()
@@ -542,6 +542,7 @@ def test_a_call_in_the_middle_of_the_work_on_another_is_next(checked: Any, monke
 
         monkeypatch.setattr(Check, "_follow", follow)
         s.driver.cuEventRecord(s.event, s.first)
+        s.driver.cuStreamQuery(s.first)  # the recording is followed, too
         s.driver.launch("read", s.side, tensor)
 
     assert checked(scene).hazards == []

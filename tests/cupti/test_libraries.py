@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ _TORCH = """
 from tests.cupti.pytorch import Torch
 
 stand_in = Torch(initialized=False)
-cuda = stand_in.cuda
+cuda, _C = stand_in.cuda, stand_in._C
 """
 _CUPY = """
 class cuda:
@@ -84,34 +83,27 @@ class TestImports:
 
 
 @pytest.mark.parametrize(
-    ("version", "before", "after"),
+    ("before", "after"),
     [
-        ("2.11.0+cu130", {}, {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:True"}),
-        ("2.9.0", {}, {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:True"}),
-        ("2.8.0", {}, {"PYTORCH_CUDA_ALLOC_CONF": "release_lock_on_cudamalloc:True"}),
-        (
-            "2.11.0",
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,release_lock_on_cudamalloc:True"},
-        ),
-        (
-            "2.11.0",
-            {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:False"},
-            {"PYTORCH_ALLOC_CONF": "release_lock_on_cudamalloc:False"},
-        ),
+        ("", "release_lock_on_cudamalloc:True"),
+        ("expandable_segments:True", "expandable_segments:True,release_lock_on_cudamalloc:True"),
+        ("release_lock_on_cudamalloc:False", "release_lock_on_cudamalloc:False"),
     ],
 )
-def test_pytorch_is_told_to_release_its_lock(
-    version: str, before: dict[str, str], after: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def settings() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name.endswith("_ALLOC_CONF")}
-
-    for name in settings():
-        monkeypatch.delenv(name)
-    for name, value in before.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(libraries, "version", lambda name: version)
+def test_pytorch_is_told_to_release_its_lock(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When CUDA begins, beside the settings of the program, wherever these come from."""
+    torch = Torch(initialized=False)
+    monkeypatch.setitem(sys.modules, "torch", torch)
     with Libraries().followed():
-        assert settings() == after
-    assert settings() == before
+        torch.settings.append(before)
+        torch.initialize()
+        assert torch.settings[-1] == after
+
+
+def test_an_older_pytorch_is_told_with_the_settings_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = Torch()
+    del torch._C._accelerator_getAllocatorSettings
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    with Libraries().followed():
+        assert torch.settings[-1] == "max_split_size_mb:64,release_lock_on_cudamalloc:True"
