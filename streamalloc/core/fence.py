@@ -23,7 +23,7 @@ from streamalloc.core.errors import (
     refused,
 )
 from streamalloc.core.event import Event, has_passed, pending_ends
-from streamalloc.core.session import PerDriver, Session, members
+from streamalloc.core.session import Session, members
 from streamalloc.core.stream import (
     LEGACY,
     PER_THREAD,
@@ -225,31 +225,21 @@ def _captured_elsewhere(stream: Stream) -> bool:
     return False
 
 
-def context_event(device: Device) -> Event | None:
-    """Record an event after all queued work of a device's context, on streams of any library (``cuCtxRecordEvent``).
+def all_work(device: Device) -> tuple[Event, ...]:
+    """An event after all queued work of a device's context, on streams of any library (``cuCtxRecordEvent``).
 
-    The call invalidates every capture in the context. So it is not made while this library captures a stream, or other
-    code captures a stream that this library knows; then the result is None. A host that waits anyway calls
-    :func:`await_device`, which also spares the captures of streams that this library does not know.
+    The call invalidates every capture in the context. So while this library captures a stream, or other code captures a
+    stream that this library knows, the host waits for the work instead, and the tuple is empty. A host that waits
+    anyway calls :func:`await_device`, which also spares the captures of streams that this library does not know.
     """
     session = device._session
     queue = deferred_queue(session)
     with queue.beginning, device.current():
-        if queue.captures or any(map(_captured_elsewhere, _known_streams(session))):
-            return None
-        event = Event(device)
-        session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
-        return event
-
-
-def all_work(device: Device) -> tuple[Event, ...]:
-    """Events after all queued work of a device. While this library captures a stream, the host waits for the work
-    instead, and the tuple is empty.
-    """
-    event = context_event(device)
-    if event is not None:
-        return (event,)
-    await_device(device._session, device.ordinal)
+        if not (queue.captures or any(map(_captured_elsewhere, _known_streams(session)))):
+            event = Event(device)
+            session.call("cuCtxRecordEvent", session.context(device.ordinal), event._raw)
+            return (event,)
+    await_device(session, device.ordinal)
     return ()
 
 
@@ -273,21 +263,6 @@ def await_device(session: Session, ordinal: int) -> None:
         except CudaError:
             deferred_queue(session).submit(byte)
             raise
-
-
-_latest_fence: PerDriver[list[Fence]] = PerDriver(lambda _: [])
-
-
-def fence_since(session: Session, dropped: int) -> Fence:
-    """A fence behind all work that known streams had queued at a time of ``time.monotonic_ns``, perhaps behind later
-    work.
-
-    Items dropped before it was made share it, so a thousand items need one record per stream.
-    """
-    latest = _latest_fence(session)
-    if not latest or latest[0].began <= dropped:
-        latest[:] = [Fence(session)]
-    return latest[0]
 
 
 def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:

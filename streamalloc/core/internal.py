@@ -42,7 +42,6 @@ from streamalloc.core.fence import (
     OnceIdle,
     all_work,
     await_device,
-    fence_since,
     ordered_after,
     ordered_after_end,
     queue_behind,

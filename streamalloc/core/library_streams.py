@@ -150,14 +150,13 @@ def only_names(stream: Any, number: int) -> bool:
 _OWNERS = ("cuda", "cupy", "numba", "torch")
 
 
-def keeps_open(stream: Any, number: int) -> bool:
-    """Whether stream ``number`` exists as long as a library's object lives and does not say that it is closed.
+def closes_itself(stream: Any) -> bool:
+    """Whether a library's object that owns its stream is the only one to destroy it, and then says that it is closed.
 
     An object of another class may be a wrapper, whose stream its maker destroys. A call with the handle of a destroyed
     stream ends the process.
     """
-    of_owners = any(base.__module__.partition(".")[0] in _OWNERS for base in type(stream).__mro__)
-    return of_owners and not only_names(stream, number)
+    return any(base.__module__.partition(".")[0] in _OWNERS for base in type(stream).__mro__)
 
 
 # -- the table -------------------------------------------------------------------------------------------------

@@ -54,10 +54,10 @@ from streamalloc.core.library_streams import (
     SupportsCudaStream,
     TorchStreamLike,
     closed_question,
+    closes_itself,
     device_of_library_stream,
     handle_of_library_stream,
     keep,
-    keeps_open,
     only_names,
 )
 from streamalloc.core.resource import Closes
@@ -489,7 +489,7 @@ class Stream(Closes, Shown):
 
         Queued work still runs. Buffers allocated on it stay valid. Idempotent. Default streams stay open.
         """
-        self._close()
+        self._close()  # a method of its own: programs also call Stream.close(stream)
 
     def _close(self) -> None:
         """:meth:`close` of the kind."""
@@ -957,7 +957,8 @@ def _resolve(stream: Any, session: Session) -> Stream:
         # Not cuStreamGetDevice: on a captured stream it invalidates the capture.
         ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
         found = LibraryStream._borrow(Device._of(ordinal, session), number, stream, closed_question(stream, number))
-        keeps, found.owned = not only_names(stream, number), keeps_open(stream, number)
+        keeps = not only_names(stream, number)
+        found.owned = keeps and closes_itself(stream)
     if not isinstance(stream, cuda.CUstream):
         found._notify_lent(found._raw, used=True)
     # A listener must be notified of each use of a library's stream.
@@ -1035,8 +1036,8 @@ def stream_call(stream: Stream, name: str, *args: Any) -> Any:
 
 
 def is_captured(stream: Stream) -> bool:
-    """Whether a stream that can be captured is being captured (``cuStreamIsCapturing`` if other code may do so)."""
-    return stream._capture is not None or (stream.capturable and stream.capturing)
+    """Whether a stream is being captured (``cuStreamIsCapturing`` if other code may do so)."""
+    return stream._captured()
 
 
 def end_with_stream(stream: Stream, item: Deferred) -> None:

@@ -39,7 +39,6 @@ from streamalloc.core.internal import (
     Fence,
     HandleEnd,
     deferred_queue,
-    fence_since,
     work,
 )
 from streamalloc.core.properties import MemFabricHandle, MemHandleType, MemLocation
@@ -68,6 +67,21 @@ class Kind(enum.Enum):
     """A multicast object together with all memory that is bound to it."""
     RANGE = enum.auto()
     """A reserved range of addresses."""
+
+
+_latest_fence: PerDriver[list[Fence]] = PerDriver(lambda _: [])
+
+
+def _fence_since(session: Session, dropped: int) -> Fence:
+    """A fence behind all work that known streams had queued at a time of ``time.monotonic_ns``, perhaps behind later
+    work.
+
+    Items dropped before it was made share it, so a thousand items need one record per stream.
+    """
+    latest = _latest_fence(session)
+    if not latest or latest[0].began <= dropped:
+        latest[:] = [Fence(session)]
+    return latest[0]
 
 
 class Node:
@@ -111,7 +125,7 @@ class Node:
         if self._dropped is None or not self.users:
             return False
         if self._fence is None:
-            self._fence = fence_since(session, self._dropped)
+            self._fence = _fence_since(session, self._dropped)
         return not self._fence.done()
 
     def give_up(self) -> None:

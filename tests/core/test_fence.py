@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-from streamalloc.core.fence import Fence, fence_since
+from streamalloc.core.fence import Fence
 from streamalloc.core.session import session_of
 from streamalloc.testing import Faults, Gate
 from tests.processes import eventually
@@ -161,10 +161,3 @@ def test_threads_that_ask_at_once(device: sa.Device, stream: sa.Stream, gate: Ga
         assert in_threads(*[fence.done] * 4) == [done] * 4
         gate.open()
         in_threads(*[fence.synchronize] * 4)
-
-
-def test_items_share_a_fence_that_is_younger(device: sa.Device) -> None:
-    session = session_of(device)
-    first = fence_since(session, 0)
-    assert fence_since(session, first.began - 1) is first
-    assert fence_since(session, first.began) is not first

@@ -14,6 +14,7 @@ from streamalloc.core.deferred import work
 from streamalloc.core.session import session_of
 from streamalloc.testing import Gate
 from streamalloc.vmm.internal import RemappableBuffer
+from streamalloc.vmm.ownership import _fence_since
 from tests.support import Account, read
 from tests.vmm.support import PAGE, READWRITE
 
@@ -137,3 +138,10 @@ class TestRemapping:
             if done:
                 return
         raise AssertionError("no end")
+
+
+def test_items_share_a_fence_that_is_younger(device: sa.Device) -> None:
+    session = session_of(device)
+    first = _fence_since(session, 0)
+    assert _fence_since(session, first.began - 1) is first
+    assert _fence_since(session, first.began) is not first
