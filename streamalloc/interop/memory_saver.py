@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from streamalloc.core.errors import EvictedError, OutOfMemoryError, refused, size_text
-from streamalloc.core.internal import Device, Memory, Stream, work
-from streamalloc.core.properties import MemLocation, checked_size, checked_type
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.internal import Device, StreamLike, work
+from streamalloc.core.properties import checked_size, checked_type
+from streamalloc.core.session import session_of
 from streamalloc.driver import Driver
 from streamalloc.interop.bridge import Sources, library
 from streamalloc.interop.torch import TorchBridge, collect, expandable, plain, refuse_capture, unrouted
 from streamalloc.vmm import DiskTier, SleepGroup, VirtualBuffer
-from streamalloc.vmm.internal import HostMemory, host_segments
+from streamalloc.vmm.internal import HostMemory, Tagged, host_segments
 
 __all__ = ["TorchMemorySaver", "configure_subprocess", "sglang_plugin", "torch_memory_saver"]
 
@@ -428,30 +428,21 @@ class TorchMemorySaver:
         return tier.hold([buffer.nbytes], device.default_stream, name)[0]
 
 
-class _Source:
+class _Source(Tagged):
     """Allocator of buffers with one tag of a group, which leaves the saver's margin free."""
 
     def __init__(self, saver: TorchMemorySaver, group: SleepGroup, tag: str) -> None:
+        super().__init__(group, tag)
         self._saver = saver
-        self.group: SleepGroup = group
-        self._tag = tag
 
-    @property
-    def location(self) -> MemLocation:
-        return self.group.location
-
-    @property
-    def _session(self) -> Session:
-        return session_of(self.group)
-
-    def allocate(self, nbytes: int, stream: Stream, /) -> Memory:
+    def allocate(self, nbytes: int, stream: StreamLike | None = None) -> VirtualBuffer:
         margin = self._saver.memory_margin_bytes
         if margin:
             free = self.group.device.memory_info().free
             if margin + nbytes > free:
                 why = f"{size_text(nbytes)} with memory_margin_bytes={margin}, and {size_text(free)} are free"
                 raise refused(OutOfMemoryError, "cuMemCreate", why)
-        return self.group.allocate(nbytes, stream, tag=self._tag)
+        return super().allocate(nbytes, stream)
 
 
 def _flag(name: str) -> bool:

@@ -66,6 +66,8 @@ class AddressRange(OwnsNode):
     def __init__(self, nbytes: int, *, alignment: int = 0, address: int = 0, driver: Driver | None = None) -> None:
         self._owned = False
         self._session = session_for(None, driver)
+        self.driver: Driver = self._session.driver
+        """Driver that the range belongs to."""
         self._granularity = granularity(self._session)
         self.nbytes: int = self._multiple("nbytes", nbytes)
         """Size in bytes."""
@@ -104,11 +106,6 @@ class AddressRange(OwnsNode):
     def honoured(self) -> bool | None:
         """Whether the range is at the preferred address; None without a preference."""
         return self.address == self._asked if self._asked else None
-
-    @property
-    def driver(self) -> Driver:
-        """Driver that the range belongs to."""
-        return self._session.driver
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
@@ -356,29 +353,25 @@ class RangeView(Memory):
     mapping's device.
     """
 
-    __slots__ = ("__weakref__", "_holes", "_start", "_stop", "range")
+    __slots__ = ("__weakref__", "_holes", "_stop", "offset", "range")
 
     def __init__(self, range: AddressRange, start: int, stop: int, holes: bool = False) -> None:
         self._holes = holes
         self.range: AddressRange = range
         """Range of the bytes."""
-        self._start = start
+        self.offset: int = start
+        """Offset of the first byte in the range, in bytes."""
         self._stop = stop
 
     @property
     def address(self) -> int:
         """Address of the first byte."""
-        return self.range.address + self._start
-
-    @property
-    def offset(self) -> int:
-        """Offset of the first byte in the range, in bytes."""
-        return self._start
+        return self.range.address + self.offset
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self._stop - self._start
+        return self._stop - self.offset
 
     @property
     def stream(self) -> Stream:
@@ -417,17 +410,17 @@ class RangeView(Memory):
         part = super().__getitem__(item)
         if not self._holes:
             return part
-        start = self._start + part.address - self.address
+        start = self.offset + part.address - self.address
         return BufferView(RangeView(self.range, start, start + part.nbytes, holes=True), 0, part.nbytes)
 
     def _await_on(self, stream: Stream) -> None:
-        self.range._covering(self._start, self._stop)
+        self.range._covering(self.offset, self._stop)
 
     def _entries(self) -> Sequence[MappedBytes]:
         if self._holes:
-            return self.range._node.touching(self._start, self._stop)
+            return self.range._node.touching(self.offset, self._stop)
         try:
-            return self.range._covering(self._start, self._stop)
+            return self.range._covering(self.offset, self._stop)
         except ValueError as error:
             raise ClosedError(f"{self!r} is not mapped any more: {error}") from None
 
@@ -458,7 +451,7 @@ class RangeView(Memory):
         return f"{where} may only read from {self!r}" if MemAccess.READ in allowed else ""
 
     def _text(self) -> str:
-        return f" of bytes {self._start}:{self._stop} of {self.range!r}"
+        return f" of bytes {self.offset}:{self._stop} of {self.range!r}"
 
 
 class Mapping(RangeView, Closes):
@@ -551,7 +544,7 @@ class Mapping(RangeView, Closes):
 
     def _text(self) -> str:
         state = ", unmapped" if self._mapped.gone else ""
-        return f" of {self._mapped.memory!r} at offset {self._start}{state}"
+        return f" of {self._mapped.memory!r} at offset {self.offset}{state}"
 
 
 class LoneMapping(Mapping):

@@ -11,7 +11,7 @@ from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, c
 from streamalloc.core.resource import close_all
 from streamalloc.core.session import session_of
 from streamalloc.vmm.access import Access, After, Rights, wait_for_users
-from streamalloc.vmm.claims import claimed, claiming
+from streamalloc.vmm.claims import claimed
 from streamalloc.vmm.ownership import GenericAllocation
 from streamalloc.vmm.physical_memory import MemorySpec, device_first, properties_for
 from streamalloc.vmm.properties import MemAllocationProp
@@ -83,11 +83,12 @@ class GrowableBuffer(VirtualBuffer):
         place = device.location if location is None else location
         prop = properties_for(place, handle_types, compressible, gpu_direct_rdma)
         self._spec = MemorySpec(session, prop)
+        self.properties: MemAllocationProp = prop
+        """Properties of its physical memory."""
         most = checked_size("capacity", capacity)
         if not most:
             raise ValueError("capacity=0: a buffer needs at least one byte of addresses")
         self._chunk = self._spec.round_up(checked_size("chunk", chunk))
-        self._largest = self._chunk or self._spec.round_up(most)
         size = self._checked("nbytes", nbytes, most)
         rights = device_rights(access, session, location=place, devices=(device,))
         if place.on_host:
@@ -96,11 +97,7 @@ class GrowableBuffer(VirtualBuffer):
         with undoing(self.close):
             self.resize(size)
 
-    @property
-    def properties(self) -> MemAllocationProp:
-        """Properties of its physical memory."""
-        return self._spec.prop
-
+    @claimed
     def resize(self, nbytes: int, *, after: After = None, release: bool = True) -> None:
         """Grow or shrink to ``nbytes`` in place. Remaining bytes keep their values; new bytes are undefined.
 
@@ -126,10 +123,6 @@ class GrowableBuffer(VirtualBuffer):
         ValueError
             ``nbytes`` is more than the capacity.
         """
-
-        claiming((self,), lambda _: self._resize(nbytes, after, release))
-
-    def _resize(self, nbytes: int, after: After, release: bool) -> None:
         size = self._checked("nbytes", nbytes, self.capacity)
         self._check_usable()
         self._check_thawed()

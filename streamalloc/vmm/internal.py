@@ -28,6 +28,7 @@ from streamalloc.vmm.ownership import (
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
 from streamalloc.vmm.properties import MemAllocationProp
 from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.sleep import Tagged
 from streamalloc.vmm.stores.pinned import HostMemory, available_memory, host_segments
 
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

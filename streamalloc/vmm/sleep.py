@@ -15,7 +15,7 @@ from streamalloc.core.errors import CudaError, EvictedError, attach, size_text, 
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device, work
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import After, Rights, copying_stream, listed, wait_for_users
 from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
@@ -137,8 +137,11 @@ class _Members(Closes, Claimable):
 
     def __init__(self, device: Device, handle_types: MemHandleType) -> None:
         check_device("device", device)
+        self._session = session_of(device)
         self.device: Device = device
         """Device of :meth:`allocate`."""
+        self.location: MemLocation = device.location
+        """Location of the memory of :meth:`allocate`."""
         self.closed: bool = False
         """True if :meth:`close` was called."""
         self._claim: Claim | None = None
@@ -146,11 +149,6 @@ class _Members(Closes, Claimable):
         self._members: weakref.WeakKeyDictionary[VirtualBuffer, str] = weakref.WeakKeyDictionary()
         self._measured: dict[str, int] = {}
         """Bytes that :meth:`measure` has found, by owner."""
-
-    @property
-    def location(self) -> MemLocation:
-        """Location of the memory of :meth:`allocate`."""
-        return self.device.location
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None, *, tag: str = "") -> VirtualBuffer:
         """Allocate a buffer that belongs to the group. It can be used at once on any stream.
@@ -288,10 +286,6 @@ class _Members(Closes, Claimable):
         with undoing(count):
             yield
         count()
-
-    @property
-    def _session(self) -> Session:
-        return session_of(self.device)
 
 
 class SleepGroup(_Members):
@@ -929,9 +923,9 @@ def _hold_all(
 
 def _replace(buffer: VirtualBuffer, saved: Saved) -> None:
     """Replace the kept bytes of a sleeping buffer."""
-    eviction = buffer._evicted
+    eviction = buffer.eviction
     assert eviction is not None
-    buffer._evicted = eviction._replace(saved=saved, held=())
+    buffer.eviction = eviction._replace(saved=saved, held=())
     for entry in eviction.held:
         entry.close()
     if eviction.saved is not None:
@@ -947,19 +941,13 @@ class Tagged:
         """Group of the buffers."""
         self.tag: str = tag
         """Tag of the buffers."""
-
-    @property
-    def location(self) -> MemLocation:
+        self.location: MemLocation = group.location
         """Location of the memory."""
-        return self.group.location
+        self._session = session_of(group)
 
     def allocate(self, nbytes: int, stream: StreamLike | None = None) -> VirtualBuffer:
         """Allocate a buffer with the tag, see :meth:`SleepGroup.allocate`."""
         return self.group.allocate(nbytes, stream, tag=self.tag)
-
-    @property
-    def _session(self) -> Session:
-        return session_of(self.group)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.tag!r} of {self.group!r}>"

@@ -115,7 +115,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     ) -> None:
         """Reserve the addresses and set all attributes."""
         self._claim: Claim | None = None
-        self._device = device
+        self.device: Device = device
+        """Device of the memory, or the first of several. For host memory, the device of the default stream."""
         self._location = device.location if location is None else location
         self._given_stream = None if stream is None else as_stream(stream, session_of(device))
         self._rights = rights
@@ -123,7 +124,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         """``CUmemAccessDesc`` structs of :attr:`_rights`."""
         self._mapped = 0
         self._nbytes = 0
-        self._evicted: Eviction | None = None
+        self.eviction: Eviction | None = None
+        """The released memory and its backup; None unless evicted."""
         self._frozen: Frozen | None = None
         self._remedy = RESTORE
         self.range: AddressRange = AddressRange(capacity, driver=device.driver)
@@ -156,7 +158,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         """Mapped physical memory in bytes: :attr:`nbytes` rounded up to whole chunks, and the memory that a shrink has
         left mapped; 0 while the buffer is evicted.
         """
-        return 0 if self._evicted else self._mapped
+        return 0 if self.eviction else self._mapped
 
     @property
     def mappings(self) -> tuple[Mapping, ...]:
@@ -164,14 +166,9 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         return tuple(Mapping(self.range, entry) for entry in self.range._node.touching(0, self._mapped))
 
     @property
-    def device(self) -> Device:
-        """Device of the memory, or the first of several. For host memory, the device of the default stream."""
-        return self._device
-
-    @property
     def stream(self) -> Stream:
         """Stream of operations that name none; default: the device's default stream."""
-        return self._device.default_stream if self._given_stream is None else self._given_stream
+        return self.device.default_stream if self._given_stream is None else self._given_stream
 
     @property
     def location(self) -> MemLocation:
@@ -206,12 +203,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     @property
     def evicted(self) -> bool:
         """Whether the physical memory is released."""
-        return self._evicted is not None
-
-    @property
-    def eviction(self) -> Eviction | None:
-        """The released memory and its backup; None unless evicted."""
-        return self._evicted
+        return self.eviction is not None
 
     @property
     def closed(self) -> bool:
@@ -220,7 +212,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     @property
     def _session(self) -> Session:
-        return session_of(self._device)  # not of the stream: to name the default stream makes it one in use
+        return session_of(self.device)  # not of the stream: to name the default stream makes it one in use
 
     @claimed
     def set_access(self, who: Access, access: MemAccess = MemAccess.READWRITE, *, after: After = None) -> None:
@@ -291,7 +283,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
         """Return the mappings; raise if their memory cannot be released."""
         self._check_open()
-        if self._evicted:
+        if self.eviction:
             raise EvictedError(f"{self!r} is evicted already")
         self._release_from(self._mapped)
         entries = list(self.range._node.table())
@@ -313,7 +305,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None, held: Sequence[MappedBytes] = ()) -> None:
         """Unmap the buffer's memory, whose handles stay open: from now on the buffer is evicted."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
-        self._evicted = Eviction(chunks, saved, tuple(held))
+        self.eviction = Eviction(chunks, saved, tuple(held))
         self.range._node.unmap(entries)
 
     def _map_again(self, entries: Sequence[MappedBytes]) -> None:
@@ -322,12 +314,12 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         If that fails, the buffer stays evicted and keeps its memory, which has the bytes. Nobody else can have got this
         memory, so a later :meth:`restore` maps it again. A backup is dropped then.
         """
-        if self._evicted is not None:
-            self._evicted = self._evicted._replace(saved=None, held=tuple(entries))
+        if self.eviction is not None:
+            self.eviction = self.eviction._replace(saved=None, held=tuple(entries))
             for entry in entries:
                 entry.map_again()
             self.range._node.grant(entries, self.rights)
-            self._evicted = None
+            self.eviction = None
 
     @claimed
     def restore(self, *, stream: StreamLike | None = None) -> None:
@@ -346,7 +338,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             A file cannot be read, or is damaged. The buffer is still evicted.
         """
         self._check_open()
-        evicted = self._evicted
+        evicted = self.eviction
         if evicted is None:
             raise EvictedError(f"{self!r} is not evicted")
         ordered = self._copying_stream(stream)
@@ -381,8 +373,8 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if entries:
             wait_for_users(after, self._session, (entry.rights for entry in entries))
             self._shrink_to(0, 0)
-        evicted, frozen = self._evicted, self._frozen
-        self._evicted = self._frozen = None
+        evicted, frozen = self.eviction, self._frozen
+        self.eviction = self._frozen = None
         self._mapped = self._nbytes = 0
         if evicted is not None:
             for entry in evicted.held:
@@ -410,15 +402,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
 
     def _create_chunk(self, chunk: ChunkSpec) -> MappedBytes:
         """Create and map a chunk, without permissions."""
-        node, spec = self.range._node, chunk.spec
-        entry = MappedBytes(node, chunk.offset, chunk.offset + chunk.nbytes, {}, spec)
-        try:
-            node.add(entry)
-            spec.obtain(entry, chunk.nbytes)
+        entry = MappedBytes(self.range._node, chunk.offset, chunk.offset + chunk.nbytes, {}, chunk.spec)
+        with self.range._node.adding(entry):
+            chunk.spec.obtain(entry, chunk.nbytes)
             entry.map(entry._raw)
-        except BaseException as first:
-            entry.undo(first)
-            raise
         return entry
 
     def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappedBytes]:
@@ -482,7 +469,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _check_usable(self) -> None:
         if self.range.closed:
             self._check_open()
-        if self._evicted is not None:
+        if self.eviction is not None:
             raise EvictedError(f"{self!r} is evicted: {self._remedy} before it is used")
 
     def _read_only(self, on_host: bool) -> bool:
@@ -497,7 +484,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _about(self) -> Iterator[Row]:
         self._check_open()
         yield from super()._about()
-        state = Html("evicted") if self._evicted else gauge(self._mapped, self.capacity)
+        state = Html("evicted") if self.eviction else gauge(self._mapped, self.capacity)
         yield "mapped", state
         yield "access", rights_text(self.rights)
         yield "chunks", len(self.range._node.table())
@@ -506,7 +493,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _text(self) -> str:
         if self.range.closed:
             return ", closed"
-        state = "evicted" if self._evicted else f"{size_text(self._mapped)} mapped"
+        state = "evicted" if self.eviction else f"{size_text(self._mapped)} mapped"
         state = f"frozen, {state}" if self._frozen else state
         room = f"{state} of {size_text(self.capacity)} [{self.range.draw(16)}]"
         return f" of {size_text(self._nbytes)} at {self._at:#x}, {room}"
@@ -683,7 +670,7 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
 
     def wake(asleep: abc.Mapping[VirtualBuffer, Eviction]) -> None:
         for buffer in made:
-            buffer._evicted = asleep.get(buffer)
+            buffer.eviction = asleep.get(buffer)
 
     # The first copies run while further memory is created.
     for buffer, eviction in evictions.items():
@@ -714,7 +701,7 @@ def _unmap_held(buffer: VirtualBuffer, eviction: Eviction) -> None:
     """Unmap the memory of :attr:`Eviction.held`, and keep it."""
     mapped = [entry for entry in eviction.held if not entry.gone]
     wait_for_users(None, session_of(buffer), (entry.rights for entry in mapped))
-    buffer._evicted = eviction
+    buffer.eviction = eviction
     buffer.range._node.unmap(mapped)
 
 

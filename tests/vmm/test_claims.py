@@ -87,7 +87,7 @@ FUNCTIONS: dict[str, Callable[..., object]] = {
     "wake": mapping,
     "evict": VirtualBuffer._evictable,
     "restore": mapping,
-    "grow": vmm.GrowableBuffer._resize,
+    "grow": vmm.GrowableBuffer.resize.__wrapped__,  # type: ignore[attr-defined]
 }
 """Functions that the first call makes, at each line of which the second call begins."""
 PAIRS = {

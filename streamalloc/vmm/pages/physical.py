@@ -56,10 +56,13 @@ class PageStock(abc.ABC):
 
     def __init__(self, device: Device, page_size: int, limit: int | None, budget: PageBudget | None) -> None:
         self.device: Device = device
+        self.location: MemLocation = device.location
         self.session: Session = session_of(device)
         self.spec: MemorySpec = spec_of(self.session, properties_for(device, MemHandleType.NONE, False, False))
         self.size: int = self.spec.checked(page_size, name="page_size")
         """Size of a page in bytes."""
+        self.nbytes: int = self.size
+        """The same, under the name that observers read."""
         self.limit: int | None = None if limit is None else checked_size("limit", limit)
         """Bytes of all pages; None for no limit."""
         # A weak reference: the arena keeps the budget. The table of reservations keeps this object, and so a strong
@@ -90,16 +93,6 @@ class PageStock(abc.ABC):
     @abc.abstractmethod
     def usage(self) -> str:
         """Describe the use of the pages that are not spare, for errors."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of a page in bytes, under the name that observers read."""
-        return self.size
-
-    @property
-    def location(self) -> MemLocation:
-        """Location of the memory."""
-        return self.device.location
 
     def page_bytes(self, location: MemLocation) -> int:
         """Bytes of all pages at a location, including the page of zeros."""

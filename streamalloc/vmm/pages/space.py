@@ -54,17 +54,16 @@ class _ParkedAgainError(Exception):
 class SpaceMemory(Memory, Closes):
     """The addresses of a :class:`PageSpace`, and the changes of its pages that wait for each other."""
 
-    __slots__ = ("__weakref__", "_given_stream", "_nbytes_asked", "_physical", "_places", "_range", "owner")
-
-    owner: object
-    """The arena."""
-
     def __init__(self, arena: object, physical: PhysicalPages, nbytes: int, stream: StreamLike | None) -> None:
         size = checked_size("nbytes", nbytes)
         if not size:
             raise ValueError("nbytes=0: a space has at least one byte")
-        self.owner = arena
+        self._arena = arena
         self._physical = physical
+        self.device: Device = physical.device
+        """Device of the memory."""
+        self.page_size: int = physical.size
+        """Size of a page in bytes."""
         self._nbytes_asked = size
         self._given_stream = None if stream is None else as_stream(stream, physical.session)
         whole = -(-size // physical.size) * physical.size
@@ -90,11 +89,6 @@ class SpaceMemory(Memory, Closes):
         self._locked_after(lambda: set(places.parked.values()), places.unmap_all, closing=True)
         self._range._free()
         self._physical.notify_watchers()
-
-    @property
-    def page_size(self) -> int:
-        """Size of a page in bytes."""
-        return self._physical.size
 
     @property
     def page_count(self) -> int:
@@ -156,24 +150,24 @@ class SpaceMemory(Memory, Closes):
         return self._nbytes_asked
 
     @property
-    def stream(self) -> Stream:
-        """Stream of operations that name none; default: the device's default stream."""
-        return self._physical.device.default_stream if self._given_stream is None else self._given_stream
+    def owner(self) -> object:
+        """The arena."""
+        return self._arena
 
     @property
-    def device(self) -> Device:
-        """Device of the memory."""
-        return self._physical.device
+    def stream(self) -> Stream:
+        """Stream of operations that name none; default: the device's default stream."""
+        return self.device.default_stream if self._given_stream is None else self._given_stream
 
     @property
     def location(self) -> MemLocation:
         """Location of the memory."""
-        return self._physical.device.location
+        return self.device.location
 
     @property
     def device_accessible(self) -> bool:
         """Whether the stream's device has access."""
-        return self.stream.device.ordinal == self._physical.device.ordinal
+        return self.stream.device.ordinal == self.device.ordinal
 
     @property
     def closed(self) -> bool:
@@ -201,7 +195,7 @@ class SpaceMemory(Memory, Closes):
         return all((self._places.numbers[one : other + 1] >= 0).all() for one, other in touched)
 
     def _access_hint(self, stream: Stream) -> str:
-        if stream.device.ordinal != self._physical.device.ordinal:
+        if stream.device.ordinal != self.device.ordinal:
             return f"{stream.device!r} has no access to {self!r}"
         return "only pages that are committed can be written: commit() them"
 
@@ -816,6 +810,6 @@ class PageSpace(SwapSpace):
         """Copy pages through a separate mapping, which other threads cannot unmap. Blocks the host."""
         nbytes = len(sources) * self.page_size
         with self._physical.mapped([*sources, *targets], stream) as address:
-            ordinal = self._physical.device.ordinal
+            ordinal = self.device.ordinal
             source, target = (CopySide(at, nbytes, ordinal, self) for at in (address, address + nbytes))
             copy_bytes(target, source, stream)
