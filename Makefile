@@ -48,9 +48,10 @@ soak: $(TEST) ## Threads, collections and kills for a minute, or as long as SECO
 mutants: $(MUTANTS) ## Plant faults in the package and count those that the tests catch (an hour or more)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-lint: $(TEST) ## Check style and types only
+lint: $(TEST) ## Check style, types and the workflows of CI only
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m mypy
+	$(BIN)/zizmor --offline --quiet .github
 
 bench: $(BASE) ## Measure the package beside the raw calls
 	$(BIN)/python -m streamalloc bench $(ARGS)

@@ -10,7 +10,8 @@ import pytest
 
 from tests.processes import ROOT
 
-WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "notebooks" / "docs" / f"{name}.md" for name in ("contributing", "tested"))]
 
 pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="without the repository")
@@ -22,18 +23,16 @@ def test_are_of_the_form_that_github_takes(tmp_path: Path) -> None:
     text = (ROOT / "notebooks" / "docs" / "recipes" / "ci-without-gpu.md").read_text()
     (shown,) = re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
     (tmp_path / "shown.yml").write_text(shown)
-    with pytest.raises(SystemExit) as end:
-        check.main(["--builtin-schema", "vendor.github-workflows", *map(str, [*WORKFLOWS, tmp_path / "shown.yml"])])
-    assert end.value.code == 0
-
-
-def test_issue_forms_ask_for_what_github_knows() -> None:
-    yaml: Any = pytest.importorskip("ruamel.yaml")
-    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"):
-        fields = yaml.YAML(typ="safe").load(form)
-        assert {"name", "description", "body"} <= fields.keys()
-        kinds = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
-        assert all(field["type"] in kinds and field["attributes"]["label"] for field in fields["body"])
+    forms = {
+        "github-workflows": [*WORKFLOWS, tmp_path / "shown.yml"],
+        "github-issue-forms": sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")),
+        "github-issue-config": [GITHUB / "ISSUE_TEMPLATE" / "config.yml"],
+        "dependabot": [GITHUB / "dependabot.yml"],
+    }
+    for form, paths in forms.items():
+        with pytest.raises(SystemExit) as end:
+            check.main(["--builtin-schema", f"vendor.{form}", *map(str, paths)])
+        assert end.value.code == 0, form
 
 
 @pytest.mark.parametrize("path", [*WORKFLOWS, *DOCUMENTS], ids=lambda path: path.name)
