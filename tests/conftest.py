@@ -205,7 +205,15 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any], request: p
     """Drop the value of an ended fixture. pytest keeps it until the module's fixtures have ended as well, and memory
     among the values of a module's last test would keep its pool until then.
     """
-    getattr(request.node, "funcargs", {}).pop(fixturedef.argname, None)
+    (getattr(request.node, "funcargs", None) or {}).pop(fixturedef.argname, None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Open the gate of a test that failed before it did, or the fixtures that wait for streams never end."""
+    held = getattr(item, "funcargs", {}).get("gate")
+    if isinstance(held, Gate):
+        held.open()
 
 
 @pytest.fixture(autouse=True)

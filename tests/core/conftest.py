@@ -12,6 +12,7 @@ import streamalloc as sa
 
 @pytest.fixture
 def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
+    """64 bytes of device 0 with the values 0 to 63."""
     with pool.allocate(64, stream) as buffer:
         buffer.copy_from(bytes(range(64)))
         yield buffer
@@ -19,12 +20,14 @@ def buffer(pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
 
 @pytest.fixture
 def host_pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
+    """A pool of host memory."""
     with sa.MemoryPool(sa.MemLocation.host(), driver=device.driver) as pool:
         yield pool
 
 
 @pytest.fixture
 def host(host_pool: sa.MemoryPool, stream: sa.Stream) -> Iterator[sa.Buffer]:
+    """64 bytes of host memory with the values 0 to 63."""
     with host_pool.allocate(64, stream) as buffer:
         stream.synchronize()
         buffer.as_array()[:] = np.arange(64, dtype=np.uint8)

@@ -93,6 +93,7 @@ def nothing_reserved(rig: Rig) -> Iterator[None]:
 
 @pytest.fixture
 def arrays(rig: Rig) -> Iterator[Arrays]:
+    """Makes CUDA arrays, which end with the test."""
     arrays = Arrays(rig)
     yield arrays
     arrays.close()

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def test_figures_of_the_readme_are_those_of_the_page_on_measurements() -> None:
     assert rows in page
     for share in re.findall(r"\d\.\d+ of (?:the rate|it)", (ROOT / "README.md").read_text()):
         assert share in page
+
+
+def test_the_page_on_tests_has_a_test_of_ours_and_all_marks() -> None:
+    page = (DOCS / "writing-tests.md").read_text()
+    (example,) = re.findall(r"^```py fragment\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert textwrap.indent(example, "    ") in (ROOT / "tests" / "pool" / "test_pool.py").read_text()
+    _, _, marks = page.partition("## Marks")
+    listed = re.findall(r"`(\w+)", "".join(re.findall(r"^\| (`.*?) \|", marks.partition("\n## ")[0], re.MULTILINE)))
+    project = (ROOT / "pyproject.toml").read_text()
+    assert set(listed) == set(re.findall(r'^    "(\w+)(?:\(|: )', project.partition("\nmarkers = ")[2], re.MULTILINE))
 
 
 def test_links_lead_somewhere() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
+from streamalloc.testing import Gate
 from tests import leftovers
 from tests.interrupting import interrupts, since_3_11
 from tests.support import makes_no_multicast_object
@@ -38,6 +40,12 @@ def test_no_signal_raises_after_its_block() -> None:
             for number in range(300):
                 str(number)
         str(end)
+
+
+def test_a_gate_opens_before_fixtures_wait_for_what_it_holds(gate: Gate, stream: sa.Stream) -> None:
+    """Else a test that fails in between never ends: its stream ends before its gate, and waits."""
+    gate.hold(stream)
+    assert not stream.query()
 
 
 class TestContexts:
