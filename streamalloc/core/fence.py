@@ -1,4 +1,20 @@
-"""Fences: wait for work that streams have queued, order work after it, and attempt items before more is queued."""
+"""Fences, and calls that come after the work of streams. Whoever has to come after work chooses by what it may do:
+
+===============================  ===================================================================================
+may                              takes
+===============================  ===================================================================================
+ask, and come again              :class:`Fence` ``.done()``: deferred items, which must not wait
+have a stream wait               :class:`Fence` ``.precede(stream)``
+wait on the host                 :class:`Fence` ``.synchronize()``; :func:`await_device` for streams that nobody
+                                 knows; :func:`all_work` if an event will do
+queue work after one stream      :func:`ordered_after`, even if the stream is closed, or of another thread
+record an event, or nothing      :func:`record_uncaptured`, :func:`queue_if_allowed`: beside captures by other code
+call a function that waits       :class:`OnceIdle`, on a thread of its own
+===============================  ===================================================================================
+
+None of these invalidates a capture, of this package or of other code, and none closes a stream that another thread
+uses. :func:`queue_behind` turns it round: an item is attempted before a stream gets more work.
+"""
 
 from __future__ import annotations
 

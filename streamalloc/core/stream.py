@@ -1,28 +1,33 @@
 """Streams: queues of work that one device runs in order.
 
 There are three kinds: streams of :meth:`Device.create_stream` (:class:`OwnStream`), default streams
-(:class:`DefaultStream`), and streams of other libraries (:class:`LibraryStream`). They differ in what must be known
-before a call may go straight to the driver. Each kind answers that in one method, :meth:`Stream.ready`:
+(:class:`DefaultStream`), and streams of other libraries (:class:`LibraryStream`). Each kind answers in one method,
+:meth:`Stream.ready`, whether this thread may call the driver at once, and with which handle. It asks:
 
-=======================  ============================================================================================
-kind                     a direct call needs
-=======================  ============================================================================================
-our own                  nothing
-default                  the device's context to be current, as the handle names a stream of the current context; for
-                         the per-thread stream also the thread that the object was made on
-another library's        nothing if the stream lives as long as its object; otherwise the object says that it is open
-=======================  ============================================================================================
+====================  =====================================================  ==========================================
+kind                  before any call                                        before an allocation, too
+====================  =====================================================  ==========================================
+our own               nothing                                                the driver, for a capture, if other code
+                                                                             has the handle
+legacy default        the driver, for the current context                    nothing: it cannot be captured
+per-thread default    the driver, for the current context; the thread's id   the driver, for a capture
+another library's     the library's object, if its users can close it        the driver, for a capture
+====================  =====================================================  ==========================================
 
-No direct call is made on a stream that was closed, is captured by this package, or has an item to attempt before more
-work. ``direct`` is set if nothing must be asked. So callers write ``stream.direct or stream.ready()``, and take the
-checked way (:meth:`Stream._checked_raw`, :meth:`Stream._in_context`) if the result is None.
+* *The current context and the thread:* the handle of a default stream names a stream of the current context, and that
+  of the per-thread stream another one on each thread. On the wrong one, a free does not come after the work that uses
+  the memory.
+* *The library's object:* the driver crashes on the handle of a destroyed stream.
+* *A capture by other code:* memory allocated in it belongs to the graph, and each launch writes it again. If it were
+  handed out as memory of a pool, each launch would overwrite the bytes of a later owner. ``cuStreamIsCapturing`` is the
+  only question that tells of a capture and leaves it valid (``cuStreamGetId`` and ``cuStreamGetFlags`` end it). A free
+  need not ask: in a capture the driver refuses to free other memory, and the capture goes on.
 
-Memory allocated in a capture belongs to the graph, and each launch writes it again. If cached memory were handed out in
-a capture, the next owner's bytes would be overwritten at every launch. Other code may capture the per-thread stream,
-a library's stream, and a stream of ours that it knows (``capturable``). There an allocation asks the driver
-(``cuStreamIsCapturing``, the only question that leaves a capture valid and tells of it: ``cuStreamGetId`` and
-``cuStreamGetFlags`` end it). ``unlent`` is set if that need not be asked either. A free need not ask: in a capture the
-driver refuses the free of other memory, and the capture goes on.
+Two attributes save the call of the method where nothing must be asked: ``direct`` before any call, ``unlent`` before an
+allocation. So callers write ``stream.direct or stream.ready()`` and ``stream.unlent or stream.ready(True)``. If the
+result is None, they take the checked way (:meth:`Stream._checked_raw`, :meth:`Stream._in_context`), which makes the
+context current, or raises. So it is, too, for a stream that was closed, that this package captures, or that has an item
+to attempt before more work.
 """
 
 from __future__ import annotations
@@ -147,11 +152,9 @@ class Stream(Closes, Shown):
     _dropping: list[None] = []  # noqa: RUF012 (of streams that we never destroy, so nobody reads it)
     """One entry per finaliser that is freeing memory on the stream."""
     direct: Any
-    """``CUstream`` if a direct call may be made without a question, else None."""
+    """``CUstream`` if work may be queued now without a question, else None."""
     unlent: Any
-    """:attr:`direct` if besides no other code can capture the stream, else None: then memory is allocated without a
-    question, too.
-    """
+    """:attr:`direct` while no other code has the handle, else None: memory is allocated without a question, too."""
     caller: int
     """Identifier (``get_ident``) of the one thread that may make direct calls now, and use memory again in the order of
     the stream; True for every thread, False for none.
@@ -212,11 +215,8 @@ class Stream(Closes, Shown):
     # -- direct calls ------------------------------------------------------------------------------------------
 
     def ready(self, allocates: bool = False) -> Any | None:
-        """``CUstream`` if work may be queued by a direct call on this thread now; None for the checked way.
-
-        ``allocates``: whether the call allocates. Then the result is None for a captured stream, too.
-
-        Without a Python frame: ``stream.direct or stream.ready()``, and ``stream.unlent or stream.ready(True)``.
+        """``CUstream`` if this thread may queue work by a direct call now; None for the checked way. ``allocates``:
+        whether the work is an allocation; then also None if the stream is being captured.
         """
         handle = self.direct
         if allocates and handle is not None:
@@ -676,10 +676,9 @@ class DefaultStream(Stream):
     its thread queues work on it directly. Elsewhere what was allocated on it is freed on the legacy stream, which is
     ordered after the per-thread streams of all threads.
 
-    Each direct call asks for the current context, as any library may have changed it since the last one, unseen. With
-    the context of another device the handle names a stream there: a free would not come after the work that used the
-    memory, and the pool would give memory away that is in use. These questions, and that for a capture, take half of
-    what an allocation and its free cost beside the raw calls.
+    Each direct call asks for the current context, as any library may have changed it since the last one, unseen. Beside
+    the raw allocation and free, these two questions take 24 %, and that for a capture 25 % (H200, driver 580); no
+    cheaper call answers both.
     """
 
     __slots__ = ("_current", "_ident", "thread")
