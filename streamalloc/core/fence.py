@@ -12,8 +12,8 @@ record an event, or nothing      :func:`record_uncaptured`, :func:`queue_if_allo
 call a function that waits       :class:`OnceIdle`, on a thread of its own
 ===============================  ===================================================================================
 
-None of these invalidates a capture, of this package or of other code, and none closes a stream that another thread
-uses. :func:`queue_behind` turns it round: an item is attempted before a stream gets more work.
+None of these invalidates a capture, save that :func:`all_work` does not spare captures by other code on streams that
+this package does not know. :func:`queue_behind` turns it round: an item is attempted before a stream gets more work.
 """
 
 from __future__ import annotations
