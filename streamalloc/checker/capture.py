@@ -210,7 +210,9 @@ class TrackedCapture:
         return self._inside.judge(self._streams[stream], node)
 
     def name(self, stream: TrackedStream, handle: int, nodes: Iterable[TrackedNode]) -> None:
-        """Set the handle of the driver's node for the latest recorded nodes of a stream."""
+        """Set the driver's handle of the nodes that a call has just added. Work that is made to depend on that handle
+        then comes after all that the stream has done by now.
+        """
         for node in nodes:
             node.handle = handle
         if handle:

@@ -69,7 +69,7 @@ def report(chosen: Chosen) -> dict[str, Any]:
 
 
 def versions(chosen: Chosen) -> dict[str, str | None]:
-    """Return the versions of the software."""
+    """Versions of this package and of all below it, to the driver; None for one that cannot be read."""
     return {
         "streamalloc": sa.__version__,
         "python": platform.python_version(),

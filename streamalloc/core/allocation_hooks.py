@@ -210,7 +210,7 @@ def holders(session: Session, location: MemLocation, allocators: Collection[obje
     ``allocators``: see :meth:`Watcher.holders`.
     """
     lines = [line for watcher in watching_of(session).watchers for line in watcher.holders(location, allocators)]
-    return tuple(dict.fromkeys(lines))  # of several observers
+    return tuple(dict.fromkeys(lines))  # several observers say the same line
 
 
 @contextlib.contextmanager

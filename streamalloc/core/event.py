@@ -338,7 +338,7 @@ def _has_finished(event: Event) -> bool:
     with event._session.relaxed():
         if not event.query():
             return False
-        event.synchronize()  # returns at once
+        event.synchronize()  # returns at once; the driver then sees the frees before the event
         return True
 
 

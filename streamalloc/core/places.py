@@ -81,7 +81,7 @@ def _location_of_mapped(session: Session, address: int) -> MemLocation | None:
     try:
         prop = session.call("cuMemGetAllocationPropertiesFromHandle", raw)
         return MemLocation.from_driver(prop.location)
-    except CudaError:  # a multicast object
+    except CudaError:  # a multicast object, which has no location
         return None
     finally:
         session.call("cuMemRelease", raw)

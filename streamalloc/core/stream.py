@@ -376,7 +376,7 @@ class Stream(Closes, Shown):
             result = session.cuEventRecord(recorded, raw)[0]
         if result:
             if reused:
-                event._spare = None  # it is destroyed
+                event._spare = None  # so its finaliser destroys it, rather than offer it again
                 if result == _INVALID_HANDLE:
                     return self.record()  # it was of a context that was reset
             raise error_from(result, "cuEventRecord")

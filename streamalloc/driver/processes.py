@@ -1,4 +1,4 @@
-"""What the operating system says: whether processes run, memory and addresses of this one, and IMEX channels."""
+"""Answers of the operating system: whether processes run, memory and addresses of this one, and IMEX channels."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Counters(NamedTuple):
     """Attempts that the driver has refused, also those that succeeded at another attempt, once memory was released."""
 
 
-# Kinds of notes.
+# First fields of notes: hooks only append a note, and whoever reads the account works it off.
 _ALLOCATED, _FREED, _FREE_FAILED, _ALLOCATION_FAILED = range(4)
 # Number of recent frees to remember, because the driver may still refuse them.
 _REMEMBERED = 256

@@ -76,7 +76,7 @@ class _Defaults(Extent):
     pages: Pages | None = None
     """Advice for managed memory, once there is any."""
     waits: bool = False
-    """SYNC_MEMOPS was set."""
+    """Whether ``SYNC_MEMOPS`` was set (``cuPointerSetAttribute``), which changes nothing here but the answer."""
 
 
 @dataclass(eq=False)

@@ -261,7 +261,7 @@ class ForeignMemory(Memory, Foreign):
     __slots__ = ()
 
     _announced: Announcement | None
-    """That of the last open; None without a control block."""
+    """The announcement of the last open; None without a control block."""
     _contents: tuple[Announcement, ...]
     """One for each open without a stream."""
 
