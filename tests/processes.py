@@ -108,42 +108,6 @@ def fork() -> int:
         return os.fork()
 
 
-def forking(made: str, uses: str, later: str) -> str:
-    """A program that makes objects on a machine of two devices, uses and drops them in a forked child, then goes on.
-
-    It prints the errors of the uses and how many driver calls the child made, then what ``later`` prints.
-    """
-    return f"""
-import gc, os, sys, warnings
-import streamalloc as sa, streamalloc.driver as sd
-from streamalloc import multicast, vmm
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
-PAGE = 2 << 20
-driver = sd.traced(sd.simulated(devices=2))
-kinds, ours = [], {{*globals(), "kinds", "ours", "name", "before", "child"}}
-devices = sa.Device.all(driver)
-device = devices[0]
-stream = device.create_stream()
-{made}
-before = len(driver.calls)
-child = os.fork()
-if child == 0:
-    for use in (
-{uses}
-    ):
-        try: use()
-        except Exception as error: kinds.append(type(error).__name__)
-        else: kinds.append("nothing")
-    for name in globals().keys() - ours: del globals()[name]
-    gc.collect()
-    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-assert len(driver.calls) == before
-{later}
-"""
-
-
 def finished(
     command: Iterable[str | Path], on_cuda: bool = False, **variables: str | None
 ) -> subprocess.CompletedProcess[str]:

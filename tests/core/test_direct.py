@@ -172,19 +172,6 @@ class TestNotPlain:
             scene.memory.copy_from(np.full(4096, 4, np.uint8))
         assert holds(scene.memory, 4)
 
-    def test_a_forked_child(self, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-        session: Any = scene.stream._session
-        with monkeypatch.context() as patch:
-            for owner, name in (
-                *((session, name) for name in (*DIRECT, "forked", "unusable")),
-                *((scene.pool, name) for name in ("_alloc", "_free")),
-            ):
-                patch.setattr(owner, name, getattr(owner, name))  # and afterwards again
-            session._shut_after_fork()
-            for name in IN_CALLS:
-                with pytest.raises(sd.ForkedProcessError):
-                    OPERATIONS[name][0](scene, scene.memory)
-
 
 class TestEventsUsedAgain:
     def test_what_waits_goes_on_waiting_for_the_first(self, device: sa.Device, stream: sa.Stream) -> None:

@@ -23,7 +23,6 @@ from streamalloc.core.internal import this_thread
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
 from tests.package import test_garbage_cycles as garbage_cycles
-from tests.processes import forking
 from tests.support import (
     KEEP,
     Account,
@@ -297,8 +296,15 @@ def test_interpreter_exit(python: Python, name: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-FORK = forking(
-    """
+FORK = """
+import gc, os, sys, warnings
+import streamalloc as sa, streamalloc.driver as sd
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer say that threads and forks do not mix
+driver = sd.traced(sd.simulated(devices=2))
+kinds, ours = [], {*globals(), "kinds", "ours", "name", "before", "child"}
+devices = sa.Device.all(driver)
+device = devices[0]
+stream = device.create_stream()
 other = device.create_stream()
 pool = sa.MemoryPool(device)
 buffers = [pool.allocate(64, stream), sa.allocate(64, other), pool.allocate(64, device.default_stream)]
@@ -311,8 +317,10 @@ driver.cuCtxSetCurrent(stream._session.context(0))
 for one in (null, mine, device.default_stream): cache.allocate(64, one).free(); pool.allocate(64, one).free()
 cached, of_thread = ([cache.allocate(64, one) for _ in range(3)] for one in (stream, mine))
 cached.pop().free(); of_thread.pop().free()
-""",
-    """
+before = len(driver.calls)
+child = os.fork()
+if child == 0:
+    for use in (
 lambda: buffers[2].free(),
 lambda: buffers[2].fill(1),
 *(function for one in (null, mine, device.default_stream) for function in (
@@ -341,14 +349,22 @@ lambda: cached[0].fill(1),
 lambda: cache.trim(),
 lambda: cache.statistics(),
 lambda: sa.CachingAllocator(pool).allocate(64, stream),
-""",
-    """
+    ):
+        try: use()
+        except Exception as error: kinds.append(type(error).__name__)
+        else: kinds.append("nothing")
+    for name in globals().keys() - ours: del globals()[name]
+    gc.collect()
+    print(sorted(set(kinds)), len(driver.calls) - before, flush=True)
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+assert len(driver.calls) == before
 cache.allocate(64, stream).free()
 assert len(driver.calls) == before
 buffers[0].fill(3); target = bytearray(64); buffers[0].copy_to(target); stream.synchronize()
 print(os.waitstatus_to_exitcode(status), set(target))
-""",
-)
+"""
+"""It prints the errors of the uses and how many driver calls the child made, then what the parent goes on with."""
 
 
 FORK_OF_DATA = """

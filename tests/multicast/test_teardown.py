@@ -14,7 +14,6 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
 from tests.multicast.support import PAGE, TEAM, Team, misorders
-from tests.processes import forking
 from tests.support import Account, end_what_was_dropped, holds, in_a_thread, names
 
 Python = Callable[..., CompletedProcess[str]]
@@ -278,38 +277,8 @@ addresses = vmm.AddressRange(PAGE, driver=driver); addresses.map(memories[0], ac
 holder = [view, bindings[1]]; holder.append(holder)
 """
 
-FORK = forking(
-    """
-made = multicast.MulticastObject(2 * PAGE, 2, driver=driver)
-for device in devices: made.add_device(device)
-memories = [vmm.PhysicalMemory(device, PAGE) for device in devices]
-bindings = [made.bind(memory) for memory in memories]
-view = made.map(access=devices)
-""",
-    """
-lambda: multicast.MulticastObject(PAGE, 2, driver=driver),
-lambda: made.bind(memories[0], PAGE),
-lambda: made.map(access=devices),
-lambda: bindings[0].close(()),
-lambda: view.fill(1),
-lambda: view.close(),
-lambda: made.__exit__(None, None, None),
-""",
-    """
-view[:PAGE].fill(3); view.stream.synchronize()
-print(os.waitstatus_to_exitcode(status))
-view.close(); made.close()
-""",
-)
-
 
 @pytest.mark.simulated_only("names its driver")
 def test_interpreter_exit(python: Python) -> None:
     done = python(EXIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.simulated_only("a process that uses a GPU must not be forked")
-def test_forked_child(python: Python) -> None:
-    done = python(FORK)
-    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0\n", "")

@@ -16,10 +16,11 @@ import importlib
 import inspect
 import os
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ import streamalloc.driver as sd
 from streamalloc import CachingAllocator, interop, ipc, multicast, observing, vmm
 from streamalloc.driver.account import ENDERS
 from streamalloc.driver.bindings import cuda
-from tests.processes import eventually
+from tests.processes import eventually, fork
 from tests.support import GROWTH, MiB, end_what_was_dropped, in_a_thread, public_names, sampled
 
 PAGE = 2 * MiB
@@ -488,30 +489,138 @@ MAKERS: dict[str, Callable[[World], Any]] = {
 
 def makers(those: dict[str, Callable[[Any], Any]]) -> Iterator[Any]:
     """Operations that make objects, without an object of their own."""
-    for name, make in those.items():
-        yield pytest.param(object, lambda world, one, make=make: make(world), id=name)
+    acts: dict[str, Act] = {name: functools.partial(_made, make) for name, make in those.items()}
+    for name, act in acts.items():
+        yield pytest.param(object, act, id=name)
+    yield pytest.param(object, OfTheParent(acts), id="makers OfTheParent")
+
+
+def _made(make: Callable[[Any], Any], world: Any, _: object) -> Any:
+    return make(world)
 
 
 def members(classes: list[type], acts: dict[str, Any], inherited: bool = True) -> Iterator[Any]:
     """The public operations of classes, and how each is performed; unless ``inherited`` not those of all memory.
 
-    The properties of a class are one operation.
+    The properties of a class are one operation. Of each class there are all operations once more, on an object that is
+    closed, and on one of a forked child's parent.
     """
     for kind in classes:
-        properties = []
+        properties, operations = [], dict[str, Act]()
         for name in dir(kind):
             member = inspect.getattr_static(kind, name)
             if name.startswith("_") or inspect.ismemberdescriptor(member):
                 continue
+            act = acts.get(f"{kind.__name__}.{name}", acts.get(name, ACTS.get(name)))
+            if not isinstance(member, (property, classmethod, staticmethod)) and act is not None:
+                operations[name] = act
             if not inherited and member is inspect.getattr_static(sa.Memory, name, None):
                 continue
             if isinstance(member, property):
                 properties.append(name)
             elif callable(getattr(kind, name)):
-                yield pytest.param(
-                    kind, acts.get(f"{kind.__name__}.{name}", acts.get(name)), id=f"{kind.__name__}.{name}"
-                )
+                yield pytest.param(kind, act, id=f"{kind.__name__}.{name}")
         yield pytest.param(kind, functools.partial(_read, properties), id=f"{kind.__name__} properties")
+        for state in (Closed, OfTheParent):
+            yield pytest.param(kind, state(operations), id=f"{kind.__name__} {state.__name__}")
+
+
+class Closed:
+    """All operations of an object, each of which raises once it is closed."""
+
+    error: type[Exception] = sa.ClosedError
+    exempt: ClassVar[set[str]] = {
+        "AddressRange.set_access", "AddressRange.unmap", "CachingAllocator.reset_peaks", "CachingAllocator.statistics",
+        "HostTier.calibrate", "ImportedRange.set_chunks", "MulticastObject.add_device", "PageArena.statistics",
+        "RingProducer.add", "SleepGroup.after_wake", "SleepGroup.before_sleep", "SleepGroup.prepare",
+        "SleepGroup.remove", "abandon", "end", "start", "stop", "trim",
+    }  # fmt: skip
+    """Operations that have nothing left to do, and those for which a closed object is a means only."""
+    without_driver: ClassVar[set[str]] = {
+        "Channel", "Device.can_access", "Fd", "Listener", "Message", "Peer", "RingProducer.statistics",
+        "RingSlot.give_back", "Shared", "SleepGroup.add", "SparseArray.level_shape", "SparseArray.mapped_tiles",
+        "Store.list", "Store.statistics", "WeightsWriter.place", "WeightsWriter.tie", "counters", "draw", "figures",
+        "get", "items", "keys", "leaks", "mark_complete", "ready", "save_chrome", "save_pytorch", "save_rmm", "tables",
+        "tagged", "team_complete", "used", "values", "view", "view_as",
+    }  # fmt: skip
+    """Operations and classes that ask no driver."""
+
+    def __init__(self, operations: dict[str, Act]) -> None:
+        self._operations = operations
+
+    def operations(self, kind: type, exempt: set[str]) -> dict[str, Act]:
+        """The operations that have to raise."""
+        exempt = exempt | {"close"}
+        called = {one: act for one, act in self._operations.items() if not _does_nothing(act)}
+        return {one: act for one, act in called.items() if not exempt & {one, kind.__name__, f"{kind.__name__}.{one}"}}
+
+    def raises(self, world: Any, one: Any, act: Act) -> str:
+        """Empty, or what an operation did in place of raising the error."""
+        try:
+            act(world, one)
+        except self.error:
+            return ""
+        except Exception as error:
+            return "" if _refused(error) else repr(error)
+        return "succeeds"
+
+    def check(self, new: Callable[[], Faults], kind: type) -> None:
+        if "close" not in self._operations or kind is sa.GraphBuffer:  # its memory is there in each launch
+            return
+        world = new()
+        one = world.things[kind]
+        self._operations["close"](world, one)
+        wrong = {}
+        for name, act in self.operations(kind, self.exempt | self.without_driver).items():
+            wrong[name] = self.raises(world, one, act)
+        assert not any(wrong.values()), wrong
+        world.close()
+
+
+class OfTheParent(Closed):
+    """All operations of an object that a forked child has of its parent: each raises there, and none makes a call.
+
+    Nor does the end of all that the child has.
+    """
+
+    error = sa.ForkedProcessError
+    exempt: ClassVar[set[str]] = {
+        "Bridge.start", "DiskTier.reserve", "DiskTier.trim", "HostTier.calibrate", "HostTier.hold", "HostTier.trim",
+        "LiveView.stop", "Observer.start", "PageArena.statistics", "PageSpace.copy_from", "PageSpace.copy_to",
+        "PageSpace.shared", "RingProducer.add", "SleepGroup.after_wake", "SleepGroup.before_sleep",
+        "SleepGroup.remove", "object.CachingAllocator", "object.PageArena", "object.Ring.consumer",
+        "object.SymmetricMemory",
+    }  # fmt: skip
+    """Operations that ask no driver, those that need other arguments, and those that other processes are told of."""
+
+    def check(self, new: Callable[[], Faults], kind: type) -> None:
+        world = new()
+        one, before = world.things[kind], len(world.faulty.seen)
+        wrong = {}
+        for name, act in self.operations(kind, self.exempt | self.without_driver).items():
+            read, write = os.pipe()
+            child = fork()
+            if not child:
+                signal.alarm(20)
+                try:
+                    found, seen = self.raises(world, one, act), world.faulty.seen
+                    vars(world).clear()
+                    del one
+                    gc.collect()
+                    os.write(write, f"{found}{seen[before:]}".encode())
+                finally:
+                    os._exit(0)
+            os.close(write)
+            os.waitpid(child, 0)
+            with os.fdopen(read) as pipe:
+                wrong[name] = pipe.read()
+        assert set(wrong.values()) <= {"[]"}, {name: found for name, found in wrong.items() if found != "[]"}
+        world.close()
+
+
+def _does_nothing(act: Any) -> bool:
+    code, nothing = getattr(act, "__code__", None), (lambda world, one: None).__code__
+    return code is not None and (code.co_code, code.co_consts) == (nothing.co_code, nothing.co_consts)
 
 
 def _read(properties: list[str], world: Any, one: Any) -> None:
@@ -579,6 +688,9 @@ def fails_in_turn(
     the calls after whose failure it may be half done.
     """
     assert act is not None, "a new operation: say in ACTS how to perform it"
+    if isinstance(act, Closed):
+        act.check(new, kind)
+        return
     world = new()
     shapes = world.shapes
     shapes.append(world.shape())

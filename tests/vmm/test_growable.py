@@ -318,35 +318,6 @@ class TestUse:
     @pytest.mark.parametrize(
         "use",
         [
-            lambda buffer: buffer.fill(1),
-            lambda buffer: buffer.copy_to(bytearray(PAGE)),
-            lambda buffer: buffer.copy_from(bytes(PAGE)),
-            lambda buffer: buffer.resize(PAGE),
-            lambda buffer: buffer.grow(1),
-            lambda buffer: buffer.resize(0),
-            lambda buffer: buffer.evict(),
-            lambda buffer: buffer.restore(),
-            lambda buffer: buffer.set_access(buffer.device),
-            lambda buffer: buffer.address,
-            lambda buffer: buffer.__cuda_array_interface__,
-            lambda buffer: buffer.__dlpack__(),
-            lambda buffer: buffer.__enter__(),
-        ],
-    )
-    def test_closed(self, device: sa.Device, use: Callable[[vmm.GrowableBuffer], object]) -> None:
-        with vmm.GrowableBuffer(device, 2 * PAGE, PAGE) as buffer:
-            view = buffer[8:16]
-        assert buffer.closed and (buffer.nbytes, buffer.mapped_bytes) == (0, 0)
-        with pytest.raises(sa.ClosedError):
-            use(buffer)
-        with pytest.raises(sa.ClosedError):
-            view.fill(1)
-        assert "closed" in repr(buffer)
-        buffer.close()
-
-    @pytest.mark.parametrize(
-        "use",
-        [
             lambda buffer, memory: buffer.range.close(),
             lambda buffer, memory: buffer.range.unmap(),
             lambda buffer, memory: buffer.range.map(memory, 3 * PAGE),

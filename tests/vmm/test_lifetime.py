@@ -14,7 +14,6 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.processes import forking
 from tests.support import Account, end_what_was_dropped, holds, pattern
 from tests.vmm.support import HOST, PAGE, READWRITE, same, write
 
@@ -220,53 +219,6 @@ def test_interpreter_exit(python: Python) -> None:
     """With live objects in a module, a cycle of them, and work that is pending."""
     done = python(EXIT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-FORK = forking(
-    """
-pool = sa.MemoryPool(sa.MemLocation.host(), driver=driver); pool.set_access(device, sa.MemAccess.READWRITE)
-memory = vmm.PhysicalMemory(device, PAGE); addresses = vmm.AddressRange(2 * PAGE, driver=driver)
-mapping = addresses.map(memory, access=device)
-buffer = vmm.GrowableBuffer(device, 4 * PAGE, 2 * PAGE, chunk=PAGE); evicted = vmm.GrowableBuffer(device, PAGE, PAGE)
-evicted.evict(pool)
-array = vmm.SparseArray(device, (256, 256)); tiles = vmm.TilePool(device, PAGE); array.map(tiles, stream=stream)
-stream.synchronize()
-""",
-    """
-lambda: vmm.PhysicalMemory(device, PAGE),
-lambda: vmm.AddressRange(PAGE, driver=driver),
-lambda: vmm.GrowableBuffer(device, PAGE),
-lambda: vmm.stripe([device], PAGE),
-lambda: vmm.PhysicalMemory.at(mapping.address, driver=driver),
-lambda: addresses.map(memory, PAGE),
-lambda: addresses.unmap(),
-lambda: addresses.set_access(device, stop=PAGE),
-lambda: mapping.access(device),
-lambda: mapping.fill(1),
-lambda: mapping.close(),
-lambda: memory.query(),
-lambda: memory.close(),
-lambda: buffer.resize(PAGE),
-lambda: buffer.grow(PAGE),
-lambda: buffer.evict(),
-lambda: buffer.close(),
-lambda: evicted.restore(),
-lambda: array.unmap(stream=stream),
-lambda: array.close(),
-""",
-    """
-buffer.fill(3); target = bytearray(2 * PAGE); buffer.copy_to(target); device.synchronize()
-print(os.waitstatus_to_exitcode(status), set(target))
-evicted.restore(); mapping.close(); addresses.close(); memory.close()
-""",
-)
-
-
-@pytest.mark.simulated_only("a process that uses a GPU must not be forked")
-def test_forked_child(python: Python) -> None:
-    """The child gets a clear error for each use, and makes no driver call, not even when it drops everything."""
-    done = python(FORK)
-    assert (done.stdout, done.stderr) == ("['ForkedProcessError'] 0\n0 {3}\n", "")
 
 
 class TestThreads:

@@ -111,20 +111,12 @@ class TestUnmap:
             lambda mapping: mapping.__enter__(),
         ],
     )
-    @pytest.mark.parametrize("again", [False, True])
-    def test_used_afterwards(
-        self,
-        device: sa.Device,
-        pages: vmm.AddressRange,
-        memory: vmm.PhysicalMemory,
-        use: Callable[..., Any],
-        again: bool,
+    def test_used_where_other_memory_is_mapped_since(
+        self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory, use: Callable[..., Any]
     ) -> None:
-        """Also where other memory is mapped at its place since."""
         mapping = pages.map(memory, PAGE, access=device)
         mapping.close()
-        if again:
-            pages.map(memory, PAGE, access=device)
+        pages.map(memory, PAGE, access=device)
         with pytest.raises(sa.ClosedError):
             use(mapping)
         assert "unmapped" in repr(mapping) and mapping.memory is memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -193,22 +192,6 @@ class TestLife:
             assert memory.closed
         memory.close()
         assert account.calls("cuMemRelease") == ["cuMemRelease"] and account.left == {}
-
-    @pytest.mark.parametrize(
-        "use",
-        [
-            lambda memory: memory.handle,
-            lambda memory: memory.query(),
-            lambda memory: memory.compressible,
-            lambda memory: memory.export(),
-            lambda memory: vmm.AddressRange(PAGE).map(memory),
-        ],
-    )
-    def test_used_after_closed(self, device: sa.Device, use: Callable[[vmm.PhysicalMemory], object]) -> None:
-        memory = vmm.PhysicalMemory(device, PAGE, handle_types=FD)
-        memory.close()
-        with pytest.raises(sa.ClosedError):
-            use(memory)
 
     def test_stays_while_it_is_mapped(self, machine: Any) -> None:
         account = Account(machine)

@@ -435,25 +435,6 @@ class TestExhaustion:
 
 
 class TestClosed:
-    @pytest.mark.parametrize(
-        "use",
-        [
-            lambda array, pool, stream: array.handle,
-            lambda array, pool, stream: array.map(pool, stream=stream),
-            lambda array, pool, stream: array.unmap(stream=stream),
-            lambda array, pool, stream: array.map_tail(pool, stream=stream),
-            lambda array, pool, stream: array.unmap_tail(stream=stream),
-            lambda array, pool, stream: array.copy_from(noise((512, 512)), stream),
-            lambda array, pool, stream: array.copy_to(noise((512, 512)), stream),
-        ],
-    )
-    def test_used(self, device: sa.Device, tiles: vmm.TilePool, stream: sa.Stream, use: Callable[..., object]) -> None:
-        with vmm.SparseArray(device, (512, 512)) as array:
-            array.map(tiles, stream=stream)
-        with pytest.raises(sa.ClosedError):
-            use(array, tiles, stream)
-        assert "closed" in repr(array) and tiles.free_tiles == TILES
-
     @pytest.mark.parametrize("seed", range(6))
     def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
         account = Account(machine)
@@ -477,22 +458,6 @@ class TestClosed:
                 things.pop()
         gc.collect()
         assert account.left == {}
-
-    @pytest.mark.parametrize("order", [0, 1])
-    def test_cycles_with_their_pool(self, machine: Any, order: int) -> None:
-        """The memory must not go before the array that has its tiles there."""
-        account = Account(machine)
-        device = account.device
-        pool = vmm.TilePool(device, PAGE)
-        array = vmm.SparseArray(device, (512, 512))
-        array.map(pool, stream=device.default_stream)
-        holder: list[object] = [pool, array] if order else [array, pool]
-        holder.append(holder)
-        del pool, array, holder, device
-        gc.collect()
-        assert account.left == {}
-        released = account.calls("cuArrayDestroy", "cuMemRelease", "cuMemMapArrayAsync")
-        assert released[-2:] == ["cuArrayDestroy", "cuMemRelease"]
 
     def test_dropped_in_a_capture(self, machine: Any) -> None:
         account = Account(machine)

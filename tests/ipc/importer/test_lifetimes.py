@@ -352,49 +352,6 @@ class TestChildren:
         growable.close()
 
     @pytest.mark.simulated_only("CUDA does not survive a fork")
-    def test_of_fork_are_refused(
-        self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, stream: sa.Stream
-    ) -> None:
-        """Whatever they try: to share, to open, and to use what is open."""
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 1)
-        data, fds = partner.shared("buffer")
-        opened = ipc.open(data, fds, stream=stream)
-        shared = ipc.share(buffer)
-        ipc.share(pool)
-        tries: dict[str, Callable[[], object]] = {
-            "share": lambda: ipc.share(buffer),
-            "share a pool": lambda: ipc.share(pool),
-            "open": lambda: ipc.open(data, stream=stream),
-            "use": lambda: opened.fill(1),
-            "close": lambda: opened.close(),
-            "free": lambda: buffer.free(),
-        }
-        read, write = os.pipe()
-        child = fork()
-        if not child:
-            try:
-                said = []
-                for name, attempt in tries.items():
-                    try:
-                        attempt()
-                        said.append(f"{name}: done")
-                    except sa.driver.ForkedProcessError:
-                        pass
-                    except BaseException as error:
-                        said.append(f"{name}: {error!r}")
-                os.write(write, ("; ".join(said) or "all refused").encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            assert pipe.read() == "all refused"
-        os.waitpid(child, 0)
-        assert shows(opened, 1) and shows(buffer, 1)
-        assert partner.open(shared).shows(1)
-        opened.close()
-
-    @pytest.mark.simulated_only("CUDA does not survive a fork")
     def test_of_fork_end_nothing_of_their_parent_s(
         self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner
     ) -> None:

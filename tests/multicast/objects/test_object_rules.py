@@ -221,22 +221,6 @@ class TestBinding:
         made.bind(vmm.PhysicalMemory(devices[0], PAGE, handle_types=SHAREABLE))
         made.close()
 
-    def test_what_is_closed(self, traced: Any) -> None:
-        team = Team(traced)
-        memory, devices = team.memories[0], team.devices
-        with team.object as made:
-            pass
-        addresses = vmm.AddressRange(2 * PAGE, driver=traced)
-        for use in (
-            lambda: made.bind(memory),
-            lambda: made.map(access=devices),
-            lambda: addresses.map(made),
-            lambda: made.export(),
-            lambda: made.__enter__(),
-            lambda: team.view.fill(1),
-        ):
-            refused(traced, sa.ClosedError, "closed|unmapped", use)
-
     def test_evicted_and_graph_memory(self, devices: list[sa.Device], traced: Any) -> None:
         made = multicast.MulticastObject(PAGE, 2, driver=traced)
         for device in devices[:2]:
