@@ -307,6 +307,8 @@ class AddressMap:
         self._bases: list[int] = []
         self._whole: list[int] = []
         """Bases of the ranges that are not divided."""
+        self._verdicts: dict[tuple[int, ...], bool] = {}
+        """Answers of :meth:`any_whole` since the ranges changed: programs launch the same kernels again and again."""
         self._most = _MANY_RANGES
 
     def add(self, made: Range) -> None:
@@ -315,6 +317,7 @@ class AddressMap:
         if same is not None and same.size == made.size and same.ended is not None:
             made.previous, same.previous = (same,), ()
             self._at[made.base] = made
+            self._verdicts.clear()
             if same.divided:
                 insort(self._whole, made.base)
             return
@@ -340,6 +343,7 @@ class AddressMap:
 
     def _insert(self, made: Range) -> None:
         self._at[made.base] = made
+        self._verdicts.clear()
         for bases in (self._bases, self._whole):
             at = bisect_left(bases, made.base)
             if bases[at : at + 1] != [made.base]:
@@ -349,12 +353,14 @@ class AddressMap:
         """Remove the range that begins at an address."""
         # An interrupt between these lines leaves a base without a range, which look-ups skip.
         self._at.pop(base, None)
+        self._verdicts.clear()
         _drop(self._bases, base)
         _drop(self._whole, base)
 
     def divide(self, segment: Range) -> None:
         """Record that an allocator hands out the blocks of a segment."""
         segment.divided = True
+        self._verdicts.clear()
         _drop(self._whole, segment.base)
 
     def whole(self, address: int) -> Range | None:
@@ -363,9 +369,14 @@ class AddressMap:
         found = self._at.get(self._whole[at]) if at >= 0 else None
         return found if found is not None and address < found.end and found.ended is None else None
 
-    def any_whole(self, addresses: Iterable[int]) -> bool:
-        """Whether an address is in such a range."""
-        return bool(self._whole) and any(map(self.whole, addresses))
+    def any_whole(self, addresses: tuple[int, ...]) -> bool:
+        """Whether an address is, or was, in such a range."""
+        found = self._verdicts.get(addresses)
+        if found is None:
+            if len(self._verdicts) > _MANY_RANGES:
+                self._verdicts.clear()
+            found = self._verdicts[addresses] = any(map(self.whole, addresses))
+        return found
 
     def find(self, address: int) -> Range | None:
         """The range that contains an address."""

@@ -37,10 +37,10 @@ For example frees: after the call another thread may already get the memory.
 """
 Part: TypeAlias = "tuple[int, int, bool | None]"
 """A part of memory: first byte, end, and whether it is written; None if that is unknown."""
-Kernel: TypeAlias = "tuple[str, Stack, tuple[int, ...] | None, Callable[[], Iterable[Part]]]"
-"""A launched kernel: text, place, the addresses among its arguments, None if they are unknown, and a function that
-returns the memory behind them.
-"""
+Kernel: TypeAlias = "tuple[str, Stack, Callable[[], Iterable[Part]]]"
+"""A launched kernel: text, place, and a function that returns the memory behind the addresses among its arguments."""
+Launch: TypeAlias = "tuple[tuple[int, ...] | None, Callable[[], Kernel]]"
+"""A launch: the addresses among its arguments, None if they are unknown, and a function that returns its kernel."""
 T = TypeVar("T")
 
 KERNEL = "a kernel"
@@ -257,7 +257,7 @@ def use_on_device(state: State, stream: TrackedStream, address: int, nbytes: int
 
 
 def kernels_of_others(
-    state: State, stream: TrackedStream, kernels: Iterable[Kernel], runs: Callable[[TrackedStream], None]
+    state: State, stream: TrackedStream, launches: Iterable[Launch], runs: Callable[[TrackedStream], None]
 ) -> None:
     """Queue kernels whose arguments contain addresses. ``runs`` is called when their stream runs them.
 
@@ -267,9 +267,12 @@ def kernels_of_others(
     is_captured = state.capture_of(stream) is not None
     if not is_captured:
         state.timeline.submit(stream, runs)
-    for what, place, addresses, parts in kernels:
+    for addresses, kernel in launches:
+        if addresses is None:
+            state.notes.add("arguments", *kernel()[:2])
         if not (is_captured or state.addresses.any_whole(addresses or ())):
             continue
+        what, place, parts = kernel()
         pieces: Pieces = []
         for low, high, write in parts():
             range_ = (state.addresses.find if is_captured else state.addresses.whole)(low)

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -32,7 +32,7 @@ from streamalloc.checker.streams import CallingThread
 from streamalloc.checker.uses import (
     FLAG,
     Finish,
-    Kernel,
+    Launch,
     kernels_of_others,
     may_poll,
     nothing,
@@ -197,7 +197,7 @@ class Recorder:
         self._reports.deliver(self._alone(self._as_caller, CallingThread(call.thread, context, place), record))
 
     def feed_kernels(
-        self, caller: CallingThread, stream: int, kernels: Sequence[Kernel], runs: Callable[[TrackedStream], None]
+        self, caller: CallingThread, stream: int, launches: Iterable[Launch], runs: Callable[[TrackedStream], None]
     ) -> None:
         """Record launches, one after the other, of kernels of other code. ``runs`` is called when their stream runs
         them.
@@ -206,10 +206,7 @@ class Recorder:
         def record() -> list[Hazard]:
             state = self._state
             state.look()
-            for what, place, addresses, _ in kernels:
-                if addresses is None:
-                    state.notes.add("arguments", what, place)
-            kernels_of_others(state, state.stream(stream), kernels, runs)
+            kernels_of_others(state, state.stream(stream), launches, runs)
             return self._reports.take()
 
         self._reports.deliver(self._alone(self._as_caller, caller, record))

@@ -23,6 +23,7 @@ from streamalloc.checker.contents import HOST_KINDS
 from streamalloc.checker.ranges import Access, Piece
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.streams import MEMORY_TYPE, CallingThread
+from streamalloc.checker.uses import Kernel
 from streamalloc.checker.wrapper import REFUSED, Recorder
 from streamalloc.cupti import callers
 from streamalloc.cupti.blocks import Blocks, Run, Use, addresses_of, kernel_of, parts_of
@@ -246,19 +247,20 @@ class Check:
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
     def _called(self, call: DriverCall) -> None:
-        if call.function.startswith("cuStreamCreate"):
+        function, is_launch = call.function, call.function in LAUNCHES
+        if not is_launch and function.startswith("cuStreamCreate"):
             self._has_streams |= callers.caller(None) not in callers.NATIVE
         if self._has_streams:
             call = self._with_operands(call)
         self._waiting.append(call)
-        if call.function in QUIET:
-            return  # somebody may wait for a lock of this thread's library, with Python's
-        if call.function in LAUNCHES:
+        if is_launch:
             stream = call.args[1]
             if stream in self._handles and len(self._waiting) < _MOST_WAITING:
                 return
             self._handles.add(stream)
-        elif call.function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
+        elif function in QUIET:
+            return  # somebody may wait for a lock of this thread's library, with Python's
+        elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
             # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
             self._of_natives.add(call.answer[1])
         self._work()
@@ -321,11 +323,9 @@ class Check:
             stream.clock.known[stream.number] = stream.time
 
         first = launches[0]
-        kernels = [
-            (kernel_of(one).what, one.place, addresses_of(one), functools.partial(parts_of, one)) for one in launches
-        ]
         caller = CallingThread(first.thread, first.context, first.place)
-        self._recorder.feed_kernels(caller, first.args[1], kernels, runs)
+        described = ((addresses_of(one), functools.partial(_kernel, one)) for one in launches)
+        self._recorder.feed_kernels(caller, first.args[1], described, runs)
 
     def _follow(self, call: DriverCall) -> None:
         self._seen.saw(call)
@@ -361,6 +361,10 @@ class Check:
         part = low, high, access.write or (None if node.kernel else False)
         what, place, captured = access.what, access.stack, node.captured
         self._blocks.log(Use(now, stream, access.time, clock, what, place, (part,), captured))
+
+
+def _kernel(launch: DriverCall) -> Kernel:
+    return kernel_of(launch).what, launch.place, functools.partial(parts_of, launch)
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ QUIET = frozenset(_MODES) - {"cuStreamSynchronize", "cuCtxSynchronize"}
 _SLOTS, _SLOT = 4096, struct.Struct("<IIQQ40s")
 _PATIENCE = 1.0
 """Seconds to wait for callbacks that have begun: a debugger may have stopped one."""
-_CALLBACK, _TABLE, _ASKING, _ENTERED, _WRITTEN, _LEFT_OUT, _TAKEN, _RING, _HAS_LOCK = range(9)
-"""Words that the machine code reads, and counts in."""
+_CALLBACK, _TABLE, _ASKING, _ENTERED, WRITTEN, _LEFT_OUT, TAKEN, _RING, _HAS_LOCK = range(9)
+"""Words that the machine code reads, and counts in: there are calls to take if ``TAKEN`` is not ``WRITTEN``."""
 # if site != 1: return;  mode = table[number];  if not mode: goto python;  entered += 1
 # if not asking and (not mode & 2 or PyGILState_Check()): goto python;  if mode & 4: left_out += 1, return
 # if written - taken >= 4000: goto python;  slot = ring[written++ & 4095]
@@ -95,11 +95,6 @@ class Gate:
         if self._code is not None:
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._code))
 
-    @property
-    def has_written(self) -> bool:
-        """Whether there are calls to take."""
-        return bool(self.words[_WRITTEN] != self.words[_TAKEN])
-
     def write_frees(self) -> None:
         """From now on write down what threads without Python's lock free and query."""
         for number, mode in self._later.items():
@@ -113,7 +108,7 @@ class Gate:
         try:
             end = monotonic() + _PATIENCE
             # These were let through before.
-            while words[_ENTERED] - words[_WRITTEN] - words[_LEFT_OUT] > self.left and monotonic() < end:
+            while words[_ENTERED] - words[WRITTEN] - words[_LEFT_OUT] > self.left and monotonic() < end:
                 sleep(1e-4)
             yield
         finally:
@@ -124,13 +119,13 @@ class Gate:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            while self.has_written:
-                at = self.words[_TAKEN] % _SLOTS * _SLOT.size
+            while self.words[WRITTEN] != self.words[TAKEN]:
+                at = self.words[TAKEN] % _SLOTS * _SLOT.size
                 while not (number := _SLOT.unpack_from(self._ring, at)[0]):
                     sleep(0)  # its thread is about to write the number
                 _, result, thread, context, args = _SLOT.unpack_from(self._ring, at)
                 struct.pack_into("I", self._ring, at, 0)
-                self.words[_TAKEN] += 1
+                self.words[TAKEN] += 1
                 yield Written(number, result, thread, context, ctypes.create_string_buffer(args))
         finally:
             self._lock.release()

@@ -9,13 +9,12 @@ kernels do with an address is unknown.
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 import struct
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,7 +46,7 @@ class Kernel(str):
         if sizes and made._lists is None and _OF_LISTS.search(readable):
             made._written, made.is_known = None, False  # what the stack had before is among their addresses
         made._has_rows = "::CatArrayBatchedCopy" in readable
-        made._at = struct.Struct(f"{len(sizes or ())}Q")
+        made._at = struct.Struct(f"{len(sizes or ())}Q").unpack_from
         return made
 
     what: str
@@ -58,7 +57,7 @@ class Kernel(str):
     _parts: list[tuple[int, int, int]] | None
     _lists: _Lists | None
     _has_rows: bool
-    _at: struct.Struct
+    _at: Callable[[Any, int], Addresses]
 
     def pointers(self, params: int, columns: int, rows: int) -> Addresses | None:
         """The words of a launch's arguments that may be addresses, from pointers to the arguments; None if the driver
@@ -68,13 +67,13 @@ class Kernel(str):
             return ()
         if self._parts is None or not params:
             return None
-        places, words = self._at.unpack_from(memory, params), []
-        if self._lists is not None:
-            words += self._lists.words(places[0], columns)
+        places = self._at(memory, params)
+        words = b"" if self._lists is None else self._lists.words(places[0], columns)
         for argument, start, size in self._parts:
             at = places[argument] + start
-            words.append(memory[at : at + (size if size <= 8 or not self._has_rows else min(size, 8 * rows))])
-        return _addresses(b"".join(words))
+            words += memory[at : at + (size if size <= 8 or not self._has_rows else min(size, 8 * rows))]
+        found = _known.get(words)
+        return _addresses(words) if found is None else found
 
     def written(self, addresses: Addresses) -> Addresses:
         """Return the addresses that the kernel writes, of all that are among its arguments, in their order; none if it
@@ -94,10 +93,10 @@ class _Lists(NamedTuple):
     slot_of_block: int
     """Place of a byte for each block of the grid: the slot of its tensor. They ascend."""
 
-    def words(self, place: int, blocks: int) -> list[bytes]:
+    def words(self, place: int, blocks: int) -> bytes:
         last = place + self.slot_of_block + min(blocks, _MOST_BLOCKS) - 1
         filled, row = 8 * (memory[last : last + 1][0] + 1), 8 * self.slots
-        return [memory[place + row * one : place + row * one + filled] for one in self.rows]
+        return b"".join(memory[place + row * one : place + row * one + filled] for one in self.rows)
 
 
 def _lists(name: str, size: int) -> _Lists | None:
@@ -149,11 +148,17 @@ def _calculator(tensors: int) -> int:
     return 4 + 25 * (12 + 4 * tensors)
 
 
-@functools.lru_cache(4096)
-def _addresses(arguments: bytes) -> Addresses:
-    # Programs launch the same kernels with the same arguments again and again.
-    words = np.frombuffer(arguments, np.uint64)
-    return tuple(words[(words >= _LOWEST) & (words < _HIGHEST)].tolist())
+def _addresses(words: bytes) -> Addresses:
+    found = np.frombuffer(words, np.uint64)
+    if len(_known) > _MOST_KNOWN:
+        _known.clear()
+    made = _known[words] = tuple(found[(found >= _LOWEST) & (found < _HIGHEST)].tolist())
+    return made
+
+
+_known: dict[bytes, Addresses] = {}
+"""Addresses by words: programs launch the same kernels with the same arguments again and again."""
+_MOST_KNOWN = 10_000
 
 
 class Kernels:

@@ -11,11 +11,12 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from threading import get_ident
 from time import time_ns
 from types import FrameType
 from typing import Any, NamedTuple
 
-from streamalloc.cupti.gate import Gate
+from streamalloc.cupti.gate import TAKEN, WRITTEN, Gate
 from streamalloc.cupti.kernels import Kernels
 from streamalloc.cupti.layouts import Layout, layout
 from streamalloc.cupti.library import Library, memory
@@ -91,6 +92,7 @@ class Subscription:
         self._functions = _known(self._library.functions(), frozenset(functions))
         self.kernels: Kernels = Kernels()
         self.gate: Gate = Gate(self._called, {number: one[0] for number, one in self._functions.items()})
+        self._words = self.gate.words
         self._watch = _Watch()
         self._main = threading.main_thread().ident or 0
         self._waiting: Stack | None = None
@@ -127,14 +129,15 @@ class Subscription:
         try:
             site, args, result, symbol, context = _data(memory, data)
             if site and self.error is None and not _is_child:  # the call has returned
-                if self.gate.has_written:
+                if self._words[WRITTEN] != self._words[TAKEN]:
                     self.take_written()
-                self._returned(number, args, result, symbol, context)
+                name, _, per_thread, _ = self._functions[number]
+                if name in LAUNCHES:
+                    self._launched(name, per_thread, args, result, symbol, context)
+                else:
+                    self._returned(number, args, result, context)
         except BaseException as error:
             self._fail(error)
-        finally:
-            if self.gate.modes[number]:
-                self.gate.left += 1
 
     def take_written(self) -> None:
         """Take the calls that the gate has written down. Their threads stand where they stand now."""
@@ -155,29 +158,35 @@ class Subscription:
         elif self.error is None and not isinstance(error, RaisedAgain):
             self.error = error
 
-    def _returned(self, number: int, args: int, result: int, symbol: int, context: int) -> None:
-        now, thread, code = time_ns(), threading.get_ident(), _code(memory, result)[0]
-        name, how, per_thread, stream_at = self._functions[number]
-        if name not in LAUNCHES:
-            given = _on_stream(how.arguments(args), per_thread, stream_at)
-            place = self._place(_DEEPEST)
-            self._listener(DriverCall(name, given, how.answer(args, code), thread, context, place, now))
-        elif not code:
-            if name == "cuLaunchKernelEx":
-                config, function, params = _launch_ex(memory, args)
-                columns, rows, stream = _configuration(memory, config)
-            else:
-                function, columns, rows, stream, params = _launch(memory, args)
-            if per_thread and not stream:
-                stream = _PER_THREAD
-            kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
-            launch, place = (function, stream), self._place(1)
-            pointers = kernel.pointers(params, columns, rows)
-            self._listener(DriverCall(name, launch, _LAUNCHED, thread, context, place, now, kernel, pointers))
+    def _returned(self, number: int, args: int, result: int, context: int) -> None:
+        try:
+            now, code = time_ns(), _code(memory, result)[0]
+            name, how, per_thread, stream_at = self._functions[number]
+            given, answer = _on_stream(how.arguments(args), per_thread, stream_at), how.answer(args, code)
+            place = self._place(sys._getframe(1).f_back, _DEEPEST)
+            self._listener(DriverCall(name, given, answer, get_ident(), context, place, now))
+        finally:
+            self.gate.left += self.gate.modes[number] > 0
 
-    def _place(self, depth: int) -> Stack:
-        """The innermost frames of the program."""
-        frame: FrameType | None = sys._getframe(2).f_back
+    def _launched(self, name: str, per_thread: bool, args: int, result: int, symbol: int, context: int) -> None:
+        # A training step launches a hundred kernels: each line here counts.
+        if _code(memory, result)[0]:
+            return
+        if name == "cuLaunchKernelEx":
+            config, function, params = _launch_ex(memory, args)
+            columns, rows, stream = _configuration(memory, config)
+        else:
+            function, columns, rows, stream, params = _launch(memory, args)
+        if per_thread and not stream:
+            stream = _PER_THREAD
+        kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
+        place = self._place(sys._getframe(1).f_back, 1)
+        pointers = kernel.pointers(params, columns, rows)
+        call = name, (function, stream), _LAUNCHED, get_ident(), context, place, time_ns(), kernel, pointers, ()
+        self._listener(_made(DriverCall, call))
+
+    def _place(self, frame: FrameType | None, depth: int) -> Stack:
+        """The innermost frames of the program, from a frame outwards."""
         found = frames_of(frame, depth)
         if found or not _is_of_native_thread(frame):
             self._waiting = None
@@ -207,10 +216,9 @@ def frames_of(frame: FrameType | None, depth: int) -> Stack:
     found = []
     while frame is not None:
         code = frame.f_code
-        file = code.co_filename
-        library = _kinds.get(file)
+        library = _kinds.get(code.co_filename)
         if library is None:
-            library = _kinds[file] = is_library(file)
+            library = _kinds[code.co_filename] = is_library(code.co_filename)
         if not library:
             found.append((code, frame.f_lasti))
             if len(found) == depth:
@@ -303,6 +311,7 @@ SOON = 0.001
 """Seconds until an exception is raised in the main thread: a callback of that thread may run now."""
 _SWITCH_INTERVAL = 0.1
 """Seconds that a thread keeps Python's lock if another one wants it; Python's own 0.005 is shorter than some calls."""
+_made = tuple.__new__  # a third of the time of the class itself
 _LAUNCHED = (cuda.CUresult.CUDA_SUCCESS,)
 _is_child = False
 """Whether this process was forked: its subscriptions are the parent's."""
