@@ -624,11 +624,13 @@ class GraphBuffer(Buffer):
         ordered = self._ordered_on(stream)
         captured = ordered._captured()
         self._address = int(pointer)
-        try:
-            self._free_checked(ordered, still_imported, timeout)
-        finally:
-            if not captured:  # the next launch allocates it again
-                self._ptr = pointer
+        self._free_checked(ordered, still_imported, timeout)
+        if not captured:
+            self._ptr = pointer
+
+    def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
+        self._ptr = ptr  # no launch has allocated it now, but the next one does, at the same address
+        return free_refused(result, ordered)
 
     def _belongs_to(self, capture: object) -> bool:
         # A capture may join streams of this package and of other code: the driver decides then.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import sys
 import types
 from collections.abc import Iterable
@@ -129,25 +128,6 @@ def close_all(owners: Iterable[Closes]) -> None:
     """Close each of them."""
     for owner in owners:
         owner.close()
-
-
-def check_exported(number: int) -> int:
-    """Return a descriptor's number unless it is surely none that a driver has exported: closed, a file, a socket.
-
-    Raises
-    ------
-    ValueError
-        No driver has exported it.
-    """
-    try:
-        found = os.fstat(number)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"handle={number} is no open file descriptor of this process") from error
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
-    kind = kinds.get(stat.S_IFMT(found.st_mode), "a file" if stat.S_ISREG(found.st_mode) and found.st_nlink else "")
-    if kind:
-        raise ValueError(f"handle={number} is {kind}, and no handle that the driver exported")
-    return number
 
 
 class RawHandles(NamedTuple):

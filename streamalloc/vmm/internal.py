@@ -24,6 +24,7 @@ from streamalloc.vmm.ownership import (
     OwnedHandle,
     Team,
     allocations_of,
+    check_exported,
 )
 from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
 from streamalloc.vmm.properties import MemAllocationProp

@@ -22,6 +22,8 @@ from __future__ import annotations
 import abc
 import enum
 import functools
+import os
+import stat
 import time
 import weakref
 from bisect import bisect_right
@@ -42,7 +44,7 @@ from streamalloc.core.internal import (
     work,
 )
 from streamalloc.core.properties import MemFabricHandle, MemHandleType, MemLocation
-from streamalloc.core.resource import Closes, Shareable, check_exported
+from streamalloc.core.resource import Closes, Shareable
 from streamalloc.core.session import PerDriver, Session, members
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import RLock, cuda
@@ -454,6 +456,25 @@ class _Later(Deferred):
 
 allocations_of: PerDriver[Allocations] = PerDriver(Allocations)
 """State for one driver: ``allocations_of(session)``."""
+
+
+def check_exported(number: int) -> int:
+    """Return a descriptor's number unless it is surely none that a driver has exported: closed, a file, a socket.
+
+    Raises
+    ------
+    ValueError
+        No driver has exported it.
+    """
+    try:
+        found = os.fstat(number)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"handle={number} is no open file descriptor of this process") from error
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
+    kind = kinds.get(stat.S_IFMT(found.st_mode), "a file" if stat.S_ISREG(found.st_mode) and found.st_nlink else "")
+    if kind:
+        raise ValueError(f"handle={number} is {kind}, and no handle that the driver exported")
+    return number
 
 
 class GenericAllocation(OwnsNode, Shareable):

@@ -34,14 +34,13 @@ from streamalloc.core.internal import (
     sees_all_work,
     work,
 )
-from streamalloc.core.resource import check_exported
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
 from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, ChunkHandle, Descriptor, Flags, Mechanism
 from streamalloc.vmm import PhysicalMemory
-from streamalloc.vmm.internal import import_memory
+from streamalloc.vmm.internal import check_exported, import_memory
 
 _LAZY_PEER_ACCESS = 1
 _RANGE_SIZE = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
