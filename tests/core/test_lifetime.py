@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import gc
-import random
 import sys
 import threading
 import tracemalloc
@@ -22,10 +21,9 @@ import streamalloc.driver as sd
 from streamalloc.core.internal import this_thread
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Gate
-from tests.package import test_garbage_cycles as garbage_cycles
+from tests.package.test_garbage_cycles import of_core
 from tests.support import (
     KEEP,
-    Account,
     MiB,
     end_what_was_dropped,
     executed,
@@ -130,30 +128,6 @@ class TestGarbage:
             assert int(machine.cuMemPoolGetAttribute(raw, attribute)[1]) == 0
             assert later_memory_is_whole(pool, MiB, other, gate)
 
-    @pytest.mark.parametrize("seed", range(30))
-    def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
-        account = Account(machine)
-        things = self._everything(account.device)
-        random.Random(seed).shuffle(things)
-        while things:
-            things.pop()
-            if len(things) % 5 == 0:
-                gc.collect()
-                if seed % 3 == 0:
-                    in_threads(things.clear)
-        assert account.left == {}
-
-    @staticmethod
-    def _everything(device: sa.Device) -> list[Any]:
-        pool, host, graph = garbage_cycles.pool(device), garbage_cycles.host_pool(device), garbage_cycles.graph(device)
-        closed, blocking = device.create_stream(), device.create_stream(blocking=True)
-        orphan = pool[0].allocate(64, closed)
-        closed.close()
-        current = sa.allocate(64, blocking), sa.allocate(0, blocking), sa.allocate(64, device.default_stream)
-        made = device.create_event(), pool[0].attributes, pool[0].make_current(), sa.MemoryPool.default(device)
-        capsule = pool[-1].__dlpack__(stream=-1)
-        return [device, *pool, *host, *graph, closed, blocking, orphan, *current, *made, capsule]
-
     @pytest.mark.parametrize("result", ["CONTEXT_IS_DESTROYED", "DEINITIALIZED", "UNKNOWN"])
     def test_a_free_that_fails_in_a_finaliser(self, machine: Any, result: str) -> None:
         """It is made later, unless the memory is gone with its context; nothing is told."""
@@ -185,7 +159,7 @@ class TestGarbage:
             assert pool.statistics().used == 0
 
     def test_finalisers_never_wait(self, traced: Any, device: sa.Device) -> None:
-        things = self._everything(device)
+        things = of_core(device)
         del traced.calls[:]
         things.clear()
         gc.collect()

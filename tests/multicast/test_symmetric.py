@@ -25,7 +25,7 @@ from tests.interleaving import interleaved
 from tests.multicast.support import all_ended
 from tests.processes import Partner, There
 from tests.support import MiB, executed, filled, holds, pattern, pending, shows
-from tests.vmm.support import assert_unique, each
+from tests.vmm.support import each
 
 NBYTES = 3 * MiB + 40
 
@@ -91,7 +91,6 @@ class TestInOneProcess:
             assert buffer.location == devices[rank].location and buffer.stream.device == devices[rank]
             assert buffer.device_accessible and not buffer.host_accessible
             assert "SymmetricBuffer" in repr(buffer)
-        assert_unique(memory)
 
     def test_raw_addresses_are_in_every_rank_s_memory(self, memory: SymmetricMemory) -> None:
         assert memory.addresses.dtype == np.uint64

@@ -1,6 +1,7 @@
-"""Objects of every area in one garbage cycle: the collector finalises them in one pass, in any order.
+"""Objects of every area, dropped in any order: one by one, in another thread, or in a garbage cycle.
 
-What a deferred item needs may be finalised in the same pass. Everything must end once, without a refused call.
+The collector finalises those of a cycle in one pass. What a deferred item needs may be finalised in the same pass.
+Everything must end once, without a refused call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from streamalloc import CachingAllocator, ipc, vmm
 from streamalloc.interop.loans import borrow, form
 from tests.ipc.support import POSIX
 from tests.processes import eventually
-from tests.support import Account, MiB
+from tests.support import Account, MiB, in_threads
+from tests.vmm.test_lifetime import everything
 
 Objects = list[Any]
 ANSWERS = ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY")
@@ -136,9 +138,37 @@ def ring(device: sa.Device) -> Objects:
     return [pool, stream, ipc.Ring.producer(pool, 4096, 3, stream=stream)]
 
 
-@pytest.mark.parametrize("make", [pool, host_pool, cache, graph, loans, mapped, asleep, pages, shared, sent, ring])
+def of_core(device: sa.Device) -> Objects:
+    first, closed, blocking = pool(device), device.create_stream(), device.create_stream(blocking=True)
+    orphan = first[0].allocate(64, closed)
+    closed.close()
+    current = sa.allocate(64, blocking), sa.allocate(0, blocking), sa.allocate(64, device.default_stream)
+    made = device.create_event(), first[0].attributes, first[0].make_current(), sa.MemoryPool.default(device)
+    capsule = first[-1].__dlpack__(stream=-1)
+    return [device, *first, *host_pool(device), *graph(device), closed, blocking, orphan, *current, *made, capsule]
+
+
+def sparse(device: sa.Device) -> Objects:
+    """Arrays, one of which has a mip tail, with tiles of two pools."""
+    stream, tiles = device.create_stream(), [vmm.TilePool(device, 2 * MiB) for _ in range(2)]
+    arrays = [vmm.SparseArray(device, (512, 512)), vmm.SparseArray(device, (512, 512), np.float32, levels=10)]
+    for array in arrays:
+        for at, one in enumerate(tiles):
+            array.map(one, (slice(256 * at, 256 * (at + 1)), slice(None)), stream=stream)
+    arrays[0].unmap((slice(0, 256), slice(None)), stream=stream)
+    arrays[1].map_tail(tiles[0], stream=stream)
+    return [device, stream, *tiles, *arrays]
+
+
+MAKERS = [
+    pool, host_pool, cache, graph, loans, of_core, mapped, everything, sparse, asleep, pages, shared, sent, ring,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["in a cycle", "one by one", "in a thread"])
+@pytest.mark.parametrize("make", MAKERS)
 def test_everything_ends_once(
-    machine: Any, make: Callable[[sa.Device], Objects], monkeypatch: pytest.MonkeyPatch
+    machine: Any, make: Callable[[sa.Device], Objects], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unraisable: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
@@ -148,10 +178,16 @@ def test_everything_ends_once(
         objects = make(device)
         # Some objects are reached by others only, and are finalised in another order.
         kept = random.Random(seed).sample(objects, len(objects) - seed % 3)
-        cycle: list[Any] = [kept]
-        cycle.append(cycle)
         made = len(account.traced.calls)
-        del objects, kept, cycle
+        del objects
+        while how == "one by one" and kept:
+            kept.pop()
+            if len(kept) % 5 == 0:
+                gc.collect()
+        if how == "in a thread":
+            in_threads(kept.clear)
+        kept.append(kept)
+        del kept
 
         def left(account: Account = account) -> dict[str, Any]:
             gc.collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
@@ -15,6 +16,7 @@ import gc
 import importlib
 import inspect
 import os
+import pickle
 import re
 import signal
 import sys
@@ -521,7 +523,7 @@ def members(classes: list[type], acts: dict[str, Any], inherited: bool = True) -
             elif callable(getattr(kind, name)):
                 yield pytest.param(kind, act, id=f"{kind.__name__}.{name}")
         yield pytest.param(kind, functools.partial(_read, properties), id=f"{kind.__name__} properties")
-        for state in (Closed, OfTheParent):
+        for state in (Closed, OfTheParent, Copied):
             yield pytest.param(kind, state(operations), id=f"{kind.__name__} {state.__name__}")
 
 
@@ -615,6 +617,24 @@ class OfTheParent(Closed):
             with os.fdopen(read) as pipe:
                 wrong[name] = pipe.read()
         assert set(wrong.values()) <= {"[]"}, {name: found for name, found in wrong.items() if found != "[]"}
+        world.close()
+
+
+class Copied(Closed):
+    """An object that owns something: there must not be two of it."""
+
+    exempt: ClassVar[set[str]] = {
+        "Device", "GraphMemory", "LeakReport", "Message", "Observer", "Peer", "Phase", "PoolAttributes",
+        "Registration", "Tagged",
+    }  # fmt: skip
+
+    def check(self, new: Callable[[], Faults], kind: type) -> None:
+        if kind.__name__ in self.exempt:
+            return
+        world = new()
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"^\w+ objects own .* cannot be copied or pickled"):
+                duplicate(world.things[kind])
         world.close()
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 import streamalloc as sa
 from tests.support import Bytes, MiB, read
@@ -31,10 +28,3 @@ def same(memory: sa.Memory, data: Bytes) -> bool:
 def each(*uses: Callable[..., object]) -> tuple[Callable[..., object], ...]:
     """Uses that have nothing in common but being calls."""
     return uses
-
-
-def assert_unique(thing: object) -> None:
-    """It owns something, so there must not be two of it."""
-    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=f"^{type(thing).__name__} objects own .* cannot be copied or pickled"):
-            duplicate(thing)

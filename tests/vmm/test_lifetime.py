@@ -58,36 +58,6 @@ def addresses(things: list[object]) -> vmm.AddressRange:
 
 
 class TestGarbage:
-    @pytest.mark.parametrize("seed", range(4))
-    def test_dropped_in_any_order(self, machine: Any, seed: int) -> None:
-        account = Account(machine)
-        things = everything(account.device)
-        random.Random(seed).shuffle(things)
-        while things:
-            things.pop()
-            if len(things) % 5 == 0:
-                gc.collect()
-        gc.collect()
-        assert account.left == {}
-
-    def test_a_cycle_of_everything(self, machine: Any) -> None:
-        """The collector ends the objects of a cycle in an order of its own."""
-        account = Account(machine)
-        things = everything(account.device)
-        things.append(things)
-        del things
-        gc.collect()
-        assert account.left == {}
-
-    def test_in_another_thread(self, machine: Any) -> None:
-        account = Account(machine)
-        things = everything(account.device)
-        thread = threading.Thread(target=things.clear)
-        thread.start()
-        thread.join()
-        gc.collect()
-        assert account.left == {}
-
     def test_closed_in_any_order(self, machine: Any) -> None:
         """Nothing that can be closed minds what was closed before it, except a range that has mappings."""
         for seed in range(5):

@@ -10,7 +10,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import Account, MiB, holds, names
-from tests.vmm.support import HOST, PAGE, assert_unique
+from tests.vmm.support import HOST, PAGE
 
 FD = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 FABRIC = sa.MemHandleType.FABRIC
@@ -205,10 +205,6 @@ class TestLife:
             assert mapping.memory is memory and memory.mapping_count == 1
             mapping.close()
             assert account.mapped == {} and account.physical_bytes == 0 and memory.mapping_count == 0
-
-    def test_refuses_copies(self, device: sa.Device) -> None:
-        with vmm.PhysicalMemory(device, PAGE) as memory:
-            assert_unique(memory)
 
 
 class TestAt:

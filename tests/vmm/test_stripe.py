@@ -11,7 +11,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import Account, holds, pattern, read
-from tests.vmm.support import HOST, PAGE, READWRITE, assert_unique, same, write
+from tests.vmm.support import HOST, PAGE, READWRITE, same, write
 
 
 def devices(count: int, driver: Any = None) -> list[sa.Device]:
@@ -65,10 +65,6 @@ class TestOneDevice:
         with pytest.warns(DeprecationWarning, match="device first") as warned, old(PAGE, [device]) as buffer:
             assert (buffer.nbytes, buffer.devices) == (PAGE, (device,))
         assert warned[0].filename == __file__
-
-    def test_refuses_copies(self, device: sa.Device) -> None:
-        with vmm.stripe([device], 1) as buffer:
-            assert_unique(buffer)
 
 
 @pytest.mark.gpus(2)
