@@ -156,6 +156,8 @@ class QueuedSources:
         self._foreign = foreign
         self._judge = judge
         self._place = place
+        self.is_late: bool = False
+        """Whether the host has gone on since the present call: it may have written what the call makes known."""
         self._sources: list[_QueuedSource] = []
         self._flags: deque[tuple[int, int, Obstacle]] = deque(maxlen=_MOST_FLAGS)
         """Bytes that the host may poll, and the end of their writes."""
@@ -278,6 +280,8 @@ class QueuedSources:
 
     def check(self) -> None:
         """Report the sources that the host has written since their copies were queued."""
+        if self.is_late:
+            return
         sources, self._sources = self._sources, []
         self._sources += [one for one in sources if self._is_unchanged(one)]
 

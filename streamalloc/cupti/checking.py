@@ -252,14 +252,16 @@ class Check:
             self._has_streams |= callers.caller(None) not in callers.NATIVE
         if self._has_streams:
             call = self._with_operands(call)
-        self._waiting.append(call)
+        # Somebody may wait for a lock of this thread's library, with Python's.
+        is_quiet = not is_launch and function in QUIET and self._libraries.torch is not None
+        self._waiting.append(call._replace(is_late=True) if is_quiet else call)
+        if is_quiet or call.is_late:
+            return
         if is_launch:
             stream = call.args[1]
             if stream in self._handles and len(self._waiting) < _MOST_WAITING:
                 return
             self._handles.add(stream)
-        elif function in QUIET:
-            return  # somebody may wait for a lock of this thread's library, with Python's
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
             # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
             self._of_natives.add(call.answer[1])
@@ -276,7 +278,7 @@ class Check:
         if call.function not in LAUNCHES:
             return call
         operands = self._operators.operands(call.thread, kernel_of(call), call.pointers)
-        return DriverCall(*call[:-1], operands) if operands else call
+        return DriverCall(*call[:-2], operands) if operands else call
 
     def _work(self) -> None:
         if self._worker == threading.get_ident():
@@ -287,14 +289,15 @@ class Check:
                 while self._waiting:
                     self._take()
             finally:
-                self._worker = 0
+                self._worker, self._recorder.state.sources.is_late = 0, False
         if self._raises and self.hazards and self._raising is None:
             self._raising = _Raising()
             self._raising.start()
 
     def _take(self) -> None:
         one, was_alone = self._waiting.popleft(), self._is_alone
-        self._recorder.state.now, self._seen.context = one.time, one.context
+        state = self._recorder.state
+        state.now, self._seen.context, state.sources.is_late = one.time, one.context, one.is_late
         if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
             # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
             # lock of its allocator, which its history needs.

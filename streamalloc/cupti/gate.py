@@ -37,8 +37,8 @@ _MODES = {
     **dict.fromkeys(("cuStreamSynchronize", "cuCtxSynchronize", "cuMemMap"), 1),
     **dict.fromkeys(("cuEventCreate", "cuMemCreate", "cuMemSetAccess", "cuMemAddressReserve"), 5),
 }
-QUIET = frozenset(_MODES) - {"cuStreamSynchronize", "cuCtxSynchronize"}
-"""Functions that a library often calls with a lock of its own: their callbacks must not wait."""
+QUIET = frozenset(_MODES) - {"cuEventQuery", "cuEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"}
+"""Functions that PyTorch often calls with a lock, and with Python's: their callbacks must not wait."""
 _SLOTS, _SLOT = 4096, struct.Struct("<IIQQ40s")
 _PATIENCE = 1.0
 """Seconds to wait for callbacks that have begun: a debugger may have stopped one."""

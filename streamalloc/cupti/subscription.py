@@ -79,6 +79,10 @@ class DriverCall(NamedTuple):
     """Tensors of the operator of PyTorch that launches the kernel: first byte, end, and whether it writes them. Only
     :func:`check` asks PyTorch for them.
     """
+    is_late: bool = False
+    """Whether the thread has gone on since the call, so that the place is where it is now: for calls that PyTorch makes
+    with a lock.
+    """
 
 
 class Subscription:
@@ -147,7 +151,7 @@ class Subscription:
             given, answer = how.arguments(at := ctypes.addressof(one.args)), how.answer(at, one.result)
             given = _on_stream(given, per_thread, stream_at)
             place = frames_of(sys._current_frames().get(one.thread), _DEEPEST)
-            self._listener(DriverCall(name, given, answer, one.thread, one.context, place, now))
+            self._listener(DriverCall(name, given, answer, one.thread, one.context, place, now, is_late=True))
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
@@ -182,7 +186,7 @@ class Subscription:
         kernel = self.kernels.known.get(function) or self.kernels.learn(function, symbol, context)
         place = self._place(sys._getframe(1).f_back, 1)
         pointers = kernel.pointers(params, columns, rows)
-        call = name, (function, stream), _LAUNCHED, get_ident(), context, place, time_ns(), kernel, pointers, ()
+        call = name, (function, stream), _LAUNCHED, get_ident(), context, place, time_ns(), kernel, pointers, (), False
         self._listener(_made(DriverCall, call))
 
     def _place(self, frame: FrameType | None, depth: int) -> Stack:

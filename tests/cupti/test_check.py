@@ -64,6 +64,7 @@ def checked(shown: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         with device.current(), cupti.check() as check, contextlib.ExitStack() as undo:
             here = Scene(shown, undo)
             check._libraries.torch = here.torch
+            check._libraries.on_torch()
             scene(here, *args)
         assert check.error is None and check.notes == ()
         return check
@@ -151,6 +152,27 @@ def test_a_pinned_source_that_is_written_before_its_copy_has_ended_is_found(chec
     assert checked(scene, True).hazards == []
     (hazard,) = checked(scene, False).hazards
     assert hazard.kind == "race" and "the host wrote pinned memory" in hazard.what
+
+
+def test_memory_is_written_after_queries_that_are_followed_later(checked: Any) -> None:
+    """PyTorch's allocators query events with a lock: the gate writes it down, and nobody knows when the host wrote."""
+
+    def scene(s: Scene) -> None:
+        events = [s.driver.cuEventCreate(2)[1] for _ in range(2)]
+        for at, event in enumerate(events):
+            part = s.pinned + at * MiB // 2
+            ctypes.memset(part, 1, MiB // 2)
+            s.driver.cuMemcpyHtoDAsync(s.torch.empty((s.first, s.side)[at]), part, MiB // 2, (s.first, s.side)[at])
+            s.driver.cuEventRecord(event, (s.first, s.side)[at])
+        for event in events:
+            while s.driver.cuEventQuery(event)[0]:
+                pass
+        ctypes.memset(s.pinned, 2, MiB)
+        s.driver.cuCtxSynchronize()
+        for event in events:
+            s.driver.cuEventDestroy(event)
+
+    assert checked(scene).hazards == []
 
 
 def test_frees_of_pools_are_checked_too(checked: Any) -> None:
