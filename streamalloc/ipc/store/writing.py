@@ -126,8 +126,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             map_side_by_side(self.range, self._chunks, prop, {place: MemAccess.READWRITE})
             self._mapped = sum(chunks)
         else:
-            for nbytes in chunks:
-                self._grow(nbytes)
+            self._grow(*chunks)
         self.nbytes = self._mapped
 
     # -- tensors ---------------------------------------------------------------------------------------------------
@@ -224,18 +223,18 @@ class WeightsWriter(Tensors, Unique, Leaves):
         """Round a size in bytes up to the granularity of the memory."""
         return -(-nbytes // self._granularity) * self._granularity
 
-    def _grow(self, nbytes: int) -> None:
-        """Create and map one more chunk."""
-        if len(self._chunks) == MOST_CHUNKS:
+    def _grow(self, *sizes: int) -> None:
+        """Create and map one more chunk of each size. After an error those before it stay."""
+        if len(self._chunks) + len(sizes) > MOST_CHUNKS:
             raise ValueError(f"an epoch has at most {MOST_CHUNKS} chunks of memory: allocate larger tensors first")
-        self._connection.ask("reserve", total=self._mapped + nbytes)
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(undoing(lambda: self._connection.ask("reserve", total=self._mapped)))
-            memory = self._created(nbytes)
-            undo.enter_context(undoing(memory.close))
-            self.range.map(memory, self._mapped, access=self.device)
-            self._chunks.append(memory)
-        self._mapped += nbytes
+        self._connection.ask("reserve", total=self._mapped + sum(sizes))
+        with undoing(lambda: self._connection.ask("reserve", total=self._mapped)):
+            for nbytes in sizes:
+                memory = self._created(nbytes)
+                with undoing(memory.close):
+                    self.range.map(memory, self._mapped, access=self.device)
+                    self._chunks.append(memory)
+                self._mapped += nbytes
 
     def _created(self, nbytes: int) -> PhysicalMemory:
         """Create a chunk; if there is no memory, again after the store has released what it keeps for next epochs."""
