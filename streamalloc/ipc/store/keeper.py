@@ -1,24 +1,32 @@
-"""A process that keeps the descriptors of a store while its server is dead, and gives them to the next server.
+"""Keepers: what keeps the descriptors of a store while its server is dead, and gives them to the next server.
 
-It does nothing else, and reads no contents, so that little can end it. A server sends whole changes: a change that its
-death cuts off is dropped by the channel. The connections of two servers are served one after the other, so that the
-second server finds all that the first one has sent.
+It is the descriptor store of systemd, or else a process. That does nothing else, and reads no contents, so that little
+can end it. A server sends whole changes: a change that its death cuts off is dropped by the channel. The connections of
+two servers are served one after the other, so that the second server finds all that the first one has sent.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
+import json
+import os
 import resource
+import select
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.resource import Closes, close_all
+from streamalloc.ipc.store.manifest import read_file, sealed_file
 from streamalloc.ipc.store.protocol import MOST_CHUNKS, decode, encode
 from streamalloc.ipc.transport.channel import Channel, ProtocolError
 
@@ -102,6 +110,134 @@ class Keeper(Closes):
             if not asked:  # it has ended already, or could not be asked
                 self._process.kill()
             self._process.wait()
+
+
+class ServiceManager(Closes):
+    """The descriptor store of the systemd that started this process (``FileDescriptorStoreMax=``).
+
+    Each descriptor is one message, and has a name of its own: the order of those that systemd gives back is not
+    documented. The text of a commit comes last and goes first, so a commit with a text is whole. The death of the
+    server between a commit and the end of the one before leaves both, and the later one counts. systemd drops a
+    duplicate of a descriptor that it has, so the files, which two epochs may share, are copied.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._names = f"streamalloc-{store}-"
+        self._most = int(os.environ["FDSTORE"])
+        self._kept: dict[str, tuple[str, list[str]]] = {}
+        """Text and names of each key's commit."""
+        address = os.environ["NOTIFY_SOCKET"]
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with undoing(self._channel.close):
+            self._channel.settimeout(_SECONDS)
+            self._channel.connect("\0" + address[1:] if address.startswith("@") else address)
+
+    @staticmethod
+    def is_there() -> bool:
+        """Whether systemd started this process, and keeps descriptors for it. It says so since version 254."""
+        return bool(os.environ.get("NOTIFY_SOCKET")) and os.environ.get("FDSTORE", "").isdecimal()
+
+    def take(self) -> Iterator[Kept]:
+        """Return all that is kept. The caller closes the descriptors."""
+        found: dict[str, dict[str, Fd]] = {}
+        for name, fd in _passed(self._names):
+            token, _, place = name.rpartition("-")
+            found.setdefault(token, {})[place] = fd
+        latest: dict[str, tuple[int, str, Kept]] = {}
+        for token, parts in found.items():
+            last = parts.pop("text", None)
+            names = [f"{token}-{place}" for place in ("text", *parts)]
+            if last is None:
+                self._drop(names, parts.values())
+                continue
+            with last:
+                text = read_file(last).decode()
+            about, kept = json.loads(text), Kept(text, tuple(parts[str(place)] for place in range(len(parts))))
+            number, before = about["number"], latest.get(about["key"])
+            if before is not None and before[0] > number:
+                self._drop(names, kept.handles)
+                continue
+            if before is not None:
+                self._drop(self._kept[about["key"]][1], before[2].handles)
+            latest[about["key"]], self._kept[about["key"]] = (number, token, kept), (text, names)
+        left = [kept for _, _, kept in latest.values()]
+        try:
+            while left:
+                yield left.pop()
+        finally:  # of a server that refuses one
+            close_all(fd for kept in left for fd in kept.handles)
+
+    def put(self, kept: Sequence[tuple[str, Kept]], dropped: Sequence[str]) -> None:
+        """As :meth:`Keeper.put`."""
+        new = {key: one for key, one in kept if self._kept.get(key, ("",))[0] != one.text}
+        count = sum(len(names) for _, names in self._kept.values()) + sum(1 + len(one.handles) for one in new.values())
+        if count > self._most:
+            raise OSError(
+                errno.EMFILE, f"FileDescriptorStoreMax= is {self._most}, and {count} descriptors are to be kept"
+            )
+        before = [self._kept.pop(key)[1] for key in (*new, *dropped) if key in self._kept]
+        for key, one in new.items():
+            self._kept[key] = one.text, self._store(one)
+        if new:
+            self._await()
+        for names in before:
+            self._drop(names)
+
+    def _store(self, kept: Kept) -> list[str]:
+        """Send the descriptors of a commit; return their names, that of the text first."""
+        token = f"{self._names}{token_hex(8)}"
+        names: list[str] = []
+        with contextlib.ExitStack() as files:
+            copies = [files.enter_context(sealed_file(read_file(file))) for file in kept.handles[:2]]
+            text = files.enter_context(sealed_file(kept.text.encode()))
+            for place, fd in (*enumerate((*copies, *kept.handles[2:])), ("text", text)):
+                names.insert(0, f"{token}-{place}")
+                self._send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={names[0]}", fd.fileno())
+        return names
+
+    def _drop(self, names: Sequence[str], handles: Iterable[Fd] = ()) -> None:
+        for name in names:
+            self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+        close_all(handles)
+
+    def _await(self) -> None:
+        """Wait until systemd has taken all messages: it closes the pipe then."""
+        ours, theirs = map(Fd, os.pipe())
+        with ours:
+            with theirs:
+                self._send("BARRIER=1", theirs.fileno())
+            poll = select.poll()
+            poll.register(ours.fileno(), select.POLLHUP)
+            if not poll.poll(_SECONDS * 1000):
+                raise TimeoutError(f"systemd did not take the descriptors within {_SECONDS:g} s")
+
+    def _send(self, state: str, *numbers: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))] if numbers else []
+        self._channel.sendmsg([state.encode()], rights)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._channel.fileno() < 0
+
+    def close(self) -> None:
+        """Have systemd release all; idempotent."""
+        if not self.closed:
+            with contextlib.closing(self._channel), contextlib.suppress(OSError):
+                for _, names in self._kept.values():
+                    self._drop(names)
+
+
+def _passed(names: str) -> Iterator[tuple[str, Fd]]:
+    """Take the descriptors that systemd has passed to this process under such names (``sd_listen_fds``)."""
+    if os.environ.get("LISTEN_PID") == str(os.getpid()):
+        passed = os.environ["LISTEN_FDNAMES"].split(":")
+        for number, name in enumerate(passed):
+            if name.startswith(names):
+                passed[number] = "taken"
+                os.environ["LISTEN_FDNAMES"] = ":".join(passed)  # the number may be another file's one day
+                os.set_inheritable(3 + number, False)
+                yield name, Fd(3 + number)
 
 
 def keep(path: str) -> None:

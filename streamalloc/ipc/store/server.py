@@ -32,7 +32,7 @@ from streamalloc.core.resource import Closes, close_all
 from streamalloc.driver import Driver
 from streamalloc.ipc.store.errors import NAMES, StoreBusyError, StoreError, StoreFullError
 from streamalloc.ipc.store.holdings import Epoch, HeldEntry, Holder, Holdings
-from streamalloc.ipc.store.keeper import Keeper, Kept
+from streamalloc.ipc.store.keeper import Keeper, Kept, ServiceManager
 from streamalloc.ipc.store.manifest import Manifest, TensorLayout, read_file, sealed_file
 from streamalloc.ipc.store.protocol import REQUESTS, checked_key, encode, request_in, socket_path
 from streamalloc.ipc.transport.channel import Channel, Listener, ProtocolError, identity, no_descriptors
@@ -85,8 +85,8 @@ class StoreServer(Closes):
     evict
         Whether to make room by removing keys without readers, the least recently used first.
     keep
-        Whether a small process keeps the descriptors of all complete commits as well, so that the next server goes on
-        with them if this one is killed.
+        Whether systemd, or else a small process, has the descriptors of all complete commits as well, so that the next
+        server goes on with them if this one is killed.
     driver
         The driver that numbers the devices.
 
@@ -115,6 +115,10 @@ class StoreServer(Closes):
         if evict and limit is None:
             raise ValueError("evict=True: the store makes room below a limit=, which is missing")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Each chunk of each epoch is an open file, also of those that are taken over.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
             uuids = None
@@ -127,7 +131,7 @@ class StoreServer(Closes):
             self.address: str = self._listener.address
             """Path of the socket."""
             self._holdings = Holdings(uuids, limit, evict, path.with_suffix(".held"))
-            self._keeper: Keeper | None = None
+            self._keeper: Keeper | ServiceManager | None = None
             if keep:
                 self._take_over(path.with_suffix(".keeper"), undo)
             self._wake = tuple(map(Fd, os.pipe()))
@@ -140,15 +144,11 @@ class StoreServer(Closes):
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._selector.register(self._wake[0], selectors.EVENT_READ)
             undo.pop_all()
-        # Each chunk of each epoch is an open file.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def _take_over(self, path: Path, undo: contextlib.ExitStack) -> None:
         """Adopt what the store's keeper holds, and let it keep what is committed from now on."""
         undo.callback(self._holdings.release)
-        self._keeper = keeper = Keeper(path)
+        self._keeper = keeper = ServiceManager(self.name) if ServiceManager.is_there() else Keeper(path)
         undo.callback(keeper._channel.close)  # a keeper serves one connection at a time
         for kept in keeper.take():
             with undoing(functools.partial(close_all, kept.handles)):
@@ -226,9 +226,10 @@ class StoreServer(Closes):
         try:
             self._keeper.put(kept, dropped)
         except (OSError, ValueError) as error:
-            text = "the keeper of the store %r has ended: what the store holds is lost if its server is killed (%s)"
+            text = "nothing is kept any more of the store %r: what it holds is lost if its server is killed (%s)"
             logging.getLogger(__name__).warning(text, self.name, error)
-            self._keeper = None
+            keeper, self._keeper = self._keeper, None
+            keeper.close()  # the next server shall not find what is out of date by then
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -468,8 +469,8 @@ def _adopted(kept: Kept) -> Epoch:
             raise ValueError(f"it has {len(kept.handles)} descriptors, for {len(epoch.chunks)} chunks")
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolError(
-            f"what the keeper has cannot be read: {error}. If that is of another release, end the keeper, which "
-            "releases it"
+            f"what the keeper has cannot be read: {error}. If that is of another release, end the keeper, or stop the "
+            "service, which releases it"
         ) from None
     epoch.files, epoch.handles = kept.handles[:2], list(kept.handles[2:])
     return epoch

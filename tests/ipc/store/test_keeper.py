@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +22,9 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from streamalloc.ipc.store.keeper import Keeper, Kept
+from streamalloc.ipc.store import keeper as keeping
+from streamalloc.ipc.store.keeper import Keeper, Kept, ServiceManager
+from streamalloc.ipc.store.manifest import read_file, sealed_file
 from streamalloc.ipc.store.protocol import encode, socket_path
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
@@ -43,19 +48,95 @@ while True:
         break
 """
 
+SYSTEMD = """
+# What systemd does with the descriptors of a service: it keeps, drops, and passes them to the next process.
+import array, fcntl, os, select, signal, socket, stat, sys, time
+from streamalloc import ipc
+from streamalloc.ipc.store.errors import StoreBusyError
+name, address, most = sys.argv[1], sys.argv[2], int(sys.argv[3])
+notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+notify.bind(address)
+kept = []
 
-@pytest.fixture
-def supervised(name: str, machine: Any, device: sa.Device, on_cuda: bool) -> Iterator[ipc.Store]:
-    """A client of a server that is started again whenever it is killed."""
-    command = [sys.executable, "-c", SUPERVISOR, name]
-    process = subprocess.Popen(command, env=environment(on_cuda), cwd=Path(__file__).parents[3])
+def same(one, other):
+    # as without kcmp(): two descriptors of one file, but for devices
+    return not stat.S_ISCHR(os.fstat(one).st_mode) and os.path.sameopenfile(one, other)
+
+def take():
+    data, numbers, _, _ = socket.recv_fds(notify, 4096, 253)
+    fields = dict(line.split("=", 1) for line in data.decode().split("\\n"))
+    if "FDSTORE" in fields:
+        assert len(fields["FDNAME"]) < 256 and ":" not in fields["FDNAME"], fields
+        for number in numbers:
+            if len(kept) < most and not any(same(number, other) for _, other in kept):
+                kept.insert(0, (fields["FDNAME"], number))
+            else:
+                os.close(number)
+    elif "FDSTOREREMOVE" in fields:
+        for one in [one for one in kept if one[0] == fields["FDNAME"]]:
+            kept.remove(one)
+            os.close(one[1])
+    elif "BARRIER" in fields:
+        assert len(fields) == len(numbers) == 1
+        os.close(numbers[0])
+
+def serve():
+    high = [fcntl.fcntl(number, fcntl.F_DUPFD, 600) for _, number in kept]
+    os.closerange(3, 600)
+    for number, one in enumerate(high, 3):
+        os.dup2(one, number)
+    os.closerange(600, 1000)
+    names = ":".join(name for name, _ in kept)
+    os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=str(len(kept)), LISTEN_FDNAMES=names)
+    os.environ.update(NOTIFY_SOCKET=address, FDSTORE=sys.argv[4])
+    while True:
+        try:
+            ipc.StoreServer(name, keep=True).run()
+            os._exit(0)
+        except StoreBusyError:  # the kernel has not released the lock yet
+            time.sleep(0.001)
+
+code = 1
+while code:
+    child = os.fork()
+    if not child:
+        try:
+            serve()
+        finally:
+            os._exit(3)
+    ended = 0
+    while not ended:
+        if select.select([notify], [], [], 0.005)[0]:
+            time.sleep(0.001)
+            take()
+        ended, code = os.waitpid(child, os.WNOHANG)
+    # systemd may not know any more whose messages these are
+    while select.select([notify], [], [], 0)[0]:
+        for number in socket.recv_fds(notify, 4096, 253)[1]:
+            os.close(number)
+"""
+
+
+def _supervised(name: str, on_cuda: bool, *command: str) -> Iterator[ipc.Store]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", *command], env=environment(on_cuda), cwd=Path(__file__).parents[3]
+    )
     yield connected(name)
-    device.synchronize()
     process.kill()
     process.wait()
     os.kill(connected(name).statistics().pid, signal.SIGKILL)
     assert eventually(lambda: takes_over(name))
     assert not list(socket_path(name).parent.glob(f"{name}.*"))
+
+
+@pytest.fixture(params=["process", "systemd"])
+def supervised(
+    request: pytest.FixtureRequest, name: str, machine: Any, device: sa.Device, on_cuda: bool, tmp_path: Path
+) -> Iterator[ipc.Store]:
+    """A client of a server that is started again whenever it is killed."""
+    of_systemd = SYSTEMD, name, str(tmp_path / "notify"), "500", "500"
+    yield from _supervised(name, on_cuda, *((SUPERVISOR, name) if request.param == "process" else of_systemd))
+    device.synchronize()
 
 
 def takes_over(name: str) -> bool:
@@ -74,7 +155,7 @@ def connected(name: str) -> ipc.Store:
             found.append(ipc.Store(name))
         return bool(found)
 
-    assert eventually(connect)
+    assert eventually(connect, 30)  # two Pythons start
     return found[0]
 
 
@@ -200,6 +281,114 @@ def test_a_keeper_that_is_killed(name: str, device: sa.Device, caplog: pytest.Lo
         assert "is lost if its server is killed" in caplog.text
         with store.open("key") as found:
             assert holds(found["all"], 2)
+
+
+Message = tuple[dict[str, str], "ipc.Fd | None"]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Message]]:
+    """The messages to systemd, each with its descriptor."""
+    found: list[Message] = []
+
+    def send(_: Any, state: str, *numbers: int) -> None:
+        fields = dict(line.split("=") for line in state.split("\n"))
+        found.append((fields, ipc.Fd(os.dup(numbers[0])) if numbers and "BARRIER" not in fields else None))
+
+    monkeypatch.setattr(ServiceManager, "_send", send)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("FDSTORE", "15")
+        yield found
+
+
+def _commit(key: str, number: int) -> Kept:
+    files = [sealed_file(f"{key}{number}{part}".encode()) for part in range(2)]
+    return Kept(json.dumps({"key": key, "number": number}), (*files, ipc.Fd(os.memfd_create("chunk"))))
+
+
+def _is(found: Kept | None, wanted: Kept | None) -> bool:
+    if found is None or wanted is None or found.text != wanted.text:
+        return found is wanted
+    same = [os.path.sameopenfile(*(kept.handles[2].fileno() for kept in (found, wanted)))]
+    return all(same + [read_file(found.handles[part]) == read_file(wanted.handles[part]) for part in range(2)])
+
+
+def _after(messages: list[Message]) -> dict[str, ipc.Fd]:
+    kept: dict[str, Any] = {}
+    for fields, fd in messages:
+        if "FDSTORE" in fields:
+            kept[fields["FDNAME"]] = fd
+        else:
+            kept.pop(fields.get("FDNAME", ""), None)
+    return kept
+
+
+def test_systemd_got_any_number_of_the_messages(sent: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key has its commit before or the next one, whole, and nothing else stays."""
+    one, two, other = _commit("a", 1), _commit("a", 2), _commit("b", 1)
+    states: list[dict[str, Kept]] = [{}, {"a": one}, {"a": two, "b": other}, {"b": other}]
+    manager, begins, sure = ServiceManager("name"), [0], []
+    changes = [("a", one)], [("a", two), ("b", other)], [("b", other)]
+    for number, change in enumerate(changes):
+        manager.put(change, ["a"] if number == 2 else [])
+        begins.append(len(sent))
+        sure.append(max([at for at, (fields, _) in enumerate(sent) if "BARRIER" in fields]) + 1)
+    manager._channel.close()
+    everything = list(sent)
+    for cut in range(len(everything) + 1):
+        step = max(number for number, begin in enumerate(begins) if begin <= cut)
+        possible = [*states[step : step + 1 + (cut > begins[step])]]
+        if step < 3 and begins[step] < sure[step] <= cut:
+            possible = [states[step + 1]]
+        before = _after(everything[:cut])
+        passed = [(name, ipc.Fd(os.dup(fd.fileno()))) for name, fd in before.items()]
+        monkeypatch.setattr(keeping, "_passed", lambda _, passed=passed: passed)
+        sent.clear()
+        following = ServiceManager("name")
+        found = {json.loads(kept.text)["key"]: kept for kept in following.take()}
+        following._channel.close()
+        for key in "ab":
+            assert any(_is(found.get(key), state.get(key)) for state in possible), (cut, key, found)
+        kept_by = _after([*everything[:cut], *sent])
+        assert len(kept_by) == sum(1 + len(kept.handles) for kept in found.values())
+        for kept in found.values():
+            for handle in kept.handles:
+                handle.close()
+
+
+def test_systemd_keeps_fewer_descriptors(sent: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FDSTORE", "7")
+    manager = ServiceManager("name")
+    manager.put([("a", _commit("a", 1))], [])
+    count = len(sent)
+    with pytest.raises(OSError, match="FileDescriptorStoreMax= is 7, and 8 descriptors"):
+        manager.put([("a", _commit("a", 2))], [])
+    assert len(sent) == count
+    manager.close()
+    assert not _after(sent) and manager.closed
+
+
+def test_more_than_the_usual_limit_of_descriptors(name: str) -> None:
+    """The next server takes them over with the limit of a new process."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    chunks = [ipc.Fd(os.memfd_create("chunk")) for _ in range(300)]
+    socket_path(name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Keeper(socket_path(name).with_suffix(".keeper")) as kept:
+        fields = {"device": "0" * 32, "number": 1, "chunks": [1] * 300, "created": 0.0, "layout": "", "count": 0,
+                  "address": 0, "fabric": False, "key": "a", "place": 0}  # fmt: skip
+        kept.put([("a", Kept(json.dumps(fields), (*_commit("a", 1).handles[:2], *chunks)))], [])
+        kept._channel.close()
+        low = len(os.listdir("/proc/self/fd")) + 100
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (low, limits[1]))
+            with ipc.StoreServer(name, keep=True) as server:
+                assert server._holdings.entries["a"].number == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for one in chunks:
+        one.close()
 
 
 @pytest.fixture
