@@ -124,7 +124,7 @@ class PlainSource(BufferSource):
 
 
 class Allocates(Protocol):
-    """An allocator."""
+    """Allocator of :meth:`Buffer.copy`: a pool, a cache, or an object of the program."""
 
     def allocate(self, nbytes: int, stream: Any, /) -> Buffer: ...
 

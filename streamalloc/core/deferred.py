@@ -252,6 +252,7 @@ class DeferredQueue:
         return total
 
     def _disown(self, item: Deferred) -> None:
+        """Forget the owner of an item that has ended, so that the owner's end does not submit it again."""
         reference = getattr(item, "_dropped_with", None)
         if reference is not None:
             self._owned.pop(reference, None)
@@ -259,6 +260,7 @@ class DeferredQueue:
                 del item._dropped_with
 
     def _leave_if_empty(self) -> None:
+        """Let the collector have a queue without items. A finaliser may add one meanwhile, so look again."""
         if not (len(self) or self._owned):
             _unfinished.discard(self)
             if self.submitted:

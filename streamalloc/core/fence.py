@@ -61,11 +61,12 @@ T = TypeVar("T")
 
 _PAUSE = 1e-4
 """Seconds between looks at a fence whose work another thread is still queueing."""
-# Most attempts of a call that the driver refuses; seconds between two attempts while a device is busy; seconds before
-# each query of the devices' work.
 _TRIES = 5
+"""Most attempts of a call of :class:`OnceIdle` that the driver refuses."""
 _IDLE_PAUSE = 0.02
+"""Seconds between two of its threads while a device is busy. Points of work may come by more often."""
 _QUERIES = (0.0, 0.00005, 0.0002)
+"""Seconds before each query of the devices' work: short, as the thread begins anew later."""
 
 
 class Fence:

@@ -36,7 +36,7 @@ class Address(NamedTuple):
 
 
 class Residence(NamedTuple):
-    """The place of memory."""
+    """The location of memory, and whether the driver moves it."""
 
     location: MemLocation | None
     """None if it cannot be found."""

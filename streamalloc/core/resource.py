@@ -125,7 +125,7 @@ class Closes(Unique, Leaves):
 
 
 def close_all(owners: Iterable[Closes]) -> None:
-    """Close each of them."""
+    """Close these, in their order; an error leaves the rest open."""
     for owner in owners:
         owner.close()
 

@@ -68,7 +68,7 @@ class _Direct:
 
 
 DIRECT = tuple(_Direct.__annotations__)
-"""Their names."""
+"""Names of the driver functions that each session binds when it is made."""
 
 NOT_CALLED = (DriverMisuseError, ForkedProcessError)
 """Errors that show that the driver function was not called."""

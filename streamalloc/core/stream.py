@@ -492,7 +492,7 @@ class Stream(Closes, Shown):
         self._close()  # a method of its own: programs also call Stream.close(stream)
 
     def _close(self) -> None:
-        """:meth:`close` of the kind."""
+        """:meth:`close` of one kind of stream. Nothing, for default streams."""
 
     def _submit_endings(self) -> None:
         """Have the items that end with the stream attempted at the next point of work. For finalisers too."""

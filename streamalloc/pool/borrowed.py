@@ -191,7 +191,9 @@ def _free_call(ask: Address, place: Residence) -> str:
 
 
 class PlainBuffer(Buffer):
-    """A :class:`Buffer` whose memory is not freed in stream order, or not by this package. Its ``_end`` ends it."""
+    """A :class:`Buffer` of memory that is of no pool, or that other code owns. Its :class:`PlainEnd` ends it, after the
+    work of its stream.
+    """
 
     __slots__ = ("_end",)
 

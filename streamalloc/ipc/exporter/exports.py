@@ -199,7 +199,7 @@ class Lease(SharedState):
             return bool(self.words.generation.value == self.generation)
 
     def _in_transit(self) -> bool:
-        """Whether a hold has not ended."""
+        """Whether a descriptor is in transit: then one of its holds goes on."""
         if self._holds:
             self._holds = [find for find in self._holds if (hold := find()) is not None and not hold.over()]
         return bool(self._holds)
