@@ -32,11 +32,11 @@ from streamalloc.ipc.transport.channel import Channel, Listener, Message, PeerGo
 from streamalloc.ipc.transport.communicator import (
     Communicator,
     CommunicatorLike,
+    GroupError,
     ProcessCommunicator,
     SelfCommunicator,
     as_communicator,
 )
-from streamalloc.ipc.transport.process_group import GroupError
 
 __all__ = [
     "Channel",

@@ -3,14 +3,12 @@
 from streamalloc.vmm.address_range import AddressRange, Mapping, RangeView
 from streamalloc.vmm.expandable import ExpandableCache
 from streamalloc.vmm.growable import GrowableBuffer, StripedBuffer, stripe
-from streamalloc.vmm.pages.arena import ArenaStatistics, PageArena
+from streamalloc.vmm.pages.arena import ArenaStatistics, PageArena, PageTable
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.pages.space import PageSpace
-from streamalloc.vmm.pages.table import PageTable
 from streamalloc.vmm.physical_memory import PhysicalMemory, dma_buf
 from streamalloc.vmm.properties import ArrayMapInfo
-from streamalloc.vmm.resident import Residents
-from streamalloc.vmm.sleep import RankRefusedError, SleepGroup
+from streamalloc.vmm.sleep import RankRefusedError, Residents, SleepGroup
 from streamalloc.vmm.sparse import SparseArray, TilePool
 from streamalloc.vmm.stores.disk import DiskTier
 from streamalloc.vmm.stores.disk_file import DamagedBackupError

@@ -7,6 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -15,18 +16,20 @@ from streamalloc.core.errors import CudaError, EvictedError, attach, size_text, 
 from streamalloc.core.internal import Device, Stream, StreamLike, check_device, work
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import session_of
+from streamalloc.core.session import members, session_of
+from streamalloc.formats.html import Row, Shown, mib, table
 from streamalloc.pool import MemoryPool
+from streamalloc.pool.internal import known_pools
 from streamalloc.vmm.access import After, Rights, copying_stream, listed, wait_for_users
 from streamalloc.vmm.claims import Claim, Claimable, claimed, claiming
 from streamalloc.vmm.growable import GrowableBuffer
-from streamalloc.vmm.reservation import MappedBytes
-from streamalloc.vmm.resident import Residents
+from streamalloc.vmm.ownership import allocations_of
+from streamalloc.vmm.physical_memory import PhysicalMemory
+from streamalloc.vmm.reservation import MappedBytes, Reservation
 from streamalloc.vmm.stores.blocks import Bytes, Saved
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.host import HostTier, blocks_of, shared_tier
+from streamalloc.vmm.stores.host import HostTier, PoolTier, blocks_of, shared_tier
 from streamalloc.vmm.stores.pinned import HUGE
-from streamalloc.vmm.stores.pool import PoolTier
 from streamalloc.vmm.virtual_buffer import (
     RESTORE,
     Backup,
@@ -51,6 +54,114 @@ Hook: TypeAlias = Callable[[list[Any]], object]
 Hold: TypeAlias = "Callable[[str, Sequence[VirtualBuffer]], Iterable[Saved | None]]"
 _LONGEST_REASON = 2000
 """Most bytes of an error text sent to other ranks."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Residents(Shown):
+    """Memory of a device by owner, in bytes, at one moment; prints as a table.
+
+    ``total`` and ``free`` are those of ``cuMemGetInfo``, ``pools`` is the reserved memory of each pool
+    (``cuMemPoolGetAttribute``), and ``graphs`` that of CUDA graphs (``cuDeviceGetGraphMemAttribute``). The sizes of
+    what this library has created are its own records.
+
+    The driver reports neither the owners of the rest, :attr:`others`, nor the size of a context. If a process has the
+    device alone, all of ``others`` in its first reading is its context. Libraries such as NCCL call the driver
+    directly, and this library does not see their allocations. Their memory is in ``others``, unless it comes from a
+    bridge to a pool or group, or was measured by :meth:`SleepGroup.measure`.
+    """
+
+    device: Device
+    """The device."""
+    total: int
+    """Memory of the device."""
+    free: int
+    """Free memory."""
+    group: Mapping[str, int]
+    """Bytes of the group's awake buffers, by tag."""
+    mapped: int
+    """Bytes of other physical memory that this process created and mapped."""
+    pages: int
+    """Bytes of all pages of arenas, their pages of zeros included."""
+    pools: Mapping[str, int]
+    """Reserved bytes of this process's pools, by name."""
+    graphs: int
+    """Memory reserved by CUDA graphs that allocate."""
+    measured: Mapping[str, int]
+    """Bytes of other owners, as :meth:`SleepGroup.measure` measured them, by name."""
+
+    @classmethod
+    def of(cls, device: Device, buffers: Mapping[Any, str], measured: Mapping[str, int]) -> Residents:
+        """Read the figures. ``buffers``: the group's buffers with their tags. ``measured``: bytes of other owners."""
+        group: dict[str, int] = {}
+        for buffer, tag in buffers.items():
+            group[tag] = group.get(tag, 0) + sum(_mapped(device, buffer.range._node).values())
+        every: dict[object, int] = {}
+        allocations = allocations_of(session_of(device))
+        for reservation in list(allocations.reservations):
+            every |= _mapped(device, reservation)
+        mapped = sum(every.values()) - sum(group.values())
+        pages = sum(arena.page_bytes(device.location) for arena in members(allocations.arenas))
+        info, pools, graphs = device.memory_info(), _pools(device), device.graph_memory.reserved
+        return cls(device, info.total, info.free, group, mapped, pages, pools, graphs, dict(measured))
+
+    @property
+    def others(self) -> int:
+        """Memory without a known owner: contexts with their kernels and local memory, libraries that were not measured,
+        :class:`PhysicalMemory` without a mapping, imported memory, and other processes.
+        """
+        return self.total - self.free - sum(bytes for _, bytes in self._known())
+
+    def _known(self) -> Iterator[tuple[str, int]]:
+        for tag, nbytes in self.group.items():
+            yield f"group, tag {tag!r}", nbytes
+        yield "other mapped memory", self.mapped
+        yield "page arenas", self.pages
+        yield from self.pools.items()
+        yield "graphs", self.graphs
+        for owner, nbytes in self.measured.items():
+            yield f"{owner}, as measured", nbytes
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Return owners and bytes, as the table shows them."""
+        rest = ("contexts, libraries, other processes", self.others)
+        return [*self._known(), rest, ("free", self.free), ("total", self.total)]
+
+    def _about(self) -> Iterator[Row]:
+        yield repr(self.device), table(("on the device", ""), ((owner, mib(nbytes)) for owner, nbytes in self.rows()))
+
+    def __repr__(self) -> str:
+        shown = [(owner, mib(nbytes)) for owner, nbytes in self.rows()]
+        left, right = (max(len(row[column]) for row in shown) for column in (0, 1))
+        return "\n".join(f"{owner:<{left}}  {size:>{right}}" for owner, size in shown)
+
+
+def _mapped(device: Device, reservation: Reservation) -> dict[object, int]:
+    """Return the bytes of physical memory on a device that this process created and mapped in a range."""
+    found: dict[object, int] = {}
+    for entry in list(reservation.entries):
+        memory, location = entry._memory, None
+        if isinstance(memory, PhysicalMemory):
+            location = None if entry.state.imported else memory.location
+        elif entry._raw is not None:
+            location = entry.spec.prop.location
+        if not entry.gone and location == device.location:
+            found[entry if memory is None else entry.state] = entry.nbytes
+    return found
+
+
+def _pools(device: Device) -> dict[str, int]:
+    session = session_of(device)
+    pools = {"default pool": MemoryPool.default(device)} if device.supports.memory_pools else {}
+    handles = {pool.handle for pool in pools.values()}
+    for pool in known_pools(session):
+        if pool.location == device.location and pool.handle not in handles:
+            handles.add(pool.handle)
+            pools[repr(pool.name or f"pool {pool.handle:#x}")] = pool
+    found = {}
+    for name, pool in pools.items():
+        with contextlib.suppress(CudaError):  # a pool of another process
+            found[name] = pool.statistics().reserved
+    return found
 
 
 class Ranks(Protocol):

@@ -26,8 +26,7 @@ from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.stores.blocks import Bytes, Move, Saved, Stored
 from streamalloc.vmm.stores.disk import DiskTier, tier_of
-from streamalloc.vmm.stores.host import HostTier
-from streamalloc.vmm.stores.pool import saved_in
+from streamalloc.vmm.stores.host import HostTier, saved_in
 
 _BATCH = 64 << 20
 """Bytes per batch: unmapped after their copy, while later copies run."""

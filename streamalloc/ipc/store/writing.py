@@ -39,8 +39,7 @@ from streamalloc.ipc.store.errors import StoreError
 from streamalloc.ipc.store.manifest import ALIGNMENT, Manifest, Tensor, TensorLayout, dtype_name, read_file, sealed_file
 from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection
 from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
-from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator
-from streamalloc.ipc.transport.process_group import listed
+from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator, listed
 from streamalloc.vmm import AddressRange, PhysicalMemory
 from streamalloc.vmm.internal import ImportedChunk, MemAllocationProp, map_side_by_side
 

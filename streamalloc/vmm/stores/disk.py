@@ -33,9 +33,8 @@ from streamalloc.vmm.stores.blocks import (
 )
 from streamalloc.vmm.stores.copies import copy_batch, kernel_of
 from streamalloc.vmm.stores.disk_file import MOST_BLOCK, PAGE, DiskFile, FileBlock, aligned, padded
-from streamalloc.vmm.stores.host import HostTier
+from streamalloc.vmm.stores.host import HostTier, PoolTier
 from streamalloc.vmm.stores.pinned import HostMemory
-from streamalloc.vmm.stores.pool import PoolTier
 
 _SLOTS = 16
 _LONGEST = 255 - len("..part")

@@ -21,13 +21,15 @@ import pytest
 from streamalloc import ClosedError, Fd
 from streamalloc.ipc.transport.channel import Channel, PeerGoneError, ProtocolError
 from streamalloc.ipc.transport.communicator import (
+    _HEAD,
+    Collective,
     Communicator,
     ProcessCommunicator,
     SelfCommunicator,
+    TimeLimit,
     _Group,
     as_communicator,
 )
-from streamalloc.ipc.transport.process_group import _HEAD, Collective, TimeLimit
 from tests.processes import started
 from tests.support import library, open_descriptors
 

@@ -13,7 +13,7 @@ import pytest
 
 from streamalloc import ipc
 from streamalloc.ipc import GroupError, as_communicator
-from streamalloc.ipc.transport.process_group import GroupGoneError, GroupProtocolError, GroupTimeoutError
+from streamalloc.ipc.transport.communicator import GroupGoneError, GroupProtocolError, GroupTimeoutError
 
 
 class Board:

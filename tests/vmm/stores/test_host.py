@@ -17,8 +17,8 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.testing import Faults, settle
 from streamalloc.vmm import virtual_buffer
+from streamalloc.vmm.stores import host as stores
 from streamalloc.vmm.stores import pinned as ways
-from streamalloc.vmm.stores import pool as pools
 from streamalloc.vmm.stores.pinned import host_segments
 from tests.support import KEEP, Account, MiB, NoHostMemory, filled, names, pattern, read, shows
 from tests.vmm.support import HOST, READWRITE
@@ -35,7 +35,7 @@ def pool(device: sa.Device) -> Iterator[sa.MemoryPool]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "PIECE", PIECE)
+    monkeypatch.setattr(stores, "_ALLOCATION", PIECE)
 
 
 def sleep_and_wake(group: vmm.SleepGroup, nbytes: int = 100) -> None:
