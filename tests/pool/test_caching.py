@@ -175,6 +175,26 @@ class TestSizes:
             most = max(most, cache.statistics().used)
         assert 60 * MiB < most < 150 * MiB
 
+    def test_a_block_that_other_code_has_freed_is_freed_once(
+        self, machine: Any, device: sa.Device, stream: sa.Stream
+    ) -> None:
+        """Something else may have its address at a second attempt."""
+        with sa.MemoryPool(device, release_threshold=KEEP) as pool, sa.CachingAllocator(pool) as cache:
+            buffer = cache.allocate(SIZE, stream)
+            address = buffer.address
+            buffer.free()
+            assert not machine.cuMemFreeAsync(cuda.CUdeviceptr(address), cuda.CUstream(stream.handle))[0]
+            with pytest.raises(sa.InvalidValueError):
+                cache.trim()
+            assert (cache.blocks, cache.statistics().cached) == (0, 0)
+            other = pool.allocate(SIZE, stream)
+            assert other.address == address
+            other.fill(7)
+            cache.trim()
+            pool.allocate(SIZE, stream).fill(9)
+            assert holds(other, 7)
+            other.free()
+
     def test_free_blocks_return_to_the_pool_before_it_grows_beyond_the_allowance(self, traced: Any) -> None:
         """The allowance is 1.05 times the peak, grows by 1/32 of it at each release, and is twice the peak at most."""
         device = sa.Device(0, driver=traced)

@@ -26,7 +26,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, NotReadyError, OutOfMemoryError, error_from
+from streamalloc.core.errors import (
+    CaptureError,
+    ClosedError,
+    CudaError,
+    NotReadyError,
+    OutOfMemoryError,
+    error_from,
+    is_gone,
+)
 from streamalloc.core.internal import (
     DefaultStream,
     Deferred,
@@ -203,10 +211,7 @@ class StreamCache(Deferred):
     def _free_blocks(self, ordered: Stream, raw: Any) -> None:
         for size_class in [one for one in list(self.classes.values()) if one.free]:
             for block in drained(size_class.free.pop):
-                refused = self.cache.free_block(block, raw)
-                if refused:
-                    size_class.free.append(block)
-                    raise free_refused(refused, ordered)
+                self.cache.free_block(block, ordered, raw)
 
     @property
     def free_bytes(self) -> int:
@@ -371,8 +376,14 @@ class CacheState(Deferred):
         self.misses += 1
         return block
 
-    def free_block(self, block: CachedBlock, raw: Any) -> Any:
-        """Return a block of a free list to the pool (``cuMemFreeAsync``). Returns the ``CUresult`` of a refusal."""
+    def free_block(self, block: CachedBlock, ordered: Stream, raw: Any) -> None:
+        """Return a block to the pool (``cuMemFreeAsync``).
+
+        Raises
+        ------
+        CudaError
+            The driver refused. The block is in its free list again, unless other code has freed its memory.
+        """
         address = block.address
         # Before the call: another thread may get the address at once.
         self.blocks.pop(address, None)
@@ -380,11 +391,13 @@ class CacheState(Deferred):
         free = self._pool_free if pool is None else free_function(pool)
         free = without_notifying(free, self.watchers)  # they have recorded the free
         refused = free(block, raw)[0]
-        if refused:
+        if refused and not is_gone(free_refused(refused, ordered)):
             self.blocks[address] = block
-            return refused
-        block.size_class.count -= 1
-        return None
+            block.size_class.free.append(block)
+        else:
+            block.size_class.count -= 1
+        if refused:
+            raise free_refused(refused, ordered)
 
     def collect_dropped(self) -> None:
         """Move blocks of dropped buffers to their free lists. A per-thread stream's blocks first wait for the
