@@ -274,7 +274,7 @@ class Memory(Copyable, Migrating):
         ours = self.stream
         if handle != ours._number:
             ours._precede(handle)
-            if self._session.listener is not None and not of_host:
+            if ours._session.listener is not None and not of_host:
                 self.used(Stream.of_handle(ours.device, handle, self), write=False)
 
 
