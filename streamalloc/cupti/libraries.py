@@ -86,16 +86,17 @@ class Libraries:
         torch.cuda._lazy_call(self._record)
 
     def _release_lock(self) -> None:
-        """Have PyTorch's allocator release its lock while it calls ``cudaMalloc``, unless the program has said no.
+        """Have PyTorch's allocator release its lock while it calls ``cudaMalloc``.
 
         The callback of that call waits for Python's lock. Its owner may wait for the allocator's, to drop a tensor.
         """
-        # Before 2.9, PyTorch does not tell its settings. Some versions forget those that are not given again.
         torch = self.torch
-        before = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: os.environ.get(_CONF, ""))()
-        if _UNLOCKED not in before:
-            settings = ",".join(one for one in (before, f"{_UNLOCKED}:True") if one)
-            torch.cuda.memory._set_allocator_settings(settings)
+        settings = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: os.environ.get(_CONF, ""))()
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        if change is None:  # before PyTorch 2.9
+            change = torch.cuda.memory._set_allocator_settings
+        # Some versions forget what is not given again. Of two equal settings the last one counts.
+        change(",".join(one for one in (settings, _UNLOCKED) if one))
 
     def _record(self, **more: bool) -> None:
         torch, skipped, most = self.torch, ["free_requested"], self.most_entries
@@ -210,7 +211,7 @@ _around_rmm: list[Any] = []
 """Resources that RMM has raw pointers to. They are never freed."""
 
 
-_CONF, _UNLOCKED = "PYTORCH_CUDA_ALLOC_CONF", "release_lock_on_cudamalloc"
+_CONF, _UNLOCKED = "PYTORCH_CUDA_ALLOC_CONF", "release_lock_on_cudamalloc:True"
 
 
 class _Finder(MetaPathFinder):

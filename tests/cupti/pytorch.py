@@ -85,7 +85,10 @@ class Torch:
                 _set_allocator_settings=self.settings.append,
             ),
         )
-        self._C = types.SimpleNamespace(_accelerator_getAllocatorSettings=lambda: self.settings[-1])
+        self._C = types.SimpleNamespace(
+            _accelerator_getAllocatorSettings=lambda: self.settings[-1],
+            _accelerator_setAllocatorSettings=self.settings.append,
+        )
 
     def initialize(self) -> None:
         self._initialized = True
