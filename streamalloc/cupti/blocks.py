@@ -17,6 +17,7 @@ stream alone works, uses and events are only kept, the latest ones of them.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -64,12 +65,17 @@ def addresses_of(launch: DriverCall) -> tuple[int, ...] | None:
     return launch.pointers
 
 
-def parts_of(launch: DriverCall) -> list[Part]:
-    """The memory that a launch uses: the tensors of its operator that have addresses among its arguments, and one byte
-    at each other address. No two of them overlap.
+def parts_of(launch: DriverCall) -> tuple[Part, ...]:
+    """The memory that a launch uses, what is written first: the tensors of its operator that have addresses among its
+    arguments, and one byte at each other address. No two of them overlap.
     """
-    addresses, operands = addresses_of(launch) or (), launch.operands
-    written = kernel_of(launch).written(addresses)
+    return _parts(kernel_of(launch), addresses_of(launch) or (), tuple(launch.operands))
+
+
+@functools.lru_cache(10_000)
+def _parts(kernel: Kernel, addresses: tuple[int, ...], operands: tuple[Operand, ...]) -> tuple[Part, ...]:
+    # Programs launch the same kernels with the same arguments again and again.
+    written = kernel.written(addresses)
     unknown = False if written else None
     first: dict[int, Operand] = {}
     for operand in operands:
@@ -89,7 +95,7 @@ def parts_of(launch: DriverCall) -> list[Part]:
         at = bisect_right(found, part[0], key=_low)
         if (not at or found[at - 1][1] <= part[0]) and (at == len(found) or part[1] <= found[at][0]):
             found.insert(at, part)
-    return found
+    return tuple(sorted(found, key=_is_not_written))
 
 
 def _is_not_written(part: Part) -> bool:
@@ -127,7 +133,7 @@ class Use(NamedTuple):
     what: str
     place: Stack
     parts: Sequence[Part]
-    """The memory that it uses."""
+    """The memory that it uses, what is written first."""
     captured: int = 0
     """Time at which it was captured into the graph that runs it; 0 outside of graphs."""
 
@@ -152,10 +158,10 @@ class _Block:
     seen: Use | None = None
     range: Range | None = None
     """Record of all uses, once another stream has used it."""
+    end: int = 0
 
-    @property
-    def end(self) -> int:
-        return self.event.address + self.event.nbytes
+    def __post_init__(self) -> None:
+        self.end = self.event.address + self.event.nbytes
 
 
 class Blocks:
@@ -259,7 +265,7 @@ class Blocks:
         return found if found is not None and address < found.end else None
 
     def _used(self, use: Use) -> None:
-        for low, high, write in sorted(use.parts, key=_is_not_written):
+        for low, high, write in use.parts:
             block = self._find(low)
             if block is None or (block.seen is use and high == low + 1):
                 continue  # one call uses a block once, if its tensors are not known: its write counts

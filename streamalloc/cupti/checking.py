@@ -30,7 +30,7 @@ from streamalloc.cupti.blocks import Blocks, Run, Use, addresses_of, kernel_of, 
 from streamalloc.cupti.gate import QUIET
 from streamalloc.cupti.libraries import Libraries
 from streamalloc.cupti.operators import Operators
-from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, RaisedAgain, Subscription
+from streamalloc.cupti.subscription import LAUNCHES, SOON, DriverCall, RaisedAgain, Subscription, made
 from streamalloc.driver import Hazard
 from streamalloc.driver.account import COUNTED
 from streamalloc.driver.internal import cuda, described
@@ -278,7 +278,7 @@ class Check:
         if call.function not in LAUNCHES:
             return call
         operands = self._operators.operands(call.thread, kernel_of(call), call.pointers)
-        return DriverCall(*call[:-2], operands) if operands else call
+        return made(DriverCall, (*call[:-2], operands, False)) if operands else call
 
     def _work(self) -> None:
         if self._worker == threading.get_ident():

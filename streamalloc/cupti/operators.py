@@ -135,8 +135,7 @@ class Operators:
                     if tensor is None or isinstance(tensor, Number):
                         continue
                     return []
-                dtype = tensor.dtype
-                if not (write or dtype.is_floating_point or dtype.is_complex):
+                if not (write or (dtype := tensor.dtype).is_floating_point or dtype.is_complex):
                     return []  # indices and masks, which choose parts of the others
                 if low := tensor.data_ptr():
                     found.append((low, low + (tensor.nbytes if tensor.is_contiguous() else _extent(tensor)), write))
