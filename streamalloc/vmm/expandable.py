@@ -33,7 +33,7 @@ from streamalloc.core.internal import (
     unless_busy,
 )
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, MemLocationType, checked_size
-from streamalloc.core.session import drained, session_of
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.pool import MemoryPool
 from streamalloc.pool.internal import (
@@ -60,17 +60,13 @@ _ALLOWANCE = 1.03
 """Factor of the most bytes in use. With 1, each growth would move chunks."""
 _ADDRESSES = 4
 """Times the device's memory that are reserved as addresses: moved chunks leave addresses without memory."""
-_SMALLEST_SHARE = 1 << 8
+_SMALLEST_SHARE = 1 << 7
 """A new chunk is at most this part of the memory: a block's end wastes up to a chunk, and many chunks take long."""
 _LARGEST_CHUNK = 32 << 20
 _SMALL, _SLAB = 512 << 10, 2 << 20
 """Blocks of up to the first size are cut from slabs of the second one."""
 _QUERIES = 1 << 8
 """Event queries before memory is released: enough for an idle stream. A busy stream is not waited for."""
-
-
-def _bytes_of(free: list[CachedBlock]) -> int:
-    return sum(block.size_class.nbytes for block in free[:1]) * len(free)
 
 
 class _Segment:
@@ -278,13 +274,6 @@ class _Ranges(StreamCache):
         """Their free lists."""
         super().__init__(cache, stream)
 
-    def size_class(self, nbytes: int) -> SizeClass:
-        found = super().size_class(nbytes)
-        if len(self.sizes) != len(self.classes):
-            self.sizes = sorted(self.classes)
-            self.free_lists = [self.classes[size].free for size in self.sizes]
-        return found
-
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
         """Take a free block of the size, or cut one from a free range with memory. None if there is none."""
         if self.returning:
@@ -297,15 +286,23 @@ class _Ranges(StreamCache):
 
     def merge(self, least: int) -> None:
         """Merge free blocks of at least ``least`` bytes into the free ranges. Under the lock of the cache."""
+        if len(self.sizes) != len(self.classes):
+            self.sizes = sorted(self.classes)
+            self.free_lists = [self.classes[size].free for size in self.sizes]
         state = self.cache
-        base, blocks = state.segment.base, state.blocks
+        base, forget = state.segment.base, state.blocks.pop
         for free in filter(None, self.free_lists[bisect_left(self.sizes, least) :]):
-            for block in drained(free.pop):
-                start, one = block.address - base, block.size_class
-                blocks.pop(block.address, None)
-                one.count -= 1
-                state.used -= one.nbytes
-                (self.small if one.nbytes <= _SMALL else self.ranges).add(start, start + one.nbytes)
+            try:
+                while free:
+                    block = free.pop()
+                    start, one = block.address - base, block.size_class
+                    nbytes = one.nbytes
+                    forget(block.address, None)
+                    one.count -= 1
+                    state.used -= nbytes
+                    (self.ranges if nbytes > _SMALL else self.small).add(start, start + nbytes)
+            except IndexError:  # another thread took the last one
+                continue
         if not least:
             self._join_small(_SLAB)
 
@@ -411,6 +408,11 @@ class _State(CacheState):
         memory.
         """
         cache: _Ranges = wanted.owner
+        with self.lock:
+            cache.merge(_SMALL + 1)
+            block = self.cut(cache, wanted)
+        if block is not None:
+            return block
         with self.growing:
             if self.busy:
                 return None
@@ -430,8 +432,7 @@ class _State(CacheState):
                 self._take_ended(cache)
             block = self.cut(cache, wanted)
             if block is None:
-                in_use = self.used - sum(sum(map(_bytes_of, filter(None, one.free_lists))) for one in self.live())
-                self.peak = max(self.peak, in_use + nbytes)
+                self.peak = max(self.peak, self.used - self.cached + nbytes)
                 if segment.reserved - segment.leaving + nbytes > self.most and not self.queue.paused:
                     with self.lock:
                         for one in self.live():

@@ -6,7 +6,9 @@ import contextlib
 import functools
 import itertools
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,12 +16,29 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
+from streamalloc.driver.wrappers import Wrapper
 from streamalloc.pool.internal import class_size
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.free_ranges import FreeRanges
 from tests.support import Account, MiB, holds, in_threads
 
 CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
+
+
+class Held(Wrapper):
+    """A driver that keeps the first thread in the call ``held`` until ``go`` is set."""
+
+    def __init__(self, driver: Any) -> None:
+        super().__init__(driver)
+        self.held = ""
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if name == self.held:
+            self.held = ""
+            self.reached.set()
+            assert self.go.wait(20)
+        return function(*args)  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -354,6 +373,50 @@ class TestOwners:
             del cache, kept
         device.synchronize()
         assert device.memory_info()[0] == free
+
+    @pytest.mark.parametrize("call", CALLS)
+    def test_who_needs_no_new_memory_waits_for_no_call(self, machine: Any, call: str) -> None:
+        """While a thread is in the call, others cut and merge blocks, free them and trim."""
+        driver: Any = Held(machine)
+        device = sa.Device(0, driver=driver)
+        with (
+            device.create_stream() as stream,
+            device.create_stream() as other,
+            sa.MemoryPool(device) as pool,
+            vmm.ExpandableCache(pool) as cache,
+            Gate(device) as gate,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            trims = call in ("cuMemUnmap", "cuMemRelease")
+            kept = cache.allocate(2048 * MiB, stream)  # the allowance: nothing moves
+            cache.allocate(32 * MiB, other).free()
+            if trims:
+                cache.allocate(16 * MiB, stream).free()
+                stream.synchronize()
+            gate.hold(other)  # its memory is not released
+            driver.held = call
+            held = thread.submit(cache.trim) if trims else thread.submit(cache.allocate, 16 * MiB, stream)
+            try:
+                assert driver.reached.wait(20)
+                for sizes in ((3, 5, 24), (28, 4), (32,)):
+                    blocks = filled(cache, [*sizes], other)
+                    if len(sizes) == 1:
+                        gate.open()
+                        assert holds(blocks[0], 0)
+                    for buffer in blocks:
+                        buffer.free()
+                assert cache.trim() == 0
+                assert not held.done()
+            finally:
+                driver.go.set()
+            found = held.result()
+            if trims:
+                assert found == 16 * MiB
+            else:
+                found.fill(9)
+                assert holds(found, 9)
+                found.free()
+            kept.free()
 
     def test_many_threads(self, device: sa.Device, cache: sa.CachingAllocator) -> None:
         def use(seed: int) -> None:
