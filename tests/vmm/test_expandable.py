@@ -377,7 +377,8 @@ class TestOwners:
     @pytest.mark.parametrize("call", CALLS)
     def test_who_needs_no_new_memory_waits_for_no_call(self, machine: Any, call: str) -> None:
         """While a thread is in the call, others cut and merge blocks, free them and trim."""
-        driver: Any = Held(machine)
+        kind: Any = Held
+        driver = kind(machine)
         device = sa.Device(0, driver=driver)
         with (
             device.create_stream() as stream,
@@ -395,7 +396,8 @@ class TestOwners:
                 stream.synchronize()
             gate.hold(other)  # its memory is not released
             driver.held = call
-            held = thread.submit(cache.trim) if trims else thread.submit(cache.allocate, 16 * MiB, stream)
+            grow = functools.partial(cache.allocate, 16 * MiB, stream)
+            held: Any = thread.submit(cache.trim if trims else grow)
             try:
                 assert driver.reached.wait(20)
                 for sizes in ((3, 5, 24), (28, 4), (32,)):
