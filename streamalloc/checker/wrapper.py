@@ -550,6 +550,7 @@ class CheckedDriver(Wrapper, Recorder):
                 self._skipped(name, answer)
             return answer
         if self._turn.mine():
+            # A finaliser has come in the midst of a rule, whose state is half changed: its call is recorded afterwards.
             answer = _keeps_convention(name, function(*args))
             self._postponed.append(partial(self._late, name, args, answer))
             return answer

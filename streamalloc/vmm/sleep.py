@@ -611,7 +611,8 @@ class SleepGroup(_Members):
     ) -> int:
         """Do the steps of a sleep, then release the memory of the chosen buffers; returns the released bytes.
 
-        ``hold`` returns a backup for each buffer of a tag, or nothing if their bytes are not kept.
+        ``hold`` returns a backup for each buffer of a tag, or nothing if their bytes are not kept. ``stored``: the
+        backups have the bytes already (:meth:`resume`), so nothing is copied, and sleeping buffers get them, too.
         """
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
         saved: dict[VirtualBuffer, Saved] = {}

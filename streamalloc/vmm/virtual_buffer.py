@@ -391,6 +391,7 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         if not chunks:
             return []
         start = chunks[0].offset
+        # A failed call or a shrink may have left memory mapped there, and the driver refuses to map over it.
         self._release_from(start)
         for watcher in self.range._node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))

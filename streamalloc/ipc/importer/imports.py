@@ -83,7 +83,7 @@ class ReceivedHandles:
         # The pipe that holds the allocation comes last. It is closed with the remaining handles.
         pipes = int(bool(described.flags & Flags.HELD) and not described.hold)
         if pipes and len(self._given) == 1:
-            return
+            return  # only the pipe came along: a channel carries each of the other handles once
         if len(self._given) != len(ids) + pipes:
             raise ValueError(f"the descriptor needs {len(ids) + pipes} handles, and {len(self._given)} came along")
         self._by_id = dict(zip(ids, self._given, strict=False))
