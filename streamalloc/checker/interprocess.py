@@ -298,46 +298,41 @@ class _Use:
         )
 
 
+@dataclass(eq=False)
 class Interprocess:
     """Exports, imports, and announcements between processes."""
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        addresses: AddressMap,
-        values: WaitValues,
-        events: dict[int, TrackedEvent],
-        judge: Judge,
-    ) -> None:
-        self._timeline = timeline
-        self._addresses = addresses
-        self._values = values
-        self._events = events
-        self._judge = judge
-        self.exports: dict[bytes, Range] = {}
-        """Exported memory by its export data."""
-        self.names: dict[Range, bytes] = {}
-        """Export data of exported and imported memory."""
-        self.entries: dict[Range, int] = {}
-        """Entry of each open import on the board."""
-        self.leaving: dict[Range, TrackedStream] = {}
-        """Streams of the pending frees of imports."""
-        self.uses: dict[Range, list[_Use]] = {}
-        """Uses that others may have to wait for, by range."""
-        self.events: dict[bytes, TrackedEvent] = {}
-        self._untold = partial(timeline.notes.add, "told")
+    _timeline: Timeline
+    _addresses: AddressMap
+    _values: WaitValues
+    _events: dict[int, TrackedEvent]
+    _judge: Judge
+    exports: dict[bytes, Range] = field(default_factory=dict)
+    """Exported memory by its export data."""
+    names: dict[Range, bytes] = field(default_factory=dict)
+    """Export data of exported and imported memory."""
+    entries: dict[Range, int] = field(default_factory=dict)
+    """Entry of each open import on the board."""
+    leaving: dict[Range, TrackedStream] = field(default_factory=dict)
+    """Streams of the pending frees of imports."""
+    uses: dict[Range, list[_Use]] = field(default_factory=dict)
+    """Uses that others may have to wait for, by range."""
+    events: dict[bytes, TrackedEvent] = field(default_factory=dict)
+    posted: dict[int, tuple[bytes, Callable[[], bool]]] = field(default_factory=dict)
+    """Name and completion test of incomplete exports, by board index."""
+    announced: dict[bytes, Obstacle] = field(default_factory=dict)
+    """Latest announcements of the facade, by name."""
+    _settled: int = 0
+    _actors: dict[BoardEntry, Actor] = field(default_factory=dict)
+    """Actors for the events and posts of other processes."""
+    _room: int = _MOST_ACTORS
+    """Number of actors that starts the next clean-up."""
+
+    def __post_init__(self) -> None:
+        self._untold = partial(self._timeline.notes.add, "told")
         """Called if no other process can read an announcement: tables are full, or files cannot be made."""
         self.board: Board = Board(self._untold)
         """Announcements to other processes."""
-        self.posted: dict[int, tuple[bytes, Callable[[], bool]]] = {}
-        """Name and completion test of incomplete exports, by board index."""
-        self._settled = 0
-        self.announced: dict[bytes, Obstacle] = {}
-        """Latest announcements of the facade, by name."""
-        self._actors: dict[BoardEntry, Actor] = {}
-        """Actors for the events and posts of other processes."""
-        self._room = _MOST_ACTORS
-        """Number of actors that starts the next clean-up."""
 
     # -- exports and imports ---------------------------------------------------------------------------------
 

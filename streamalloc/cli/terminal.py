@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,10 +23,6 @@ _ERASE = "\r\x1b[K"
 _GAP = "  "
 _NARROWEST = 24
 """Minimum columns of folded text, also in the last column of a table. Longer words are broken."""
-_PATIENCE = 2.0
-"""Seconds before the progress of a command is shown."""
-_PROGRESS = 0.5
-"""Seconds between two looks at it."""
 
 
 class UsageError(Exception):
@@ -74,7 +69,6 @@ class Terminal:
         # https://no-color.org: any value but the empty one turns colours off.
         self.coloured: bool = interactive and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = shutil.get_terminal_size().columns if interactive else None
-        self._drawing = threading.Lock()
         self._drawn = False
 
     def _styled(self, code: str, text: str) -> str:
@@ -93,9 +87,8 @@ class Terminal:
 
     def _print(self, text: str) -> None:
         try:
-            with self._drawing:
-                self._erase()
-                print(text, flush=True)
+            self._erase()
+            print(text, flush=True)
         except OSError as error:
             raise OutputError(error.strerror) from error
 
@@ -179,50 +172,30 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self, total: float = 1) -> Iterator[Callable[[str, float], None]]:
-        """Show a line about a block that takes more than two seconds, on an error output that is a terminal.
+        """Show the steps of a block on an error output that is a terminal.
 
         The block calls the function that it gets with the next step, and with how much of ``total`` is done. The line
         has an estimate of the rest once something is done.
         """
         began = time.monotonic()
-        state: tuple[str, float, float] = "", 0, began
 
         def note(step: str, done: float) -> None:
-            nonlocal state
-            state = step, done, time.monotonic()
+            if not sys.stderr.isatty():
+                return
+            share = f"{done / total:.0%}"
+            if done:
+                share += f", about {_time(max((time.monotonic() - began) * (total / done - 1), 1))} left"
+            text = f"{share}: {step}"[: shutil.get_terminal_size().columns - 1]
+            print(f"{_ERASE}{text}", end="", file=sys.stderr, flush=True)
+            self._drawn = True
 
-        def draw() -> None:
-            while not over.wait(_PROGRESS):
-                now = time.monotonic()
-                if now - began < _PATIENCE:
-                    continue
-                step, done, noted = state
-                rest = _time(now - began)
-                if done:
-                    # As fast as the steps that are done; this one has begun when it was noted.
-                    left = (noted - began) * (total / done - 1) - (now - noted)
-                    rest = f"{done / total:.0%}, about {_time(max(left, 1))} left"
-                with self._drawing:
-                    text = f"{rest}: {step}"[: shutil.get_terminal_size().columns - 1]
-                    print(f"{_ERASE}{text}", end="", file=sys.stderr, flush=True)
-                    self._drawn = True
-
-        over = threading.Event()
-        drawer = threading.Thread(target=draw, daemon=True)
-        if not sys.stderr.isatty():
-            yield note
-            return
-        drawer.start()
         try:
             yield note
         finally:
-            over.set()
-            drawer.join()
-            with self._drawing:
-                self._erase()
+            self._erase()
 
     def _erase(self) -> None:
-        """Erase the line of the progress; the caller has the lock."""
+        """Erase the line of the progress."""
         if self._drawn:
             print(_ERASE, end="", file=sys.stderr, flush=True)
             self._drawn = False

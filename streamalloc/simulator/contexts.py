@@ -100,45 +100,42 @@ class SimulatedDevice:
             part.close()
 
 
+@dataclass(eq=False, repr=False)
 class Context:
     """A context. ``alive`` of a primary context can change repeatedly."""
 
-    def __init__(
-        self,
-        device: SimulatedDevice,
-        scheduler: Scheduler,
-        by_handle: Handles[Queue],
-        number: int,
-        primary: bool,
-        flags: int,
-    ) -> None:
-        self.device = device
-        self.primary = primary
-        self.flags = flags
-        self.graph_block: Block | None = None
-        """Device memory allocated at the first graph instantiation (H200: test_plain_memory)."""
-        self.implied_flags = 0
-        """Flags that cuCtxGetFlags returns beside those that were set."""
-        self.id: int = number
-        self.handle: int = new_handle()
-        self.alive: bool = not primary
-        self.retained = 0
-        self.error: Any = None  # the code every later call fails with
-        self.peers: set[int] = set()
-        self.limits: dict[str, int] = {}
-        """Limits that were set, by name."""
-        self.stacks: int = 0
-        """Bytes of device memory for stacks beyond the initial ones."""
-        self.awaited: list[tuple[Queue, int]] = []
-        """Operations that each later stream waits for."""
-        self.streams: Handles[Queue] = Handles()
-        self.retired: Clock = {}  # last operations of destroyed streams
-        self._scheduler = scheduler
-        self._by_handle = by_handle  # the streams of all contexts
-        self._legacy: Queue | None = None
-        self._per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = {}
-        """By thread number, which a later thread may reuse."""
-        self._marks: Queue | None = None
+    device: SimulatedDevice
+    _scheduler: Scheduler
+    _by_handle: Handles[Queue]
+    """The streams of all contexts."""
+    id: int
+    primary: bool
+    flags: int
+    graph_block: Block | None = None
+    """Device memory allocated at the first graph instantiation (H200: test_plain_memory)."""
+    implied_flags: int = 0
+    """Flags that cuCtxGetFlags returns beside those that were set."""
+    handle: int = field(default_factory=new_handle)
+    retained: int = 0
+    error: Any = None
+    """The code with which each later call fails."""
+    peers: set[int] = field(default_factory=set)
+    limits: dict[str, int] = field(default_factory=dict)
+    """Limits that were set, by name."""
+    stacks: int = 0
+    """Bytes of device memory for stacks beyond the initial ones."""
+    awaited: list[tuple[Queue, int]] = field(default_factory=list)
+    """Operations that each later stream waits for."""
+    streams: Handles[Queue] = field(default_factory=Handles)
+    retired: Clock = field(default_factory=dict)
+    """Last operations of destroyed streams."""
+    _legacy: Queue | None = None
+    _per_thread: dict[int, tuple[weakref.ref[Caller], Queue]] = field(default_factory=dict)
+    """By thread number, which a later thread may reuse."""
+    _marks: Queue | None = None
+
+    def __post_init__(self) -> None:
+        self.alive: bool = not self.primary
 
     def check(self) -> None:
         """Fail if work has broken the context."""
