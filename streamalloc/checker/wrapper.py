@@ -21,6 +21,7 @@ from functools import partial, wraps
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from streamalloc.checker import uses
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import Range
 from streamalloc.checker.report import Reports
@@ -29,17 +30,6 @@ from streamalloc.checker.rules.order import HostCall, host_function
 from streamalloc.checker.rules.table import RULES, UNKNOWN
 from streamalloc.checker.state import State
 from streamalloc.checker.streams import CallingThread
-from streamalloc.checker.uses import (
-    FLAG,
-    Finish,
-    Launch,
-    kernels_of_others,
-    may_poll,
-    nothing,
-    release_mapped,
-    use_on_device,
-    use_on_host,
-)
 from streamalloc.driver.account import COUNTED, ENDERS, MAKERS, SETTLERS
 from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.errors import DriverMisuseError
@@ -161,19 +151,19 @@ class Recorder:
 
     # -- calls -------------------------------------------------------------------------------------------------
 
-    def begin(self, name: str, args: tuple[Any, ...]) -> Finish | None:
+    def begin(self, name: str, args: tuple[Any, ...]) -> uses.Finish | None:
         """Apply the part of a call's rule that precedes the call, and deliver its hazards.
 
         Returns a function for the driver's answer, or None if the call must not be made.
         """
         rule = RULES.get(name)
         if name not in ENDERS and (rule is None or rule.before is None):
-            return nothing
+            return uses.nothing
         finish, fresh = self._alone(self._before, name, args)
-        self._reports.deliver(fresh, partial(self._alone, finish or nothing, INVALID))
+        self._reports.deliver(fresh, partial(self._alone, finish or uses.nothing, INVALID))
         return finish
 
-    def finish_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish) -> None:
+    def finish_call(self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: uses.Finish) -> None:
         """Apply the part of a call's rule that follows it, and deliver its hazards. ``finish`` is the result of
         :meth:`begin`."""
         self._reports.deliver(self._alone(self._after, name, args, answer, finish))
@@ -197,7 +187,7 @@ class Recorder:
         self._reports.deliver(self._alone(self._as_caller, CallingThread(call.thread, context, place), record))
 
     def feed_kernels(
-        self, caller: CallingThread, stream: int, launches: Iterable[Launch], runs: Callable[[TrackedStream], None]
+        self, caller: CallingThread, stream: int, launches: Iterable[uses.Launch], runs: Callable[[TrackedStream], None]
     ) -> None:
         """Record launches, one after the other, of kernels of other code. ``runs`` is called when their stream runs
         them.
@@ -206,7 +196,7 @@ class Recorder:
         def record() -> list[Hazard]:
             state = self._state
             state.look()
-            kernels_of_others(state, state.stream(stream), launches, runs)
+            uses.kernels_of_others(state, state.stream(stream), launches, runs)
             return self._reports.take()
 
         self._reports.deliver(self._alone(self._as_caller, caller, record))
@@ -234,7 +224,7 @@ class Recorder:
         if name in UNKNOWN and not answer[0]:
             self._alone(self._state.notes.add, "calls", name)
 
-    def _before(self, name: str, args: tuple[Any, ...]) -> tuple[Finish | None, list[Hazard]]:
+    def _before(self, name: str, args: tuple[Any, ...]) -> tuple[uses.Finish | None, list[Hazard]]:
         """Returns the new hazards, too, under the lock: no other thread may take them."""
         finish = None if self._ends_unknown(name, args) else self._apply(name, args)
         return finish, self._reports.take()
@@ -247,16 +237,16 @@ class Recorder:
         self._refuse(name, handle)
         return True
 
-    def _apply(self, name: str, args: tuple[Any, ...]) -> Finish:
+    def _apply(self, name: str, args: tuple[Any, ...]) -> uses.Finish:
         self._state.look()
         rule = RULES.get(name)
         try:
-            return nothing if rule is None or rule.before is None else rule.before(self._state, name, args)
+            return uses.nothing if rule is None or rule.before is None else rule.before(self._state, name, args)
         except REFUSED as error:
             return RefusedCall(error)
 
     def _after(
-        self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: Finish, take: bool = True
+        self, name: str, args: tuple[Any, ...], answer: tuple[Any, ...], finish: uses.Finish, take: bool = True
     ) -> list[Hazard]:
         state, succeeded = self._state, not answer[0]
         state.look()
@@ -344,9 +334,9 @@ class Recorder:
         state = self._state
         state.look()
         if stream is None:
-            use_on_host(state, address, nbytes, write, seen=True)
+            uses.use_on_host(state, address, nbytes, write, seen=True)
             return
-        use_on_device(state, state.stream(stream), address, nbytes, write, atomic)
+        uses.use_on_device(state, state.stream(stream), address, nbytes, write, atomic)
         if state.interprocess.uses:
             state.interprocess.update_announcements()
 
@@ -373,7 +363,7 @@ class Recorder:
     @_notification()
     def released(self, address: int, nbytes: int, released: bool) -> None:
         """Record that mapped memory was released and must not be written, or is usable again if not ``released``."""
-        release_mapped(self._state, address, nbytes, released)
+        uses.release_mapped(self._state, address, nbytes, released)
 
     @_notification()
     def deferred(self, address: int) -> None:
@@ -741,9 +731,9 @@ class Poison:
         """
         target, nbytes, found = number_of(to), int(size), self._state.stream(stream)
         pieces = self._state.addresses.pieces(target, nbytes)
-        if not self._delays or nbytes <= FLAG or found in self._state.streams.captures:
+        if not self._delays or nbytes <= uses.FLAG or found in self._state.streams.captures:
             return
-        if pieces and all(may_poll(one) for one, _, _ in pieces) and abs(number_of(source) - target) >= nbytes:
+        if pieces and all(uses.may_poll(one) for one, _, _ in pieces) and abs(number_of(source) - target) >= nbytes:
             self._queue(target, nbytes, stream, ALLOCATED)
             _WAITED.clear()
             with self._under(found.context):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,12 +116,10 @@ def _show(terminal: Terminal, program: str, moments: list[Moment]) -> None:
         return
     columns = ["now", *(one.name if one.name == "peak" else "when refused" for one in moments[1:])]
     terminal.line()
-    keys = ("GPU", "library", "memory")
-    rows = [(str(device), library, what) for device, library, what in _grouped(moments, lambda one: one[:3])]
-    amounts = _grouped(moments, lambda one: one[:3]).values()
+    kinds = _grouped(moments, lambda one: one[:3])
+    cells = [(str(device), library, what, *map(mib, amount)) for (device, library, what), amount in kinds.items()]
     total = ("", "all", "", *(mib(one.nbytes) for one in moments))
-    cells = [(*row, *map(mib, amount)) for row, amount in zip(rows, amounts, strict=True)]
-    terminal.table([*cells, total], header=(*keys, *columns), align="lll" + "r" * len(columns))
+    terminal.table([*cells, total], header=("GPU", "library", "memory", *columns), align="lll" + "r" * len(columns))
     lines = [
         (key, amount) for key, amount in _grouped(moments, lambda one: (one.library, _line(one))).items() if key[1]
     ]
@@ -164,12 +162,8 @@ def frames(moment: Moment) -> list[Frame]:
     for row in moment.rows:
         lines = [f"{Path(file).name}:{line} {function}" for file, line, function in reversed(_lines(row))]
         paths.append((row.nbytes, ("device memory", f"GPU {row.device}", row.library, row.what, *lines)))
-    libraries = {row.library: color for row, color in zip(_by_library(moment), _COLORS * len(paths), strict=False)}
+    libraries = dict(zip(dict.fromkeys(row.library for row in moment.rows), _COLORS * len(paths), strict=False))
     return list(_frames_of(paths, 0, 0, max(moment.nbytes, 1), libraries, _COLORS[-1]))
-
-
-def _by_library(moment: Moment) -> Iterable[Row]:
-    return {row.library: row for row in moment.rows}.values()
 
 
 def _frames_of(

@@ -18,16 +18,8 @@ import numpy as np
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from streamalloc.cli.machine import (
-    POSIX,
-    Chosen,
-    Unavailable,
-    is_simulated,
-    need_gates,
-    need_peers,
-    need_shared_pools,
-    need_virtual_memory,
-)
+from streamalloc.cli import machine
+from streamalloc.cli.machine import POSIX, Chosen, Unavailable
 from streamalloc.cli.terminal import OutputError, Terminal, plural
 from streamalloc.cli.worker import Worker, WorkerBase, read
 from streamalloc.driver import checked, use
@@ -84,30 +76,30 @@ class Tour(contextlib.ExitStack):
     @property
     def gate(self) -> Gate:
         """A gate, which holds streams."""
-        need_gates(self.device)
+        machine.need_gates(self.device)
         return self._part.enter_context(Gate(self.device))
 
     @property
     def peers(self) -> list[sa.Device]:
         """Devices that reach each other's memory."""
-        return need_peers(self.device.driver)
+        return machine.need_peers(self.device.driver)
 
     @property
     def chunk(self) -> int:
         """The granularity of virtual memory in bytes."""
-        need_virtual_memory(self.device)
+        machine.need_virtual_memory(self.device)
         return vmm.PhysicalMemory.granularity(self.device)
 
     @functools.cached_property
     def worker(self) -> Worker:
         """The other process, for all parts."""
-        need_shared_pools(self.device)
+        machine.need_shared_pools(self.device)
         return self.enter_context(Worker(self.device.driver, TourActions))
 
     @property
     def multicast(self) -> Literal["auto", False]:
         """Whether multicast objects may be made: on real GPUs only with permission."""
-        return "auto" if is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
+        return "auto" if machine.is_simulated(self.device.driver) or os.environ.get(_PERMISSION) == "1" else False
 
     def show(self, part: Part) -> None:
         """Run a part. An error in it counts as a failed check, and the tour continues."""

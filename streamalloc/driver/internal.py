@@ -21,13 +21,7 @@ from streamalloc.driver.bindings import (
 )
 from streamalloc.driver.locks import Lock, RLock
 from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
-from streamalloc.driver.selection import (
-    as_asked,
-    choice_of,
-    default_of_threads,
-    default_or_simulated,
-    read_choice,
-)
+from streamalloc.driver.selection import as_asked, choice_of, default_of_threads, default_or_simulated, read_choice
 
 if TYPE_CHECKING:
     from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_MOST, COPY_UNIT, block_copies, copy_ptx

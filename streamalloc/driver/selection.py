@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _FACTORIES = {
     "checked": "streamalloc.checker:CheckedDriver",
-    "simulated": "streamalloc.simulator:SimulatedDriver.of_spec",
+    "simulated": "streamalloc.simulator:SimulatedDriver",
 }
 """Makers of drivers, by name as in an entry point: the door knows no module above it, and imports one on first use."""
 _ON = ("raise", "report", "warn")

@@ -39,16 +39,12 @@ class SimulatedDriver(
 
     is_simulated = True
 
-    def __init__(self, spec: MachineSpec) -> None:
-        self._machine = machine = Machine(spec)
+    def __init__(self, *spec: Any) -> None:
+        """``spec``: the fields of :class:`MachineSpec`."""
+        self._machine = machine = Machine(MachineSpec(*spec))
         # Releases the machine's mappings, files and thread when the driver is collected. Not at interpreter exit, when
         # the system releases them.
         weakref.finalize(self, machine.close).atexit = False
-
-    @classmethod
-    def of_spec(cls, *spec: Any) -> SimulatedDriver:
-        """Make a machine with these fields of :class:`MachineSpec`."""
-        return cls(MachineSpec(*spec))
 
     @property
     def settings(self) -> str:

@@ -337,7 +337,7 @@ class GraphCapture:
         """The stream is destroyed."""
         if stream is self.origin:
             self._finish()
-            self.discard()
+            self._graphs.destroy(self.graph)
         else:
             self._frontier.pop(stream, None)
             stream.capture = None
@@ -350,7 +350,7 @@ class GraphCapture:
         unjoined = any(node not in joined for nodes in self._frontier.values() for node in nodes)
         self._finish()
         if not self.valid or unjoined:
-            self.discard()
+            self._graphs.destroy(self.graph)
             check(not self.valid, Result.CUDA_ERROR_STREAM_CAPTURE_UNJOINED)
             raise Fault(Result.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
         return self.graph
@@ -359,9 +359,6 @@ class GraphCapture:
         self._graphs.captures.remove(self)
         for stream in self._frontier:
             stream.capture = None
-
-    def discard(self) -> None:
-        self._graphs.destroy(self.graph)
 
 
 def ancestors(nodes: Iterable[GraphNode]) -> set[GraphNode]:

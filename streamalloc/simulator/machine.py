@@ -10,19 +10,11 @@ import weakref
 from collections.abc import Callable
 
 from streamalloc.simulator import allocations, call_lock
-from streamalloc.simulator.allocations import (
-    AllocationTable,
-    DeviceMemory,
-    HostMemory,
-    LiveMemory,
-    Managed,
-    ManagedMemory,
-)
 from streamalloc.simulator.arrays import Arrays
 from streamalloc.simulator.banks import Bank, Banks, Heap, Regions
 from streamalloc.simulator.constants import LEGACY_STREAM, PER_THREAD_STREAM, Handles, device_place
 from streamalloc.simulator.contexts import Context, QueueEvent, SimulatedDevice, chosen, visible
-from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, need
+from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import HOST_BANK, Labels, Usage
 from streamalloc.simulator.graph_memory import DeviceGraphMemory
 from streamalloc.simulator.graphs import Graphs
@@ -52,7 +44,7 @@ class Machine:
         self.contexts: Handles[Context] = Handles()
         self.streams: Handles[Queue] = Handles()
         self.events: Handles[QueueEvent] = Handles()
-        self.freed: list[tuple[LiveMemory, Queue, int]] = []
+        self.freed: list[tuple[allocations.LiveMemory, Queue, int]] = []
         """cuMemAlloc memory freed in a stream, until the host synchronises with that (H200: test_plain_memory)."""
         self.thread: call_lock.Threads = call_lock.Threads()
         self._context_numbers = itertools.count(1)
@@ -65,10 +57,10 @@ class Machine:
         banks.alone = spec.devices == 1 and not self.devices[0].attributes["MULTICAST_SUPPORTED"]
         for device in self.devices:
             device.primary = self.create_context(device, primary=True)
-        self.allocations: AllocationTable = AllocationTable()
+        self.allocations: allocations.AllocationTable = allocations.AllocationTable()
         self.usage: Usage | None = self._share_usage() if spec.given_name else None
         banks.arenas.on_add = self.allocations.forget_registered
-        self.managed: Managed = Managed(banks, self.allocations)
+        self.managed: allocations.Managed = allocations.Managed(banks, self.allocations)
         self.arrays: Arrays = Arrays()
         self.pools: PoolTable = PoolTable(self.labels, banks, self.scheduler)
         self.graphs: Graphs = Graphs(self.devices)
@@ -152,18 +144,6 @@ class Machine:
         if self.usage is not None:
             self.usage.close()
 
-    def cut_short(self, call: str, error: BaseException) -> None:
-        """If a signal handler raised ``error``, refuse further calls: the state may be half changed."""
-        if not isinstance(error, Exception):
-            self.cut_call, self.ready = call, False
-
-    def check_whole(self) -> None:
-        """Raise :class:`BrokenMachineError` if an earlier call was interrupted."""
-        if self.cut_call is not None:
-            raise BrokenMachineError(
-                f"{self.cut_call} was interrupted in the middle; make another machine with driver.simulated()"
-            )
-
     # -- contexts --------------------------------------------------------------------------------------------
 
     def create_context(self, device: SimulatedDevice, primary: bool = False, flags: int = 0) -> Context:
@@ -177,7 +157,7 @@ class Machine:
         for event in [event for event in self.events.values() if event.context is context]:
             del self.events[event.handle]
         for allocation in [one for one in self.allocations.at.values() if one.context is context]:
-            if isinstance(allocation, (DeviceMemory, HostMemory, ManagedMemory)):
+            if isinstance(allocation, (allocations.DeviceMemory, allocations.HostMemory, allocations.ManagedMemory)):
                 self.discard(allocation)
             elif isinstance(allocation, allocations.OpenedMemory):
                 self.sharing.forget_memory(allocation)
@@ -276,13 +256,13 @@ class Machine:
             elif self.allocations.is_live(allocation):
                 self.discard(allocation)
 
-    def discard(self, allocation: LiveMemory) -> None:
+    def discard(self, allocation: allocations.LiveMemory) -> None:
         """Release cuMemAlloc, pinned or managed memory at once."""
-        if isinstance(allocation, ManagedMemory):
+        if isinstance(allocation, allocations.ManagedMemory):
             self.managed.free(allocation)
             return
         self.allocations.remove(allocation)
-        if isinstance(allocation, (DeviceMemory, HostMemory)) and allocation.block is not None:
+        if isinstance(allocation, (allocations.DeviceMemory, allocations.HostMemory)) and allocation.block is not None:
             assert allocation.context is not None
             device = allocation.context.device
             (device.pinned if allocation.on_host else device.heap).free(allocation.block)

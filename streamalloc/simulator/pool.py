@@ -10,17 +10,7 @@ from typing import Any
 from streamalloc.simulator import constants
 from streamalloc.simulator.allocator import HEAP, Block, PoolAddresses
 from streamalloc.simulator.banks import Banks, Space
-from streamalloc.simulator.constants import (
-    ALIGNMENT,
-    CHUNK,
-    PINNED,
-    READ_WRITE,
-    Handles,
-    Location,
-    Place,
-    new_handle,
-    round_up,
-)
+from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE, Handles, Location, Place
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
 from streamalloc.simulator.memory import Physical, ReservedExtent
@@ -76,11 +66,11 @@ class Pool(Accessible):
     opportunistic: int = 1
     internal_dependencies: int = 1
     access: dict[int, int] = field(default_factory=dict)
-    handle: int = field(default_factory=new_handle)
+    handle: int = field(default_factory=constants.new_handle)
     _outstanding: int = 0
 
     def __post_init__(self) -> None:
-        self.max_size = round_up(self.max_size, CHUNK)
+        self.max_size = constants.round_up(self.max_size, CHUNK)
         self.device: int | None = self.place.device
         self.managed: bool = self.allocation_type != PINNED
         banks = self._banks = self.owner.banks
@@ -126,7 +116,7 @@ class Pool(Accessible):
         line, scheduler, ordered = self.line, self._scheduler, None
         if self.follow_events:  # only this shows the stream its order (observed on H200: test_placements)
             stream.look()
-            ordered = stream.comes_after
+            ordered = lambda other: stream.clock.get(other, 0)  # noqa: E731
         done = scheduler.executed if self.opportunistic else scheduler.outlived
         block = need(line.find_further(size, ordered, done), Result.CUDA_ERROR_OUT_OF_MEMORY)
         if block.owner == HEAP and not self._back(block, size):
@@ -263,13 +253,12 @@ class OpenedPool(Accessible):
 
     managed = False
     granted = True  # it is device memory
-    handle_types = (
-        constants.HandleType.NONE
-    )  # an imported pool cannot be exported again (observed on H200: test_sharing)
+    # It cannot be exported again (observed on H200: test_sharing).
+    handle_types = constants.HandleType.NONE
 
     def __init__(self, banks: Banks, label: Label, fd: int) -> None:
         self._arenas = banks.arenas
-        self.handle: int = new_handle()
+        self.handle: int = constants.new_handle()
         self.serial: int = int(label.serial, 16)
         self.place: Place = label.place
         self.device: int = label.place.id

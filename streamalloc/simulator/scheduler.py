@@ -191,10 +191,6 @@ class Queue:
         reached = head.is_command and all(other.done >= seq for other, seq in head.after)
         return self.done if reached else self.marked
 
-    def comes_after(self, other: int) -> int:
-        """The number up to which this stream is ordered after another stream."""
-        return self.clock.get(other, 0)
-
     def done_with(self) -> Clock:
         """The clock after all work of the stream. Other preceding work counts only from the next submission on, except
         in the legacy stream (observed on H200: test_placements).

@@ -214,11 +214,6 @@ class Sharing:
     def opened_at(self, address: int) -> OpenedMemory:
         return need_a(OpenedMemory, self.allocations.at.get(address))
 
-    def close_memory(self, opened: OpenedMemory) -> None:
-        opened.times -= 1
-        if not opened.times:
-            self.forget_memory(opened)
-
     def forget_memory(self, opened: OpenedMemory) -> None:
         """Unmap opened memory, regardless of the number of opens."""
         del self._opened[opened.words]

@@ -16,15 +16,7 @@ from typing import Any
 
 import streamalloc.driver as sd
 from streamalloc.driver import Driver
-from streamalloc.driver.internal import (
-    LIBRARIES,
-    as_asked,
-    cuda,
-    default_of_threads,
-    read_choice,
-    runtime,
-    search_path,
-)
+from streamalloc.driver.internal import LIBRARIES, as_asked, cuda, default_of_threads, read_choice, runtime, search_path
 from streamalloc.simulator.internal import VISIBLE, Runtime, inherited
 
 VARIABLE = "STREAMALLOC_INSTALL"

@@ -32,10 +32,6 @@ _KEEP_ALL = 2**64 - 1
 _RMM_BEGINS = 32 << 20
 
 
-def _nothing() -> None:
-    """Default of :attr:`Subject.begin`."""
-
-
 @dataclass
 class Subject:
     """An allocator as plain functions, which add little time to a replay."""
@@ -54,7 +50,7 @@ class Subject:
     """Bytes reserved from the driver; None if unknown."""
     calls: Callable[[], int] | None = None
     """Number of driver calls so far; None if not counted."""
-    begin: Callable[[], object] = _nothing
+    begin: Callable[[], object] = lambda: None
     """Called before each replay."""
 
 

@@ -231,7 +231,9 @@ class ArrayCalls(CopyCalls):
             tiles = self._tiles(info, storage.layout, device)
         if operation == _UNMAP:  # before other checks (observed on H200: test_sparse_arrays)
             return [(storage, tile, None) for tile in tiles]
-        memory, offset = self._tile_memory(info), int(info.offset)
+        handle, offset = int(info.memHandle.memHandle), int(info.offset)
+        not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
+        memory = self._machine.virtual.memory(handle)
         check(memory.properties.tile_pool and memory.properties.device in (device, None))
         not_modelled(memory.properties.device is None, "host memory for tiles of arrays")
         check(offset % TILE_SIZE == 0 and offset + len(tiles) * TILE_SIZE <= memory.size)
@@ -244,11 +246,6 @@ class ArrayCalls(CopyCalls):
         array: Array = self._find(Array, info.resource.array)
         check(array.mipmap is None)
         return array.storage
-
-    def _tile_memory(self, info: Any) -> CreatedMemory:
-        handle = int(info.memHandle.memHandle)
-        not_modelled(not handle, "mapping tiles without memory: the real driver crashes")
-        return self._machine.virtual.memory(handle)
 
     def _tiles(self, info: Any, layout: ArrayLayout, device: int) -> list[Tile]:
         if arguments.number_in(info, "subresourceType", None) == _MIPTAIL:

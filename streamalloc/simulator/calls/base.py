@@ -13,7 +13,7 @@ from typing import Any
 
 from streamalloc.driver.bindings import cuda, value_count
 from streamalloc.simulator import arguments, call_lock
-from streamalloc.simulator.errors import Fault, Result, check, code_of, not_modelled
+from streamalloc.simulator.errors import BrokenMachineError, Fault, Result, check, code_of, not_modelled
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.memory import is_code
 from streamalloc.simulator.scheduler import HostFunction, Operation, Queue
@@ -119,7 +119,8 @@ def driver_call(name: str, method: Method) -> Method:
         except wait_ended as ended:
             raise ended.error from None
         except BaseException as error:
-            machine.cut_short(name, error)
+            if not isinstance(error, Exception):  # a signal handler raised it, and the state may be half changed
+                machine.cut_call, machine.ready = name, False
             raise
         finally:
             leave(caller.is_main)
@@ -130,7 +131,9 @@ def driver_call(name: str, method: Method) -> Method:
 
 def _refusal(machine: Machine, before_init: bool) -> Any:
     """The result code if the machine is not ready; None if the call may be made."""
-    machine.check_whole()
+    if machine.cut_call is not None:
+        what = f"{machine.cut_call} was interrupted in the middle"
+        raise BrokenMachineError(f"{what}; make another machine with driver.simulated()")
     if before_init and not machine.forked:
         return None
     return Result.CUDA_ERROR_DEINITIALIZED if machine.scheduler.closed else Result.CUDA_ERROR_NOT_INITIALIZED

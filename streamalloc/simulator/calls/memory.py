@@ -9,20 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from streamalloc.driver.bindings import check_readable, cuda
-from streamalloc.simulator import arguments
-from streamalloc.simulator.allocations import (
-    Advice,
-    DeviceMemory,
-    Discard,
-    GraphAllocation,
-    HostMemory,
-    LiveMemory,
-    ManagedMemory,
-    PoolMemory,
-    common,
-    pages_of,
-    prefetch,
-)
+from streamalloc.simulator import allocations, arguments
 from streamalloc.simulator.arguments import DevicePointer, HostPointer, Queue, Size, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, Calls, call
 from streamalloc.simulator.calls.virtual import MAPPED_ATTRIBUTES, right_of_current
@@ -41,8 +28,8 @@ _SYNC_MEMOPS = cuda.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 _MEMORY_TYPE_HOST, _MEMORY_TYPE_DEVICE = 1, 2
 
 
-_OF_POOLS = (PoolMemory, GraphAllocation)
-_POINTER_ATTRIBUTES: dict[str, Callable[[LiveMemory, int], Any]] = {
+_OF_POOLS = (allocations.PoolMemory, allocations.GraphAllocation)
+_POINTER_ATTRIBUTES: dict[str, Callable[[allocations.LiveMemory, int], Any]] = {
     "CONTEXT": lambda a, at: cuda.CUcontext(a.context.handle if a.context and not isinstance(a, _OF_POOLS) else 0),
     "MEMORY_TYPE": lambda a, at: _MEMORY_TYPE_HOST if a.on_host else _MEMORY_TYPE_DEVICE,
     "DEVICE_POINTER": lambda a, at: cuda.CUdeviceptr(at) if a.known else None,
@@ -51,32 +38,32 @@ _POINTER_ATTRIBUTES: dict[str, Callable[[LiveMemory, int], Any]] = {
     "BUFFER_ID": lambda a, at: a.id,
     "IS_MANAGED": lambda a, at: a.managed,
     "DEVICE_ORDINAL": lambda a, at: _ordinal(a),
-    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, DeviceMemory),
+    "IS_LEGACY_CUDA_IPC_CAPABLE": lambda a, at: isinstance(a, allocations.DeviceMemory),
     "RANGE_START_ADDR": lambda a, at: cuda.CUdeviceptr(_range_start(a)),
     "RANGE_SIZE": lambda a, at: a.size,
     "MAPPED": lambda a, at: True,
     "ALLOWED_HANDLE_TYPES": lambda a, at: 0 if a.pool is None else a.pool.handle_types,
-    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, DeviceMemory) and _has_rdma(a)),
+    "IS_GPU_DIRECT_RDMA_CAPABLE": lambda a, at: int(isinstance(a, allocations.DeviceMemory) and _has_rdma(a)),
     "ACCESS_FLAGS": lambda a, at: 3,  # read and write
     "MEMPOOL_HANDLE": lambda a, at: cuda.CUmemoryPool(0 if a.pool is None else a.pool.handle),
 }
 _PREFIX = "CU_POINTER_ATTRIBUTE_"
 
 
-def _has_rdma(allocation: LiveMemory) -> bool:
+def _has_rdma(allocation: allocations.LiveMemory) -> bool:
     return allocation.context is not None and allocation.context.device.attributes["GPU_DIRECT_RDMA_SUPPORTED"] == 1
 
 
-def _range_start(allocation: LiveMemory) -> int:
+def _range_start(allocation: allocations.LiveMemory) -> int:
     """The start of the range. For a host's pool it is an offset in one of its chunks instead (observed on H200:
     test_pointer_attributes).
     """
-    if isinstance(allocation, PoolMemory) and allocation.on_host:
+    if isinstance(allocation, allocations.PoolMemory) and allocation.on_host:
         return allocation.block.start % CHUNK
     return allocation.base
 
 
-def _ordinal(allocation: LiveMemory) -> int:
+def _ordinal(allocation: allocations.LiveMemory) -> int:
     """The device of the memory, even if mapped; 0 for a device that is not visible to the process.
 
     For a ``cuIpc*`` import it is the opening device. This was read from libcuda directly, because cuda-bindings 13.3
@@ -121,7 +108,7 @@ class MemoryCalls(Calls):
         check(size)
         device = context.device
         address, block, _ = need(device.heap.allocate(size), Result.CUDA_ERROR_OUT_OF_MEMORY)
-        machine.allocations.add(DeviceMemory(address, size, device.ordinal, context, block))
+        machine.allocations.add(allocations.DeviceMemory(address, size, device.ordinal, context, block))
         return address
 
     def cuMemFree(self, dptr: DevicePointer) -> None:
@@ -132,11 +119,11 @@ class MemoryCalls(Calls):
         if not dptr:
             return
         allocation = need(self._machine.allocations.at.get(dptr))
-        check(isinstance(allocation, (DeviceMemory, ManagedMemory, PoolMemory, GraphAllocation)))
-        if isinstance(allocation, PoolMemory):
+        check(isinstance(allocation, (allocations.DeviceMemory, allocations.ManagedMemory, *_OF_POOLS)))
+        if isinstance(allocation, allocations.PoolMemory):
             self._machine.allocations.remove(allocation)
             allocation.pool.free_now(allocation.block)
-        elif isinstance(allocation, GraphAllocation):
+        elif isinstance(allocation, allocations.GraphAllocation):
             self._machine.allocations.remove(allocation)
             allocation.memory.freed(dptr)  # at once, as with pool memory
         else:
@@ -160,7 +147,7 @@ class MemoryCalls(Calls):
         got = context.device.pinned.allocate(size, combined, flags & _PORTABLE)
         address, block, portable = need(got, Result.CUDA_ERROR_OUT_OF_MEMORY)
         flags = combined | portable | _DEVICE_MAPPED
-        self._machine.allocations.add(HostMemory(address, size, None, context, block, flags))
+        self._machine.allocations.add(allocations.HostMemory(address, size, None, context, block, flags))
         return address
 
     cuMemAllocHost = call("bytesize:Size", _allocate_host)
@@ -180,17 +167,17 @@ class MemoryCalls(Calls):
         taken = self._machine.allocations.overlapping(p, end)
         check(not taken, Result.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED)
         check(not self._machine.banks.arenas.overlapping(p, end) and is_host_memory(p, bytesize))
-        self._machine.allocations.add(HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
+        self._machine.allocations.add(allocations.HostMemory(p, bytesize, None, context, None, Flags | _DEVICE_MAPPED))
 
     def cuMemHostUnregister(self, p: HostPointer) -> None:
         # other addresses in pinned memory give another error (observed on H200: test_plain_memory)
-        inside = isinstance(self._machine.allocations.find(p), HostMemory)
+        inside = isinstance(self._machine.allocations.find(p), allocations.HostMemory)
         code = Result.CUDA_ERROR_INVALID_VALUE if inside else Result.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
         self._drop_host(p, True, code)
 
     def _drop_host(self, address: int, registered: bool, otherwise: Any) -> None:
         allocation = need(self._machine.allocations.at.get(address), otherwise)
-        check(isinstance(allocation, HostMemory) and (allocation.block is None) == registered, otherwise)
+        check(isinstance(allocation, allocations.HostMemory) and (allocation.block is None) == registered, otherwise)
         self._machine.drain()
         check(self._machine.allocations.at.get(address) is allocation, otherwise)
         self._machine.discard(allocation)
@@ -205,8 +192,8 @@ class MemoryCalls(Calls):
         self._machine.current()
         return self._host(p).flags
 
-    def _host(self, address: int) -> HostMemory:
-        return need_a(HostMemory, self._machine.allocations.find(address))
+    def _host(self, address: int) -> allocations.HostMemory:
+        return need_a(allocations.HostMemory, self._machine.allocations.find(address))
 
     # -- asking about an address -----------------------------------------------------------------------------
 
@@ -245,7 +232,7 @@ class MemoryCalls(Calls):
             values.append(absent.get(name, 0) if value is None else value)
         return values
 
-    def _read_attribute(self, attribute: Any, allocation: LiveMemory | None, address: int) -> Any:
+    def _read_attribute(self, attribute: Any, allocation: allocations.LiveMemory | None, address: int) -> Any:
         """The value of an attribute; None if the driver refuses, as for an address without an allocation."""
         name = attribute.name.removeprefix(_PREFIX)
         check_readable("CUpointer_attribute", attribute)
@@ -285,7 +272,7 @@ class MemoryCalls(Calls):
         self._check_launch(hStream, "cuStreamAttachMemAsync")
         hStream.submit(Operation())
 
-    def _managed(self, address: int, size: int) -> LiveMemory:
+    def _managed(self, address: int, size: int) -> allocations.LiveMemory:
         allocation = need(self._machine.allocations.find(address))
         check(allocation.managed and address + size <= allocation.end)
         return allocation
@@ -318,7 +305,7 @@ class MemoryCalls(Calls):
         able = self._machine.supports("CONCURRENT_MANAGED_ACCESS", stream.context.device.ordinal)
         check(able, Result.CUDA_ERROR_INVALID_DEVICE)
         self._check_launch(stream, "cuMemPrefetchAsync")
-        pages_of(allocation).change(devPtr, devPtr + count, prefetch(place))
+        allocations.pages_of(allocation).change(devPtr, devPtr + count, allocations.prefetch(place))
         stream.submit(Operation())
 
     def _managed_batch(self, name: str, dptrs: Any, sizes: Any, count: int, *more: Any) -> None:
@@ -331,12 +318,12 @@ class MemoryCalls(Calls):
         concurrent = self._machine.supports("CONCURRENT_MANAGED_ACCESS")
         not_modelled(not concurrent, f"{name} where a device lacks concurrent managed access")
         ranges = list(zip(addresses, lengths, strict=True))
-        allocations = [self._managed(*one) for one in ranges]
+        managed = [self._managed(*one) for one in ranges]
         self._check_launch(stream, name)
         places = self._places_of_batch(count, *destinations) if destinations else []
-        for allocation, (address, size), place in zip(allocations, ranges, places, strict=False):
-            pages_of(allocation).change(address, address + size, prefetch(place))
-        stream.submit(Discard(self._machine.banks, ranges) if "Discard" in name else Operation())
+        for allocation, (address, size), place in zip(managed, ranges, places, strict=False):
+            allocations.pages_of(allocation).change(address, address + size, allocations.prefetch(place))
+        stream.submit(allocations.Discard(self._machine.banks, ranges) if "Discard" in name else Operation())
 
     _RANGES, _LAST = "dptrs sizes count:Size", "flags:UnsignedLongLong hStream"
     _TO_PLACES = f"{_RANGES} prefetchLocs prefetchLocIdxs numPrefetchLocs:Size {_LAST}"
@@ -358,7 +345,7 @@ class MemoryCalls(Calls):
         place = self._place(location, allowed) if allowed else NOWHERE
         check(count)
         allocation = self._managed(devPtr, count)
-        pages_of(allocation).change(devPtr, devPtr + count, lambda before: change(before, place))
+        allocations.pages_of(allocation).change(devPtr, devPtr + count, lambda before: change(before, place))
 
     if not EDGE_DATA:  # earlier bindings take other arguments
         del cuMemPrefetchAsync, cuMemAdvise
@@ -377,7 +364,7 @@ class MemoryCalls(Calls):
 
     def _read_range(self, size: int, attribute: Any, address: int, count: int) -> Any:
         check(count)
-        advice = pages_of(self._managed(address, count)).over(address, address + count)
+        advice = allocations.pages_of(self._managed(address, count)).over(address, address + count)
         name = attribute.name.removeprefix("CU_MEM_RANGE_ATTRIBUTE_")
         if name == "ACCESSED_BY":
             check(size and size % _INT == 0)
@@ -391,7 +378,7 @@ class MemoryCalls(Calls):
         what, _, part = name.partition("_LOCATION")
         if what not in ("PREFERRED", "LAST_PREFETCH"):
             raise NotModelled(f"cuMemRangeGetAttribute({attribute.name})")
-        place = common(one.preferred if what == "PREFERRED" else one.prefetched for one in advice)
+        place = allocations.common(one.preferred if what == "PREFERRED" else one.prefetched for one in advice)
         if not part:
             return _number(place)
         if part == "_TYPE":
@@ -400,7 +387,7 @@ class MemoryCalls(Calls):
 
 
 _ANYWHERE = (Location.HOST, Location.HOST_NUMA, Location.HOST_NUMA_CURRENT)
-_ADVICE: dict[int, tuple[tuple[int, ...], Callable[[Advice, Place], Advice]]] = {
+_ADVICE: dict[int, tuple[tuple[int, ...], Callable[[allocations.Advice, Place], allocations.Advice]]] = {
     1: ((), lambda before, place: replace(before, read_mostly=True)),
     2: ((), lambda before, place: replace(before, read_mostly=False)),
     3: (_ANYWHERE, lambda before, place: replace(before, preferred=place)),

@@ -167,7 +167,10 @@ class SharingCalls(Calls):
         self._not_during_capture()
         sharing.opened_at(dptr)
         self._machine.drain(sharing.opened_at(dptr).device)
-        sharing.close_memory(sharing.opened_at(dptr))  # another thread may have closed it meanwhile
+        opened = sharing.opened_at(dptr)  # another thread may have closed it meanwhile
+        opened.times -= 1
+        if not opened.times:
+            sharing.forget_memory(opened)
 
     # -- events ----------------------------------------------------------------------------------------------
 
