@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from streamalloc.checker import uses
 from streamalloc.checker.clocks import TrackedStream
@@ -35,7 +35,7 @@ from streamalloc.driver.bindings import cuda, number_of
 from streamalloc.driver.errors import DriverMisuseError
 from streamalloc.driver.locks import RLock
 from streamalloc.driver.parent import ParentTest, from_server
-from streamalloc.driver.protocol import MemoryListener, On
+from streamalloc.driver.protocol import Driver, MemoryListener, On
 from streamalloc.driver.reports import Hazard, Stack, place_of
 from streamalloc.driver.wrappers import Call, Function, Wrapper
 
@@ -481,11 +481,6 @@ def _handle(args: tuple[Any, ...]) -> int:
         return 0
 
 
-if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Driver as _Interface
-else:
-    _Interface = object
-
 # -- the driver ------------------------------------------------------------------------------------------------
 
 _EXIT_PRIORITY = -100
@@ -511,7 +506,7 @@ _NODE_OF_HOST_FUNCTION = {
 class CheckedDriver(Wrapper, Recorder):
     """A driver that finds missing stream order: :func:`checked`."""
 
-    def __init__(self, driver: _Interface, on: On, poison: bool, uninitialized: bool = False) -> None:
+    def __init__(self, driver: Driver, on: On, poison: bool, uninitialized: bool = False) -> None:
         Wrapper.__init__(self, driver)
         Recorder.__init__(self, driver, on, uninitialized)
         self._poison = Poison(driver, self._state) if poison else None

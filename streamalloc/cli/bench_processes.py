@@ -24,7 +24,7 @@ from streamalloc import ipc, traces
 from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools
 from streamalloc.cli.measuring import Bench, BenchRow, Call, CudaCore, Measured, Setup, Target, value_of
 from streamalloc.cli.worker import Worker, WorkerBase, environment
-from streamalloc.driver.internal import cuda
+from streamalloc.driver.internal import cuda, opaque_bytes, opaque_struct
 
 SIZE = 1 << 20
 """Bytes in the buffer that is sent: 1 MiB."""
@@ -78,15 +78,12 @@ def _event(driver: Any) -> tuple[Any, bytes]:
     """Create an interprocess event; return it with its handle as bytes."""
     flags = driver.CUevent_flags
     event = value_of(driver.cuEventCreate(int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_INTERPROCESS)))
-    handle = value_of(driver.cuIpcGetEventHandle(event))
-    return event, ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+    return event, opaque_bytes(value_of(driver.cuIpcGetEventHandle(event)))
 
 
 def _opened(driver: Any, shared: bytes) -> Any:
     """Open an event of the other process."""
-    handle = driver.CUipcEventHandle()
-    ctypes.memmove(handle.getPtr(), shared, HANDLE_BYTES)
-    return value_of(driver.cuIpcOpenEventHandle(handle))
+    return value_of(driver.cuIpcOpenEventHandle(opaque_struct("CUipcEventHandle", shared)))
 
 
 def raw_share(stage: Stage) -> Measured:

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from streamalloc import cupti
 from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
 from streamalloc.cli.terminal import Terminal
-from streamalloc.driver import DriverMisuseError
+from streamalloc.driver import DriverMisuseError, checked
 from streamalloc.driver.internal import described
 
 
@@ -51,8 +52,6 @@ _Found = tuple[list[dict[str, Any]], list[str], _Ended]
 
 
 def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
-    from streamalloc import cupti
-
     checks: list[Any] = []
 
     def program() -> None:
@@ -65,8 +64,6 @@ def _on_gpu(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found
 
 
 def _on_simulated(chosen: Chosen, options: argparse.Namespace, folder: Path) -> _Found:
-    from streamalloc.driver import checked
-
     os.environ.setdefault("STREAMALLOC_CHECK", "1")  # child processes read it
     driver: Any = checked(chosen.driver, "raise" if options.raises else "report")
     driver.show_at_once(None)

@@ -9,8 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -202,8 +201,6 @@ def _imex(terminal: Terminal, channels: list[dict[str, Any]]) -> None:
 Row = dict[str, Any]
 
 _PATTERN = 0x5A
-_BLOCK = 2 << 20
-"""Bytes that the driver shares together for cuMemAlloc: 2 MiB."""
 
 
 class _Differs(Exception):
@@ -344,21 +341,9 @@ def _mapped(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
 
 
 def _cuda_ipc(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:
-    # Any: the library does not use these functions, so its protocol lacks them.
-    driver = cast(Any, device.driver)
-    with device.current():
-        error, pointer = driver.cuMemAlloc(_BLOCK)
-        if error:
-            raise sa.CudaError(error.name, int(error), "cuMemAlloc")
-        try:
-            driver.cuMemsetD8(pointer, _PATTERN, _BLOCK)
-            driver.cuCtxSynchronize()
-            # As another library exposes it.
-            interface = {"shape": (_BLOCK,), "typestr": "|u1", "data": (int(pointer), False), "version": 3}
-            array = SimpleNamespace(__cuda_array_interface__=interface)
-            return _given(worker, ipc.share(array, stream, expose_block=True))
-        finally:
-            driver.cuMemFree(pointer)
+    with sa.PlainMemory(device).allocate(4096, stream) as buffer:
+        buffer.fill(_PATTERN)
+        return _given(worker, ipc.share(buffer, expose_block=True))
 
 
 def _event(worker: Worker, device: sa.Device, stream: sa.Stream) -> str:

@@ -50,6 +50,16 @@ def _module(command: str) -> Any:
     return importlib.import_module(f"streamalloc.cli.{command}")
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a command, which refuses unknown arguments with the usage of the command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     about = "GPU memory in stream order, on a real CUDA driver or on a simulated one."
     as_module = Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py")
@@ -57,7 +67,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(program, description=about, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
     _add_driver_arguments(parser, None)
-    commands = parser.add_subparsers(dest="command", metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)
     for name, about in _COMMANDS.items():
         # A command may have its own meaning for an option of the driver.
         command = commands.add_parser(name, help=about, conflict_handler="resolve")

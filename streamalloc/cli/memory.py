@@ -12,17 +12,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
 from streamalloc.cli.terminal import Terminal, UsageError, add_json_argument, write_file
 from streamalloc.core.errors import size_text
+from streamalloc.cupti import Memory, Moment, Row, internal, memory
 from streamalloc.driver.internal import line_of
 from streamalloc.formats.html import escape, mib
-
-if TYPE_CHECKING:
-    from streamalloc.cupti import Memory, Moment, Row
 
 _MOST_LINES = 20
 _ROW = 20
@@ -44,16 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program under the account; its exceptions and exit codes are those of the command."""
-    from streamalloc import cupti
-    from streamalloc.cupti import internal
-
     running.check_files(options)
     if chosen.is_simulated:
-        account = cupti.Memory(chosen.driver)
-        driver: Any = internal.Followed(chosen.driver, account, internal.FUNCTIONS)  # type: ignore[abstract]
+        account = Memory(chosen.driver)
+        driver: Any = internal.Followed(chosen.driver, account, internal.FUNCTIONS)
         _run(terminal, options, account, lambda: running.run_on(driver, options))
     else:
-        with cupti.memory() as account:
+        with memory() as account:
             _run(terminal, options, account, lambda: running.run_program(options))
     return 0
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamalloc import traces
 from streamalloc.cli import run as running
 from streamalloc.cli.machine import Chosen
 from streamalloc.cli.terminal import Terminal, UsageError
-
-if TYPE_CHECKING:
-    from streamalloc.cupti.internal import Recording
+from streamalloc.cupti import internal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     """Run the program and write the trace; its exceptions and exit codes are those of the command."""
-    from streamalloc.cupti import internal
-
     running.check_files(options)
     recording = internal.Recording()
 
     def program() -> None:
         if chosen.is_simulated:
-            driver: Any = internal.Followed(chosen.driver, recording, internal.ALLOCATIONS)  # type: ignore[abstract]
+            driver: Any = internal.Followed(chosen.driver, recording, internal.ALLOCATIONS)
             running.run_on(driver, options)
         else:
             with recording.running():
@@ -46,7 +42,7 @@ def run(chosen: Chosen, terminal: Terminal, options: argparse.Namespace) -> int:
     return 0
 
 
-def _save(terminal: Terminal, options: argparse.Namespace, recording: Recording) -> None:
+def _save(terminal: Terminal, options: argparse.Namespace, recording: internal.Recording) -> None:
     trace = dataclasses.replace(traces.from_calls(recording.calls()), source=f"streamalloc record {options.program}")
     try:
         trace.save(options.output)

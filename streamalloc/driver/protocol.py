@@ -8,11 +8,10 @@ which version is needed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-if TYPE_CHECKING:
-    from streamalloc.driver.parent import ParentTest
-    from streamalloc.driver.reports import Hazard
+from streamalloc.driver.parent import ParentTest
+from streamalloc.driver.reports import Hazard
 
 Status: TypeAlias = "tuple[Any]"
 Answer: TypeAlias = "tuple[Any, Any]"

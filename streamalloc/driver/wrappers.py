@@ -15,20 +15,23 @@ from typing import TYPE_CHECKING, Any
 from streamalloc.driver.bindings import cuda, parameters, value_count
 
 if TYPE_CHECKING:
-    from streamalloc.driver.protocol import Driver as _Interface
+    from streamalloc.driver.protocol import Driver
+
+    # A base of type Any has all driver functions, so type checkers do not take the classes for abstract.
+    _Functions: Any
 else:
-    _Interface = object
+    _Functions = object
 
 Function = Callable[..., tuple[Any, ...]]
 
 
-class Wrapper(_Interface):
+class Wrapper(_Functions):  # type: ignore[misc]
     """The base of wrappers: each call of a driver function becomes a call of :meth:`_observe`.
 
     For type checkers it is a driver. At run time its functions are looked up in the wrapped driver.
     """
 
-    def __init__(self, driver: _Interface) -> None:
+    def __init__(self, driver: Driver) -> None:
         self.wrapped: Any = driver
 
     def __getattr__(self, name: str) -> Any:
@@ -97,7 +100,7 @@ def _plain(value: Any) -> str:
 class Traced(Wrapper):
     """A driver that records its calls: :func:`traced`."""
 
-    def __init__(self, driver: _Interface) -> None:
+    def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         self.calls: list[Call] = []
         """All calls so far in order. It may be cleared."""
@@ -109,7 +112,7 @@ class Traced(Wrapper):
         return answer
 
 
-def traced(driver: _Interface) -> Traced:
+def traced(driver: Driver) -> Traced:
     """Wrap a driver to record each call in the list ``calls``.
 
     Examples
@@ -120,13 +123,13 @@ def traced(driver: _Interface) -> Traced:
     >>> driver.calls[-1].name
     'cuDeviceGetCount'
     """
-    return Traced(driver)  # type: ignore[abstract]  # it looks functions up
+    return Traced(driver)
 
 
 class Faulty(Wrapper):
     """A driver that refuses the calls that :meth:`fail` names: :func:`faulty`."""
 
-    def __init__(self, driver: _Interface) -> None:
+    def __init__(self, driver: Driver) -> None:
         super().__init__(driver)
         self.seen: list[str] = []
         """Names of all calls since the last :meth:`fail`."""
@@ -185,7 +188,7 @@ class Faulty(Wrapper):
 
 
 def faulty(
-    driver: _Interface, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
+    driver: Driver, call: str | int, nth: int = 1, times: int = 1, result: str = "CUDA_ERROR_OUT_OF_MEMORY"
 ) -> Faulty:
     """Wrap a driver to refuse some calls without making them; arguments and errors as for :meth:`Faulty.fail`.
 
@@ -200,6 +203,6 @@ def faulty(
         ...
     streamalloc.OutOfMemoryError: ...
     """
-    made = Faulty(driver)  # type: ignore[abstract]  # it looks functions up
+    made = Faulty(driver)
     made.fail(call, nth, times, result)
     return made

@@ -15,13 +15,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from typing_extensions import Self
 
 from streamalloc.core.errors import ClosedError, OutOfMemoryError, refused, size_text, warn
 from streamalloc.core.internal import Allocator, Device, name_of_stream, watching_of, work
 from streamalloc.core.properties import MemLocation, checked_size, checked_type
 from streamalloc.core.resource import Leaves
 from streamalloc.core.session import Session, session_of
+from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import RLock
 from streamalloc.formats.html import Drawn
@@ -31,11 +34,6 @@ from streamalloc.observing.records import Action, Allocation, Happening, LeakRep
 from streamalloc.pool.internal import CachingAllocator, collect_dropped
 from streamalloc.vmm import AddressRange, PageSpace, VirtualBuffer
 from streamalloc.vmm.internal import MappedMemory, is_counted, unwatch_mappings, watch_mappings
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-    from streamalloc.driver import Driver
 
 Hook = Callable[[Allocation], object]
 

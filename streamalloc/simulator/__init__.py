@@ -9,7 +9,7 @@ the state. The parts of the state do not refer to the machine:
   memory.
 * :mod:`.graphs` and :mod:`.graph_memory` have graphs; :mod:`.kernels` has kernels.
 * :mod:`.virtual` maps :mod:`.physical` memory; :mod:`.arrays` has arrays.
-* :mod:`.profiles` describes the machine by files; :mod:`.reading` makes such files from other machines.
+* :mod:`.profiles` describes the machine by files, which ``streamalloc profile`` makes from other machines.
 * :mod:`.files` and :mod:`.sharing` have the objects of several processes; :mod:`.multicast` those of several devices.
 
 A comment with ``observed on H200`` names the test in ``tests/facts`` that contains the reading.

@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamalloc.simulator.constants import ALIGNMENT, BLOCK, CHUNK
-from streamalloc.simulator.reading import BASE, FORMAT, HANDLE_TYPES, VERSION
 
+FORMAT, VERSION = "streamalloc profile", 1
+BASE = "h200"
+"""Complete profile of the package, for values that a reading lacks."""
+HANDLE_TYPES = {"NONE": 0, "POSIX_FILE_DESCRIPTOR": 1, "FABRIC": 8}
+"""CUmemAllocationHandleType: those of Linux."""
 _MOST_BYTES = 1 << 18
 """Most bytes of a file; eight devices need 30 KiB."""
 _KiB, _GiB, _TiB = 1 << 10, 1 << 30, 1 << 40

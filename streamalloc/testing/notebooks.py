@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamalloc import driver
 from streamalloc.core.internal import Device
+from streamalloc.driver import Checked, Hazard
 from streamalloc.driver.internal import choice_of, default_or_simulated
-
-if TYPE_CHECKING:
-    from streamalloc.driver import Checked, Hazard
 
 
 def notebook(devices: int = 1) -> Checked:

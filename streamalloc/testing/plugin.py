@@ -401,7 +401,7 @@ def _watched(
     if "leaks" in checks:
         from streamalloc.testing.leaks import Accounts, Watch, leak_report
 
-        driver = accounts = Accounts(driver)  # type: ignore[abstract]
+        driver = accounts = Accounts(driver)
         watch = stack.enter_context(Watch())
         entry = request.scope, watch
         _watches.append(entry)

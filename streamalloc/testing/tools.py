@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamalloc.core.errors import ClosedError, CudaError, undoing
 from streamalloc.core.internal import Device, StreamLike, as_stream, queues, stream_call
@@ -13,12 +13,6 @@ from streamalloc.core.resource import Closes
 from streamalloc.core.session import session_of
 from streamalloc.driver import Faulty
 from streamalloc.driver.internal import cuda
-
-if TYPE_CHECKING:
-    # A base of type Any has all driver functions, so type checkers do not take the class for abstract.
-    _Functions: Any
-else:
-    _Functions = object
 
 _SIZE = 64
 
@@ -82,7 +76,7 @@ class Gate(Closes):
                 self._session.call("cuMemFreeHost", flag)
 
 
-class Faults(Faulty, _Functions):  # type: ignore[misc]
+class Faults(Faulty):
     """A driver that refuses the calls named by :meth:`fail`, and passes all others on.
 
     A fault also affects objects made before it was set. ``seen`` lists the calls since then, and ``failed`` the refused

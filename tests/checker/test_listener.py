@@ -67,7 +67,7 @@ class Notified:
 
 
 def _notified(driver: Any, recorder: Notified | None) -> Settled:
-    settled: Any = Settled(driver)  # type: ignore[abstract]  # it looks functions up
+    settled: Any = Settled(driver)
     if recorder is not None:
         settled.listener = recorder
     return settled  # type: ignore[no-any-return]

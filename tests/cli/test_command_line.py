@@ -43,8 +43,8 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["profile", "mine.json"], "streamalloc: error: unrecognized arguments: mine.json"),
-            (["profile", "--drvier=cuda"], "streamalloc: error: unrecognized arguments: --drvier=cuda"),
+            (["profile", "mine.json"], "streamalloc profile: error: unrecognized arguments: mine.json"),
+            (["profile", "--drvier=cuda"], "streamalloc profile: error: unrecognized arguments: --drvier=cuda"),
             (["replay", "absent.csv"], "streamalloc replay: absent.csv: No such file or directory"),
         ],
     )

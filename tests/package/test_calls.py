@@ -73,7 +73,7 @@ class World:
     """The objects of all calls, and each call by its name in the guide."""
 
     def __init__(self) -> None:
-        self.driver: Any = Stacks(sd.simulated())  # type: ignore[abstract]
+        self.driver: Any = Stacks(sd.simulated())
         self.device = sa.Device(0, driver=self.driver)
         self.stream = self.device.create_stream()
         self.pool = sa.MemoryPool(self.device, handle_types=POSIX)

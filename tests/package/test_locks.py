@@ -391,7 +391,7 @@ class TestAccounts:
             self.call(accounts, "cuMemCreate", self.HANDLE)
 
         def make() -> Accounts:
-            return Accounts(sd.simulated())  # type: ignore[abstract]
+            return Accounts(sd.simulated())
 
         for accounts in interleaved(Accounts._observe, make, retain, retain):
             self.call(accounts, "cuMemRelease", self.HANDLE)
@@ -403,7 +403,7 @@ class TestAccounts:
         found: list[list[int]] = []
 
         def make() -> Accounts:
-            accounts = Accounts(sd.simulated())  # type: ignore[abstract]
+            accounts = Accounts(sd.simulated())
             self.call(accounts, "cuMemCreate", 1)
             return accounts
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from streamalloc.cli.profile import read_profile
+from streamalloc.cli.terminal import UsageError
 from streamalloc.driver import simulated
 from streamalloc.simulator.profiles import BUILT_IN, ProfileError, built_in, load
-from streamalloc.simulator.reading import UnreadableMachineError, read_profile
 from tests.facts.enums import DEVICE, FABRIC, HOST_NUMA, MANAGED, PINNED, POSIX_FD, READWRITE
 from tests.facts.support import MiB, Rig, said, value
 from tests.simulator.support import new_rig
@@ -146,7 +147,7 @@ class TestTwoDevices:
     def test_reading_refuses_a_mixed_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         driver: Any = simulated(2)
         monkeypatch.setattr(driver, "cuDeviceTotalMem", lambda device: (driver.CUresult(0), 1 << 30 << device))
-        with pytest.raises(UnreadableMachineError, match=r"devices 0 and 1 differ.*CUDA_VISIBLE_DEVICES"):
+        with pytest.raises(UsageError, match=r"devices 0 and 1 differ.*CUDA_VISIBLE_DEVICES"):
             read_profile(driver)
 
 

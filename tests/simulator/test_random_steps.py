@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from streamalloc.cli.profile import read_profile
 from streamalloc.driver import real, simulated
-from streamalloc.simulator.reading import read_profile
 from tests.facts.support import Rig, value
 from tests.processes import Peer, There, rig_of
 from tests.simulator.random_steps.devices import DevicesMaker, DevicesProgram, on_two_devices

@@ -27,7 +27,7 @@ class World:
     """A simulated machine of two devices, of which account is kept."""
 
     def __init__(self) -> None:
-        self.driver = Accounts(sd.simulated(devices=2, multicast=True))  # type: ignore[abstract]
+        self.driver = Accounts(sd.simulated(devices=2, multicast=True))
         self.device = sa.Device(0, driver=self.driver)
         self.stream = self.device.create_stream()
         self.pool = sa.MemoryPool(self.device, handle_types=POSIX)

@@ -82,7 +82,7 @@ class Pages(RuleBasedStateMachine):
         super().__init__()
         self.undo = contextlib.ExitStack()
         self.account = Account(self.driver_below)
-        self.driver: Any = Refusing(self.account.driver)  # type: ignore[abstract]
+        self.driver: Any = Refusing(self.account.driver)
         device = sa.Device(0, driver=self.driver)
         keep = self.undo.enter_context
         self.stream, self.other = keep(device.create_stream()), keep(device.create_stream())
