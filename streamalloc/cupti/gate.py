@@ -44,17 +44,66 @@ _PATIENCE = 1.0
 """Seconds to wait for callbacks that have begun: a debugger may have stopped one."""
 _CALLBACK, _TABLE, _ASKING, _ENTERED, WRITTEN, _LEFT_OUT, TAKEN, _RING, _HAS_LOCK = range(9)
 """Words that the machine code reads, and counts in: there are calls to take if ``TAKEN`` is not ``WRITTEN``."""
-# if site != 1: return;  mode = table[number];  if not mode: goto python;  entered += 1
-# if not asking and (not mode & 2 or PyGILState_Check()): goto python;  if mode & 4: left_out += 1, return
-# if written - taken >= 4000: goto python;  slot = ring[written++ & 4095]
-# slot = number, *result, fs:[0] (the thread), context, five words of arguments; the number last;  return
-# python: goto callback
-_CODE = bytes.fromhex("""
-8339010f85af0000004189d0488b4708468a0c004584c90f849c000000f048ff471848837f1000751d41f6c1020f84860000005756525141
-51ff57404159595a5e5f85c0757341f6c1047567488b4720482b4730483da00f0000735db801000000f0480fc1472025ff0f0000c1e00648
-0347384c8b4118458b0044894004644c8b0425000000004c8940084c8b41284c8940104c8b4910410f10010f114018410f1041100f114028
-4d8b41204c8940388910c3f048ff4728c3ff27
-""")
+_CODE = """
+00: 83 39 01                   cmp DWORD PTR [rcx],0x1                 ; before the call: return
+03: 0f 85 af 00 00 00          jne 0xb8
+09: 41 89 d0                   mov r8d,edx
+0c: 48 8b 47 08                mov rax,QWORD PTR [rdi+0x8]
+10: 46 8a 0c 00                mov r9b,BYTE PTR [rax+r8*1]             ; mode = table[number]
+14: 45 84 c9                   test r9b,r9b                            ; no mode: Python
+17: 0f 84 9c 00 00 00          je 0xb9
+1d: f0 48 ff 47 18             lock inc QWORD PTR [rdi+0x18]           ; entered += 1
+22: 48 83 7f 10 00             cmp QWORD PTR [rdi+0x10],0x0            ; asking: write it down
+27: 75 1d                      jne 0x46
+29: 41 f6 c1 02                test r9b,0x2                            ; not _WITHOUT_LOCK: Python
+2d: 0f 84 86 00 00 00          je 0xb9
+33: 57                         push rdi
+34: 56                         push rsi
+35: 52                         push rdx
+36: 51                         push rcx
+37: 41 51                      push r9
+39: ff 57 40                   call QWORD PTR [rdi+0x40]               ; PyGILState_Check()
+3c: 41 59                      pop r9
+3e: 59                         pop rcx
+3f: 5a                         pop rdx
+40: 5e                         pop rsi
+41: 5f                         pop rdi
+42: 85 c0                      test eax,eax                            ; the thread has the lock: Python
+44: 75 73                      jne 0xb9
+46: 41 f6 c1 04                test r9b,0x4                            ; _UNSEEN: leave it out
+4a: 75 67                      jne 0xb3
+4c: 48 8b 47 20                mov rax,QWORD PTR [rdi+0x20]
+50: 48 2b 47 30                sub rax,QWORD PTR [rdi+0x30]
+54: 48 3d a0 0f 00 00          cmp rax,0xfa0                           ; the ring is full: Python
+5a: 73 5d                      jae 0xb9
+5c: b8 01 00 00 00             mov eax,0x1
+61: f0 48 0f c1 47 20          lock xadd QWORD PTR [rdi+0x20],rax      ; slot = ring[written++ % 4096]
+67: 25 ff 0f 00 00             and eax,0xfff
+6c: c1 e0 06                   shl eax,0x6
+6f: 48 03 47 38                add rax,QWORD PTR [rdi+0x38]
+73: 4c 8b 41 18                mov r8,QWORD PTR [rcx+0x18]             ; *result
+77: 45 8b 00                   mov r8d,DWORD PTR [r8]
+7a: 44 89 40 04                mov DWORD PTR [rax+0x4],r8d
+7e: 64 4c 8b 04 25 00 00 00 00 mov r8,QWORD PTR fs:0x0                 ; the thread
+87: 4c 89 40 08                mov QWORD PTR [rax+0x8],r8
+8b: 4c 8b 41 28                mov r8,QWORD PTR [rcx+0x28]             ; context
+8f: 4c 89 40 10                mov QWORD PTR [rax+0x10],r8
+93: 4c 8b 49 10                mov r9,QWORD PTR [rcx+0x10]             ; five words of arguments
+97: 41 0f 10 01                movups xmm0,XMMWORD PTR [r9]
+9b: 0f 11 40 18                movups XMMWORD PTR [rax+0x18],xmm0
+9f: 41 0f 10 41 10             movups xmm0,XMMWORD PTR [r9+0x10]
+a4: 0f 11 40 28                movups XMMWORD PTR [rax+0x28],xmm0
+a8: 4d 8b 41 20                mov r8,QWORD PTR [r9+0x20]
+ac: 4c 89 40 38                mov QWORD PTR [rax+0x38],r8
+b0: 89 10                      mov DWORD PTR [rax],edx                 ; the number last: the slot is whole
+b2: c3                         ret
+b3: f0 48 ff 47 28             lock inc QWORD PTR [rdi+0x28]           ; left_out += 1
+b8: c3                         ret
+b9: ff 27                      jmp QWORD PTR [rdi]                     ; Python
+"""
+"""The machine code: offset, bytes, instruction, and purpose. rdi: the words above; edx: number of the function;
+rcx: the ``CUpti_CallbackData``. ``objdump -D`` shows the same instructions for these bytes.
+"""
 
 
 class Written(NamedTuple):
@@ -84,7 +133,7 @@ class Gate:
         self._ring = ctypes.create_string_buffer(_SLOTS * _SLOT.size)
         self._words = (ctypes.c_uint64 * 9)()
         self._lock = threading.Lock()
-        self._code = _executable(_CODE)
+        self._code = _executable(machine_code(_CODE))
         self.address: int = ctypes.cast(self._kept, ctypes.c_void_p).value or 0
         """The function that CUPTI calls, with ``user`` as its data."""
         self._words[_CALLBACK] = self.address
@@ -131,13 +180,21 @@ class Gate:
             self._lock.release()
 
 
+def machine_code(listing: str) -> bytes:
+    """The bytes of a listing."""
+    return b"".join(bytes.fromhex(line[4:31]) for line in listing.strip().splitlines())
+
+
 def _executable(code: bytes) -> mmap.mmap | None:
     """Memory with machine code; None on other processors, or if the system does not allow it."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
-    try:
-        made = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    except OSError:
-        return None
+    made = mmap.mmap(-1, mmap.PAGESIZE)
     made.write(code)
-    return made
+    # Never writable and executable at the same time: hardened systems refuse that.
+    at = ctypes.addressof(ctypes.c_char.from_buffer(made))
+    refused = ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(len(made)), _READ_AND_EXECUTE)
+    return None if refused else made
+
+
+_READ_AND_EXECUTE = mmap.PROT_READ | mmap.PROT_EXEC

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import shutil
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from time import sleep
 from typing import Any
 
 import pytest
 
-from streamalloc.cupti.gate import C_CALLBACK, Gate, _executable
+from streamalloc.cupti.gate import _CODE, C_CALLBACK, Gate, _executable, machine_code
 
 FUNCTIONS = {1: "cuEventQuery", 2: "cuEventRecord", 3: "cuEventCreate", 4: "cuLaunchKernel"}
 QUERY, RECORD, CREATE, LAUNCH = FUNCTIONS
@@ -53,6 +56,29 @@ def gated() -> Gated:
     if made.gate.address == made.gate.words[0]:
         pytest.skip("not on this processor")
     return made
+
+
+def test_the_listing_has_the_instructions_of_its_bytes(tmp_path: Path) -> None:
+    if shutil.which("objdump") is None:
+        pytest.skip("no objdump")
+    (tmp_path / "code").write_bytes(machine_code(_CODE))
+    command = [
+        "objdump",
+        "-D",
+        "-b",
+        "binary",
+        "-m",
+        "i386:x86-64",
+        "-M",
+        "intel",
+        "--insn-width=12",
+        tmp_path / "code",
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition("<.data>:")[2]
+    rows = [line.split("\t") for line in shown.strip().splitlines()]
+    assert [(int(at.strip(" :"), 16), " ".join(text.split())) for at, _, text in rows] == [
+        (int(line[:2], 16), line[31:].partition(";")[0].strip()) for line in _CODE.strip().splitlines()
+    ]
 
 
 def test_a_call_is_shown_once_after_it_has_returned(gated: Gated) -> None:
