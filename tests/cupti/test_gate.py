@@ -62,20 +62,9 @@ def test_the_listing_has_the_instructions_of_its_bytes(tmp_path: Path) -> None:
     if shutil.which("objdump") is None:
         pytest.skip("no objdump")
     (tmp_path / "code").write_bytes(machine_code(_CODE))
-    command = [
-        "objdump",
-        "-D",
-        "-b",
-        "binary",
-        "-m",
-        "i386:x86-64",
-        "-M",
-        "intel",
-        "--insn-width=12",
-        tmp_path / "code",
-    ]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition("<.data>:")[2]
-    rows = [line.split("\t") for line in shown.strip().splitlines()]
+    command = ["objdump", "-D", "-b", "binary", "-m", "i386:x86-64", "-M", "intel", "--insn-width=12"]
+    shown = subprocess.run([*command, str(tmp_path / "code")], capture_output=True, text=True, check=True).stdout
+    rows = [line.split("\t") for line in shown.partition("<.data>:")[2].strip().splitlines()]
     assert [(int(at.strip(" :"), 16), " ".join(text.split())) for at, _, text in rows] == [
         (int(line[:2], 16), line[31:].partition(";")[0].strip()) for line in _CODE.strip().splitlines()
     ]
