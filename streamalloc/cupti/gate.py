@@ -32,10 +32,11 @@ _LATER, _WITHOUT_LOCK, _UNSEEN = 1, 2, 4
 there; left out in place of written down, because its arguments point to what is gone later.
 """
 _MODES = {
-    **dict.fromkeys(("cuEventQuery", "cuMemFree", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"), 3),
-    **dict.fromkeys(("cuEventRecord", "cuEventRecordWithFlags", "cuEventDestroy", "cuEventSynchronize"), 1),
-    **dict.fromkeys(("cuStreamSynchronize", "cuCtxSynchronize", "cuMemMap"), 1),
-    **dict.fromkeys(("cuEventCreate", "cuMemCreate", "cuMemSetAccess", "cuMemAddressReserve"), 5),
+    **dict.fromkeys(("cuEventQuery", "cuEventDestroy", "cuMemFree"), _LATER | _WITHOUT_LOCK),
+    **dict.fromkeys(("cuMemUnmap", "cuMemRelease", "cuMemAddressFree"), _LATER | _WITHOUT_LOCK),
+    **dict.fromkeys(("cuEventRecord", "cuEventRecordWithFlags", "cuEventSynchronize"), _LATER),
+    **dict.fromkeys(("cuStreamSynchronize", "cuCtxSynchronize", "cuMemMap"), _LATER),
+    **dict.fromkeys(("cuEventCreate", "cuMemCreate", "cuMemSetAccess", "cuMemAddressReserve"), _LATER | _UNSEEN),
 }
 QUIET = frozenset(_MODES) - {"cuEventQuery", "cuEventSynchronize", "cuStreamSynchronize", "cuCtxSynchronize"}
 """Functions that PyTorch often calls with a lock, and with Python's: their callbacks must not wait."""
