@@ -128,6 +128,7 @@ _above.reduce_for_processes = _later("ipc.multiprocess", "reduce")
 _above.prepare_for_processes = functools.partial(importlib.import_module, "streamalloc.ipc.multiprocess")
 _above.raw_handles = _later("ipc", "raw_handles")
 _above.buffer_from_handle = _later("pool.borrowed", "buffer_from_handle")
+_above.residence_of = _later("pool.places", "residence_of")
 streamalloc.formats.html.draw = _later("plots", "draw")
 
 # Imported when first used: whoever only allocates does not wait for the rest, and who tests other things for nothing.

@@ -29,8 +29,7 @@ from streamalloc.core.errors import (
 )
 from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
-from streamalloc.core.places import Residence
-from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, checked_size
+from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, above
 from streamalloc.core.session import NOT_CALLED, Session
 from streamalloc.core.stream import (
@@ -103,6 +102,20 @@ class BufferSource:
     def _reachable_from(self, device: Device) -> bool:
         """Whether a device may use the memory."""
         return True
+
+
+class Residence(NamedTuple):
+    """The location of memory, and whether the driver moves it."""
+
+    location: MemLocation | None
+    """None if it cannot be found."""
+    managed: bool
+
+    @property
+    def ordinal(self) -> int | None:
+        """Ordinal of the device; None for the host and for unknown places."""
+        found = self.location
+        return found.id if found is not None and found.type is MemLocationType.DEVICE else None
 
 
 class PlainSource(BufferSource):

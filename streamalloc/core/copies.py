@@ -17,8 +17,8 @@ import numpy as np
 from streamalloc.core.device import Device, known_location, location_of
 from streamalloc.core.errors import CaptureError, error_from, refused, unsupported
 from streamalloc.core.memory_base import MemoryBase, kinds, refuse_legacy
-from streamalloc.core.places import place_of
 from streamalloc.core.properties import MemLocation, checked_type
+from streamalloc.core.resource import above
 from streamalloc.core.session import Session
 from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
@@ -195,7 +195,7 @@ class CopySide:
                 raise ValueError(f"{name} is read-only")
             # With one device the address is enough for the driver.
             several = found.nbytes and session.call("cuDeviceGetCount") > 1
-            place = place_of(session, found.address) if several else None
+            place = above.residence_of(session, found.address) if several else None
             ordinal = None if place is None or place.managed else place.ordinal
             return cls(found.address, found.nbytes, ordinal, other, found.stream)
         array = host_array(other)

@@ -13,6 +13,7 @@ from streamalloc.core.buffer import (
     GraphBuffer,
     PlainSource,
     PoolBuffer,
+    Residence,
     SharedState,
     StillImported,
     free_refused,
@@ -50,17 +51,6 @@ from streamalloc.core.fence import (
     settle,
 )
 from streamalloc.core.memory import BufferView, Memory, TypedView, check_usable, viewed
-from streamalloc.core.places import (
-    Address,
-    Residence,
-    existing_pool,
-    has_access,
-    has_calls_of_its_own,
-    location_of_pool,
-    place_of,
-    pool_locations,
-    set_current_pool,
-)
 from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (
     LEGACY,

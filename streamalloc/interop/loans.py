@@ -27,7 +27,6 @@ from streamalloc.core.internal import (
     TypedView,
     as_stream,
     deferred_queue,
-    place_of,
     queue_behind,
     queue_if_allowed,
     session_for,
@@ -41,6 +40,7 @@ from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.formats.arrays import check_dense, cuda_array, tensor_in
 from streamalloc.interop.bridge import check_driver
+from streamalloc.pool.internal import residence_of
 
 _CUDA = 2
 
@@ -287,7 +287,7 @@ def _taken(
         raise TypeError(f"array must have __dlpack__ or __cuda_array_interface__, which {type(array).__name__} has not")
     found = cuda_array(interface, type(array).__name__)
     session = session_of(stream)
-    where = place_of(session, found.address) if found.nbytes else Residence(None, managed=False)
+    where = residence_of(session, found.address) if found.nbytes else Residence(None, managed=False)
     if where is None:
         raise ValueError(
             f"{type(array).__name__} at {found.address:#x} is in no memory that {session.driver!r} knows: pageable "

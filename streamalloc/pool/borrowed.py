@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import (
-    Address,
     Buffer,
     Device,
     Fence,
@@ -26,8 +25,6 @@ from streamalloc.core.internal import (
     deferred_queue,
     free_function,
     freed_already,
-    has_access,
-    place_of,
     refuse_capture,
     session_for,
 )
@@ -35,6 +32,7 @@ from streamalloc.core.properties import checked_size
 from streamalloc.core.session import PerDriver, Session, session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.pool.cache.blocks import filled
+from streamalloc.pool.places import Address, has_access, residence_of
 
 if TYPE_CHECKING:
     from streamalloc.core.internal import StillImported
@@ -153,7 +151,7 @@ def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[Pl
     :meth:`Buffer.from_handle`.
     """
     ask = Address(session, address)
-    place = place_of(session, address)
+    place = residence_of(session, address)
     if place is None:
         raise ValueError(
             f"address={address:#x} is in no memory that {session.driver!r} knows: it was freed, is pageable host "
@@ -163,7 +161,7 @@ def find(session: Session, address: int, nbytes: int, *, ours: bool) -> tuple[Pl
         start, size = ask.integer("RANGE_START_ADDR"), ask.integer("RANGE_SIZE")
         stop = start + size
         # Mappings side by side are memory, too. The driver reports no start for host memory without access.
-        while start and stop < address + nbytes and not ours and place_of(session, stop) is not None:
+        while start and stop < address + nbytes and not ours and residence_of(session, stop) is not None:
             stop += Address(session, stop).integer("RANGE_SIZE")
         if start and address + nbytes > stop:
             raise ValueError(

@@ -13,17 +13,11 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamalloc.core.errors import CudaError
-from streamalloc.core.internal import (
-    Fence,
-    HandleEnd,
-    existing_pool,
-    has_calls_of_its_own,
-    pool_locations,
-    set_current_pool,
-)
+from streamalloc.core.internal import Fence, HandleEnd
 from streamalloc.core.properties import MemAllocationType, MemLocation
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda
+from streamalloc.pool.places import existing_pool, has_calls_of_its_own, pool_locations, set_current_pool
 
 if TYPE_CHECKING:
     from streamalloc.core.internal import Allocator, Stream

@@ -9,6 +9,7 @@ from streamalloc.pool.borrowed import THIS, PlainBuffer, PlainEnd, check_handle,
 from streamalloc.pool.cache.allocator import CacheStatistics, CachingAllocator
 from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind, SizeClass, class_size, filled
 from streamalloc.pool.cache.state import CacheState, StreamCache
+from streamalloc.pool.places import location_of_pool, residence_of
 from streamalloc.pool.pointers import MemoryKind, PointerAttributes, pointer_attributes
 from streamalloc.pool.pool import MemoryPool, known_pools, pool_holders, reading
 

@@ -6,10 +6,11 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from streamalloc.core.internal import Address, Device, location_of_pool, session_for
+from streamalloc.core.internal import Device, session_for
 from streamalloc.core.properties import MemAllocationType, MemHandleType, checked_type
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
+from streamalloc.pool.places import Address, location_of_pool
 from streamalloc.pool.pool import MemoryPool
 
 if TYPE_CHECKING:

@@ -29,13 +29,9 @@ from streamalloc.core.internal import (
     as_stream,
     check_location,
     deferred_queue,
-    existing_pool,
     location_of,
-    location_of_pool,
-    pool_locations,
     read_or_none,
     session_for,
-    set_current_pool,
     work,
 )
 from streamalloc.core.properties import (
@@ -57,6 +53,7 @@ from streamalloc.pool.access import GrantsAccess
 from streamalloc.pool.attributes import PoolAttributes, PoolStatistics
 from streamalloc.pool.borrowed import THIS, check_handle, is_ours, refuse_second_owner
 from streamalloc.pool.ending import PoolCache, PoolEnd, pools_of
+from streamalloc.pool.places import existing_pool, location_of_pool, pool_locations, set_current_pool
 from streamalloc.pool.properties import MemPoolProps
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from streamalloc.core.internal import (
     as_stream,
     check_device,
     direct_handle,
-    location_of_pool,
     of_this_thread,
     ordered_after,
     raw_handle,
@@ -45,6 +44,7 @@ from streamalloc.formats.html import Row
 from streamalloc.ipc.importer.imports import HostLease, ImportUse, PlainImport, PoolHandle, PoolImport, imports_of
 from streamalloc.ipc.wire.control_block import ControlBlock, SlotWords, reached
 from streamalloc.ipc.wire.descriptor import NOWHERE, Descriptor, Foreign, Mechanism
+from streamalloc.pool.internal import location_of_pool
 from streamalloc.vmm.internal import After, RemappableBuffer, Rights
 
 # Seconds between two checks of an announcement by the host.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, InvalidDeviceError, InvalidValueError, NotSupportedError
+from streamalloc.core.internal import Device, Residence
 from streamalloc.core.properties import MemAccess, MemAllocationType, MemLocation, MemLocationType, bindings_member
 from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver.internal import cuda
@@ -35,21 +35,7 @@ class Address(NamedTuple):
         return int(self.value(name))
 
 
-class Residence(NamedTuple):
-    """The location of memory, and whether the driver moves it."""
-
-    location: MemLocation | None
-    """None if it cannot be found."""
-    managed: bool
-
-    @property
-    def ordinal(self) -> int | None:
-        """Ordinal of the device; None for the host and for unknown places."""
-        found = self.location
-        return found.id if found is not None and found.type is MemLocationType.DEVICE else None
-
-
-def place_of(session: Session, address: int) -> Residence | None:
+def residence_of(session: Session, address: int) -> Residence | None:
     """The place of the memory at an address; None for pageable host memory, freed memory, or none.
 
     Read from the pool, the context or the mapped allocation, not from ``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``: bindings
