@@ -19,14 +19,6 @@ from streamalloc.simulator.errors import NotModelled
 from streamalloc.simulator.machine import Machine
 from streamalloc.simulator.profiles import MachineSpec
 
-_BLOCK_TIMES = {
-    "copies out": (10e-6, 0.64e-6, 54.7e9),
-    "copies in": (11e-6, 1.06e-6, 54.6e9),
-    "kernel out": (18e-6, 0.01e-6, 51.5e9),
-    "kernel in": (18e-6, 0.01e-6, 49.5e9),
-}
-"""Seconds of a call, least seconds of a block, and bytes per second of each way (driver 580)."""
-
 
 class SimulatedDriver(
     ContextCalls, MemoryCalls, GraphCalls, ArrayCalls, MulticastCalls, PoolCalls, VirtualMemoryCalls, SharingCalls
@@ -55,15 +47,6 @@ class SimulatedDriver(
         return ":".join(
             filter(None, ("simulated", ",".join(f"{name}={int(v) if v in (True, False) else v}" for name, v in pairs)))
         )
-
-    def block_seconds(self, way: str, nbytes: int, count: int) -> float:
-        """Not a driver function: the time in which an H200 copies scattered blocks from or to host memory.
-
-        ``way``: ``"copies out"`` of the device or ``"copies in"``, one by one; ``"kernel out"``, ``"kernel in"`` by the
-        kernel of the package.
-        """
-        begin, least, rate = _BLOCK_TIMES[way]
-        return begin + count * max(least, nbytes / rate)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(cuda, name)

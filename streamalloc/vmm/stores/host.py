@@ -312,15 +312,6 @@ class HostTier(BlockTier):
         self._preparations: list[Future[int]] = []
         """Futures of :meth:`prepare` that are not complete."""
 
-    def calibrate(self) -> None:
-        """Measure again how fast the device copies blocks in each way: one by one, or by a kernel.
-
-        The first tier of a device measures this, in about half a second, and keeps the times in a file of this user's
-        cache (``$XDG_CACHE_HOME/streamalloc``, by default ``~/.cache/streamalloc``). Measure again while the device is
-        idle, if it was busy then.
-        """
-        kernel_of(self.device).prepare(again=True)
-
     def hold(self, sizes: Sequence[int], stream: Stream, name: str | None = None) -> Sequence[Saved]:
         """Promise room for the bytes of buffers, and begin to make what is missing.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,8 @@ LAUNCH = "cuLaunchKernel"
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Have all copies that may go several ways go this one."""
-    monkeypatch.setattr(copies.Kernel, "is_faster", lambda *_: way == "kernel")
+    """Have blocks of any size go this way."""
+    monkeypatch.setattr(copies, "_LARGE", 1 << 30 if way == "kernel" else 0)
 
 
 @pytest.fixture(params=["copies", "kernel"])
@@ -34,29 +32,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     chosen: str = request.param
     choose(monkeypatch, chosen)
     return chosen
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which times are kept; it does not exist yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "streamalloc"
-
-
-@pytest.fixture(autouse=True)
-def few(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Measures little, because a simulated machine takes long for much."""
-    if "cache" in request.fixturenames:
-        monkeypatch.setattr(copies, "SIZES", (4096, 65536))
-        monkeypatch.setattr(copies, "COUNTS", (1, 64))
-        monkeypatch.setattr(copies, "_SPREAD", copies._ROOM)
-
-
-def untold(machine: Any) -> Any:
-    """A driver that does not tell the times of blocks, as no real one does."""
-    driver: Any = Faults(machine)
-    driver.block_seconds = None
-    return driver
 
 
 class TestBytes:
@@ -291,22 +266,17 @@ class TestFaults:
         [
             ("cuModuleLoadData", "CUDA_ERROR_JIT_COMPILER_NOT_FOUND"),
             ("cuModuleGetFunction", "CUDA_ERROR_NOT_FOUND"),
-            ("cuMemAllocFromPoolAsync", "CUDA_ERROR_OUT_OF_MEMORY"),
-            ("cuMemcpyBatchAsync", "CUDA_ERROR_UNKNOWN"),
-            (LAUNCH, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
         ],
     )
-    def test_without_kernel_or_room_blocks_are_copied_one_by_one(
-        self, machine: Any, cache: Path, call: str, result: str
-    ) -> None:
+    def test_without_a_kernel_blocks_are_copied_one_by_one(self, machine: Any, call: str, result: str) -> None:
         account = Account(machine)
-        faults = untold(account.driver)
+        faults: Any = Faults(account.driver)
         device = sa.Device(0, driver=faults)
         with device.create_stream() as stream, sa.allocate(64 * 4096, stream) as buffer:
             filled(buffer, 1)
             faults.fail(call, times=1000, result=result)
             with vmm.HostTier(device) as tier:
-                assert set(faults.failed) == {call} and not cache.exists()
+                assert set(faults.failed) == {call}
                 faults.fail(1 << 30)
                 stored = tier.save(buffer, range(0, 64, 2), 4096, stream)
                 tier.load(stored, buffer, range(1, 64, 2), stream)
@@ -332,135 +302,36 @@ class TestFaults:
         assert account.left == {}
 
 
-@pytest.mark.usefixtures("cache")
-class TestTimes:
-    def measured(self, machine: Any) -> tuple[bool, Any]:
-        """Whether a new process of the driver measures, and the times that it uses."""
-        driver = untold(sd.traced(machine))
-        device = sa.Device(0, driver=driver)
-        driver.fail(1 << 30)  # which lists the calls from here on
-        with vmm.HostTier(device):
-            kernel = copies.kernel_of(device)
-        return LAUNCH in driver.seen, kernel._times
-
-    def test_are_measured_once_and_kept(self, machine: Any, cache: Path) -> None:
-        first, times = self.measured(machine)
-        assert first and set(times) == {"copies in", "copies out", "kernel in", "kernel out"}
-        assert self.measured(machine) == (False, times)
-        (file,) = cache.iterdir()
-        assert file.stat().st_mode & 0o777 == 0o600 and cache.stat().st_mode & 0o777 == 0o700
-        assert str(sa.Device(0, driver=machine).uuid) in file.name
-
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            lambda path, data: path.write_bytes(b""),
-            lambda path, data: path.write_bytes(data[: len(data) // 2]),
-            lambda path, data: path.write_bytes(data.replace(b"kernel in", b"kernel on")),
-            lambda path, data: path.write_bytes(b"9" + data),
-            lambda path, data: path.write_bytes(os.urandom(len(data))),
-            lambda path, data: path.write_bytes(data + bytes(1 << 20)),
-            lambda path, data: path.chmod(0o622),
-            lambda path, data: (path.rename(path.with_suffix(".other")), path.symlink_to(path.with_suffix(".other"))),
-            lambda path, data: path.unlink() or os.mkfifo(path),  # type: ignore[func-returns-value]
-        ],
-        ids=[
-            "empty",
-            "cut off",
-            "changed",
-            "other version",
-            "random",
-            "too long",
-            "writable by others",
-            "link",
-            "pipe",
-        ],
-    )
-    def test_of_a_damaged_file_are_measured_anew(
-        self, machine: Any, cache: Path, damage: Callable[[Path, bytes], object]
-    ) -> None:
-        self.measured(machine)
-        (file,) = cache.iterdir()
-        data = file.read_bytes()
-        damage(file, data)
-        again, times = self.measured(machine)
-        assert again and self.measured(machine) == (False, times)
-        assert file.stat().st_mode & 0o777 == 0o600 and not file.is_symlink()
-
-    def test_of_another_size_or_worse_than_nothing(self, machine: Any, cache: Path, monkeypatch: Any) -> None:
-        device = sa.Device(0, driver=untold(machine))
-        for times in (
-            {},
-            {way: [[1.0, 1.0], [1.0, -1.0]] for way in copies.WAYS},
-            {way: [[1.0]] for way in copies.WAYS},
-        ):
-            copies.write_times(device, times)
-            assert copies.read_times(device) is None
-        right = {way: [[1.0, 2.0], [3.0, 4.0]] for way in copies.WAYS}
-        copies.write_times(device, right)
-        assert copies.read_times(device) == right
-
-    def test_where_no_file_can_be_kept(self, machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        for _ in range(2):
-            measured, times = self.measured(machine)
-            assert measured and times
-
-    def test_are_measured_again_if_asked(self, machine: Any) -> None:
-        driver = untold(machine)
-        with vmm.HostTier(sa.Device(0, driver=driver)) as tier:
-            driver.fail(1 << 30)
-            tier.calibrate()
-            assert LAUNCH in driver.seen
-
-    def test_are_measured_without_a_hazard(self, machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(copies, "SIZES", (1 << 18,))
-        monkeypatch.setattr(copies, "COUNTS", (1, 16, 512))  # the last is more than the room has
-        checked = sd.checked(untold(machine))
-        with vmm.HostTier(sa.Device(0, driver=checked)) as tier:
-            tier.calibrate()
-        assert checked.hazards == []
-
-    def test_grow_in_proportion_between_and_beyond_the_measured_ones(self) -> None:
-        def took(nbytes: int, count: int) -> float:
-            return 5 + count * (2 + nbytes * 3)
-
-        times = {"way": [[took(nbytes, count) for count in copies.COUNTS] for nbytes in copies.SIZES]}
-        for nbytes in (4096, 5000, 65536, 1 << 20):
-            row = copies.row_of(times, "way", nbytes)
-            for count in (1, 2, 64, 5000):
-                assert copies.seconds(row, count) == pytest.approx(took(nbytes, count))
-
-    def test_of_more_blocks_than_are_measured_grow_as_between_the_last_two(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(copies, "COUNTS", (1, 4, 16, 64))
-        measured: list[int] = []
-
-        def measure(way: str, nbytes: int, count: int) -> float:
-            measured.append(count)
-            return 9.0 if count == 1 else 5.0 + count  # the first one was disturbed
-
-        times = copies._every(measure, lambda way, nbytes: 20)
-        assert max(measured) == 16
-        assert all(row == [9.0, 9.0, 21.0, 69.0] for rows in times.values() for row in rows)
-
-
-@pytest.mark.simulated_only("the times of a real device are not known here")
-def test_the_way_is_the_fastest_one(machine: Any) -> None:
-    device = sa.Device(0, driver=machine)
-    ways = set()
-    with vmm.HostTier(device):
-        kernel = copies.kernel_of(device)
-        for nbytes in (512, 4096, 8192, 20000, 65536, 1 << 20):
-            for count in (2, 16, 64, 300, 500, 3000, 32768):
-                for where in ("out", "in"):
-                    took = [machine.block_seconds(f"{one} {where}", nbytes, count) for one in ("copies", "kernel")]
-                    chosen = kernel.is_faster(nbytes, count, count, where == "out")
-                    assert took[chosen] <= 1.05 * min(took)
-                    ways.add(chosen)
-        assert ways == {False, True}
-        # Adjacent blocks take one copy.
-        assert kernel.is_faster(4096, 32768, 32768, True) and not kernel.is_faster(4096, 32768, 1, True)
+@pytest.mark.parametrize(
+    ("nbytes", "blocks", "launched"),
+    [
+        (4096, [0, 2], True),
+        (4096, [0], False),  # one copy
+        (4096, [1, 2, 3], False),  # merged to one
+        (256 << 10, [0, 2, 4], True),
+        (512 << 10, [0, 2, 4], False),
+        (128 << 10, [0, 1, 3, 4], True),  # two copies of 256 KiB
+        (128 << 10, [0, 1, 2, 4, 5, 6], False),
+    ],
+)
+def test_the_kernel_copies_where_single_copies_are_small(
+    machine: Any, nbytes: int, blocks: list[int], launched: bool
+) -> None:
+    traced = sd.traced(machine)
+    device = sa.Device(0, driver=traced)
+    with (
+        device.create_stream() as stream,
+        sa.allocate(8 * nbytes, stream) as buffer,
+        vmm.HostTier(device) as tier,
+    ):
+        filled(buffer, 1)
+        traced.calls.clear()
+        stored = tier.save(buffer, blocks, nbytes, stream)
+        assert (LAUNCH in names(traced)) == launched
+        buffer.fill(0, stream)
+        tier.load(stored, buffer, blocks, stream)
+        rows = pattern(buffer.nbytes, 1).reshape(8, nbytes)
+        assert all(np.array_equal(read(buffer).reshape(8, nbytes)[block], rows[block]) for block in blocks)
 
 
 class TestChecker:
