@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import streamalloc
 from streamalloc.cli.machine import choose
@@ -50,7 +52,18 @@ def _module(command: str) -> Any:
     return importlib.import_module(f"streamalloc.cli.{command}")
 
 
-class _Command(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the nearest word for one that it does not know."""
+
+    def error(self, message: str) -> NoReturn:
+        choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
+        for word in map("".join, re.findall(r"invalid choice: '([^']*)'|\s(-[\w-]+)", message)):
+            near = difflib.get_close_matches(word, [*choices, *self._option_string_actions], 1, cutoff=0.65)
+            message += f"; did you mean {near[0]}?" if near and near[0] != word else ""
+        super().error(message)
+
+
+class _Command(_Parser):
     """The parser of a command, which refuses unknown arguments with the usage of the command."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -64,7 +77,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     about = "GPU memory in stream order, on a real CUDA driver or on a simulated one."
     as_module = Path(sys.argv[0]).parts[-2:] == ("streamalloc", "__main__.py")
     program = "python -m streamalloc" if as_module else "streamalloc"
-    parser = argparse.ArgumentParser(program, description=about, epilog=_EPILOG)
+    parser = _Parser(program, description=about, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"streamalloc {streamalloc.__version__}")
     _add_driver_arguments(parser, None)
     commands = parser.add_subparsers(dest="command", metavar="command", parser_class=_Command)

@@ -21,7 +21,6 @@ from streamalloc.core.errors import size_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``replay``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("trace", metavar="TRACE", help="a file, or one of: " + ", ".join(traces.WORKLOADS))
     names = ", ".join(traces.ALLOCATORS)
     about = f"allocator to replay on; may be repeated (default: all that are installed): {names}"

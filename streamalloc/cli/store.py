@@ -105,7 +105,7 @@ def _remove(terminal: Terminal, options: argparse.Namespace) -> dict[str, Any]:
     with Store(options.name) as store:
         store.remove(options.key)
     readers = len(entry.readers) + sum(len(pids) for _, _, pids in entry.older)
-    waits = f", once {plural(readers, 'reader')} have closed it" if readers else ""
+    waits = f", once {plural(readers, 'reader')} {'has' if readers == 1 else 'have'} closed it" if readers else ""
     terminal.line(f"removed {options.key}: {size_text(entry.nbytes)} go back{waits}")
     return {"removed": options.key, "nbytes": entry.nbytes, "readers": readers}
 

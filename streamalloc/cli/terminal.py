@@ -214,7 +214,8 @@ def _least(column: Sequence[str], letter: str, header: bool) -> int:
     """Return the columns that a column needs: those of its words, or of its figures and the words of its title."""
     folding = column if letter == "l" else column[:header]
     words = [word for text in folding for word in _ESCAPES.sub("", text).split()]
-    return max([min(_width(word), _NARROWEST) for word in words] + [_width(text) for text in column[len(folding) :]])
+    figures = [_width(text) for text in column[len(folding) :]]
+    return max([min(_width(word), _NARROWEST) for word in words] + figures, default=0)
 
 
 def _folded(text: str, width: int) -> list[str]:

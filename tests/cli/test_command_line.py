@@ -40,11 +40,20 @@ class TestArguments:
         assert exit.value.code == 0
         assert capsys.readouterr().out == f"streamalloc {sa.__version__}\n"
 
+    def test_a_command_that_is_nearly_one(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["bnech"])
+        assert capsys.readouterr().err.endswith("; did you mean bench?\n")
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [
             (["profile", "mine.json"], "streamalloc profile: error: unrecognized arguments: mine.json"),
-            (["profile", "--drvier=cuda"], "streamalloc profile: error: unrecognized arguments: --drvier=cuda"),
+            (
+                ["profile", "--drvier=cuda"],
+                "streamalloc profile: error: unrecognized arguments: --drvier=cuda; did you mean --driver?",
+            ),
+            (["bench", "-k"], "streamalloc bench: error: argument -k/--rows: expected one argument"),
             (["replay", "absent.csv"], "streamalloc replay: absent.csv: No such file or directory"),
         ],
     )
@@ -223,6 +232,10 @@ class TestTerminal:
         assert max(map(len, lines)) <= 60 and text.count("\x1b[32m") == 3
         assert [line[2:24].strip() for line in lines[1:]] == ["one two three four", "one two three four", "end"]
         assert "12345678" in lines[1]
+
+    def test_a_column_of_nothing(self, screen: Screen) -> None:
+        screen.show().table([("name", ""), ("other", "")])
+        assert screen.text.split() == ["name", "other"]
 
     def test_last_column_goes_below(self, screen: Screen) -> None:
         screen.show().table([("n" * 24, "x" * 24, "some words that have no room\nand more"), ("m", "y", "")])

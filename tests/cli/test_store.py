@@ -40,6 +40,8 @@ def store(machine: object, name: str) -> Iterator[ipc.Store]:
 def test_list_show_and_remove(run: Run, store: ipc.Store, device: sa.Device) -> None:
     with store.write("llama/rank0") as weights:
         weights.allocate("all", 3 << 20, np.uint8)
+    code, text = run("store")
+    assert code == 0 and text.endswith("llama/rank0  epoch 1  1 tensor  4 MiB\n")
     with store.open("llama/rank0"):
         for arguments in (["list"], ["list", "models"]):
             code, text = run("store", *arguments)
@@ -52,7 +54,7 @@ def test_list_show_and_remove(run: Run, store: ipc.Store, device: sa.Device) -> 
         assert code == 0 and f"device     {device.uuid.hex}" in text and "nbytes     4 MiB" in text
         assert json.loads(run("store", "show", "models", "llama/rank0", "--json")[1])["tensors"] == 1
         code, text = run("store", "remove", "models", "llama/rank0")
-        assert code == 0 and "once 1 reader have closed it" in text
+        assert code == 0 and "once 1 reader has closed it" in text
     assert eventually(lambda: store.list() == [])
 
 

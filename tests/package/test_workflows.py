@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streamalloc.cli.main import _COMMANDS, _parser
 from tests.processes import ROOT
 
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "notebooks" / "docs" / f"{name}.md" for name in ("contributing", "tested"))]
+DOCS = ROOT / "notebooks" / "docs"
+DOCUMENTS = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("contributing", "writing-tests", "tested"))]
 
 pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="without the repository")
 
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.skipif(not WORKFLOWS, reason="without the repository")
 def test_are_of_the_form_that_github_takes(tmp_path: Path) -> None:
     """And so is the one that the documentation shows."""
     check: Any = pytest.importorskip("check_jsonschema")
-    text = (ROOT / "notebooks" / "docs" / "recipes" / "ci-without-gpu.md").read_text()
+    text = (DOCS / "recipes" / "ci-without-gpu.md").read_text()
     (shown,) = re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
     (tmp_path / "shown.yml").write_text(shown)
     forms = {
@@ -39,6 +42,18 @@ def test_are_of_the_form_that_github_takes(tmp_path: Path) -> None:
 def test_targets_of_make_are_there(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"(?:^|run: |`)make ([a-z-]+)", path.read_text(), re.M)) <= targets
+
+
+@pytest.mark.parametrize(
+    "path", [*WORKFLOWS, ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda path: path.name
+)
+def test_commands_take_the_arguments_that_are_shown(path: Path) -> None:
+    text = path.read_text()
+    command = rf"streamalloc ((?:--\S+ )?(?:{'|'.join(_COMMANDS)})\s"
+    shown = re.findall(rf"^[^`\n]*\b{command}[^`#\n]+)", text, re.M) + re.findall(rf"`[^`\n]*\b{command}[^`]+)`", text)
+    shown += [" ".join(found) for found in re.findall(r"make (tour|bench)(?: ARGS=\"?([^`\"\n]+))?", text)]
+    for words in map(shlex.split, shown):
+        _parser(words).parse_args(words)
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
