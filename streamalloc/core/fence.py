@@ -9,7 +9,6 @@ wait on the host                 :class:`Fence` ``.synchronize()``; :func:`await
                                  knows; :func:`all_work` if an event will do
 queue work after one stream      :func:`ordered_after`, even if the stream is closed, or of another thread
 record an event, or nothing      :func:`record_uncaptured`, :func:`queue_if_allowed`: beside captures by other code
-call a function that waits       :class:`OnceIdle`, on a thread of its own
 ===============================  ===================================================================================
 
 None of these invalidates a capture, save that :func:`all_work` does not spare captures by other code on streams that
@@ -18,7 +17,6 @@ this package does not know. :func:`queue_behind` turns it round: an item is atte
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import threading
 import time
@@ -61,12 +59,6 @@ T = TypeVar("T")
 
 _PAUSE = 1e-4
 """Seconds between looks at a fence whose work another thread is still queueing."""
-_TRIES = 5
-"""Most attempts of a call of :class:`OnceIdle` that the driver refuses."""
-_IDLE_PAUSE = 0.02
-"""Seconds between two of its threads while a device is busy. Points of work may come by more often."""
-_QUERIES = (0.0, 0.00005, 0.0002)
-"""Seconds before each query of the devices' work: short, as the thread begins anew later."""
 
 
 class Fence:
@@ -293,49 +285,6 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
         # A blocking stream's work runs after all queued work of the legacy stream.
         return _on_new_stream(stream.device, lambda behind: behind.record(timing=True), blocking=True)
     return record_uncaptured(stream)
-
-
-class OnceIdle(Deferred):
-    """A driver call that waits for the devices, made on its own thread once they are idle.
-
-    While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
-    of this process, the call would never return. ``call`` may run twice.
-    """
-
-    __slots__ = ("_call", "_not_before", "_session")
-
-    def __init__(self, session: Session, call: Callable[[], object]) -> None:
-        self._session = session
-        self._call = call
-        self._not_before = 0.0
-
-    def attempt(self) -> bool:
-        """Start the thread. It submits this item again if a device is busy."""
-        if time.monotonic() < self._not_before:
-            return False
-        self._not_before = time.monotonic() + _IDLE_PAUSE
-        _thread.start_new_thread(self._run, ())
-        return True
-
-    def _run(self) -> None:
-        for _ in range(_TRIES):
-            # After an error of a lost context there is no work to wait for.
-            with contextlib.suppress(CudaError), self._session.relaxed():
-                if not self._idle():
-                    deferred_queue(self._session).submit(self)
-                    return
-            with contextlib.suppress(CudaError):
-                self._call()
-                return
-
-    def _idle(self) -> bool:
-        """Whether all present work of the devices has completed, within a few short queries."""
-        queued = Fence(self._session)
-        for pause in _QUERIES:
-            time.sleep(pause)
-            if queued.done():
-                return True
-        return False
 
 
 def queue_behind(stream: Stream, item: Deferred) -> None:

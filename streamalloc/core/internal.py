@@ -40,7 +40,6 @@ from streamalloc.core.device import (
 from streamalloc.core.event import Event, Spares, opened_event
 from streamalloc.core.fence import (
     Fence,
-    OnceIdle,
     all_work,
     await_device,
     ordered_after,

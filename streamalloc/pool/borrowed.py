@@ -5,17 +5,21 @@ Who owns them is said by the caller, never inferred. Kind, device and size of me
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import ctypes
+import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from streamalloc.core.errors import size_text
+from streamalloc.core.errors import CudaError, size_text
 from streamalloc.core.internal import (
     Buffer,
+    Deferred,
     Device,
     Fence,
     HandleEnd,
-    OnceIdle,
     PlainSource,
     PoolBuffer,
     Residence,
@@ -38,6 +42,12 @@ if TYPE_CHECKING:
     from streamalloc.core.internal import StillImported
     from streamalloc.driver import Driver
 
+_TRIES = 5
+"""Most attempts of a call of :class:`OnceIdle` that the driver refuses."""
+_IDLE_PAUSE = 0.02
+"""Seconds between two of its threads while a device is busy. Points of work may come by more often."""
+_QUERIES = (0.0, 0.00005, 0.0002)
+"""Seconds before each query of the devices' work: short, as the thread begins anew later."""
 THIS = "this"
 """The owner of a handle that the object made of it ends."""
 
@@ -91,6 +101,49 @@ def _is_readable(address: int) -> bool:
             memory.seek(address)
             return len(memory.read(8)) == 8
     except (OSError, OverflowError):
+        return False
+
+
+class OnceIdle(Deferred):
+    """A driver call that waits for the devices, made on its own thread once they are idle.
+
+    While such a call waits, driver 580 blocks all other threads that need the context. If a stream waits for an action
+    of this process, the call would never return. ``call`` may run twice.
+    """
+
+    __slots__ = ("_call", "_not_before", "_session")
+
+    def __init__(self, session: Session, call: Callable[[], object]) -> None:
+        self._session = session
+        self._call = call
+        self._not_before = 0.0
+
+    def attempt(self) -> bool:
+        """Start the thread. It submits this item again if a device is busy."""
+        if time.monotonic() < self._not_before:
+            return False
+        self._not_before = time.monotonic() + _IDLE_PAUSE
+        _thread.start_new_thread(self._run, ())
+        return True
+
+    def _run(self) -> None:
+        for _ in range(_TRIES):
+            # After an error of a lost context there is no work to wait for.
+            with contextlib.suppress(CudaError), self._session.relaxed():
+                if not self._idle():
+                    deferred_queue(self._session).submit(self)
+                    return
+            with contextlib.suppress(CudaError):
+                self._call()
+                return
+
+    def _idle(self) -> bool:
+        """Whether all present work of the devices has completed, within a few short queries."""
+        queued = Fence(self._session)
+        for pause in _QUERIES:
+            time.sleep(pause)
+            if queued.done():
+                return True
         return False
 
 

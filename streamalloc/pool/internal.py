@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from streamalloc.core.internal import Device
-from streamalloc.pool.borrowed import THIS, PlainBuffer, PlainEnd, check_handle, end_plain, is_ours, refuse_second_owner
+from streamalloc.pool.borrowed import (
+    THIS,
+    OnceIdle,
+    PlainBuffer,
+    PlainEnd,
+    check_handle,
+    end_plain,
+    is_ours,
+    refuse_second_owner,
+)
 from streamalloc.pool.cache.allocator import CacheStatistics, CachingAllocator
 from streamalloc.pool.cache.blocks import CachedBlock, CachedBuffer, SharedBehind, SizeClass, class_size, filled
 from streamalloc.pool.cache.state import CacheState, StreamCache

@@ -17,14 +17,14 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.core.deferred import deferred_queue, work
-from streamalloc.core.fence import OnceIdle, all_work
+from streamalloc.core.fence import all_work
 from streamalloc.core.graph import Capture
 from streamalloc.core.session import session_of
 from streamalloc.core.stream import as_stream
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.bridge import FreeAfterAll, free_after_all
 from streamalloc.interop.loans import Lent
-from streamalloc.pool.internal import collect_dropped
+from streamalloc.pool.internal import OnceIdle, collect_dropped
 from streamalloc.testing import Gate
 from tests.support import GROWTH, KEEP, holds, names
 

@@ -23,7 +23,6 @@ from streamalloc.core.internal import (
     Event,
     Fd,
     Fence,
-    OnceIdle,
     Stream,
     StreamLike,
     as_stream,
@@ -39,6 +38,7 @@ from streamalloc.driver.internal import RLock, cuda, opaque_struct
 from streamalloc.ipc.transport.handle_server import fetch, published
 from streamalloc.ipc.wire.control_block import WORD, ControlBlock, ImporterWords, fence, reached
 from streamalloc.ipc.wire.descriptor import FABRIC, NOWHERE, ChunkHandle, Descriptor, Flags, Mechanism
+from streamalloc.pool.internal import OnceIdle
 from streamalloc.vmm import PhysicalMemory
 from streamalloc.vmm.internal import check_exported, import_memory
 
