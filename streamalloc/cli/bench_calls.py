@@ -14,6 +14,7 @@ from streamalloc.core.internal import raw_handle
 RAW = "raw calls"
 OURS = "streamalloc"
 CACHED = "streamalloc CachingAllocator"
+ORDERED = "streamalloc, ordered"
 CUPY_CACHING = "CuPy MemoryPool (caching)"
 
 _QUEUED = 200
@@ -30,8 +31,8 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 # --- allocate and free ----------------------------------------------------------------------------------------------
 
 
-def pair(kind: str, nbytes: int = SIZE, *, streams: int = 1, alive: int = 0) -> Setup:
-    """Allocate and free, with so many other allocations alive; on the next of several streams each time.
+def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0) -> Setup:
+    """Allocate and free, with so many other allocations alive; with ``streams``, on the next of so many each time.
 
     The raw calls are the bindings' functions with handle objects, results unchecked.
     """
@@ -41,12 +42,14 @@ def pair(kind: str, nbytes: int = SIZE, *, streams: int = 1, alive: int = 0) -> 
             raise ImportError("so many allocations take too long")
         pool, raw_pool = bench.new_pool()
         allocator: Any = bench.resources.enter_context(sa.CachingAllocator(pool)) if kind == CACHED else pool
-        stream, *others = those = [bench.new_stream() for _ in range(streams)]
+        stream, *_ = those = [bench.new_stream() for _ in range(streams or 1)]
         buffers = [allocator.allocate(nbytes, stream) for _ in range(alive)]
         bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
+        for one in those:  # the first allocation on each stream is made by the driver
+            allocator.allocate(nbytes, one).free()
         next_stream = itertools.cycle(those).__next__
         if kind != RAW:
-            if others:
+            if streams:
                 return lambda: allocator.allocate(nbytes, next_stream()).free()
             return lambda: allocator.allocate(nbytes, stream).free()
         allocate, free = bench.driver.cuMemAllocFromPoolAsync, bench.driver.cuMemFreeAsync
@@ -56,7 +59,7 @@ def pair(kind: str, nbytes: int = SIZE, *, streams: int = 1, alive: int = 0) -> 
             on = next_raw()
             free(allocate(nbytes, raw_pool, on)[1], on)
 
-        return on_the_next if others else lambda: free(allocate(nbytes, raw_pool, raw)[1], raw)
+        return on_the_next if streams else lambda: free(allocate(nbytes, raw_pool, raw)[1], raw)
 
     return setup
 
@@ -92,9 +95,13 @@ def cupy_copy(cupy: CuPy) -> Call:
     return partial(target.copy_from_device_async, source, SIZE, cupy.stream)
 
 
-def capsule_of(array: Any) -> Call:
+def capsule_of(array: Any, stream: int = -1) -> Call:
     # A lambda, because functools.partial is slower with keyword arguments.
-    return lambda: array.__dlpack__(stream=-1)
+    return lambda: array.__dlpack__(stream=stream)
+
+
+def torch_ordered(torch: PyTorch) -> Call:
+    return capsule_of(torch.tensor(), torch.torch.cuda.Stream(torch.device).cuda_stream)
 
 
 # --- many live allocations, many streams ----------------------------------------------------------------------------
@@ -166,15 +173,17 @@ ROWS = (
     ),
     BenchRow(
         "dlpack",
-        "DLPack capsule, without ordering",
+        "DLPack capsule, without ordering, and ordered for another stream",
         {
             "numpy array": lambda bench: bench.array.__dlpack__,
             OURS: lambda bench: capsule_of(bench.buffer()),
+            ORDERED: lambda bench: capsule_of(bench.buffer(), bench.new_stream().handle),
             "cuda.core": with_(CudaCore, lambda cuda: capsule_of(cuda.buffer())),
             "CuPy": with_(CuPy, lambda cupy: capsule_of(cupy.array())),
             "PyTorch": with_(PyTorch, lambda torch: capsule_of(torch.tensor())),
+            "PyTorch, ordered": with_(PyTorch, torch_ordered),
         },
-        (Target(OURS, 0.6),),
+        (Target(OURS, 0.6), Target(ORDERED, 2.5)),
         most=_QUEUED,
     ),
     _scaled("live", "Allocate and free 512 bytes, with N allocations alive in the pool", _LIVE),

@@ -10,20 +10,34 @@ import functools
 import importlib
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import statistics
 import subprocess
 import sys
 import tempfile
 import timeit
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import streamalloc as sa
-from streamalloc import ipc, traces
-from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools
-from streamalloc.cli.measuring import Bench, BenchRow, Call, CudaCore, Measured, Setup, Target, value_of
-from streamalloc.cli.worker import Worker, WorkerBase, environment
+from streamalloc import ipc, traces, vmm
+from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools, need_virtual_memory
+from streamalloc.cli.measuring import (
+    Bench,
+    BenchRow,
+    Call,
+    CudaCore,
+    Measured,
+    PyTorch,
+    Setup,
+    Target,
+    undone,
+    value_of,
+)
+from streamalloc.cli.worker import SECONDS, Worker, WorkerBase, environment
+from streamalloc.core.errors import size_text
 from streamalloc.driver.internal import cuda, opaque_bytes, opaque_struct
 
 SIZE = 1 << 20
@@ -238,6 +252,139 @@ def _staged(name: str) -> Setup:
     return setup
 
 
+# --- queues of multiprocessing ---------------------------------------------------------------------------------------
+
+QUEUE, TORCH_QUEUE = "streamalloc buffer", "PyTorch tensor"
+
+
+def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
+    """Put what ``make`` returns into a queue; the other process takes it, drops it, and replies."""
+    spawn = multiprocessing.get_context("spawn")
+    queue, (replies, theirs) = spawn.SimpleQueue(), spawn.Pipe()
+    bench.resources.callback(replies.close)
+    process = spawn.Process(target=_answer_queue, args=(queue, theirs), daemon=True)
+    # multiprocessing passes on the environment of this process.
+    with unittest.mock.patch.dict(os.environ, environment(bench.chosen.driver)), theirs:
+        process.start()
+    bench.resources.callback(process.join, SECONDS)
+    bench.resources.callback(queue.put, None)
+
+    def once() -> None:
+        sent = make()
+        queue.put(sent)
+        replies.recv_bytes()  # EOFError if the other process has ended
+        if isinstance(sent, sa.Buffer):
+            sent.free()
+
+    return Measured(lambda number: statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST))))
+
+
+def _answer_queue(queue: Any, replies: Any) -> None:
+    for received in iter(queue.get, None):
+        if hasattr(received, "close"):
+            received.close()
+        del received
+        replies.send_bytes(b"k")
+
+
+def _torch_queue(bench: Bench) -> Measured:
+    torch = bench.library(PyTorch)
+    importlib.import_module("torch.multiprocessing")
+    return _queued(bench, lambda: torch.torch.empty(SIZE, dtype=torch.torch.uint8, device=torch.device))
+
+
+def _our_queue(bench: Bench) -> Measured:
+    need_shared_pools(bench.device)
+    pool = bench.resources.enter_context(sa.MemoryPool(bench.device, handle_types=POSIX, release_threshold=KEEP_ALL))
+    return _queued(bench, lambda: pool.allocate(SIZE, bench.stream))
+
+
+# --- stores ----------------------------------------------------------------------------------------------------------
+
+CHUNKS, CHUNK, CHUNK_SIMULATED = 4, 256 << 20, 2 << 20
+TENSORS, TENSOR, TENSORS_SIMULATED = 20_000, 1 << 20, 200
+RAW_ATTACH, OPEN, AGAIN = "raw import, map and access", "streamalloc Store.open", "streamalloc Weights.attach"
+EPOCH, LIKE = "streamalloc allocate_all, commit and open", "streamalloc like the previous: commit and attach"
+
+
+def _need_store(bench: Bench) -> None:
+    """Start a server, for all variants."""
+    need_virtual_memory(bench.device)
+    name = f"bench-{os.getpid()}"
+    command = [sys.executable, "-m", "streamalloc", "serve", name]
+    server = subprocess.Popen(command, env=environment(bench.chosen.driver), stdout=subprocess.PIPE, text=True)
+    bench.resources.callback(server.communicate, timeout=SECONDS)
+    bench.resources.callback(server.terminate)
+    assert server.stdout is not None
+    server.stdout.readline()
+    bench.common = bench.resources.enter_context(ipc.Store(name))
+
+
+def _attached(bench: Bench, *, again: bool) -> Measured:
+    """Map weights of the store, and with ``again`` those that were unmapped before."""
+    store, key = bench.common, f"again {again}"
+    with store.write(key, bench.device) as writer:
+        for number in range(CHUNKS):
+            writer.allocate(f"layer {number}", CHUNK_SIMULATED if bench.chosen.is_simulated else CHUNK, "uint8")
+    opened: list[ipc.Weights] = []
+    if not again:
+        return undone(lambda: opened.append(store.open(key)), lambda: opened.pop().close(after=()))
+    weights = bench.resources.enter_context(store.open(key))
+    weights.detach()
+    return undone(weights.attach, lambda: weights.detach(after=()))
+
+
+def _attached_by_raw_calls(bench: Bench) -> Measured:
+    driver, keep_open = bench.driver, bench.resources.enter_context
+    size = CHUNK_SIMULATED if bench.chosen.is_simulated else CHUNK
+    memories = [keep_open(vmm.PhysicalMemory(bench.device, size, handle_types=POSIX)) for _ in range(CHUNKS)]
+    files = [keep_open(cast(ipc.Fd, memory.export())) for memory in memories]
+    access = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READ).to_driver()]
+    mapped: list[tuple[Any, list[Any]]] = []
+
+    def attach() -> None:
+        start = value_of(driver.cuMemAddressReserve(CHUNKS * size, 0, 0, 0))
+        handles = [value_of(driver.cuMemImportFromShareableHandle(file.fileno(), _POSIX)) for file in files]
+        for number, handle in enumerate(handles):
+            value_of(driver.cuMemMap(int(start) + number * size, size, 0, handle, 0))
+        value_of(driver.cuMemSetAccess(start, CHUNKS * size, access, 1))
+        mapped.append((start, handles))
+
+    def detach() -> None:
+        start, handles = mapped.pop()
+        value_of(driver.cuMemUnmap(start, CHUNKS * size))
+        for handle in handles:
+            value_of(driver.cuMemRelease(handle))
+        value_of(driver.cuMemAddressFree(start, CHUNKS * size))
+
+    return undone(attach, detach)
+
+
+def _epochs(bench: Bench, *, like: bool) -> Measured:
+    """Write an epoch, without contents, and have a reader take it. Three epochs of either variant are held at once."""
+    store, key = bench.common, f"like {like}"
+    count = TENSORS_SIMULATED if bench.chosen.is_simulated else TENSORS
+    size = min(TENSOR, bench.device.memory_info().free // 8 // count)
+    tensors = {f"model.layers.{number}.weight": (size, "uint8") for number in range(count)}
+
+    def write() -> None:
+        with store.write(key, bench.device, replace=True) as writer:
+            writer.allocate_all(tensors)
+
+    def once() -> None:
+        if like:
+            store.write(key, bench.device, like="previous").commit()
+            weights[0].attach(latest=True, after=())
+        else:
+            write()
+            weights.append(bench.resources.enter_context(store.open(key)))
+            weights.pop(0).close(after=())
+
+    write()
+    weights = [bench.resources.enter_context(store.open(key))]
+    return undone(once, lambda: None)
+
+
 # --- the import of the package, and replays -------------------------------------------------------------------------
 
 _TIMED = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
@@ -294,6 +441,36 @@ ROWS = (
         (Target(OUR_SHARE, 1.3, RAW_SHARE), Target(OUR_SHARE, 1.1, CUDA_CORE)),
         most=500,
         need=_need_sharing,
+    ),
+    BenchRow(
+        "queue",
+        "Send 1 MiB through a multiprocessing queue, and wait for a reply",
+        {"200 bytes": lambda bench: _queued(bench, lambda: bytes(200)), QUEUE: _our_queue, TORCH_QUEUE: _torch_queue},
+        (Target(QUEUE, 0.33, TORCH_QUEUE),),
+        most=500,
+    ),
+    BenchRow(
+        "store",
+        f"Attach {size_text(CHUNKS * CHUNK)} in {CHUNKS} chunks that a store holds",
+        {
+            RAW_ATTACH: _attached_by_raw_calls,
+            OPEN: functools.partial(_attached, again=False),
+            AGAIN: functools.partial(_attached, again=True),
+        },
+        (Target(OPEN, 1.5, RAW_ATTACH),),
+        most=20,
+        need=_need_store,
+    ),
+    BenchRow(
+        "epochs",
+        f"A new epoch of {TENSORS:,} tensors in a store, and its reader's switch, without the copies: 12 s in vime's "
+        "issue 175, 3.0 s in slime, 1.6 s in SGLang's issue 40230",
+        {EPOCH: functools.partial(_epochs, like=False), LIKE: functools.partial(_epochs, like=True)},
+        (Target(LIKE, 100),),
+        most=1,
+        unit="ms",
+        rounds=(9, 3),
+        need=_need_store,
     ),
     BenchRow(
         "import",
