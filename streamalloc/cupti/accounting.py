@@ -173,7 +173,6 @@ class Memory:
         """Threads of streams that capture."""
         self._contexts: set[int] = set()
         self._refusal: tuple[str, int, Counter[Line], Counter[Line]] | None = None
-        self._asking: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     @property
     def error(self) -> BaseException | None:
@@ -325,8 +324,7 @@ class Memory:
         The peak is that of the memory that calls have taken. Where it lasted, the time is that at which the blocks of
         the libraries were largest. Reserves of pools at the peak are taken as the largest so far.
         """
-        with self._asking():
-            torch = Torch(self.libraries.snapshot())
+        torch = Torch(self.libraries.snapshot())
         with self._lock:
             contexts, pools = self._contexts.copy(), self._pools.copy()
         # Not under the lock, which callbacks take.
@@ -421,12 +419,11 @@ class Memory:
     def running(self) -> Iterator[Memory]:
         """Follow the process in the block."""
         subscription = self._subscription = Subscription(self.called, FUNCTIONS)
-        self.libraries.on_torch = subscription.gate.write_frees
+        self.libraries.gate = subscription.gate
         with contextlib.ExitStack() as undo:
             undo.enter_context(self.libraries.followed())
             subscription.open()
             undo.callback(subscription.close)
-            self._asking = subscription.gate.asking
             yield self
 
 

@@ -163,7 +163,7 @@ class Check:
         """Whether uses were judged before."""
         functions = {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES}
         self._subscription: Subscription = Subscription(self._called, functions)
-        self._libraries.on_torch = self._subscription.gate.write_frees
+        self._libraries.gate = self._subscription.gate
 
     @property
     def hazards(self) -> list[Hazard]:
@@ -235,8 +235,7 @@ class Check:
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
-        with self._subscription.gate.asking():
-            events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
+        events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
         self._was_read |= not is_alone
 
         def judge() -> None:
@@ -312,8 +311,7 @@ class Check:
         else:
             self._follow(one)
         if was_alone and not self._is_alone:
-            with self._subscription.gate.asking():
-                self._libraries.record_all()
+            self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:
         """Follow launches in a row on one stream."""

@@ -15,6 +15,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT, Event
+from streamalloc.cupti.gate import Gate
 from streamalloc.cupti.subscription import frames_of, is_library
 from streamalloc.driver.internal import Stack
 
@@ -36,8 +37,8 @@ class Libraries:
     ) -> None:
         self.torch: Any = None
         """PyTorch, once the program has imported it."""
-        self.on_torch: Callable[[], object] = lambda: None
-        """Called when it has."""
+        self.gate: Gate | None = None
+        """Gate through which PyTorch's allocator is asked."""
         self._events: list[Event] = []
         self._take = take or self._events.append
         """Gets the events of hooks."""
@@ -80,7 +81,8 @@ class Libraries:
 
     def _follow_torch(self, torch: ModuleType) -> None:
         self.torch = torch
-        self.on_torch()
+        if self.gate is not None:
+            self.gate.write_frees()
         # PyTorch calls them when it has initialised CUDA; an earlier call would initialise it.
         torch.cuda._lazy_call(self._release_lock)
         torch.cuda._lazy_call(self._record)
@@ -100,9 +102,10 @@ class Libraries:
 
     def _record(self, **more: bool) -> None:
         torch, skipped, most = self.torch, ["free_requested"], self.most_entries
-        torch.cuda.memory._record_memory_history(
-            "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
-        )
+        with self._asking():
+            torch.cuda.memory._record_memory_history(
+                "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
+            )
 
     def record_all(self) -> None:
         """From now on have PyTorch record the lines of all acts, which costs more than all else, and more of them."""
@@ -115,8 +118,12 @@ class Libraries:
         torch = self.torch
         if torch is None or not torch.cuda.is_initialized():
             return {}
-        found: dict[str, Any] = torch.cuda.memory._snapshot()
+        with self._asking():
+            found: dict[str, Any] = torch.cuda.memory._snapshot()
         return found
+
+    def _asking(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.gate is None else self.gate.asking()
 
     def _of_torch(self, live: bool) -> list[Event]:
         snapshot = self.snapshot()

@@ -63,7 +63,7 @@ class Recording:
     def running(self) -> Iterator[None]:
         """Record the process in the block."""
         subscription = Subscription(self.called, ALLOCATIONS)
-        self.libraries.on_torch = subscription.gate.write_frees
+        self.libraries.gate = subscription.gate
         with self.libraries.followed():
             subscription.open()
             try:

@@ -64,7 +64,7 @@ def checked(shown: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         with device.current(), cupti.check() as check, contextlib.ExitStack() as undo:
             here = Scene(shown, undo)
             check._libraries.torch = here.torch
-            check._libraries.on_torch()
+            check._subscription.gate.write_frees()
             scene(here, *args)
         assert check.error is None and check.notes == ()
         return check

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from streamalloc.cupti import gate
 from streamalloc.cupti.gate import _CODE, C_CALLBACK, Gate, _executable, machine_code
 
 FUNCTIONS = {1: "cuEventQuery", 2: "cuEventRecord", 3: "cuEventCreate", 4: "cuLaunchKernel"}
@@ -187,3 +188,13 @@ def test_who_asks_waits_for_callbacks_that_have_begun(gated: Gated) -> None:
         order.append("asked")
     thread.join()
     assert order == ["called", "asked"]
+
+
+def test_each_call_is_shown_where_there_is_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_executable", lambda code: None)
+    plain = Gated()
+    plain.gate.write_frees()
+    with plain.gate.asking():
+        for number in FUNCTIONS:
+            plain.call(number)
+    assert plain.seen == [(number, 1) for number in FUNCTIONS] and plain.written() == []

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamalloc.cupti import libraries
 from streamalloc.cupti.blocks import ALLOCATED, FREED, SEGMENT
+from streamalloc.cupti.gate import _ASKING, Gate
 from streamalloc.cupti.libraries import Libraries
 from tests.cupti.pytorch import Torch
 
@@ -108,3 +110,25 @@ def test_an_older_pytorch_is_told_with_the_settings_of_its_environment(monkeypat
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     with Libraries().followed():
         assert torch.settings[-1] == "max_split_size_mb:64,release_lock_on_cudamalloc:True"
+
+
+def test_pytorch_is_asked_while_the_gate_writes_calls_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, asking = Torch(), []
+    followed = Libraries()
+    followed.gate = gate = Gate(lambda *_: None, {7: "cuEventRecord"})
+
+    def note(function: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            asking.append(gate.words[_ASKING])
+            return function(*args, **named)
+
+        return call
+
+    for name in ("_snapshot", "_record_memory_history"):
+        setattr(torch.cuda.memory, name, note(getattr(torch.cuda.memory, name)))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with followed.followed():
+        assert asking == [1] and gate.modes[7] == 1
+        torch.act("segment_alloc", 64, 32)
+        followed.events()
+        assert asking == [1, 1, 1] and gate.words[_ASKING] == 0
