@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import streamalloc as sa
+from streamalloc import vmm
 from streamalloc.cli.measuring import SIZE, Bench, BenchRow, Call, CudaCore, CuPy, PyTorch, Setup, Target
 from streamalloc.core.internal import raw_handle
 
@@ -15,6 +16,8 @@ RAW = "raw calls"
 OURS = "streamalloc"
 CACHED = "streamalloc CachingAllocator"
 ORDERED = "streamalloc, ordered"
+EXPANDABLE = "streamalloc ExpandableCache"
+_CACHES: dict[str, Callable[[sa.MemoryPool], Any]] = {CACHED: sa.CachingAllocator, EXPANDABLE: vmm.ExpandableCache}
 CUPY_CACHING = "CuPy MemoryPool (caching)"
 
 _QUEUED = 200
@@ -41,7 +44,7 @@ def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0) -> 
         if alive > MOST_ALIVE // (10 if bench.quick or bench.chosen.is_simulated else 1):
             raise ImportError("so many allocations take too long")
         pool, raw_pool = bench.new_pool()
-        allocator: Any = bench.resources.enter_context(sa.CachingAllocator(pool)) if kind == CACHED else pool
+        allocator: Any = bench.resources.enter_context(_CACHES[kind](pool)) if kind in _CACHES else pool
         stream, *_ = those = [bench.new_stream() for _ in range(streams or 1)]
         buffers = [allocator.allocate(nbytes, stream) for _ in range(alive)]
         bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
@@ -129,13 +132,18 @@ ROWS = (
         "pair",
         "Allocate and free 4 KiB",
         {
-            **{kind: pair(kind) for kind in (RAW, OURS, CACHED)},
+            **{kind: pair(kind) for kind in (RAW, OURS, CACHED, EXPANDABLE)},
             "cuda.core": with_(CudaCore, cuda_core_pair),
             "CuPy MemoryAsyncPool": with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryAsyncPool().malloc, SIZE)),
             CUPY_CACHING: with_(CuPy, lambda cupy: partial(cupy.cupy.cuda.MemoryPool().malloc, SIZE)),
             "PyTorch empty (caching)": with_(PyTorch, torch_pair),
         },
-        (Target(OURS, 1.25, RAW), Target(CACHED, 0.4, RAW), Target(CACHED, 1.0, CUPY_CACHING)),
+        (
+            Target(OURS, 1.25, RAW),
+            Target(CACHED, 0.4, RAW),
+            Target(CACHED, 1.0, CUPY_CACHING),
+            Target(EXPANDABLE, 1.05, CACHED),
+        ),
     ),
     BenchRow(
         "drop", "Allocate 4 KiB and drop the buffer", {RAW: pair(RAW), OURS: our_drop(OURS), CACHED: our_drop(CACHED)}

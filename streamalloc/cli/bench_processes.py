@@ -410,6 +410,7 @@ def _import(statement: str) -> Setup:
 
 
 CACHED = traces.ALLOCATORS["cached"].title
+EXPANDABLE = traces.ALLOCATORS["expandable"].title
 OTHERS = tuple(traces.ALLOCATORS[name].title for name in ("pytorch", "cupy"))
 _FIGURES = ("failures", "peak_used", "peak_reserved", "driver_calls", "reserved_over_used")
 
@@ -486,7 +487,10 @@ ROWS = (
             f"replay_{trace}",
             f"Replay of a trace: {trace}",
             {entry.title: _replay(name, trace) for name, entry in traces.ALLOCATORS.items()},
-            tuple(Target(CACHED, 1.0, other, figure) for other in OTHERS for figure in ("", "reserved_over_used")),
+            (
+                *(Target(CACHED, 1.0, other, figure) for other in OTHERS for figure in ("", "reserved_over_used")),
+                Target(EXPANDABLE, 1.10, figure="reserved_over_used"),
+            ),
             most=1,
             unit="ms",
             rounds=(9, 3),

@@ -425,6 +425,7 @@ class _State(CacheState):
 
     def _found(self, cache: _Ranges, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
         nbytes, segment = wanted.nbytes if wanted.nbytes > _SMALL else _SLAB, self.segment
+        self.peak = max(self.peak, self.used - self.cached + nbytes)
         # Small blocks are merged, and more is reserved than is allowed, only if there is no other memory.
         for least, exceeds in ((_SMALL + 1, False), (0, False), (0, True)):
             with self.lock:
@@ -432,7 +433,6 @@ class _State(CacheState):
                 self._take_ended(cache)
             block = self.cut(cache, wanted)
             if block is None:
-                self.peak = max(self.peak, self.used - self.cached + nbytes)
                 if segment.reserved - segment.leaving + nbytes > self.most and not self.queue.paused:
                     with self.lock:
                         for one in self.live():
@@ -810,7 +810,8 @@ class ExpandableCache(CachingAllocator):
         if ready is not None and self._key is state.key and type(nbytes) is int and 0 < nbytes < state.segment.most:
             cache = state.of(ready)
             if cache is not None and not self._dropped:
-                block = cache.take(cache.size_class(nbytes), nbytes)
+                wanted = cache.size_class(nbytes)
+                block = cache.take(wanted, nbytes) or state.buy(self.pool, wanted, ready)
                 if block is not None:
                     if cache.ended:
                         block.home = None

@@ -8,6 +8,7 @@ lose the one block that is being moved; that block stays allocated until the poo
 
 from __future__ import annotations
 
+import functools
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ UNIT = 512
 _DEFER: StillImported = "defer"
 
 
+@functools.lru_cache(1 << 12)
 def class_size(nbytes: int, finer: int = 0) -> int:
     """Return the block size in bytes for a request: the next multiple of 512, above 8 KiB of an eighth of the power of
     two below. Each step of ``finer`` halves the eighth, and doubles the 8 KiB.
