@@ -600,17 +600,23 @@ class OwnStream(Stream):
             # Remaining buffers are freed after this event.
             self._last[:] = [self.record()]
             defer_end(self._session, self._last[0])
-            self._spare.end(self._session)
-            # A finaliser adds its entry before it reads the handle, so after these lines no new one uses the handle.
-            self._forbid_direct()
-            self._closed = True
-            if self._dropping:
-                deferred_queue(self._session).submit(_LateEnd(self._session, self._raw, self._dropping))
-                return
-            result = self._session.driver.cuStreamDestroy(self._raw)[0]
+            result = self._destroy(self._raw)
         if result:
-            refused_to_end(self._session, "cuStreamDestroy", self._raw, result)
             raise error_from(result, "cuStreamDestroy")
+
+    def _destroy(self, raw: Any, *, later: bool = False) -> Any:
+        """Destroy the driver's stream, or have an item do so; returns the ``CUresult`` of a refusal."""
+        # A finaliser adds its entry before it reads the handle, so after these lines no new one uses the handle.
+        self._forbid_direct()
+        self._closed = True
+        self._spare.end(self._session)
+        if later or self._dropping:
+            deferred_queue(self._session).submit(_LateEnd(self._session, raw, self._dropping))
+            return None
+        result = self._session.driver.cuStreamDestroy(raw)[0]
+        if result:
+            refused_to_end(self._session, "cuStreamDestroy", raw, result)
+        return result
 
     def _record_end(self, raw: Any) -> None:
         """Record an event after all work of the stream, which is ending."""
@@ -631,16 +637,8 @@ class OwnStream(Stream):
             with contextlib.suppress(CudaError), self._session.relaxed():
                 if self._endings or self._session.driver.cuStreamQuery(raw)[0]:
                     self._record_end(raw)
-        self._closed = True
-        self._forbid_direct()
-        self._spare.end(self._session)
         self._raw = None
-        if captured:  # destroyed later, as that would end the other code's capture
-            deferred_queue(self._session).submit(_LateEnd(self._session, raw, []))
-            return
-        result = self._session.driver.cuStreamDestroy(raw)[0]
-        if result:
-            refused_to_end(self._session, "cuStreamDestroy", raw, result)
+        self._destroy(raw, later=captured)  # at once it would end the capture by other code
 
 
 class _LateEnd(HandleEnd):

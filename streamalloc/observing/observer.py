@@ -296,7 +296,7 @@ class Account:
             self.on_free(one)
 
     def settle(self) -> None:
-        """Make the deferred frees that are possible now, and enter all notes for a reader."""
+        """Bring the account up to date for a reader: first make the deferred frees that are possible now."""
         for session in self.sessions if self.started and self._entering != threading.get_ident() else ():
             if session.usable:
                 work(session)

@@ -350,7 +350,7 @@ class Tier:
 
     def __init__(self) -> None:
         self._lock: contextlib.AbstractContextManager[bool] = RLock()
-        """Protects the room."""
+        """Held while room is taken, returned or counted."""
 
     def _room_returned(self) -> None:
         """Called under the lock after contents have returned room."""
