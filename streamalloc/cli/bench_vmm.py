@@ -114,6 +114,13 @@ def _grown(kind: Callable[[Bench, int], contextlib.AbstractContextManager[Call]]
 # --- evict and restore ----------------------------------------------------------------------------------------------
 
 
+def _one_way(there: Call, back: Call, returns: bool, nbytes: int) -> Measured:
+    """Return a variant that is one of two calls that undo each other: the second with ``returns``."""
+    if returns:
+        there()
+    return undone(*((back, there) if returns else (there, back)), nbytes)
+
+
 def _pinned_copy(bench: Bench, *, to_host: bool) -> Measured:
     nbytes = bench.common
     size = min(nbytes, PINNED)
@@ -149,9 +156,7 @@ def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
         buffer.restore()
         bench.stream.synchronize()
 
-    if restore:
-        evict()
-    return undone(*((back, evict) if restore else (evict, back)), nbytes if keep else 0)
+    return _one_way(evict, back, restore, nbytes if keep else 0)
 
 
 def _segments_by_raw_calls(bench: Bench, *, wake: bool, host: str) -> Measured:
@@ -192,10 +197,7 @@ def _segments_by_raw_calls(bench: Bench, *, wake: bool, host: str) -> Measured:
 
     bench.resources.callback(end)
     back()
-    sleep()
-    if not wake:
-        back()
-    return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS if host != NO_BYTES else 0)
+    return _one_way(sleep, back, wake, nbytes * SEGMENTS if host != NO_BYTES else 0)
 
 
 def _segments_of_a_group(bench: Bench, *, wake: bool, host: str) -> Measured:
@@ -223,10 +225,7 @@ def _segments_of_a_group(bench: Bench, *, wake: bool, host: str) -> Measured:
             kept.clear()
         work(session_of(group))
 
-    sleep()
-    if not wake:
-        back()
-    return undone(*((back, sleep) if wake else (sleep, back)), nbytes * SEGMENTS if host != NO_BYTES else 0)
+    return _one_way(sleep, back, wake, nbytes * SEGMENTS if host != NO_BYTES else 0)
 
 
 def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from streamalloc.simulator.internal import current_launch, device_global, device_view, kernel, unregister_kernel
     from streamalloc.testing.installing import install
     from streamalloc.testing.multimem import multimem_ld_reduce, multimem_red, multimem_st
-    from streamalloc.testing.notebooks import notebook
-    from streamalloc.testing.tools import Faults, Gate, settle
+    from streamalloc.testing.tools import Faults, Gate, notebook, settle
 
 __all__ = [
     "Faults",
@@ -33,9 +32,8 @@ __all__ = [
 
 # Imported at the first use: every run of pytest imports the plugin, and with it this module.
 _LATER = {
-    **dict.fromkeys(("Faults", "Gate", "settle"), "testing.tools"),
+    **dict.fromkeys(("Faults", "Gate", "notebook", "settle"), "testing.tools"),
     "install": "testing.installing",
-    "notebook": "testing.notebooks",
     **dict.fromkeys(("multimem_ld_reduce", "multimem_red", "multimem_st"), "testing.multimem"),
     **dict.fromkeys(
         ("current_launch", "device_global", "device_view", "kernel", "unregister_kernel"), "simulator.internal"
