@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import streamalloc as sa
 from streamalloc import vmm
 from tests.interrupting import Interrupt, Interrupted, lost_one
-from tests.support import Account, in_a_thread
+from tests.package.test_sweeps import ACTS, CHANGES, MAKERS, Virtual
+from tests.support import in_a_thread
 from tests.vmm.support import PAGE
-from tests.vmm.test_faults import CASES, Case
 
 pytestmark = pytest.mark.simulated_only("where a signal may come is the same on any driver")
 
@@ -23,45 +24,50 @@ THIN = int(os.environ.get("STREAMALLOC_TEST_THIN", "23"))
 """Every how many points a signal comes; 1 takes half a minute."""
 
 
-def check(account: Account, case: Any) -> None:
-    """Compare the mappings of the objects with the driver calls."""
-    range = getattr(case, "range", None) or getattr(getattr(case, "buffer", None), "range", None)
-    if isinstance(range, vmm.AddressRange) and not range.closed:
-        assert {mapping.address: mapping.nbytes for mapping in range.mappings} == account.mapped
-    assert "could not be made" in repr(case) or repr(range)
+def _change(world: Virtual, name: str) -> None:
+    CHANGES[name](world, world.growable)
 
 
-@pytest.mark.parametrize("kind", CASES)
+STEPS: dict[str, Callable[[Any], object]] = {
+    **{name: functools.partial(_change, name=name) for name in CHANGES},
+    "close": lambda world: world.growable.close(),
+    "map": lambda world: ACTS["map"](world, world.range),
+    "unmap": lambda world: world.range.unmap(),
+    "unmap one": lambda world: world.mapping.close(),
+    "change access": lambda world: ACTS["AddressRange.set_access"](world, world.range),
+    "revoke": lambda world: world.mapping.revoke(world.device),
+    "find": lambda world: vmm.PhysicalMemory.at(world.mapping.address, driver=world.driver),
+    "make": MAKERS["GrowableBuffer"],
+    "stripe": MAKERS["stripe"],
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
 @in_a_thread
-def test_at_any_point(machine: Any, kind: type[Case]) -> None:
+def test_at_any_point(machine: Any, name: str) -> None:
     """The remaining objects are used and closed, or dropped after every other interrupt."""
     for nth in itertools.count(1, THIN):
-        end = nth % 2 == 0
-        account = Account(machine)
-        case: Any = kind(account, 1)
-        block = Interrupt(nth)
+        world = Virtual(machine)
+        checked, block = world.checked, Interrupt(nth)
         with contextlib.suppress(Interrupted), block:
-            case.step()
+            STEPS[name](world)
         if not block.came:
             assert nth > 1
+            world.close()
             return
         gc.collect()
-        check(account, case)
-        if end and (hasattr(case, "buffer") or hasattr(case, "range")):
-            if isinstance(getattr(case, "buffer", None), vmm.GrowableBuffer) and not case.buffer.closed:
-                if case.buffer.evicted:
-                    case.buffer.restore()
-                case.buffer.set_access(case.device)
-                case.buffer.resize(3 * PAGE)
-                assert len(case.buffer.mappings) == 3
-                check(account, case)
-                case.buffer.fill(1)
-                case.buffer.resize(PAGE)
-                check(account, case)
-                case.buffer.close()
-            with contextlib.suppress(AttributeError):  # what the step was to make
-                case.end()
-        del case
-        gc.collect()
-        sa.Device(0, driver=account.driver).synchronize()
-        assert lost_one(account.left), (nth, block.came, account.left)
+        growable = world.growable
+        assert set(checked.outstanding()["mapping"]) == world.mapped(), (nth, block.came)
+        if nth % 2 and not growable.closed:
+            if growable.evicted:
+                growable.restore()
+            growable.set_access(world.device)
+            growable.resize(4 * PAGE)
+            assert len(growable.mappings) == 4 and set(checked.outstanding()["mapping"]) == world.mapped()
+            growable.fill(1)
+        if nth % 2:
+            world.close()
+        vars(world).clear()
+        del world, growable
+        left = Virtual.left(checked)
+        assert lost_one(left) and not [one for one in checked.hazards if one.kind == "double free"], (block.came, left)

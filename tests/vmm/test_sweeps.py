@@ -89,7 +89,8 @@ CORNER = (slice(0, 128), slice(0, 128))
 
 
 def _tail(world: Tiles, one: vmm.SparseArray) -> None:
-    one.map_tail(world.tiles, stream=world.stream)
+    if one.mapped_bytes == one.tile_bytes:  # of the tile that is mapped from the start
+        one.map_tail(world.tiles, stream=world.stream)
     world.shapes.append(world.shape())
     one.unmap_tail(stream=world.stream)
 
