@@ -184,13 +184,13 @@ class Allocator(Unique, BufferSource):
     def _ask_driver(self, buffer: Buffer) -> Any:
         """Allocate a buffer's memory from the driver; returns the ``CUresult``."""
         alloc = self._alloc if type(buffer) is PoolBuffer else bare(self._alloc)
-        stream = buffer._stream
-        return stream._in_context(self._allocate_for, buffer, alloc, stream._checked_raw())
 
-    def _allocate_for(self, buffer: Buffer, alloc: Any, handle: Any) -> Any:
-        # The buffer owns the memory before the context is restored, which the driver may refuse.
-        result, buffer._ptr = alloc(buffer._nbytes, self._raw, handle)
-        return result
+        def allocate(handle: Any) -> Any:
+            # The buffer owns the memory before the context is restored, which the driver may refuse.
+            result, buffer._ptr = alloc(buffer._nbytes, self._raw, handle)
+            return result
+
+        return buffer._stream._in_context(allocate, buffer._stream._checked_raw())
 
     def _recover(self, result: Any, buffer: Buffer) -> None:
         """Release memory and allocate again; then again as often as :meth:`_ask_again` says. Raises if ``result``
