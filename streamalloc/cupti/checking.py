@@ -44,7 +44,8 @@ _MOST_LOGGED = 20_000
 _FEW_ENTRIES = 50_000
 """Entries of PyTorch's history while one stream works alone."""
 _MOST_WAITING = 1000
-"""Launches that wait for the next call of another kind."""
+"""Launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind: many at once cost less."""
+_ON_DEVICE = frozenset(("cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async", "cuMemcpyDtoDAsync"))
 _MAKE_SEGMENTS = ("cuMemAlloc", "cuMemMap")
 _USES = ("cuLaunch", "cuMemcpy", "cuMemset")
 _UNLOADS = frozenset(("cuModuleUnload", "cuLibraryUnload", "cuCtxDestroy", "cuDevicePrimaryCtxReset"))
@@ -261,6 +262,8 @@ class Check:
             if stream in self._handles and len(self._waiting) < _MOST_WAITING:
                 return
             self._handles.add(stream)
+        elif function in _ON_DEVICE and len(self._waiting) < _MOST_WAITING:
+            return
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
             # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
             self._of_natives.add(call.answer[1])
