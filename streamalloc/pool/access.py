@@ -13,12 +13,13 @@ from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, M
 class GrantsAccess(Allocator):
     """A pool as far as access to its memory goes; :class:`MemoryPool` is one."""
 
-    __slots__ = ("_closed",)
+    __slots__ = ("closed",)
 
-    _closed: bool
+    closed: bool
+    """Whether it was closed."""
 
     def _checked_raw(self) -> Any:
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"{self!r} was closed")
         return self._raw
 

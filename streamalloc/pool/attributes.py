@@ -6,7 +6,7 @@ Each attribute of :class:`PoolAttributes` has the driver's name, a reader for it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -21,11 +21,11 @@ from streamalloc.core.properties import (
 )
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda, version_that_added
 from streamalloc.formats.html import code, gauge, table
+from streamalloc.pool.access import GrantsAccess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from streamalloc.core.session import Session
 
 T = TypeVar("T")
 
@@ -87,16 +87,6 @@ class Size(Attribute[int]):
         attributes._set(self, cuda.cuuint64_t(checked_size(self.name, value)))
 
 
-class _Pool(Protocol):
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def _session(self) -> Session: ...
-
-    def _call(self, name: str, *args: Any) -> Any: ...
-
-
 class PoolAttributes:
     """The attributes of one pool (``cuMemPoolGetAttribute``, ``cuMemPoolSetAttribute``).
 
@@ -106,7 +96,7 @@ class PoolAttributes:
 
     __slots__ = ("_pool",)
 
-    def __init__(self, pool: _Pool) -> None:
+    def __init__(self, pool: GrantsAccess) -> None:
         self._pool = pool
 
     reuse_follow_event_dependencies: Switch = Switch(bool)

@@ -197,7 +197,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         self.name = ""
         self._bind(session, session.driver.cuMemAllocFromPoolAsync, raw)
         self.properties = None
-        self._closed = False
+        self.closed = False
         self.on_oom = "raise"
         pools_of(session).alive[int(raw)] = self
         pool_locations(session)[int(raw)] = location
@@ -335,11 +335,6 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         return int(self._checked_raw())
 
     @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed
-
-    @property
     def owned(self) -> bool:
         """Whether closing this object destroys the pool."""
         return self._end is not None
@@ -445,7 +440,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         freed and the frees have run, at a synchronisation of the host. If the pool is current, the default pool of
         its location becomes current. A pool that other code destroys stays as it is, and so does this object.
         """
-        if self._closed or self._end is None:
+        if self.closed or self._end is None:
             return
         for cache in self._caches():
             cache.close()
@@ -456,7 +451,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
         deferred_queue(self._session).end(self._end)
 
     def _shut(self) -> None:
-        self._closed = True
+        self.closed = True
         # Not a bound method, which would form a cycle with the pool.
         self._alloc = partial(_refuse, repr(self))
 
@@ -471,7 +466,7 @@ class MemoryPool(GrantsAccess, Closes, Shareable, Drawn):
 
     def _text(self) -> str:
         kind = "" if self.allocation_type is MemAllocationType.PINNED else f" {self.allocation_type.name.lower()}"
-        state = "closed" if self._closed else f"{int(self._raw):#x}"
+        state = "closed" if self.closed else f"{int(self._raw):#x}"
         name = f" {self.name!r}" if self.name else ""
         return f"{name}{kind} {self.location} {state}"
 
@@ -599,7 +594,7 @@ def pool_holders(session: Session, location: MemLocation, except_for: MemoryPool
 def _asked(session: Session, raw: Any) -> tuple[MemLocation | None, MemAllocationType]:
     """Return location and kind of a pool, as the driver tells them; the location is None if it does not."""
     made = MemoryPool.__new__(MemoryPool)
-    made._session, made._raw, made._closed = session, raw, False
+    made._session, made._raw, made.closed = session, raw, False
     # First: driver 580 answers the other call for destroyed pools as well, or crashes.
     hint = "the pool was destroyed, is of another process, or was imported: see ipc.ImportedPool.from_handle"
     session.call("cuMemPoolGetAttribute", raw, _FIGURES[0], hint=hint)

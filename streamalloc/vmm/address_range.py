@@ -18,10 +18,10 @@ from streamalloc.driver import Driver
 from streamalloc.driver.internal import address_space_limit
 from streamalloc.formats.html import Html, Row, mib, place, strip, table
 from streamalloc.vmm.access import Access, After, Place, Rights, rights_of, wait_for_users
-from streamalloc.vmm.ownership import GenericAllocation, Kind, OwnsNode
+from streamalloc.vmm.ownership import GenericAllocation, OwnsNode
 from streamalloc.vmm.physical_memory import spec_of
 from streamalloc.vmm.properties import MemAllocationProp
-from streamalloc.vmm.reservation import MappedBytes, MappedObject, Reservation
+from streamalloc.vmm.reservation import MappedBytes, Reservation
 
 
 class AddressRange(OwnsNode):
@@ -279,8 +279,7 @@ class AddressRange(OwnsNode):
             raise ValueError(f"offset={offset}: {size_text(memory.nbytes)} end outside of {self!r}")
         for other in node.touching(offset, stop):
             raise ValueError(f"offset={offset}: {other.memory!r} is mapped there, in {self!r}")
-        kind = MappedObject if memory._node.kind is Kind.OBJECT else MappedBytes
-        entry = kind(node, offset, stop, {})
+        entry = MappedBytes(node, offset, stop, {})
         with node.adding(entry):
             entry.set_memory(memory)
             entry.map(raw)

@@ -23,13 +23,11 @@ from streamalloc.core.errors import (
 from streamalloc.core.internal import (
     DOMAIN_NEEDS,
     FABRIC_NEEDS,
-    Deferred,
     Device,
     Fd,
     Memory,
     check_location,
     check_usable,
-    deferred_queue,
     holders,
     location_of,
     session_for,
@@ -44,7 +42,7 @@ from streamalloc.pool.internal import THIS, check_handle, is_ours, pool_holders,
 from streamalloc.vmm.access import Rights
 from streamalloc.vmm.ownership import AllocationHandle, Allocations, GenericAllocation, Kind, allocations_of
 from streamalloc.vmm.properties import MemAllocationProp, MemAllocFlags
-from streamalloc.vmm.reservation import MappedBytes
+from streamalloc.vmm.reservation import MappedBytes, Reservation
 
 _PAGE = resource.getpagesize()
 _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
@@ -514,40 +512,24 @@ def _most_bytes(memory: PhysicalMemory) -> int:
     return os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
-class _Trial(Deferred):
-    """Addresses in which sizes of memory are tried."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.start: Any = None
-        self.reserved = self.mapped = 0
-
-    def reserve(self, nbytes: int) -> None:
-        """Reserve so many bytes, in place of those before."""
-        self.attempt()
-        self.start = self._session.call("cuMemAddressReserve", nbytes, 0, 0, 0)
-        self.reserved = nbytes
-
-    def attempt(self) -> bool:
-        if self.mapped:
-            self._session.call("cuMemUnmap", self.start, self.mapped)
-            self.mapped = 0
-        if self.reserved:
-            self._session.call("cuMemAddressFree", self.start, self.reserved)
-            self.reserved = 0
-        return True
+def _end(trial: Reservation) -> None:
+    """Unmap and free addresses; what the driver refuses is done later."""
+    with undoing(lambda: trial.allocations.drop(trial)):
+        trial.allocations.end(trial)
 
 
 def _size_among(session: Session, raw: Any, sizes: Iterable[int]) -> int:
     """Return the first of ascending sizes in which the driver maps memory, at new addresses; 0 if there is none."""
-    trial = _Trial(session)
+    trial = Reservation(session, 0)
     try:
         for size in sizes:
-            if size > trial.reserved:
-                trial.reserve(_ROOM * size)
-            result = session.driver.cuMemMap(trial.start, size, 0, raw, 0)[0]
+            if size > trial.nbytes:
+                _end(trial)
+                trial = Reservation(session, _ROOM * size)
+                trial._raw = session.call("cuMemAddressReserve", trial.nbytes, 0, 0, 0)
+            result = session.driver.cuMemMap(trial.raw, size, 0, raw, 0)[0]
             if not result:
-                trial.mapped = size
+                trial.entries.append(MappedBytes(trial, 0, size, {}))
                 return size
             error = error_from(result, "cuMemMap")
             if isinstance(error, InvalidValueError):
@@ -555,7 +537,7 @@ def _size_among(session: Session, raw: Any, sizes: Iterable[int]) -> int:
             if not isinstance(error, NotSupportedError):  # the answer to other sizes than that of the memory
                 raise error
     finally:
-        deferred_queue(session).end(trial)
+        _end(trial)
     return 0
 
 

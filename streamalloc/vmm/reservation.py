@@ -28,18 +28,11 @@ class MappedBytes(Node):
 
     __slots__ = ("_memory", "_raw", "offset", "reservation", "rights", "spec", "state", "stop")
 
-    kind = Kind.MAPPING
-
     state: AllocationState
     """State of the memory; set when an object takes the handle."""
 
     def __init__(self, reservation: Reservation, offset: int, stop: int, rights: Rights, spec: Any = None) -> None:
-        # Inlined Node.__init__(), because a growing buffer makes one entry per step.
-        self.given_up: bool = False
-        self.gone: bool = False
-        self.first: dict[Node, None] = {}
-        self._busy = False
-        self._dropped: int | None = None
+        super().__init__(Kind.MAPPING)
         self.reservation: Reservation = reservation
         self.offset: int = offset
         self.stop: int = stop
@@ -81,10 +74,11 @@ class MappedBytes(Node):
         """Set the memory object, and relate the mapping to the nodes of multicast objects."""
         handle = memory._node
         self._memory, self.state = memory, handle.state
-        if handle.first:
-            for first in handle.preceding(Kind.BINDING if self.kind is Kind.OBJECT_MAPPING else Kind.OBJECT):
-                self.first[first] = None
-        if self.kind is Kind.OBJECT_MAPPING:
+        of_object = handle.kind is Kind.OBJECT
+        for first in handle.preceding(Kind.BINDING if of_object else Kind.OBJECT):
+            self.first[first] = None
+        if of_object:
+            self.kind: Kind = Kind.OBJECT_MAPPING
             handle.first[self] = None
         handle.state.mappings[self] = None
 
@@ -181,14 +175,6 @@ class MappedBytes(Node):
             if allocations.session.usable:
                 self._raw = None
                 allocations.deferred.submit(HandleEnd(allocations.session, "cuMemRelease", raw))
-
-
-class MappedObject(MappedBytes):
-    """A mapping of a multicast object."""
-
-    __slots__ = ()
-
-    kind = Kind.OBJECT_MAPPING
 
 
 class Reservation(HandleNode):

@@ -328,8 +328,9 @@ class Deliveries(RingEnding):
         with self.lock:
             if not self._end_sent:
                 self._send_end()
-            if self._any_held():
-                return False
+            holders = [slot.holder() for slot in self.slots if slot.holder is not None]
+            if any(holder is not None and holder._held for holder in holders):
+                return False  # a slot is still with the program
         self.buffer.close()
         with self.lock:
             self._take_unopened(self.leaving)
@@ -351,11 +352,6 @@ class Deliveries(RingEnding):
         self.unsent.clear()
         self.free.clear()
         self._end_sent = True
-
-    def _any_held(self) -> bool:
-        """Whether a user holds a slot. A copy to it may not be queued yet."""
-        holders = [slot.holder() for slot in self.slots if slot.holder is not None]
-        return any(holder is not None and holder._held for holder in holders)
 
     def _shut_after_fork(self) -> None:
         # The parent owns the consumers, and one of its threads may have held the lock at the fork.

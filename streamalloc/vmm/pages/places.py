@@ -168,7 +168,7 @@ class Places(MappedBytes):
                     self.backing[place] = None if page is zero else page
                     done.add(place)
                 if parking is None:
-                    self._commit([*pages, *ready])
+                    self.commit([*pages, *ready])
                 else:
                     self.park([*pages], parking)
         except BaseException as first:
@@ -249,25 +249,16 @@ class Places(MappedBytes):
             for run in adjacent(places):
                 listener.released(self._address(run.start), len(run) * self.physical.size, released)
 
-    def unpark(self, places: Collection[int]) -> None:
-        """Commit parked places again, with the pages that they hold."""
+    def commit(self, places: Collection[int]) -> None:
+        """Commit places with the pages that they hold. A place without a page is then not committed."""
         with self.physical.lock:
-            self._commit(places)
-
-    def _commit(self, places: Collection[int]) -> None:
-        backing, numbers, kept, parked = self.backing, self.numbers, self.physical.kept, self.parked
-        self.notify(places, released=False)
-        for place in places:
-            page = backing[place]
-            if page is None:
-                numbers[place] = -1
-            else:
-                numbers[place] = page.number
-                if page in kept:
+            self.notify(places, released=False)
+            for place in places:
+                page = self.backing[place]
+                self.numbers[place] = -1 if page is None else page.number
+                if page is not None:
                     self._unkeep(place)
-                if not page.watched_at:
                     self._watch(page, place)
-            if place in parked:
                 self.parked.pop(place, None)
 
     # Watchers count a page once, at the address of one committed place that holds it.
@@ -298,11 +289,6 @@ class Places(MappedBytes):
                         if places is not self or place != besides:
                             places._watch(page, place)
                             return
-
-    def alone_at(self, place: int) -> bool:
-        """Whether no other place holds the page of a place."""
-        page = self.backing[place]
-        return page is not None and page.users == 1
 
     def _unkeep(self, place: int) -> None:
         page = self.backing[place]
@@ -407,7 +393,8 @@ class Parking(Deferred):
         mine = [place for place in self.places if owner.parked.get(place) is self]
         if mine and not self.fence.done():
             return False
-        kept = [place for place in mine if self.cleared and not physical.closed and owner.alone_at(place)]
+        pages = [(place, owner.backing[place]) for place in mine if self.cleared and not physical.closed]
+        kept = [place for place, page in pages if page is not None and page.users == 1]
         if len(kept) < len(mine):
             owner.retire([place for place in mine if place not in set(kept)])
         owner.keep(kept)

@@ -375,7 +375,7 @@ class SwapSpace(SpaceMemory):
             with undoing(stored.drop), undoing(take_back):
                 committed = places.locked(lambda: park(parking))
                 # Without a lock, because writes to a disk take long.
-                stored.save(self._addresses(committed), ordered, self._kernels(ordered))
+                stored.save(self._addresses(committed), ordered, ordered.device == self.device)
                 parking.fence.queueing = 0
             places.locked(lambda: self._begin(parking, clear_on))
         self._physical.notify_watchers()
@@ -398,7 +398,7 @@ class SwapSpace(SpaceMemory):
         """
         places = self._places
         mine = {place: one for place, one in kept.items() if places.stored.get(place) is one}
-        places.unpark(mine)
+        places.commit(mine)
         for place in mine:
             del places.stored[place]
         if len(mine) < len(kept):  # another thread has released the others
@@ -460,7 +460,7 @@ class SwapSpace(SpaceMemory):
                     arrived, ready = {place: kept[place] for place in (*ready, *batch)}, []
                     for stored, indices, mine in by_contents(arrived):
                         with self._named(mine, indices):
-                            stored.load(indices, self._addresses(mine), ordered, self._kernels(ordered))
+                            stored.load(indices, self._addresses(mine), ordered, ordered.device == self.device)
             moved = places.locked(lambda: self._forget_stored(kept, parking, ordered))
         drop_contents(moved)
         self._physical.notify_watchers()
@@ -474,7 +474,7 @@ class SwapSpace(SpaceMemory):
         def unpark() -> None:
             parking.fence.queueing = 0
             mine = [place for place in parking.places if places.parked.get(place) is parking]  # not of another swap
-            places.unpark([place for place in mine if places.backing[place] is None])
+            places.commit([place for place in mine if places.backing[place] is None])
             self._begin(parking)
 
         places.locked(unpark)
@@ -489,10 +489,6 @@ class SwapSpace(SpaceMemory):
                 raise
             place = places[indices.index(error.block)]
             raise DamagedBackupError(f"page {place} of {self!r}: {error}", place) from None
-
-    def _kernels(self, stream: Stream) -> bool:
-        """Whether kernels of a stream may use committed pages."""
-        return stream.device == self.device
 
     def _swapped(self, chosen: Sequence[int]) -> dict[int, Kept]:
         stored = self._places.stored
@@ -572,7 +568,7 @@ class PageSpace(SwapSpace):
             if others:
                 self._places.exchange(others, ready)
             else:
-                self._places.unpark(ready)
+                self._places.commit(ready)
             return new
 
         new = self._change(chosen, after, commit)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,15 +51,20 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A writable, contiguous array of bytes."""
 
 
-class Move(Protocol):
-    """Function that queues the copies of blocks, between the tier and device memory."""
+class Copies(NamedTuple):
+    """Copies of blocks between a tier and device memory."""
 
-    def __call__(
-        self, blocks: Indices, addresses: Addresses, side: CopySide | None = None, kernels: bool = False, /
-    ) -> None:
-        """``addresses``: the device address of each block. ``side``: the buffer with these addresses, if it is one.
-        ``kernels``: whether kernels of the stream's device may use the memory at all these addresses.
-        """
+    blocks: Indices
+    addresses: Addresses
+    """The device address of each block."""
+    side: CopySide | None = None
+    """The buffer with these addresses, if it is one."""
+    kernels: bool = False
+    """Whether kernels of the stream's device may use the memory at all these addresses."""
+
+
+Move: TypeAlias = Callable[[Copies], None]
+"""Function that queues copies."""
 
 
 class Chunk:
@@ -203,15 +208,15 @@ class Stored(Unique, abc.ABC):
         return None
 
     def save(self, source: Addresses, stream: Stream, kernels: bool = False) -> None:
-        """Queue the copies of all blocks from device memory, and store them. ``kernels``: see :class:`Move`."""
+        """Queue the copies of all blocks from device memory, and store them. ``kernels``: see :class:`Copies`."""
         with self.moving(stream, out=True) as move:
-            move(range(len(self)), source, None, kernels)
+            move(Copies(range(len(self)), source, None, kernels))
         self.seal(stream)
 
     def load(self, blocks: Indices, target: Addresses, stream: Stream, kernels: bool = False) -> None:
         """Queue the copies of these blocks to device memory; errors as for :meth:`moving`."""
         with self.moving(stream, out=False) as move:
-            move(blocks, target, None, kernels)
+            move(Copies(blocks, target, None, kernels))
 
     def check(self, blocks: Iterable[int]) -> None:
         """Raise the errors that :meth:`load` would raise, as far as they can be found without copying."""
@@ -283,7 +288,7 @@ class Saved(NamedTuple):
     def move(self, move: Move, side: CopySide) -> None:
         """Queue the copies from or to a buffer."""
         sizes = self.stored._sizes[self.blocks.start : self.blocks.stop]
-        move(self.blocks, side.address + np.cumsum(sizes) - sizes, side)
+        move(Copies(self.blocks, side.address + np.cumsum(sizes) - sizes, side))
 
     def read(self, offset: int, target: Bytes) -> None:
         """Copy bytes from ``offset`` on to a host array. Blocks the host."""
@@ -450,6 +455,12 @@ class BlockTier(Tier, Closes):
         side.ordered_before(ordered)
         kernels = self._kernels_may_use(memory, places, stored.nbytes, ordered, write=True)
         stored.load(every, places, ordered, kernels)
+
+    def _check_for(self, stream: Stream) -> None:
+        """Raise if it cannot take the bytes of buffers that are copied on this stream."""
+        self._check_open()
+        if session_of(stream) is not session_of(self.device):
+            raise ValueError(f"backup {self!r} belongs to another driver")
 
     def _kernels_may_use(self, memory: Memory, places: Addresses, nbytes: int, stream: Stream, *, write: bool) -> bool:
         """Whether kernels of a stream may use blocks of memory, and the room of the tier."""

@@ -17,14 +17,14 @@ import numpy as np
 from streamalloc.core.errors import ClosedError, CudaError, size_text, undoing
 from streamalloc.core.internal import Device, Event, Fence, Stream
 from streamalloc.core.properties import checked_size
-from streamalloc.core.session import Session, session_of
+from streamalloc.core.session import session_of
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import (
     Addresses,
     BlockTier,
     Bytes,
     Chunk,
-    Indices,
+    Copies,
     Move,
     Saved,
     Stored,
@@ -95,8 +95,8 @@ class _Transfer:
     def __init__(
         self, stream: Stream, out: bool, staging: HostMemory, threads: int, give_back: Callable[[HostMemory], None]
     ) -> None:
-        self._stream = stream
-        self._out = out
+        self.stream: Stream = stream
+        self.out: bool = out
         """Whether blocks are copied from device memory."""
         self._staging = staging
         self._give_back = give_back
@@ -119,21 +119,21 @@ class _Transfer:
             else:
                 self._advance_oldest()
         step = _Step(self._free.pop(), file, blocks, copy, names)
-        self._first.append(self._copied(step) if self._out else self._accessed(step))
+        self._first.append(self._copied(step) if self.out else self._accessed(step))
 
     def _copied(self, step: _Step) -> _Step:
         step.copy(step.slot)
-        return step._replace(end=self._stream.record())
+        return step._replace(end=self.stream.record())
 
     def _accessed(self, step: _Step) -> _Step:
         """Begin to write the blocks to their file, or to read them."""
-        call = step.file.write if self._out else functools.partial(step.file.read, names=step.names)
+        call = step.file.write if self.out else functools.partial(step.file.read, names=step.names)
         return step._replace(end=self._threads.submit(call, step.blocks, step.slot))
 
     def _advance_oldest(self) -> None:
         step = self._first.popleft()
         _await(step)
-        self._second.append(self._accessed(step) if self._out else self._copied(step))
+        self._second.append(self._accessed(step) if self.out else self._copied(step))
 
     def _end_oldest(self) -> None:
         step = self._second.popleft()
@@ -152,9 +152,9 @@ class _Transfer:
     def abandon(self) -> None:
         """Stop after an error. Staging memory that copies may still use is released after them."""
         self._threads.shutdown(cancel_futures=True)
-        self._staging.release.use(Fence(session_of(self._stream), [self._stream]))
+        self._staging.release.use(Fence(session_of(self.stream), [self.stream]))
         with contextlib.suppress(CudaError, ClosedError):
-            self._stream.synchronize()
+            self.stream.synchronize()
             self._give_back(self._staging)
         self._first.clear()  # with the events, which frames of the error would keep
         self._second.clear()
@@ -181,20 +181,11 @@ class _Contents(Stored):
         with self.in_use(), session_of(stream).relaxed():
             transfer = self.tier._moving(stream, out)
             with undoing(transfer.abandon):
-                yield functools.partial(self._move, transfer, stream, out)
+                yield functools.partial(self._move, transfer)
                 transfer.finish()
 
-    def _move(
-        self,
-        transfer: _Transfer,
-        stream: Stream,
-        out: bool,
-        blocks: Indices,
-        at: Addresses,
-        side: Any = None,
-        kernels: bool = False,
-    ) -> None:
-        chosen = index_of(blocks)
+    def _move(self, transfer: _Transfer, copies: Copies) -> None:
+        chosen = index_of(copies.blocks)
         numbers, bases, places = np.arange(len(self))[chosen], self._bases[chosen], self._addresses[chosen]
         # Each block of a buffer is copied alone: the buffer may be in memory of several devices.
         most = self.tier.block if self.nbytes else 0
@@ -204,8 +195,9 @@ class _Contents(Stored):
             for run in chunk.runs(places[mine], most):
                 which, some = mine[[index for index, _ in run]], [block for _, block in run]
                 names = numbers[which].tolist() if self.nbytes else [None] * len(some)
-                device = at[which] + np.array([block.offset for block in some])
-                transfer.move(chunk.file, some, functools.partial(_copy, device, some, stream, out, kernels), names)
+                device = copies.addresses[which] + np.array([block.offset for block in some])
+                copy = functools.partial(_copy, device, some, transfer.stream, transfer.out, copies.kernels)
+                transfer.move(chunk.file, some, copy, names)
 
     def seal(self, stream: Stream) -> None:
         """Write the header of a file with a name, and give it the name."""
@@ -336,7 +328,7 @@ class DiskTier(BlockTier):
         OSError
             The file cannot be created.
         """
-        self._check(stream)
+        self._check_for(stream)
         stays = self.persistent and name is not None
         return self._held(DiskFile.create(self.folder, sizes, self.block, self._name(name or "") if stays else ""))
 
@@ -352,7 +344,7 @@ class DiskTier(BlockTier):
         ClosedError
             The tier was closed.
         """
-        self._check(stream)
+        self._check_for(stream)
         return self._held(DiskFile.open(self.folder / self._name(name), sizes, self.block))
 
     @staticmethod
@@ -366,11 +358,6 @@ class DiskTier(BlockTier):
         stored, chunk = _Contents(self), _Slots(file, 0, 0)
         stored.add(chunk, *chunk.take(chunk.count), sizes=file.sizes)
         return [Saved(stored, range(index, index + 1)) for index in range(chunk.count)]
-
-    def _check(self, stream: Stream) -> None:
-        self._check_open()
-        if session_of(stream) is not self._session:
-            raise ValueError(f"backup {self!r} belongs to another driver")
 
     def _moving(self, stream: Stream, out: bool) -> _Transfer:
         """Make a transfer. It uses idle staging memory, or new staging memory if there is none."""
@@ -401,10 +388,6 @@ class DiskTier(BlockTier):
         super().close()
         while self._idle:
             self._idle.pop().close()
-
-    @property
-    def _session(self) -> Session:
-        return session_of(self.device)
 
     def _text(self) -> str:
         state = ", closed" if self.closed else f", {size_text(self.used)} of pages" * bool(self._chunks)

@@ -29,7 +29,7 @@ from streamalloc.vmm.stores.blocks import (
     BlockTier,
     Bytes,
     Chunk,
-    Indices,
+    Copies,
     Move,
     Saved,
     Stored,
@@ -86,10 +86,8 @@ class InMemory(Stored):
                     self._written = (fence,) if out else self._written
 
     @abc.abstractmethod
-    def _move(
-        self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
-    ) -> None:
-        """Queue copies, see :class:`Move`."""
+    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
+        """Queue copies, from the device if ``out``."""
 
     def seal(self, stream: Stream) -> None:
         """Do nothing: later work of the stream finds the bytes."""
@@ -105,13 +103,11 @@ class _HostContents(InMemory):
         self._check = check
         self._sums: Sequence[int] = ()
 
-    def _move(
-        self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
-    ) -> None:
-        chosen = index_of(blocks)
+    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
+        chosen, device = index_of(copies.blocks), copies.addresses
         host = self._addresses[chosen]
-        sides = (host, at) if out else (at, host)
-        copy_batch(*sides, self.nbytes, self._bases[chosen], stream, out=out, kernels=kernels)
+        sides = (host, device) if out else (device, host)
+        copy_batch(*sides, self.nbytes, self._bases[chosen], stream, out=out, kernels=copies.kernels)
 
     def seal(self, stream: Stream) -> None:
         """Wait for the copies and compute the checksums, if the tier checks contents."""
@@ -202,16 +198,15 @@ class _SleepingBytes(InMemory):
             base, start = int(bases[first]), int(addresses[first])
             yield first, self._chunks[base].memory[start - base : start - base + int(sizes[first:last].sum())]
 
-    def _move(
-        self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
-    ) -> None:
-        done, every = 0, np.asarray(blocks)
+    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
+        done, every, side = 0, np.asarray(copies.blocks), copies.side
+        assert side is not None
         for some, fences in self._with_room(every):
             for fence in fences:
                 fence.precede(stream)
             for first, memory in self._runs(some):
                 ours = CopySide(memory.ctypes.data, memory.nbytes, None, memory)
-                theirs = CopySide(int(at[done + first]), memory.nbytes, side.ordinal, side.keep)
+                theirs = CopySide(int(copies.addresses[done + first]), memory.nbytes, side.ordinal, side.keep)
                 copy_bytes(*((ours, theirs) if out else (theirs, ours)), stream)
             done += len(some)
 
@@ -324,8 +319,7 @@ class HostTier(BlockTier):
         ValueError
             The stream belongs to another driver.
         """
-        if session_of(stream) is not session_of(self.device):
-            raise ValueError(f"backup {self!r} belongs to another driver")
+        self._check_for(stream)
         stored = _SleepingBytes(self, sizes)
         with self._lock:
             self._check_open()
@@ -511,11 +505,10 @@ class _Piece(MemoryChunk):
 class _BufferBytes(InMemory):
     """The bytes of buffers in memory."""
 
-    def _move(
-        self, stream: Stream, out: bool, blocks: Indices, at: Addresses, side: Any = None, kernels: bool = False
-    ) -> None:
-        session = session_of(stream)
-        for block, address in zip(blocks, at.tolist(), strict=True):
+    def _move(self, stream: Stream, out: bool, copies: Copies) -> None:
+        session, side = session_of(stream), copies.side
+        assert side is not None
+        for block, address in zip(copies.blocks, copies.addresses.tolist(), strict=True):
             ours = self._memory(block)
             theirs = CopySide(address, ours.nbytes, side.ordinal, side.keep)
             if out:

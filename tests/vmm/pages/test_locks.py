@@ -532,7 +532,7 @@ def test_a_swap_that_fails_leaves_the_places_of_another_one(stream: sa.Stream) -
         with pytest.raises(sa.OutOfMemoryError):
             world.space.swap_in(0)
         assert world.places.parked == {0: another}
-        world.places.locked(lambda: world.places.unpark([0]))
+        world.places.locked(lambda: world.places.commit([0]))
         world.space.release(0, ())
     world.check()
 
@@ -811,13 +811,13 @@ def _two_kept(stream: sa.Stream) -> World:
 KEPT: Any = vmm.PageSpace.kept
 READINGS = {
     "a commit is of all pages": Reading(
-        Places._commit, World, _committed, lambda it: it.space.commit([0, 1]), [[], [0, 1]], reads_first=False
+        Places.commit, World, _committed, lambda it: it.space.commit([0, 1]), [[], [0, 1]], reads_first=False
     ),
     "pages that could not be swapped out": Reading(
-        Places._commit,
+        Places.commit,
         lambda stream: _parked(stream, [0, 1]),
         _committed,
-        lambda it: it.places.locked(lambda: it.places.unpark([0, 1])),
+        lambda it: it.places.locked(lambda: it.places.commit([0, 1])),
         [[], [0, 1]],
         reads_first=False,
     ),
@@ -835,7 +835,7 @@ READINGS = {
         _kept,
         _set_aside,
         [[]],
-        end=lambda it: it.places.locked(functools.partial(it.places.unpark, [0, 1])),
+        end=lambda it: it.places.locked(functools.partial(it.places.commit, [0, 1])),
     ),
     "kept, close": Reading(
         KEPT.fget, _two_kept, _kept, lambda it: it.space.close(()), [[]], end=lambda it: it.spaces.pop(0)
