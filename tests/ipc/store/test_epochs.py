@@ -12,6 +12,7 @@ import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.driver.bindings import cuda
 from streamalloc.driver.wrappers import Function, Wrapper
+from streamalloc.ipc.store import store as module
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.processes import Partner, There, eventually
@@ -253,6 +254,21 @@ def _write_behind_a_gate(there: There, name: str) -> None:
     store = there.keep("store", ipc.Store(name, driver=there.driver))
     with store.write("key", replace=True, stream=there.stream) as weights:
         weights.allocate("all", 1024, np.uint8).fill(2)
+
+
+def test_the_first_request_needs_no_new_connection(
+    store: ipc.Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the constructor is used, unless its server has ended meanwhile."""
+    other, third = ipc.Store(name), ipc.Store(name)
+    with monkeypatch.context() as patch:
+        patch.delattr(module, "Connection")
+        assert other.list() == []
+        with pytest.raises(NameError):
+            other.list()
+    assert other.list() == []
+    third._idle[0]._channel.shutdown()
+    assert third.list() == []
 
 
 @pytest.mark.gpus(2)
