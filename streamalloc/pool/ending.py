@@ -87,7 +87,8 @@ class PoolEnd(HandleEnd):
         try:
             return super().attempt()
         except CudaError:
-            closed.add(int(raw))
+            if self._raw is not None:  # otherwise the pool is gone, and a new one may get its handle
+                closed.add(int(raw))
             raise
 
     def forget(self) -> None:

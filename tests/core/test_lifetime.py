@@ -19,7 +19,9 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.internal import this_thread
+from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
+from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.testing import Gate
 from tests.package.test_garbage_cycles import of_core
 from tests.support import (
@@ -60,6 +62,7 @@ class TestGarbage:
             buffer = pool.allocate(4096, stream)
             address = buffer.address
             shared = sa.ipc.share(buffer) if "shared" in end else None
+            lease = None if shared is None else shared._lease
             assert not machine.cuMemFreeAsync(cuda.CUdeviceptr(address), cuda.CUstream(stream.handle))[0]
             if "free" in end:
                 with pytest.raises(sa.InvalidValueError):
@@ -67,6 +70,7 @@ class TestGarbage:
                 assert buffer.freed
                 with pytest.raises(sa.ClosedError, match="freed already"):
                     buffer.free()
+                assert lease not in exports_of(session_of(device)).with_memory
                 other = pool.allocate(4096, stream)
                 del buffer
             else:
@@ -76,7 +80,7 @@ class TestGarbage:
                     end_what_was_dropped()
                 other = pool.allocate(4096, stream)
             assert other.address == address
-            del shared
+            del shared, lease
             other.fill(7)
             end_what_was_dropped()
             pool.allocate(4096, stream).fill(9)

@@ -12,6 +12,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.core.deferred import work
 from streamalloc.core.session import session_of
+from streamalloc.driver.bindings import cuda
 from streamalloc.pool.ending import pools_of
 from streamalloc.testing import Gate
 from tests.processes import eventually
@@ -174,6 +175,19 @@ def test_an_error_of_the_end_is_told_and_the_end_tried_again(machine: Any) -> No
     pool.close()
     device.synchronize()
     driver.assert_nothing_left()
+
+
+@pytest.mark.parametrize("answer", ["INVALID_VALUE", "CONTEXT_IS_DESTROYED"])
+def test_a_pool_that_the_driver_does_not_know_has_ended(machine: Any, answer: str) -> None:
+    """A new pool may get its handle, and is open."""
+    driver = sd.faulty(machine, DESTROY, result=f"CUDA_ERROR_{answer}")
+    pool = sa.MemoryPool(sa.Device(0, driver=driver))
+    session, raw = session_of(pool), pool.handle
+    with pytest.raises(sa.CudaError, match=answer):
+        pool.close()
+    work(session)
+    assert raw not in pools_of(session).closed
+    assert not machine.cuMemPoolDestroy(cuda.CUmemoryPool(raw))[0]
 
 
 def test_a_handle_counts_as_that_of_an_open_pool_before_the_driver_can_use_it_again(

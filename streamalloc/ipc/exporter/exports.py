@@ -276,11 +276,11 @@ class Lease(SharedState):
         try:
             with contextlib.nullcontext() if handle is not None else stream.device.current():
                 free_shared(buffer, stream, raw_handle(stream) if handle is None else handle)
-        except BaseException:
-            if not buffer.freed:
+        finally:
+            if buffer.freed:  # even if the driver refused, because other code had freed the memory
+                self._exports.with_memory.discard(self)
+            else:
                 self.words.generation.value = self.generation
-            raise
-        self._exports.with_memory.discard(self)
         if self._exports.deferred.has_work():
             self._exports.deferred.work()
 
