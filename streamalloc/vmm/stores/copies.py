@@ -4,32 +4,37 @@
 * By a kernel, in one launch for up to 4,032 blocks. It reads and writes host memory over the bus, at nine tenths of the
   bus's rate.
 
-A copy of :data:`_LARGE` bytes takes about as long in both ways; the kernel is faster for smaller ones, from two on.
+The kernel is faster for two blocks or more, up to a size that depends on device and bus. It is measured when the first
+tier of a device is made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, NotSupportedError
+from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError
 from streamalloc.core.internal import Device, Stream, queue_batch, raw_handle
 from streamalloc.core.session import PerDriver, session_of
 from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, COPY_UNIT, Lock, block_copies, copy_ptx
+from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import Addresses
+from streamalloc.vmm.stores.pinned import Pinning
 
 Mask: TypeAlias = "npt.NDArray[np.bool_]"
 
-_LARGE = 256 << 10
-"""Most bytes of a copy, once adjacent blocks are one, for which the kernel is used.
-
-On one H200 (driver 580), with 2 to 4,000 blocks of 512 bytes to 256 KiB, the kernel took at most 1.05 times as long as
-single copies, and down to a seventieth for small ones.
-"""
+_SIZES = tuple(4096 << power for power in range(0, 10, 2))
+"""Sizes of blocks in bytes at which the two ways are compared."""
+_UNMEASURED = 256 << 10
+"""The last size at which the kernel was as fast on an H200. It is used without memory to measure."""
+_ROOM, _MOST_MEASURED, _TRIES = 16 << 20, 64, 5  # bytes in each memory, blocks, runs of which the fastest one counts
 _LEGACY = (0, 1)  # handles of the legacy default stream, which takes no batches
 _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 """Number of copies in the first batch, and the most in later batches.
@@ -101,17 +106,16 @@ def _copy_part(
     targets, sources = (host, device) if out else (device, host)
     copies = int(np.count_nonzero(scattered)) + 1
     each = sizes if kernels and isinstance(sizes, int) else 0
-    suits = each and _suit_kernel(host, device, each, copies)
-    if not (suits and kernel_of(stream.device).copy(targets, sources, each, stream)):
+    kernel = kernel_of(stream.device)
+    is_faster = each and copies > 1 and each * len(host) <= kernel.most(out) * copies
+    if is_faster and _suit_kernel(host, device, each):
+        kernel.copy(targets, sources, each, stream)
+    else:
         _copy_runs(targets, sources, sizes, scattered, stream)
 
 
-def _suit_kernel(host: Addresses, device: Addresses, nbytes: int, copies: int) -> bool:
-    """Whether the kernel is faster than so many single copies, and addresses and size are multiples of what it moves at
-    once.
-    """
-    if copies < 2 or nbytes * len(host) > _LARGE * copies:
-        return False
+def _suit_kernel(host: Addresses, device: Addresses, nbytes: int) -> bool:
+    """Whether addresses and size are multiples of what the kernel moves at once."""
     bits = np.bitwise_or.reduce(device) | np.bitwise_or.reduce(host) | nbytes
     return not int(bits) % COPY_UNIT
 
@@ -166,21 +170,67 @@ class Kernel:
         self._device = device
         self._functions: dict[int, Any] = {}
         """Functions by the most blocks of a launch, in ascending order; none if the kernel is not loaded."""
+        self._most = 0, 0
+        """The most bytes of a copy for which the kernel is faster, to the device and from it."""
         self._lock = Lock()
         """Held by the thread that loads it. Others do not wait for it, and copy one by one meanwhile."""
 
-    def prepare(self) -> None:
-        """Load the kernel; without it, blocks are copied one by one.
+    def prepare(self, *, again: bool = False) -> None:
+        """Load the kernel and compare the ways. ``again``: compare them in any case. Without a kernel, blocks are
+        copied one by one.
 
         Called when a tier is made, not when blocks are copied: to load a kernel the driver waits for the work of the
         device.
         """
-        if not self._functions and self._lock.acquire(blocking=False):
+        if (again or not self._functions) and self._lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(CudaError):
-                    self._load()
+                    if not self._functions:
+                        self._load()
+                    # A simulated machine says what was measured on the one that it stands for.
+                    told = getattr(self._device.driver, "kernel_copies_up_to", None)
+                    try:
+                        self._most = self._measure() if told is None else (told, told)
+                    except OutOfMemoryError:
+                        self._most = _UNMEASURED, _UNMEASURED
             finally:
                 self._lock.release()
+
+    def most(self, out: bool) -> int:
+        """The most bytes of a copy, once adjacent blocks are one, for which the kernel is faster; 0 without it."""
+        return self._most[out]
+
+    def _measure(self) -> tuple[int, int]:
+        """The largest of :data:`_SIZES` up to which the kernel is as fast as single copies, to the device and from it.
+        On a stream of its own.
+        """
+        device, session = self._device, session_of(self._device)
+        with contextlib.ExitStack() as undo, session.relaxed():
+            stream = undo.enter_context(device.create_stream())
+            memory = undo.enter_context(undo.enter_context(MemoryPool(device)).allocate(2 * _ROOM, stream))
+            host, release = Pinning(device).obtain(_ROOM)
+            undo.callback(release)
+            undo.callback(session.call, "cuStreamSynchronize", raw_handle(stream))  # with copies before an error
+            host[:] = 0  # a checker reports reads of bytes that nobody wrote
+            memory.fill(0, stream)
+
+            def seconds(copy: Callable[..., object], *args: Any) -> float:
+                best = math.inf
+                for _ in range(_TRIES):
+                    begin = time.perf_counter()
+                    copy(*args, stream)
+                    session.call("cuStreamSynchronize", raw_handle(stream))
+                    best = min(best, time.perf_counter() - begin)
+                return best
+
+            most = [0, 0]
+            for out, nbytes in itertools.product((0, 1), _SIZES):
+                order = np.arange(min(_ROOM // nbytes, _MOST_MEASURED), dtype=np.int64) * nbytes
+                ends = (host.ctypes.data + order, memory.address + 2 * order)[:: 1 if out else -1]
+                one_by_one = seconds(_copy_one_by_one, *ends, np.full(len(order), nbytes))
+                if seconds(self.copy, *ends, nbytes) <= one_by_one:
+                    most[out] = nbytes
+            return most[0], most[1]
 
     def _load(self) -> None:
         session = session_of(self._device)
@@ -192,17 +242,14 @@ class Kernel:
                 COPY_MOST[name]: session.call("cuModuleGetFunction", module, name.encode()) for name in names
             }
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream) -> bool:
-        """Queue the copies of blocks (``cuLaunchKernel``); False if the kernel is not loaded."""
-        if not self._functions:
-            return False
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream) -> None:
+        """Queue the copies of blocks (``cuLaunchKernel``). The kernel must be loaded."""
         session, raw, few = session_of(stream), raw_handle(stream), COPY_MOST[COPY_KERNEL]
         blocks, function = [*self._functions.items()][0 if len(targets) <= few else -1]
         with self._device.current():
             for copies in block_copies(targets, sources, nbytes, blocks):
                 params = (copies,), (None,)
                 session.call("cuLaunchKernel", function, *copies.shape(_OVER_BUS), 0, raw, params, 0)
-        return True
 
 
 _kernels: PerDriver[dict[int, Kernel]] = PerDriver(lambda _: {})

@@ -117,6 +117,7 @@ PAGE_ACTS: dict[str, Callable[[Any, Any], Any]] = {
     "PageSpace.swap_out": _swapped,
     "PageTable.close": lambda world, one: one.close(),
     "PageTable.update": lambda world, one: (world.space.commit([8, 9]), one.update()),
+    "HostTier.calibrate": lambda world, one: one.calibrate(),
     "HostTier.hold": lambda world, one: one.hold([PAGE], world.stream)[0].drop(),
     "HostTier.prepare": lambda world, one: one.prepare(40 * PAGE),
     "HostTier.close": lambda world, one: one.close(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from streamalloc import vmm
 from streamalloc.driver.block_kernel import COPY_MOST, block_copies
 from streamalloc.testing import Faults, Gate
 from streamalloc.vmm.stores import copies
-from tests.support import Account, filled, names, pattern, pending, read
+from tests.support import Account, end_what_was_dropped, filled, names, pattern, pending, read
 from tests.vmm.pages.support import fill, values
 from tests.vmm.support import PAGE
 
@@ -24,7 +25,7 @@ LAUNCH = "cuLaunchKernel"
 
 def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Have blocks of any size go this way."""
-    monkeypatch.setattr(copies, "_LARGE", 1 << 30 if way == "kernel" else 0)
+    monkeypatch.setattr(copies.Kernel, "most", lambda *_: 1 << 30 if way == "kernel" else 0)
 
 
 @pytest.fixture(params=["copies", "kernel"])
@@ -260,6 +261,77 @@ class TestMemoryThatKernelsMayNotUse:
             stream.synchronize()
 
 
+def untold(machine: Any) -> Any:
+    """A driver that does not tell which way is faster, as no real one does."""
+    driver: Any = Faults(machine)
+    driver.kernel_copies_up_to = None
+    return driver
+
+
+class TestCalibration:
+    """Which way is faster is measured; here with little, because a simulated machine takes long for much."""
+
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(copies, "_SIZES", (4096, 65536))
+        monkeypatch.setattr(copies, "_ROOM", 1 << 20)
+
+    def slower(self, monkeypatch: pytest.MonkeyPatch, machine: Any, call: str) -> int:
+        """The most bytes of a copy by the kernel if a call of the driver takes 10 ms for blocks of 64 KiB."""
+        driver = untold(machine)
+        made = getattr(driver, call)
+
+        def slow(*args: Any) -> Any:
+            large = args[2][0] == 65536 if call == "cuMemcpyBatchAsync" else args[-2][0][0].nbytes == 65536
+            time.sleep(0.01 * large)
+            return made(*args)
+
+        setattr(driver, call, slow)
+        with vmm.HostTier(sa.Device(0, driver=driver)) as tier:
+            kernel = copies.kernel_of(tier.device)
+            found = kernel.most(True)
+            assert kernel.most(False) == found
+        return found
+
+    def test_finds_the_largest_size_at_which_the_kernel_is_as_fast(self, monkeypatch: Any, machine: Any) -> None:
+        assert self.slower(monkeypatch, machine, "cuMemcpyBatchAsync") == 65536
+        assert self.slower(monkeypatch, machine, LAUNCH) < 65536
+
+    def test_is_made_for_the_first_tier_and_when_asked(self, machine: Any) -> None:
+        driver = untold(machine)
+        device = sa.Device(0, driver=driver)
+        for launches in (True, False):
+            driver.fail(1 << 30)  # which lists the calls from here on
+            with vmm.HostTier(device) as tier:
+                assert (LAUNCH in driver.seen) == launches
+        driver.fail(1 << 30)
+        tier.calibrate()
+        assert LAUNCH in driver.seen
+
+    @pytest.mark.parametrize(
+        ("call", "result", "most"),
+        [
+            ("cuMemAllocFromPoolAsync", "CUDA_ERROR_OUT_OF_MEMORY", copies._UNMEASURED),
+            ("cuMemcpyBatchAsync", "CUDA_ERROR_UNKNOWN", 0),
+            (LAUNCH, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", 0),
+        ],
+    )
+    def test_that_fails_leaves_nothing(self, machine: Any, call: str, result: str, most: int) -> None:
+        account = Account(machine)
+        driver = untold(account.driver)
+        driver.fail(call, times=1000, result=result)
+        with vmm.HostTier(sa.Device(0, driver=driver)) as tier:
+            assert copies.kernel_of(tier.device).most(True) == most
+        end_what_was_dropped()
+        assert account.left == {}
+
+    def test_has_no_hazard(self, machine: Any) -> None:
+        checked = sd.checked(untold(machine))
+        with vmm.HostTier(sa.Device(0, driver=checked)) as tier:
+            tier.calibrate()
+        assert checked.hazards == []
+
+
 class TestFaults:
     @pytest.mark.parametrize(
         ("call", "result"),
@@ -315,8 +387,9 @@ class TestFaults:
     ],
 )
 def test_the_kernel_copies_where_single_copies_are_small(
-    machine: Any, nbytes: int, blocks: list[int], launched: bool
+    machine: Any, monkeypatch: pytest.MonkeyPatch, nbytes: int, blocks: list[int], launched: bool
 ) -> None:
+    monkeypatch.setattr(copies.Kernel, "most", lambda *_: 256 << 10)
     traced = sd.traced(machine)
     device = sa.Device(0, driver=traced)
     with (
