@@ -15,7 +15,7 @@ from streamalloc.core.session import session_of
 from streamalloc.testing import Gate
 from streamalloc.vmm.internal import RemappableBuffer
 from streamalloc.vmm.ownership import _fence_since
-from tests.support import Account, read
+from tests.support import Account
 from tests.vmm.support import PAGE, READWRITE
 
 
@@ -111,33 +111,6 @@ class TestRemapping:
             buffer.fill(7)
         buffer.close()
         assert account.left == {}
-
-    @pytest.mark.simulated_only("calls that fail are the same on any driver")
-    def test_every_call_fails_in_turn(self, machine: Any) -> None:
-        for number in range(1, 80):
-            account = Account(machine)
-            device = account.device
-            buffer = RemappableBuffer(device, 8 * PAGE, {device.location: READWRITE}, None, 0)
-            buffer.set_chunks("abc", self.make(device), 3 * PAGE)
-            buffer.fill(7)
-            device.synchronize()
-            account.driver._target = len(account.driver.seen) + number
-            try:
-                buffer.set_chunks("axyz", self.make(device), 4 * PAGE)
-            except sa.CudaError:
-                assert buffer.nbytes == 3 * PAGE == buffer.mapped_bytes and len(account.mapped) == 3
-                assert (read(buffer) == 7).all()
-                buffer.set_chunks("axyz", self.make(device), 4 * PAGE)
-            done = not account.driver.failed
-            account.driver._target = 1 << 40
-            if account.driver.failed == ["cuCtxPopCurrent"]:
-                machine.cuCtxPopCurrent()
-            assert len(account.mapped) == 4 and buffer.nbytes == 4 * PAGE
-            buffer.close()
-            assert account.left == {}
-            if done:
-                return
-        raise AssertionError("no end")
 
 
 def test_items_share_a_fence_that_is_younger(device: sa.Device) -> None:
