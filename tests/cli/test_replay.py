@@ -57,11 +57,7 @@ def test_other_library_without_a_gpu(machine: Any, run: Run, small: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["nowhere"], "nowhere: No such file"),
-        ([__file__], "neither a streamalloc trace"),
-    ],
+    ("arguments", "why"), [(["nowhere"], "nowhere: No such file"), ([__file__], "neither a streamalloc trace")]
 )
 def test_bad_arguments(machine: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], why: str) -> None:
     assert main(["replay", *arguments]) == 2

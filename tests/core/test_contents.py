@@ -78,10 +78,7 @@ class TestStreamOfADrop:
         self, device: sa.Device, stream: sa.Stream, gate: Gate, kind: str
     ) -> None:
         posix = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
-        with (
-            sa.MemoryPool(device, release_threshold=KEEP, handle_types=posix) as pool,
-            device.create_stream() as later,
-        ):
+        with sa.MemoryPool(device, release_threshold=KEEP, handle_types=posix) as pool, device.create_stream() as later:
             sources: dict[str, Any] = {"cache": sa.CachingAllocator(pool), "plain": sa.PlainMemory(device)}
             buffer = sources.get(kind, pool).allocate(MiB, stream)
             if kind == "shared":

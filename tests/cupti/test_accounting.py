@@ -94,12 +94,7 @@ MAKERS: dict[str, tuple[str, int, Callable[[Any], Any], Callable[[Any, Any], Any
         lambda d: ok(d.cuMemCreate(8 * MiB, properties(), 0)),
         lambda d, made: d.cuMemRelease(made),
     ),
-    "cuArray3DCreate": (
-        "arrays",
-        16,
-        lambda d: ok(d.cuArray3DCreate(array())),
-        lambda d, made: d.cuArrayDestroy(made),
-    ),
+    "cuArray3DCreate": ("arrays", 16, lambda d: ok(d.cuArray3DCreate(array())), lambda d, made: d.cuArrayDestroy(made)),
     "cuMipmappedArrayCreate": (
         "arrays",
         20,  # 16 MiB, and a quarter of it

@@ -43,13 +43,7 @@ class Arrays:
         self._made: dict[Any, Callable[[Any], Answer]] = {}
 
     def descriptor(
-        self,
-        width: int,
-        height: int,
-        depth: int = 0,
-        format: int = UINT8,
-        channels: int = 4,
-        flags: int = SPARSE,
+        self, width: int, height: int, depth: int = 0, format: int = UINT8, channels: int = 4, flags: int = SPARSE
     ) -> Any:
         descriptor = self.raw.CUDA_ARRAY3D_DESCRIPTOR()
         descriptor.Width, descriptor.Height, descriptor.Depth = width, height, depth

@@ -170,12 +170,7 @@ class Things:
     def use(self, context: Any) -> None:
         value(self.raw.cuCtxSetCurrent(context))
 
-    def pool(
-        self,
-        threshold: int | None = None,
-        policies: str = "111",
-        **props: int,
-    ) -> Any:
+    def pool(self, threshold: int | None = None, policies: str = "111", **props: int) -> Any:
         """A new pool; ``policies`` has a digit for each of REUSE_POLICIES."""
         pool = value(self.create_pool(**props))
         for name, digit in zip(REUSE_POLICIES, policies, strict=True):
@@ -545,11 +540,7 @@ rig = Rig(raw)
 """
 )
 
-REUSE_POLICIES = (
-    "REUSE_FOLLOW_EVENT_DEPENDENCIES",
-    "REUSE_ALLOW_OPPORTUNISTIC",
-    "REUSE_ALLOW_INTERNAL_DEPENDENCIES",
-)
+REUSE_POLICIES = ("REUSE_FOLLOW_EVENT_DEPENDENCIES", "REUSE_ALLOW_OPPORTUNISTIC", "REUSE_ALLOW_INTERNAL_DEPENDENCIES")
 COUNTERS = ("RESERVED_MEM_CURRENT", "RESERVED_MEM_HIGH", "USED_MEM_CURRENT", "USED_MEM_HIGH")
 
 

@@ -60,10 +60,7 @@ def test_stream_that_is_none(rig: Rig) -> None:
 
 @pytest.mark.parametrize(
     ("byte", "message"),
-    [
-        (300, "value too large to convert to unsigned char"),
-        (-1, "can't convert negative value to unsigned char"),
-    ],
+    [(300, "value too large to convert to unsigned char"), (-1, "can't convert negative value to unsigned char")],
 )
 def test_byte_of_a_fill(rig: Rig, byte: int, message: str) -> None:
     with pytest.raises(OverflowError, match=f"^{message}$"):

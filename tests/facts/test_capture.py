@@ -72,9 +72,7 @@ ANY_MODE: dict[str, dict[str, Call]] = {
         "fill past the end": lambda s: s.raw.cuMemsetD8Async(s.plain, 1, 64 * MiB, s.stream),
         "memory info": lambda s: s.raw.cuMemGetInfo(),
     },
-    "OUT_OF_MEMORY": {
-        "allocate too much": lambda s: s.raw.cuMemAllocAsync(1 << 50, s.stream),
-    },
+    "OUT_OF_MEMORY": {"allocate too much": lambda s: s.raw.cuMemAllocAsync(1 << 50, s.stream)},
 }
 
 # Calls that only the relaxed mode allows; the other two say STREAM_CAPTURE_UNSUPPORTED.

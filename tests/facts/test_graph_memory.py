@@ -215,12 +215,7 @@ NOT_NEEDED: list[tuple[str, list[str], str, list[tuple[int, ...]]]] = [
     ("given back by what lives", ["a=13 b=13 c=33"], "0 ? trim ?", [(2, 2, 3, 3), (2, 2, 2, 3)]),
     ("given back step by step", ["a=1 b=32 c=8 -a d=8 -d -b e=1 -c"], "0 trim ?", [(1, 2, 1, 2)]),
     ("goes to another graph", ["a=13 b=13 c=33", "a=1 -a"], "0 1 ?", [(3, 3, 3, 3)]),
-    (
-        "of a graph that took over",
-        ["a=1 b=18 c=35 -b d=1 -a -c -d", "a=1"],
-        "0 ? 1 0 ?",
-        [(2, 2, 3, 3), (3, 3, 4, 4)],
-    ),
+    ("of a graph that took over", ["a=1 b=18 c=35 -b d=1 -a -c -d", "a=1"], "0 ? 1 0 ?", [(2, 2, 3, 3), (3, 3, 4, 4)]),
     (
         "taken after what other graphs used",
         ["a=1 b=33 -a -b", "a=1", "a=1", "a=1"],
@@ -228,12 +223,7 @@ NOT_NEEDED: list[tuple[str, list[str], str, list[tuple[int, ...]]]] = [
         [(2, 2, 3, 3), (2, 2, 3, 3), (3, 3, 3, 3)],
     ),
     ("of an instance that is gone, taken first", ["a=1 -a b=33 -b c=12", "a=1"], "0 -0 1 ?", [(2, 2, 3, 3)]),
-    (
-        "beside what lives",
-        ["a=1 b=33 -b", "a=1", "a=1"],
-        "0 1 ? 2 ?",
-        [(2, 2, 3, 3), (3, 3, 3, 3)],
-    ),
+    ("beside what lives", ["a=1 b=33 -b", "a=1", "a=1"], "0 1 ? 2 ?", [(2, 2, 3, 3), (3, 3, 3, 3)]),
     ("new ones first", ["a=19 -a", "a=1 b=106 -a -b"], "0 1 ? 1 ?", [(5, 5, 5, 5), (5, 5, 5, 5)]),
     (
         "then the newest",

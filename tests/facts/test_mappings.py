@@ -304,10 +304,7 @@ CAPTURED: dict[str, tuple[str, Callable[[Scene], Answer]]] = {
     "create": ("SUCCESS", lambda s: s.rig.create_memory()),
     "reserve": ("SUCCESS", lambda s: s.rig.try_reserve(PAGE)),
     "map": ("SUCCESS", lambda s: s.raw.cuMemMap(s.page(4), PAGE, 0, s.one, 0)),
-    "set access": (
-        "SUCCESS",
-        lambda s: s.raw.cuMemSetAccess(s.page(1), 2 * PAGE, [s.rig.access(*OWN)], 1),
-    ),
+    "set access": ("SUCCESS", lambda s: s.raw.cuMemSetAccess(s.page(1), 2 * PAGE, [s.rig.access(*OWN)], 1)),
     "get access": ("SUCCESS", lambda s: s.raw.cuMemGetAccess(s.rig.location(DEVICE), s.page(1))),
     "retain": ("SUCCESS", lambda s: s.rig.keep_memory(s.raw.cuMemRetainAllocationHandle(s.page(1)))),
     "properties": ("SUCCESS", lambda s: s.raw.cuMemGetAllocationPropertiesFromHandle(s.one)),

@@ -50,7 +50,7 @@ ANSWERS: dict[str, dict[str, Callable[[Rig], Answer]]] = {
     },
     "OUT_OF_MEMORY": {"more than there is": lambda rig: rig.raw.cuMemAlloc(1 << 45)},
     "HOST_MEMORY_NOT_REGISTERED": {
-        "unregister where nothing is mapped": lambda rig: rig.raw.cuMemHostUnregister(0x7000_0000_0000),
+        "unregister where nothing is mapped": lambda rig: rig.raw.cuMemHostUnregister(0x7000_0000_0000)
     },
     "NOT_FOUND": {
         "range behind the end": lambda rig: rig.raw.cuMemGetAddressRange(int(rig.plain(5 * MiB)) + 5 * MiB),

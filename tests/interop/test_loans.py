@@ -335,10 +335,7 @@ class TestBorrowed:
                 tensor.bits, tensor.lanes = bits, lanes
                 return capsule
 
-        with (
-            pool.allocate(16, stream) as buffer,
-            pytest.raises(ValueError, match=f"elements of {bits * lanes} bits"),
-        ):
+        with pool.allocate(16, stream) as buffer, pytest.raises(ValueError, match=f"elements of {bits * lanes} bits"):
             interop.borrow(Array(), stream)
 
     @pytest.mark.parametrize(("shape", "strides"), [((4, 4), (4, 16)), ((8,), (8,)), ((2, 3, 4), (48, 12, 4))])

@@ -73,12 +73,7 @@ def run_test(variable: str, checkout: Path, name: str, *options: str) -> subproc
     return subprocess.run(
         [*command, f"--rootdir={checkout}", *options, f"{checkout / path}::{test}"],
         cwd=STANDINS,  # python -m puts it before PYTHONPATH; the checkout has a package of the same name
-        env={
-            **os.environ,
-            variable: str(checkout),
-            "PYTHONPATH": os.pathsep.join(paths),
-            "STREAMALLOC_DRIVER": "cuda",
-        },
+        env={**os.environ, variable: str(checkout), "PYTHONPATH": os.pathsep.join(paths), "STREAMALLOC_DRIVER": "cuda"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -17,18 +17,7 @@ from streamalloc.ipc.wire.descriptor import ChunkHandle, Descriptor
 from tests.ipc import kinds
 from tests.ipc.exporter.test_foreign import Array
 from tests.ipc.kinds import KINDS, Made, closing
-from tests.ipc.support import (
-    PAGE,
-    POSIX,
-    State,
-    again,
-    busy,
-    hold,
-    map_and_see,
-    release,
-    same,
-    state,
-)
+from tests.ipc.support import PAGE, POSIX, State, again, busy, hold, map_and_see, release, same, state
 from tests.ipc.wire import test_descriptor
 from tests.ipc.wire.test_descriptor import OTHER, problem_of
 from tests.processes import SECONDS, Partner, There
@@ -182,9 +171,7 @@ class TestOrder:
         assert opened.shows(3)
 
     @pytest.mark.parametrize(
-        ("endpoint", "error"),
-        [(NOTHING, ValueError), (OTHER, ConnectionError)],
-        ids=["nobody to ask", "asked in vain"],
+        ("endpoint", "error"), [(NOTHING, ValueError), (OTHER, ConnectionError)], ids=["nobody to ask", "asked in vain"]
     )
     def test_without_the_control_block(
         self, buffer: vmm.GrowableBuffer, on_cuda: bool, endpoint: bytes, error: type[Exception]

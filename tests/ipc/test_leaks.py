@@ -10,15 +10,7 @@ import pytest
 
 import streamalloc as sa
 from streamalloc import ipc, vmm
-from tests.ipc.support import (
-    POSIX,
-    make_buffer,
-    make_growable,
-    make_pool,
-    no_more,
-    state,
-    state_there,
-)
+from tests.ipc.support import POSIX, make_buffer, make_growable, make_pool, no_more, state, state_there
 from tests.processes import SECONDS, Partner, eventually
 from tests.support import MiB
 

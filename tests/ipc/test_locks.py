@@ -305,12 +305,7 @@ def _end(state: Settling) -> None:
 class TestRing:
     @pytest.mark.parametrize(
         "first",
-        [
-            lambda state: RingProducer.statistics(state.producer()),
-            _wait,
-            lambda state: state.attempt(),
-            _end,
-        ],
+        [lambda state: RingProducer.statistics(state.producer()), _wait, lambda state: state.attempt(), _end],
         ids=["statistics", "waiting for a slot", "the end is sent", "the end"],
     )
     def test_a_slot_is_freed_once(self, first: Callable[[Settling], object]) -> None:

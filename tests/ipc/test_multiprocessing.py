@@ -449,12 +449,7 @@ class TestFreedAfterPut:
                 assert workers.submit(_value_in_a_worker, other).result(SECONDS) == [3]
 
     def test_shared_twice(
-        self,
-        run: Callable[..., Any],
-        context: Any,
-        queue: Any,
-        fill: Callable[[int], sa.Buffer],
-        pool: sa.MemoryPool,
+        self, run: Callable[..., Any], context: Any, queue: Any, fill: Callable[[int], sa.Buffer], pool: sa.MemoryPool
     ) -> None:
         """A result of ``share`` holds the memory in each message, even if it did not hold it before."""
         here, there = context.Pipe()

@@ -24,13 +24,7 @@ from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, membe
 from tests.processes import eventually
 from tests.support import end_what_was_dropped
 
-CLASSES: list[type] = [
-    ipc.ImportedArray,
-    ipc.ImportedBuffer,
-    ipc.ImportedPool,
-    ipc.ImportedRange,
-    ipc.Shared,
-]
+CLASSES: list[type] = [ipc.ImportedArray, ipc.ImportedBuffer, ipc.ImportedPool, ipc.ImportedRange, ipc.Shared]
 FABRIC = sa.MemHandleType.FABRIC
 # What stays for as long as the driver: the control block, and pools of others.
 KEPT = {"registered memory", "registered host memory", "imported pool", "pinned memory"}

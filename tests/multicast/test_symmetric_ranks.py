@@ -199,8 +199,7 @@ class TestAgreement:
             assert crew.run(lambda rank: rank.memory().close()) == [None] * 3
 
     @pytest.mark.parametrize(
-        ("options", "kind"),
-        [({"nbytes": -1}, ValueError), ({"device": 3}, TypeError), ({"timeout": -1}, ValueError)],
+        ("options", "kind"), [({"nbytes": -1}, ValueError), ({"device": 3}, TypeError), ({"timeout": -1}, ValueError)]
     )
     def test_one_rank_s_bad_argument(self, options: dict[str, Any], kind: type[Exception]) -> None:
         with Crew(3) as crew:
@@ -215,9 +214,7 @@ class TestAgreement:
     def test_a_rank_that_does_something_else(self) -> None:
         with Crew(3) as crew:
             errors = crew.each(
-                lambda rank: rank.memory(),
-                lambda rank: rank.group.barrier(),
-                lambda rank: rank.memory(),
+                lambda rank: rank.memory(), lambda rank: rank.group.barrier(), lambda rank: rank.memory()
             )
             for rank in (0, 2):
                 assert isinstance(errors[rank], SymmetricMemoryError) and errors[rank].step == "agree"

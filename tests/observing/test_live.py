@@ -173,9 +173,7 @@ def test_arguments(pool: sa.MemoryPool) -> None:
     assert repr(live(pool)) == "<LiveView, stopped>"
 
 
-def test_a_process_that_ends_while_they_run(
-    python: Callable[..., subprocess.CompletedProcess[str]],
-) -> None:
+def test_a_process_that_ends_while_they_run(python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     code = """
 import streamalloc as sa
 from streamalloc.observing import live

@@ -238,10 +238,7 @@ class TestMappingWatchers:
 
         left = {one, other} if function is watch_mappings else {other}
         for _ in interleaved(
-            function,
-            make,
-            lambda _: function(session, one),
-            lambda _: watch_mappings(session, other),
+            function, make, lambda _: function(session, one), lambda _: watch_mappings(session, other)
         ):
             assert {*allocations.watchers} == left
 

@@ -205,12 +205,7 @@ class TestLives:
             assert {second.freed, third.freed, fourth.address == address} == {True}
             found = plots.lives(traced.calls)
             fourth.free()
-        assert [life.why for life in found] == [
-            "",
-            "same stream",
-            "an event orders them",
-            "the host had synchronised",
-        ]
+        assert [life.why for life in found] == ["", "same stream", "an event orders them", "the host had synchronised"]
         assert [life.nbytes for life in found] == [8 * MiB] * 4 and {life.address for life in found} == {address}
         assert [life.stop is None for life in found] == [False, False, False, True]
 

@@ -299,7 +299,4 @@ class Cache(RuleBasedStateMachine):
 @pytest.mark.parametrize("kind", [sa.CachingAllocator, vmm.ExpandableCache])
 def test_a_cache_beside_a_model(machine: Any, kind: type[sa.CachingAllocator]) -> None:
     make: Any = functools.partial(Cache, machine, kind)
-    run_state_machine_as_test(
-        make,
-        settings=workout(50, 40),
-    )
+    run_state_machine_as_test(make, settings=workout(50, 40))

@@ -252,11 +252,7 @@ class TestSizes:
         (known,) = cache._state.live()
         assert 0 < len(known.lists) <= 50
 
-    @pytest.mark.parametrize(
-        ("named", "error"),
-        [({"limit": -1}, ValueError), ({"limit": 1.5}, TypeError)],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("named", "error"), [({"limit": -1}, ValueError), ({"limit": 1.5}, TypeError)], ids=str)
     def test_bad_ones(self, pool: sa.MemoryPool, named: Any, error: type[Exception]) -> None:
         with pytest.raises(error, match=next(iter(named))):
             sa.CachingAllocator(pool, **named)

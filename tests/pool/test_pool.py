@@ -139,8 +139,7 @@ class TestAttributes:
             assert list(found) == [name for number, name in enumerate(known) if number != 1]
 
     @pytest.mark.parametrize(
-        "name",
-        ["reuse_follow_event_dependencies", "reuse_allow_opportunistic", "reuse_allow_internal_dependencies"],
+        "name", ["reuse_follow_event_dependencies", "reuse_allow_opportunistic", "reuse_allow_internal_dependencies"]
     )
     def test_switches(self, pool: sa.MemoryPool, device: sa.Device, name: str) -> None:
         others = dict(pool.attributes)

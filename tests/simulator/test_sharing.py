@@ -368,10 +368,7 @@ class TestFabric:
     def test_between_processes(self, another: Callable[..., Peer]) -> None:
         rig, importer = new_rig(fabric=True), another(fabric=True)
         pool, memory = rig.pool(UINT64_MAX, handle_types=FABRIC), rig.memory(PAGE, handle_types=FABRIC)
-        handles = {
-            "pool": bytes_of(rig.exported(pool, FABRIC)),
-            "memory": bytes_of(rig.exported(memory, FABRIC)),
-        }
+        handles = {"pool": bytes_of(rig.exported(pool, FABRIC)), "memory": bytes_of(rig.exported(memory, FABRIC))}
         _, data = allocate(rig, pool, MiB, 7, rig.stream())
         importer.rig("synchronize")  # it has started
         before = len(descriptors(importer.pid))

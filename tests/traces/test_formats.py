@@ -351,11 +351,7 @@ class TestCalls:
     def test_what_a_program_did(self, machine: Any) -> None:
         driver = sd.traced(machine)
         device = sa.Device(0, driver=driver)
-        with (
-            sa.MemoryPool(device) as pool,
-            device.create_stream() as one,
-            device.create_stream() as two,
-        ):
+        with sa.MemoryPool(device) as pool, device.create_stream() as one, device.create_stream() as two:
             before = pool.allocate(64, one)
             driver.calls.clear()
             first = pool.allocate(4096, one)

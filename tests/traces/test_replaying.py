@@ -389,10 +389,7 @@ def fake_cuda_core(peer: Peer) -> dict[str, Any]:
 
 
 PEERS: dict[str, tuple[Callable[[Peer], dict[str, Any]], list[Any]]] = {
-    "cupy": (
-        fake_cupy,
-        [("use", 0), ("use", 1), ("wait", 0, 1), ("free", 1), ("use", 0), ("free", 2), ("free", 3)],
-    ),
+    "cupy": (fake_cupy, [("use", 0), ("use", 1), ("wait", 0, 1), ("free", 1), ("use", 0), ("free", 2), ("free", 3)]),
     "pytorch": (fake_torch, [("wait", 70, 71), ("free", 1), ("free", 2), ("free", 3)]),
     "rmm": (fake_rmm, [("free", 1, 100, 1), ("free", 2, 50, 1), ("free", 3, 30, 0)]),
     "cuda.core": (fake_cuda_core, [("wait", 1, 0), ("free", 1, 1), ("free", 2, None), ("free", 3, None)]),

@@ -129,11 +129,7 @@ class TestClose:
     def test_used_afterwards(self, memory: vmm.PhysicalMemory) -> None:
         pages = vmm.AddressRange(2 * PAGE, address=0x7FFF00000000)
         pages.close()
-        for use in each(
-            lambda: pages.address,
-            lambda: pages.honoured,
-            lambda: pages.map(memory),
-        ):
+        for use in each(lambda: pages.address, lambda: pages.honoured, lambda: pages.map(memory)):
             with pytest.raises(sa.ClosedError, match="closed"):
                 use()
         assert memory.mapping_count == 0

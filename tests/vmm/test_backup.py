@@ -16,18 +16,7 @@ from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
 from tests.interrupting import Interrupt, Interrupted
-from tests.support import (
-    KEEP,
-    Account,
-    end_what_was_dropped,
-    filled,
-    holds,
-    in_a_thread,
-    pattern,
-    read,
-    sampled,
-    shows,
-)
+from tests.support import KEEP, Account, end_what_was_dropped, filled, holds, in_a_thread, pattern, read, sampled, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 SIZE = 5000

@@ -117,11 +117,7 @@ class TestWithoutBackup:
             stream.record() as event,
             vmm.GrowableBuffer(device, PAGE, PAGE) as buffer,
         ):
-            for after, expected in (
-                ((), []),
-                (stream, ["cuStreamSynchronize"]),
-                ([event], ["cuEventSynchronize"]),
-            ):
+            for after, expected in (((), []), (stream, ["cuStreamSynchronize"]), ([event], ["cuEventSynchronize"])):
                 done = len(account.calls(*waits))
                 buffer.evict(after=after)
                 assert account.calls(*waits)[done:] == [*expected, "cuMemUnmap"]

@@ -73,10 +73,7 @@ class TestTwoFaults:
     def test_mapping(self, machine: Any) -> None:
         """A mapping that could not be unmapped stays in the table, so that it can be unmapped later."""
         account, device = self.failing(machine, ("cuMemSetAccess", 1), ("cuMemUnmap", 1))
-        with (
-            vmm.AddressRange(PAGE, driver=device.driver) as addresses,
-            vmm.PhysicalMemory(device, PAGE) as memory,
-        ):
+        with vmm.AddressRange(PAGE, driver=device.driver) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             with pytest.raises(sa.CudaError) as caught:
                 addresses.map(memory, access=device)
             assert caught.value.call == "cuMemSetAccess"

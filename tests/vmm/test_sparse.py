@@ -203,10 +203,7 @@ class TestMap:
         ],
     )
     def test_bad_regions(self, tiles: vmm.TilePool, image: vmm.SparseArray, stream: sa.Stream, region: Any) -> None:
-        for use in each(
-            lambda: image.map(tiles, region, stream=stream),
-            lambda: image.unmap(region, stream=stream),
-        ):
+        for use in each(lambda: image.map(tiles, region, stream=stream), lambda: image.unmap(region, stream=stream)):
             with pytest.raises(ValueError, match="region"):
                 use()
         assert image.mapped_bytes == 0 and tiles.free_tiles == TILES
@@ -394,8 +391,7 @@ class TestMipmaps:
         self, texture: vmm.SparseArray, tiles: vmm.TilePool, stream: sa.Stream
     ) -> None:
         for use in each(
-            lambda: texture.map(tiles, level=3, stream=stream),
-            lambda: texture.unmap(level=9, stream=stream),
+            lambda: texture.map(tiles, level=3, stream=stream), lambda: texture.unmap(level=9, stream=stream)
         ):
             with pytest.raises(ValueError, match="mip tail"):
                 use()

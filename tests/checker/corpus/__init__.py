@@ -1,17 +1,6 @@
 """Planted hazards, each with its corrected twin."""
 
-from tests.checker.corpus import (
-    contexts,
-    copies,
-    freed,
-    graphs,
-    mappings,
-    nodes,
-    order,
-    pools,
-    programs,
-    sharing,
-)
+from tests.checker.corpus import contexts, copies, freed, graphs, mappings, nodes, order, pools, programs, sharing
 from tests.checker.corpus.bench import CASES, PAGE, SIZE, Bench, Case
 
 AREAS = (pools, order, copies, contexts, graphs, nodes, mappings, freed, sharing, programs)

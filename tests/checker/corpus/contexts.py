@@ -19,7 +19,7 @@ double free
 race
     memory_of_a_pool_lives_on: x = ready; k = context; s = cuStreamCreate 1; + at x s; - write x a; end_context k;
         write x b
-""",
+"""
 )
 
 

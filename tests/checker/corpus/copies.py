@@ -88,7 +88,7 @@ uninitialized
     copied_before_anything_is_written: x = new a; y = new a; + fill x 1 a; copy_to x y a
     a_part_is_not_written: x = new a; y = new a; fill x[:4032] 1 a; copy_to x[:4032]|x y[:4032]|y a
     a_kernel_reads_what_nobody_has_written: x = new a; + write x a; read x a
-""",
+"""
 )
 programs(
     """

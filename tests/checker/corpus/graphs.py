@@ -26,7 +26,7 @@ use before allocation
 unmap while in use
     unmapped_while_a_graph_runs: m = mapped; begin a; at m a; g = end; launch g b; + synchronize b; unmap m;
         synchronize device
-""",
+"""
 )
 programs(
     """

@@ -38,7 +38,7 @@ double free
 leak
     pool_memory_is_not_freed: x = cuMemAllocAsync 4096 a; + cuMemFreeAsync x a; finish driver; - cuMemFreeAsync x a
     a_mapping_is_left: m = mapped; + unmap m; + release m; finish driver
-""",
+"""
 )
 programs(
     """

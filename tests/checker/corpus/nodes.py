@@ -68,7 +68,7 @@ race
         cuGraphDestroyNode m; launch g a; + a > b; fill x 2 b
     a_node_of_a_graph_is_switched_off_and_on: x = ready; g = graph; n = node g x; r = launchable g;
         cuGraphNodeSetEnabled r n 0; write x b; - cuGraphNodeSetEnabled r n 1; cuGraphLaunch r a
-""",
+"""
 )
 
 

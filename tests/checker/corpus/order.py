@@ -39,7 +39,7 @@ free racing a use
 unmap while in use
     unmapped_while_a_host_function_holds_the_use: m = mapped; f = holding a; at m a; + set f; + synchronize a; unmap m;
         set f; synchronize device
-""",
+"""
 )
 programs(
     """

@@ -41,7 +41,7 @@ reuse race
 release while in use
     a_stream_was_destroyed_and_not_waited_for: x = ready; p = cuMemHostAlloc 4096 0; s = cuStreamCreate 1;
         cuMemcpyHtoDAsync x p 4096 s; + cuStreamSynchronize s; cuStreamDestroy s; cuMemFreeHost p
-""",
+"""
 )
 programs(
     """

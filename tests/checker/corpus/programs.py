@@ -75,7 +75,7 @@ use after free
     a_kernel_uses_a_page_that_was_unmapped: m = mapped; - unmap m; at m a
 unmap while in use
     a_page_is_mapped_elsewhere_beside_a_kernel: m = mapped; at m a; + synchronize a; unmap m; synchronize device; map m
-""",
+"""
 )
 programs(
     """

@@ -28,7 +28,7 @@ free before the importer's
     the_exporter_frees_first: x = of_shared_pool; synchronize a; y = opened x; - free x; cuMemFreeAsync y a; + free x
     the_exporter_does_not_wait_for_the_importer: x = of_shared_pool; synchronize a; y = opened x; cuMemFreeAsync y b;
         + wait a b; free x
-""",
+"""
 )
 programs(
     """

@@ -116,10 +116,7 @@ platform = SimpleNamespace(
     mem_get_info=torch.cuda.mem_get_info,
 )
 cumem = _Cumem(
-    "vllm.device_allocator.cumem",
-    CuMemAllocator=CuMemAllocator,
-    create_and_map=lambda handle: None,
-    libcudart=_Runtime,
+    "vllm.device_allocator.cumem", CuMemAllocator=CuMemAllocator, create_and_map=lambda handle: None, libcudart=_Runtime
 )
 _Module("vllm.device_allocator", get_mem_allocator_instance=_allocator, cumem=cumem)
 _Module("vllm.device_allocator.sleep_mode_backend", CuMemBackend=SleepModeBackend)

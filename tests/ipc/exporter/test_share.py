@@ -392,10 +392,7 @@ class TestOrder:
 def test_whatever_is_delayed(on_cuda: bool, seed: int) -> None:
     """Two processes fill one buffer in turns; a scheduler delays whatever stream order allows."""
     name = "schedules"
-    with (
-        Partner(on_cuda, seed=seed, name=name) as partner,
-        sd.use(sd.simulated(seed=seed + 100, name=name)) as machine,
-    ):
+    with Partner(on_cuda, seed=seed, name=name) as partner, sd.use(sd.simulated(seed=seed + 100, name=name)) as machine:
         device = sa.Device(0, driver=machine)
         with device.create_stream() as stream, shared_pool(device) as pool:
             for number in range(1, 20):

@@ -10,17 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Ring, RingProducer
-from tests.ipc.ring.support import (
-    SIZE,
-    consume,
-    give_there,
-    iterate,
-    join,
-    send,
-    shows_there,
-    statistics_there,
-    take,
-)
+from tests.ipc.ring.support import SIZE, consume, give_there, iterate, join, send, shows_there, statistics_there, take
 from tests.processes import SECONDS, Partner
 from tests.support import filled, pattern
 

@@ -428,10 +428,7 @@ def test_changes_of_another_form(keeper: Any, tmp_path: Path, fields: dict[str, 
         again.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("", 3), ("[]", 3), ("{}", 3), ('{"key":"a","place":0,"device":5}', 3)],
-)
+@pytest.mark.parametrize(("text", "count"), [("", 3), ("[]", 3), ("{}", 3), ('{"key":"a","place":0,"device":5}', 3)])
 def test_texts_that_are_none(name: str, text: str, count: int) -> None:
     """A server refuses to begin with them, and closes the descriptors."""
     socket_path(name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)

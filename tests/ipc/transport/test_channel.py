@@ -511,11 +511,7 @@ class TestAddresses:
         with Channel.listen() as listener:
             assert listener.address.startswith(f"@streamalloc-{os.geteuid()}-") and len(listener.address) > 40
             assert listener.address in repr(listener)
-            for address in (
-                listener.address,
-                listener.address.encode(),
-                b"\0" + listener.address[1:].encode(),
-            ):
+            for address in (listener.address, listener.address.encode(), b"\0" + listener.address[1:].encode()):
                 with Channel.connect(address, timeout=1) as theirs, listener.accept(1) as ours:
                     theirs.send(b"hello")
                     assert ours.receive(timeout=1).data == b"hello"

@@ -25,9 +25,7 @@ from tests.ipc.support import again, hold, opened_by, shared_pool
 from tests.processes import Partner, There, eventually
 from tests.support import MiB, executed
 
-pytestmark = [
-    pytest.mark.simulated_only("several drivers in one process, which stand for several processes"),
-]
+pytestmark = [pytest.mark.simulated_only("several drivers in one process, which stand for several processes")]
 
 
 def test_one_too_many(pool: sa.MemoryPool, stream: sa.Stream) -> None:

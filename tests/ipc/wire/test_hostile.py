@@ -29,9 +29,7 @@ from tests.ipc.support import opened_by, shared_pool
 from tests.processes import eventually
 from tests.support import end_what_was_dropped, executed
 
-pytestmark = [
-    pytest.mark.simulated_only("several drivers in one process, which stand for several processes"),
-]
+pytestmark = [pytest.mark.simulated_only("several drivers in one process, which stand for several processes")]
 
 BYTES = 4096
 HALF = WORD // 2

@@ -37,11 +37,7 @@ class TestReads:
 
     def test_zeros_of_all_spaces_are_one_page(self, device: sa.Device) -> None:
         traced = sd.traced(device.driver)
-        with (
-            vmm.PageArena(sa.Device(0, driver=traced)) as arena,
-            arena.space(8 * PAGE),
-            arena.space(4 * PAGE),
-        ):
+        with vmm.PageArena(sa.Device(0, driver=traced)) as arena, arena.space(8 * PAGE), arena.space(4 * PAGE):
             assert names(traced, "cuMemCreate") == ["cuMemCreate"]
             assert settled(arena) == (0, 0, 0)
 

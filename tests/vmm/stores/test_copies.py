@@ -247,10 +247,7 @@ class TestMemoryThatKernelsMayNotUse:
 
     def test_of_another_device_or_read_only(self, device: sa.Device, stream: sa.Stream, monkeypatch: Any) -> None:
         choose(monkeypatch, "kernel")
-        with (
-            vmm.HostTier(device) as tier,
-            vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream) as buffer,
-        ):
+        with vmm.HostTier(device) as tier, vmm.GrowableBuffer(device, PAGE, PAGE, stream=stream) as buffer:
             buffer.fill(1)
             stored = tier.save(buffer, range(0, 8, 2), 4096, stream)
             buffer.set_access({device: sa.MemAccess.READ})
@@ -335,10 +332,7 @@ class TestCalibration:
 class TestFaults:
     @pytest.mark.parametrize(
         ("call", "result"),
-        [
-            ("cuModuleLoadData", "CUDA_ERROR_JIT_COMPILER_NOT_FOUND"),
-            ("cuModuleGetFunction", "CUDA_ERROR_NOT_FOUND"),
-        ],
+        [("cuModuleLoadData", "CUDA_ERROR_JIT_COMPILER_NOT_FOUND"), ("cuModuleGetFunction", "CUDA_ERROR_NOT_FOUND")],
     )
     def test_without_a_kernel_blocks_are_copied_one_by_one(self, machine: Any, call: str, result: str) -> None:
         account = Account(machine)
@@ -392,11 +386,7 @@ def test_the_kernel_copies_where_single_copies_are_small(
     monkeypatch.setattr(copies.Kernel, "most", lambda *_: 256 << 10)
     traced = sd.traced(machine)
     device = sa.Device(0, driver=traced)
-    with (
-        device.create_stream() as stream,
-        sa.allocate(8 * nbytes, stream) as buffer,
-        vmm.HostTier(device) as tier,
-    ):
+    with device.create_stream() as stream, sa.allocate(8 * nbytes, stream) as buffer, vmm.HostTier(device) as tier:
         filled(buffer, 1)
         traced.calls.clear()
         stored = tier.save(buffer, blocks, nbytes, stream)

@@ -330,8 +330,7 @@ class TestFiles:
             assert right(several) and False in direct
 
     @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [({"block": 100}, "block=100"), ({"block": 0}, "block=0"), ({"threads": 0}, "threads=0")],
+        ("wrong", "message"), [({"block": 100}, "block=100"), ({"block": 0}, "block=0"), ({"threads": 0}, "threads=0")]
     )
     def test_wrong_arguments(self, device: sa.Device, tmp_path: Path, wrong: dict[str, int], message: str) -> None:
         with pytest.raises(ValueError, match=message):
