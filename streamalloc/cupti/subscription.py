@@ -145,12 +145,16 @@ class Subscription:
 
     def take_written(self) -> None:
         """Take the calls that the gate has written down. Their threads stand where they stand now."""
-        now = time_ns()
+        now, places = time_ns(), dict[int, Stack]()
         for one in self.gate.take():
             name, how, per_thread, stream_at = self._functions[one.number]
+            if one.result and name == "cuEventQuery":
+                continue  # allocators ask for the same event again and again
             given, answer = how.arguments(at := ctypes.addressof(one.args)), how.answer(at, one.result)
             given = _on_stream(given, per_thread, stream_at)
-            place = frames_of(sys._current_frames().get(one.thread), _DEEPEST)
+            if one.thread not in places:
+                places[one.thread] = frames_of(sys._current_frames().get(one.thread), _DEEPEST)
+            place = places[one.thread]
             self._listener(DriverCall(name, given, answer, one.thread, one.context, place, now, is_late=True))
 
     def _fail(self, error: BaseException) -> None:

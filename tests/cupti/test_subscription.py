@@ -76,6 +76,26 @@ def test_long_arguments_of_a_kernel_are_read_whole() -> None:
     assert Kernel("name", [4, 4]).pointers(0, 1, 1) == ()
 
 
+def test_calls_that_the_gate_has_written_are_shown_with_the_next_one(shown: Any) -> None:
+    calls, block = seen(shown, "cuEventQuery", "cuMemGetInfo")
+    with sa.Device(0, driver=shown).current(), block as subscription:
+        subscription.gate.write_frees()
+        if subscription.gate.address == subscription.gate.words[0]:
+            pytest.skip("the gate is for other processors")
+        event = shown.cuEventCreate(2)[1]
+        assert not shown.cuEventQuery(event)[0] and calls == []
+        assert not shown.cuMemGetInfo()[0]
+        assert not shown.cuEventQuery(event)[0] and len(calls) == 2
+        shown.cuEventDestroy(event)
+    assert [(one.function, one.is_late) for one in calls] == [
+        ("cuEventQuery", True),
+        ("cuMemGetInfo", False),
+        ("cuEventQuery", True),
+    ]
+    assert calls[0].args == (int(event),) and calls[0].thread == threading.get_ident() == calls[1].thread
+    assert all(any(code.co_filename == __file__ for code, _ in one.place) for one in calls)
+
+
 def test_structures_and_arrays_are_copied(shown: Any) -> None:
     calls, block = seen(shown, "cuMemCreate", "cuMemSetAccess")
     with block, sa.Device(0, driver=shown).current():
