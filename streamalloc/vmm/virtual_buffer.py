@@ -62,13 +62,6 @@ class Eviction(NamedTuple):
     """Unmapped memory with the bytes, if an eviction and its undo failed. :meth:`VirtualBuffer.restore` maps it."""
 
     @property
-    def backup(self) -> Memory | Bytes | None:
-        """The copy of the bytes as memory, or the given array; None if there is none, or it is on disk or in several
-        pieces.
-        """
-        return None if self.saved is None else self.saved.memory
-
-    @property
     def nbytes(self) -> int:
         """Physical memory that was released, in bytes."""
         return sum(piece.nbytes for piece in self.pieces)

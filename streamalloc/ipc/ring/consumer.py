@@ -219,7 +219,7 @@ class RingConsumer(RingEnd):
         if words.ready.value != ready and not reached(words.ready.value, ready):
             item._block.expect(item._number, ready)
             item._block.wait(item._stream, words.ready, ready)
-        if self._closed:
+        if self.closed:
             self._check_open()
         item._mine.opened.value = value
         item._value = value

@@ -183,7 +183,6 @@ class Deliveries(RingEnding):
     """
 
     def __init__(self, session: Session, buffer: Buffer, stream: Stream, slot_bytes: int, stride: int) -> None:
-        self.closed = False
         self.slot_bytes: int = slot_bytes
         self.stride: int = stride
         """Bytes from one slot to the next."""

@@ -160,14 +160,14 @@ class SlotMemory(BufferView, Leaves):
 class RingEnding(Deferred):
     """Remaining work after an end was closed or dropped."""
 
-    closed: bool
+    closed: bool = False
     """True if the end was closed or dropped."""
 
 
 class RingEnd(Closes, Shown):
     """Base of both ends: sizes, and a close whose work may be deferred."""
 
-    __slots__ = ("__weakref__", "_closed", "_ending", "_session", "slot_bytes", "slots")
+    __slots__ = ("__weakref__", "_ending", "_session", "slot_bytes", "slots")
 
     slot_bytes: int
     """The most bytes of an item."""
@@ -176,7 +176,6 @@ class RingEnd(Closes, Shown):
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._closed = True
         self._ending: RingEnding | None = None
 
     def _open(self, ending: RingEnding) -> None:
@@ -184,16 +183,16 @@ class RingEnd(Closes, Shown):
         # not finalised.
         deferred_queue(self._session).end_with(self, ending)
         self._ending = ending
-        self._closed = False
 
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
-        return self._closed
+        ending = self._ending
+        return ending is None or ending.closed
 
     def _check_open(self) -> None:
         self._session.check_process()
-        if self._closed:
+        if self.closed:
             raise ClosedError("this end of the ring was closed")
 
     def close(self) -> None:
@@ -205,7 +204,6 @@ class RingEnd(Closes, Shown):
             The driver refused a call. The rest of the work is deferred.
         """
         self._session.check_process()
-        self._closed = True
         ending = self._ending
         if ending is not None:
             ending.closed = True
@@ -226,5 +224,5 @@ class RingEnd(Closes, Shown):
         yield "state", self._state()
 
     def _text(self) -> str:
-        state = "closed" if self._closed else self._state()
+        state = "closed" if self.closed else self._state()
         return f" of {self.slots} slots of {size_text(self.slot_bytes)}, {state}"

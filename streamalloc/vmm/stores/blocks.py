@@ -203,10 +203,6 @@ class Stored(Unique, abc.ABC):
         """Replace bytes of a buffer's block from ``offset`` on by those of a host array. Blocks the host."""
         raise NotImplementedError
 
-    def memory(self, blocks: range) -> Memory | Bytes | None:
-        """The blocks as memory, or as an array; None if they are on disk or in several pieces."""
-        return None
-
     def save(self, source: Addresses, stream: Stream, kernels: bool = False) -> None:
         """Queue the copies of all blocks from device memory, and store them. ``kernels``: see :class:`Copies`."""
         with self.moving(stream, out=True) as move:
@@ -279,11 +275,6 @@ class Saved(NamedTuple):
 
     stored: Stored
     blocks: range
-
-    @property
-    def memory(self) -> Memory | Bytes | None:
-        """The bytes as memory, or as an array; None if they are on disk or in several pieces."""
-        return self.stored.memory(self.blocks)
 
     def move(self, move: Move, side: CopySide) -> None:
         """Queue the copies from or to a buffer."""

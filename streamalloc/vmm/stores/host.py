@@ -210,14 +210,6 @@ class _SleepingBytes(InMemory):
                 copy_bytes(*((ours, theirs) if out else (theirs, ours)), stream)
             done += len(some)
 
-    def memory(self, blocks: range) -> Bytes | None:
-        """See :meth:`Stored.memory`."""
-        every = np.asarray(blocks)
-        if self.lacking[every].any() or not len(every):
-            return None
-        runs = [*self._runs(every)]
-        return runs[0][1] if len(runs) == 1 else None
-
     def read(self, block: int, offset: int, target: Bytes) -> None:
         """See :meth:`Stored.read`."""
         ((_, memory),) = self._runs(np.array([block]))
@@ -523,10 +515,6 @@ class _BufferBytes(InMemory):
                 copy_bytes(CopySide.writable(ours, session), theirs, stream)
             else:
                 copy_bytes(theirs, CopySide.readable(ours, session), stream)
-
-    def memory(self, blocks: range) -> Memory | Bytes | None:
-        """See :meth:`Stored.memory`."""
-        return None if len(blocks) > 1 else self._memory(blocks.start)
 
     def _memory(self, block: int) -> Memory | Bytes:
         base, nbytes = int(self._bases[block]), int(self._sizes[block])
