@@ -284,14 +284,23 @@ class _Ranges(StreamCache):
                 return wanted.free.pop()
         return self.cache.cut(self, wanted)
 
-    def merge(self, least: int) -> None:
-        """Merge free blocks of at least ``least`` bytes into the free ranges. Under the lock of the cache."""
+    def filled(self, least: int) -> Iterator[list[CachedBlock]]:
+        """The free lists with blocks of at least ``least`` bytes."""
         if len(self.sizes) != len(self.classes):
             self.sizes = sorted(self.classes)
             self.free_lists = [self.classes[size].free for size in self.sizes]
+        return filter(None, self.free_lists[bisect_left(self.sizes, least) :])
+
+    @property
+    def listed(self) -> int:
+        """Bytes in free lists."""
+        return sum(block.size_class.nbytes * len(free) for free in self.filled(0) for block in free[:1])
+
+    def merge(self, least: int) -> None:
+        """Merge free blocks of at least ``least`` bytes into the free ranges. Under the lock of the cache."""
         state = self.cache
         base, forget = state.segment.base, state.blocks.pop
-        for free in filter(None, self.free_lists[bisect_left(self.sizes, least) :]):
+        for free in self.filled(least):
             try:
                 while free:
                     block = free.pop()
@@ -425,7 +434,7 @@ class _State(CacheState):
 
     def _found(self, cache: _Ranges, wanted: SizeClass, stream: Stream) -> CachedBlock | None:
         nbytes, segment = wanted.nbytes if wanted.nbytes > _SMALL else _SLAB, self.segment
-        self.peak = max(self.peak, self.used - self.cached + nbytes)
+        self.peak = max(self.peak, self.used - sum(one.listed for one in self.live()) + nbytes)
         # Small blocks are merged, and more is reserved than is allowed, only if there is no other memory.
         for least, exceeds in ((_SMALL + 1, False), (0, False), (0, True)):
             with self.lock:
