@@ -1,15 +1,21 @@
 """A cache that reserves hardly more memory than is in use, made of virtual memory.
 
-*One range of addresses.* Blocks are cut from free ranges, the smallest sufficient one first. Free blocks stay whole, in
-the free lists of :mod:`streamalloc.pool.cache`, until a request finds no range: then they are merged.
+*One range of addresses.* A free block stays whole, in a free list of :mod:`streamalloc.pool.cache`, for the next
+request of its size. A request whose list is empty merges the free blocks of its size and above, and takes the smallest
+sufficient range. The other large blocks are merged if there is none, those of up to 512 KiB only if memory is short.
 
 *Memory where it is needed.* Memory is created in chunks, and mapped below the addresses that blocks use. Before the
-chunks would be more than the allowance, 1.03 times the most bytes in use at once, chunks of free ranges are mapped at
-addresses that lack memory.
+chunks would be more than the allowance, 1.03 times the most bytes in use at once, a request takes ranges of other
+streams, and chunks of free ranges are mapped at addresses that lack memory. A mapping costs the driver about 50 us, of
+whatever size: so chunks are as large as the memory allows.
 
 *In stream order.* A moved chunk stays mapped at its old addresses, too, so neither host nor device waits: the stream's
 work there came first. The old addresses are unmapped, and get other memory, once an event after that work has
 completed. If the memory was another stream's, the device waits for that stream.
+
+*Two locks.* ``lock`` guards the free ranges, and no driver call that may take long is made under it. ``growing`` guards
+addresses and chunks: who needs or releases memory of the driver holds it during the calls, and takes ranges out of
+reach of others first.
 """
 
 from __future__ import annotations
@@ -61,7 +67,7 @@ _ALLOWANCE = 1.03
 _ADDRESSES = 4
 """Times the device's memory that are reserved as addresses: moved chunks leave addresses without memory."""
 _SMALLEST_SHARE = 1 << 7
-"""A new chunk is at most this part of the memory: a block's end wastes up to a chunk, and many chunks take long."""
+"""A new chunk is at most this part of the memory: a block's end wastes up to a chunk, and each chunk takes a call."""
 _LARGEST_CHUNK = 32 << 20
 _SMALL, _SLAB = 512 << 10, 2 << 20
 """Blocks of up to the first size are cut from slabs of the second one."""
@@ -728,7 +734,7 @@ class ExpandableCache(CachingAllocator):
     """A cache that reserves hardly more device memory than is in use at once, by virtual memory.
 
     Use it like a :class:`CachingAllocator`. Sizes that repeat are as fast; the first request of a size, and one that
-    needs another size's memory, takes a few microseconds, mostly without a driver call. ::
+    needs another size's memory, takes about five microseconds, mostly without a driver call. ::
 
         with sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
             with cache.allocate("64MiB", stream) as buffer:
@@ -737,9 +743,10 @@ class ExpandableCache(CachingAllocator):
     Its memory is not the pool's. It reserves a range of addresses, four times the device's memory
     (``cuMemAddressReserve``), and maps chunks of 2 MiB to 32 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks are
     split and merged. Before the memory would be more than 1.03 times the most bytes in use at once, on all streams
-    together, chunks of free ranges move to addresses that lack memory. The host does not wait for that, as a chunk
-    keeps its old addresses until the work there has completed. If the chunk was another stream's, the device waits for
-    that stream (``cuStreamWaitEvent``).
+    together, a request takes another stream's free memory, for whose work the device then waits
+    (``cuStreamWaitEvent``), and chunks of free ranges move to addresses that lack memory. The host does not wait for
+    that, as a chunk keeps its old addresses until the work there has completed. A thread that reuses free memory does
+    not wait for one that creates or releases some.
 
     Sizes are rounded up to 64 classes for each power of two. Streams, captures, threads, watchers and closing are as
     for :class:`CachingAllocator`. The pool serves what is not cached, such as allocations in captures, and requests for

@@ -20,6 +20,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
+from streamalloc.vmm import expandable
 from tests.support import MiB, holds, workout
 
 pytest.importorskip("hypothesis", reason="a test requirement that is not installed here")
@@ -38,7 +39,7 @@ CALLS = (
 
 a_stream = some.integers(0, STREAMS - 1)
 a_buffer = some.integers(0, 1 << 16)
-a_size = some.sampled_from([500, 4096, 4096, 9000, 3 * MiB, 5 * MiB])
+a_size = some.sampled_from([500, 4096, 4096, 9000, 3 * MiB, 5 * MiB, 14 * MiB])
 what_follows = some.sampled_from(["nothing", "allocate", "trim", "another cache"])
 
 
@@ -147,6 +148,17 @@ class Cache(RuleBasedStateMachine):
             self.begin_another_cache()
         for _ in range(3 * (what != "nothing")):
             self.allocate(at, size)
+
+    @precondition(lambda self: self.captured is None)
+    @rule(at=a_stream)
+    def scatter(self, at: int) -> None:
+        """Of six blocks, every second one is freed; then one block needs as much memory."""
+        first = len(self.live)
+        for _ in range(6):
+            self.allocate(at, 2 * MiB)
+        for which in (4, 2, 0):
+            self.free(first + which, False)
+        self.allocate(at, 6 * MiB)
 
     @rule(which=a_buffer)
     def drop(self, which: int) -> None:
@@ -296,7 +308,13 @@ class Cache(RuleBasedStateMachine):
 
 
 @pytest.mark.filterwarnings("ignore::streamalloc.PendingFreesWarning")
-@pytest.mark.parametrize("kind", [sa.CachingAllocator, vmm.ExpandableCache])
-def test_a_cache_beside_a_model(machine: Any, kind: type[sa.CachingAllocator]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "allowance"), [(sa.CachingAllocator, 0), (vmm.ExpandableCache, 1.03), (vmm.ExpandableCache, 0)]
+)
+def test_a_cache_beside_a_model(
+    machine: Any, kind: type[sa.CachingAllocator], allowance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an allowance, an expandable cache moves memory, within and between streams, wherever it can."""
+    monkeypatch.setattr(expandable, "_ALLOWANCE", allowance)
     make: Any = functools.partial(Cache, machine, kind)
     run_state_machine_as_test(make, settings=workout(50, 40))
