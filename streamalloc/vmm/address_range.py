@@ -13,7 +13,7 @@ from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryE
 from streamalloc.core.internal import BufferView, Device, Memory, Stream, known_location, session_for
 from streamalloc.core.properties import MemAccess, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes
-from streamalloc.core.session import Session
+from streamalloc.core.session import PerDriver, Session
 from streamalloc.driver import Driver
 from streamalloc.driver.internal import address_space_limit
 from streamalloc.formats.html import Html, Row, mib, place, strip, table
@@ -566,6 +566,7 @@ def mappings_text(count: int) -> str:
     return f"{count} mapping{'' if count == 1 else 's'}"
 
 
-def granularity(session: Session) -> int:
-    """Return the granularity in bytes of addresses: the one of device memory without options."""
-    return spec_of(session, MemAllocationProp(location=MemLocation.device(0))).granularity
+granularity: PerDriver[int] = PerDriver(
+    lambda session: spec_of(session, MemAllocationProp(location=MemLocation.device(0))).granularity
+)
+"""Granularity in bytes of addresses: the one of device memory without options."""
