@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from docutils.nodes import Element, Node, Text, entry, literal, raw
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import desc_signature, pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
@@ -127,6 +127,19 @@ def break_long_names(app: Sphinx, doctree: Node) -> None:
                 code += [Text(piece), raw("", "<wbr>", format="html")]
 
 
+def add_places(app: Sphinx, doctree: Node) -> None:
+    """Give classes the anchors that they would have in other public modules.
+
+    The pages with the sources lead back to all classes of a file as if they were of the public module of one of them.
+    """
+    for node in doctree.findall(desc_signature):
+        module, name = node.get("module"), node.get("fullname", "")
+        thing = getattr(sys.modules.get(module), name.partition(".")[0], None)
+        if inspect.isclass(thing) and node["ids"]:  # not the second signature of an overload
+            others = {"streamalloc", ".".join(thing.__module__.split(".")[:2])} - {module}
+            node["ids"] += [f"{other}.{name}" for other in sorted(others)]
+
+
 def resolve_short_names(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: Element) -> Node | None:
     """Link types and references by the last part of their name: to the module's own object, or the only one."""
     package = node["reftarget"].partition(".")[0]
@@ -155,4 +168,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", hide_aliases)
     app.connect("doctree-read", take_short_names)
     app.connect("doctree-read", break_long_names)
+    app.connect("doctree-read", add_places)
     app.connect("missing-reference", resolve_short_names)
