@@ -419,7 +419,7 @@ class Exports:
         """
         self._free: list[tuple[ControlBlock, int]] = []
         self._slots = RLock()
-        """Held while a slot is taken: callers of :meth:`take` may hold :attr:`lock`, or may not."""
+        """Held while a slot is taken: callers of :meth:`new_lease` may hold :attr:`lock`, or may not."""
         self.endpoint: bytes = NOWHERE
         """16 bytes, address of the handle server; zeros before :meth:`serve`."""
         self.version: int = int(session.call("cuDriverGetVersion"))
@@ -446,8 +446,8 @@ class Exports:
 
     # -- slots and leases ------------------------------------------------------------------------------------
 
-    def take(self) -> Lease:
-        """Take a free slot."""
+    def new_lease(self) -> Lease:
+        """A lease of a free slot."""
         while (lease := self._next_free()) is None:
             self._add_block()
         return lease
@@ -489,7 +489,7 @@ class Exports:
                 # A buffer that was taken over from other code does not know its pool.
                 owner = pool_of(buffer) or pointer_attributes(buffer.address, driver=self.session.driver).pool
                 pool = self.pool(cast("MemoryPool", owner))
-                lease = self.take()
+                lease = self.new_lease()
                 lease.pool, lease.payload = pool, self.export_pointer(buffer.address)
                 self.with_memory.add(lease)
                 set_shared(buffer, lease)
@@ -507,7 +507,7 @@ class Exports:
         with self.lock:
             lease = self._by_address.get(address)
             if lease is None or not lease.add_hold(hold, kept=False):
-                lease = self._by_address[address] = self.take()
+                lease = self._by_address[address] = self.new_lease()
                 lease.add_hold(hold, kept=False)
             return lease
 

@@ -294,10 +294,10 @@ def send(
         shared = thing
     else:
         shared = share(thing, stream, hold=hold)
-    described, handles, carried = shared.descriptor, shared.fds, channel._carried
+    described, handles, sent = shared.descriptor, shared.fds, channel._sent
     # Importers keep the handles of pools and control blocks, so they need to travel only once.
     exports = None if described.mechanism is Mechanism.PHYSICAL else shared._exports
-    if exports is not None and exports.serve() == described.endpoint and carried.issuperset(shared.handles):
+    if exports is not None and exports.serve() == described.endpoint and sent.issuperset(shared.handles):
         handles = ()
     if shared._lease is None or not shared.held:
         channel.send(shared.to_bytes(), handles, timeout=timeout)
@@ -309,7 +309,7 @@ def send(
             shared._lease.add_hold(Hold(functools.partial(hung_up, ours)))
             channel.send(described.held(0).to_bytes(), (*handles, theirs), timeout=timeout)
         shared.cancel()
-    carried.update(shared.handles)
+    sent.update(shared.handles)
 
 
 def raw_handles(
@@ -412,7 +412,7 @@ class _Draft:
         if lease is not None:
             self.fields["flags"] = Flags.LEASED
         elif self.hold is not None or stream is not None:
-            lease = exports.take()
+            lease = exports.new_lease()
         if self.hold is not None and lease is not None and not allocation:
             lease.add_hold(self.hold, kept=False)
         self.lease: Lease | None = lease

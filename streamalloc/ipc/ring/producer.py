@@ -410,7 +410,7 @@ class RingProducer(RingEnd):
         self._deliveries = state = Deliveries(self._session, buffer, self.stream, slot_bytes, stride)
         with undoing(state.attempt):
             shared = share(buffer)
-            state.slots += [Slot(index, exports_of(self._session).take()) for index in range(slots)]
+            state.slots += [Slot(index, exports_of(self._session).new_lease()) for index in range(slots)]
             self._blocks = list(dict.fromkeys(slot.lease.block for slot in state.slots))
             self._hello, self._handles = self._introduction(shared)
             state.free.extend(state.slots)

@@ -311,7 +311,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         stream = self.device.create_stream()
         for event in events:
             stream.wait(event)
-        lease = exports_of(session_of(self.device)).take()
+        lease = exports_of(session_of(self.device)).new_lease()
         return lease, lease.announce(stream), stream.record()
 
     def _commit_group(self) -> None:

@@ -367,11 +367,11 @@ class Channel(_SocketOwner):
     b'hello'
     """
 
-    __slots__ = ("_carried", "_misses", "_partial", "_ready", "_receive", "_send_with", "peer", "timeout")
+    __slots__ = ("_misses", "_partial", "_ready", "_receive", "_send_with", "_sent", "peer", "timeout")
 
     def __init__(self, connection: socket.socket, peer: Peer) -> None:
         self.timeout: float | None = None
-        self._carried: set[bytes] = set()
+        self._sent: set[bytes] = set()
         """Ids of handles already sent over this channel."""
         self._partial: Partial | None = None
         self._misses = 0

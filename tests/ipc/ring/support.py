@@ -211,7 +211,7 @@ def end(partner: Partner, how: str) -> None:
 
 def words(leases: Any) -> int:
     """Number of free slots of boards."""
-    leases.take().release()
+    leases.new_lease().release()
     return int(len(leases._free) + sum(lease.quiet() for lease in leases.leaving))
 
 
