@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from time import time_ns
@@ -83,6 +83,10 @@ class Libraries:
         self.torch = torch
         if self.gate is not None:
             self.gate.write_frees()
+            for name in _WITH_LOCK:
+                if (function := getattr(torch.cuda.memory, name, None)) is not None:
+                    self._open.callback(setattr, torch.cuda.memory, name, function)
+                    setattr(torch.cuda.memory, name, _through(self.gate, function))
         # PyTorch calls them when it has initialised CUDA; an earlier call would initialise it.
         torch.cuda._lazy_call(self._release_lock)
         torch.cuda._lazy_call(self._record)
@@ -102,10 +106,9 @@ class Libraries:
 
     def _record(self, **more: bool) -> None:
         torch, skipped, most = self.torch, ["free_requested"], self.most_entries
-        with self._asking():
-            torch.cuda.memory._record_memory_history(
-                "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
-            )
+        torch.cuda.memory._record_memory_history(
+            "all", context=self._stacks, stacks="python", max_entries=most, skip_actions=skipped, **more
+        )
 
     def record_all(self) -> None:
         """From now on have PyTorch record the lines of all acts, which costs more than all else, and more of them."""
@@ -118,12 +121,8 @@ class Libraries:
         torch = self.torch
         if torch is None or not torch.cuda.is_initialized():
             return {}
-        with self._asking():
-            found: dict[str, Any] = torch.cuda.memory._snapshot()
+        found: dict[str, Any] = torch.cuda.memory._snapshot()
         return found
-
-    def _asking(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.gate is None else self.gate.asking()
 
     def _of_torch(self, live: bool) -> list[Event]:
         snapshot = self.snapshot()
@@ -139,7 +138,7 @@ class Libraries:
                 at += block["size"]
         for entry in (one for trace in traces for one in trace if one["action"] in _ACTIONS):
             time, kind = int(entry["time_us"]) * 1000, _ACTIONS[entry["action"]]
-            place = partial(place_in_history, entry.get("frames") or ())
+            place = functools.partial(place_in_history, entry.get("frames") or ())
             found.append(Event(time, kind, entry["addr"], entry["size"], entry["stream"], "PyTorch", place))
         return found
 
@@ -219,6 +218,24 @@ _around_rmm: list[Any] = []
 
 
 _CONF, _UNLOCKED = "PYTORCH_CUDA_ALLOC_CONF", "release_lock_on_cudamalloc:True"
+
+
+_WITH_LOCK = (
+    *("_snapshot", "_record_memory_history", "memory_snapshot", "memory_stats_as_nested_dict"),
+    *("reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+)
+"""Functions of ``torch.cuda.memory`` that wait for the lock of the allocator, with Python's."""
+
+
+def _through(gate: Gate, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that asks PyTorch's allocator, behind the gate."""
+
+    @functools.wraps(function)
+    def ask(*args: Any, **named: Any) -> Any:
+        with gate.asking():
+            return function(*args, **named)
+
+    return ask
 
 
 class _Finder(MetaPathFinder):

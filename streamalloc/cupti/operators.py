@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from numbers import Number
+from operator import mul
 from threading import get_ident, local
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -163,5 +164,6 @@ def _schema(function: Any) -> _Schema | None:
 
 def _extent(tensor: Any) -> int:
     """Bytes of a tensor that is not in the order of its indices."""
-    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    steps = tensor.stride()
+    reach = 1 + sum(map(mul, tensor.shape, steps)) - sum(steps)
     return int(tensor.nbytes if reach == tensor.numel() else tensor.element_size())

@@ -124,7 +124,8 @@ def test_pytorch_is_asked_while_the_gate_writes_calls_down(monkeypatch: pytest.M
 
         return call
 
-    for name in ("_snapshot", "_record_memory_history"):
+    torch.cuda.memory.memory_stats_as_nested_dict = dict
+    for name in ("_snapshot", "_record_memory_history", "memory_stats_as_nested_dict"):
         setattr(torch.cuda.memory, name, note(getattr(torch.cuda.memory, name)))
     monkeypatch.setitem(sys.modules, "torch", torch)
     with followed.followed():
@@ -132,3 +133,7 @@ def test_pytorch_is_asked_while_the_gate_writes_calls_down(monkeypatch: pytest.M
         torch.act("segment_alloc", 64, 32)
         followed.events()
         assert asking == [1, 1, 1] and gate.words[_ASKING] == 0
+        torch.cuda.memory.memory_stats_as_nested_dict()  # by the program
+        assert asking[3:] == [1]
+    torch.cuda.memory.memory_stats_as_nested_dict()
+    assert asking[3:] == [1, 0, 0]  # the end of the history, and the program
