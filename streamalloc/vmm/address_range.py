@@ -304,20 +304,11 @@ class AddressRange(OwnsNode):
         yield "mapped", f"{mib(self.mapped_bytes)}, {len(self.holes)} holes"
         if entries:
             yield "", drawn(self)
-            yield "", self._mappings_table(entries)
-
-    def _mappings_table(self, entries: Sequence[MappedBytes]) -> Html:
-        rows = (
-            (
-                mib(one.offset),
-                mib(one.stop),
-                place(one.memory.location),
-                rights_text(one.rights),
-                "closed" if one.memory.closed else f"{one.memory.handle:#x}",
+            rows = (
+                (mib(one.offset), mib(one.stop), place(one.memory.location), rights_text(one.rights), _handle_of(one))
+                for one in entries
             )
-            for one in entries
-        )
-        return table(("from", "to", "memory of", "access", "handle"), rows)
+            yield "", table(("from", "to", "memory of", "access", "handle"), rows)
 
     def _leave(self, *, failed: bool) -> None:
         if not self.closed:
@@ -328,6 +319,10 @@ class AddressRange(OwnsNode):
         return (
             f" of {size_text(self.nbytes)}{', closed' if self.closed else f' at {self.address:#x} [{self.draw(16)}]'}"
         )
+
+
+def _handle_of(mapped: MappedBytes) -> str:
+    return "closed" if mapped.memory.closed else f"{mapped.memory.handle:#x}"
 
 
 def rights_text(rights: Rights) -> str:

@@ -222,7 +222,7 @@ def stripe(
     buffer = StripedBuffer.__new__(StripedBuffer)
     buffer.devices = devices
     buffer.stripe_bytes = step
-    buffer._open(first, step * len(devices), rights, stream)
+    buffer._open(first, step * len(devices), rights, stream, first.location)
     with undoing(buffer.close):
         buffer._create_chunks([ChunkSpec(index * step, step, spec) for index, spec in enumerate(specs)])
     buffer._mapped = step * len(devices)
@@ -240,7 +240,7 @@ class RemappableBuffer(VirtualBuffer):
         self._offset = offset
         self._names: tuple[Hashable, ...] = ()
         """Names of the mapped chunks, in the order of addresses."""
-        self._open(device, capacity, rights, stream)
+        self._open(device, capacity, rights, stream, device.location)
 
     @property
     def address(self) -> int:

@@ -203,26 +203,3 @@ class ArrayMapInfo:
             info.memHandle.memHandle = cuda.CUmemGenericAllocationHandle(self.mem_handle)
         info.offset, info.deviceBitMask = self.offset, self.device_bit_mask
         return info
-
-    @classmethod
-    def from_driver(cls, struct: Any) -> Self:
-        """The change that a ``CUarrayMapInfo`` holds."""
-        mipmapped = struct.resourceType == cuda.CUresourcetype.CU_RESOURCE_TYPE_MIPMAPPED_ARRAY
-        tail, part = struct.subresource.miptail, struct.subresource.sparseLevel
-        maps = struct.memOperationType == cuda.CUmemOperationType.CU_MEM_OPERATION_TYPE_MAP
-        common = {
-            "resource": int(struct.resource.mipmap if mipmapped else struct.resource.array),
-            "mipmapped": mipmapped,
-            "mem_handle": int(struct.memHandle.memHandle) if maps else 0,
-            "offset": int(struct.offset),
-            "device_bit_mask": int(struct.deviceBitMask),
-        }
-        if struct.subresourceType == _MIPTAIL:
-            return cls(layer=int(tail.layer), mip_tail=(int(tail.offset), int(tail.size)), **common)
-        return cls(
-            level=int(part.level),
-            layer=int(part.layer),
-            offsets=(int(part.offsetX), int(part.offsetY), int(part.offsetZ)),
-            extents=(int(part.extentWidth), int(part.extentHeight), int(part.extentDepth)),
-            **common,
-        )

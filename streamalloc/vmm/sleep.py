@@ -1019,11 +1019,7 @@ def hook_steps(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]
         yield functools.partial(call, number, hook), functools.partial(call_undo, number, undo)
 
 
-def _hold_all(
-    tags: Mapping[VirtualBuffer, str],
-    hold: Hold,
-    saved: dict[VirtualBuffer, Saved],
-) -> None:
+def _hold_all(tags: Mapping[VirtualBuffer, str], hold: Hold, saved: dict[VirtualBuffer, Saved]) -> None:
     """Reserve room for the bytes of the buffers, tag by tag."""
     for tag in dict.fromkeys(tags.values()):
         buffers = [buffer for buffer in tags if tags[buffer] == tag and buffer.nbytes]

@@ -98,18 +98,13 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     """
 
     def _open(
-        self,
-        device: Device,
-        capacity: int,
-        rights: Rights,
-        stream: StreamLike | None,
-        location: MemLocation | None = None,
+        self, device: Device, capacity: int, rights: Rights, stream: StreamLike | None, location: MemLocation
     ) -> None:
         """Reserve the addresses and set all attributes."""
         self._claim: Claim | None = None
         self.device: Device = device
         """Device of the memory, or the first of several. For host memory, the device of the default stream."""
-        self._location = device.location if location is None else location
+        self._location = location
         self._given_stream = None if stream is None else as_stream(stream, session_of(device))
         self._rights = rights
         self._structs = structs_of(rights)

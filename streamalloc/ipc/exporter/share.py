@@ -312,12 +312,7 @@ def send(
     sent.update(shared.handles)
 
 
-def raw_handles(
-    thing: object,
-    *,
-    handle_type: MemHandleType | None = None,
-    expose_block: bool = False,
-) -> RawHandles:
+def raw_handles(thing: object, *, handle_type: MemHandleType | None = None, expose_block: bool = False) -> RawHandles:
     """Export memory, a pool or an event for a program without this package: C++, RMM, Vulkan, raw Python.
 
     The program opens what it gets by the driver's own calls, see :doc:`/docs/guides/handles`. Nothing announces the

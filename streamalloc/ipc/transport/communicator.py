@@ -388,35 +388,11 @@ class Communicator(Protocol):
         """Leave the group; idempotent."""
 
 
-class ProcessGroupLike(Protocol):
-    """An object with a rank, a size, and a blocking all-gather of bytes.
+class GroupLike(Protocol):
+    """An object with a blocking all-gather of bytes, a rank and a size, which may have mpi4py's names.
 
     :func:`as_communicator` accepts it.
     """
-
-    @property
-    def rank(self) -> int:
-        """This process's number, from 0."""
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-
-    def allgather(self, data: bytes, /) -> Sequence[bytes]:
-        """The data of all ranks, by rank."""
-
-
-class MPIGroupLike(Protocol):
-    """The interface of :class:`ProcessGroupLike` with mpi4py's names, such as ``mpi4py.MPI.Comm``.
-
-    :func:`as_communicator` accepts it.
-    """
-
-    def Get_rank(self) -> int:
-        """This process's number, from 0."""
-
-    def Get_size(self) -> int:
-        """Number of processes."""
 
     def allgather(self, data: Any, /) -> Sequence[Any]:
         """The data of all ranks, by rank."""
@@ -435,7 +411,7 @@ class TorchGroupLike(Protocol):
         """Number of processes."""
 
 
-CommunicatorLike: TypeAlias = Communicator | ProcessGroupLike | MPIGroupLike | TorchGroupLike | None
+CommunicatorLike: TypeAlias = Communicator | GroupLike | TorchGroupLike | None
 """Groups that :func:`as_communicator` takes."""
 
 
@@ -572,7 +548,7 @@ class AllgatherCommunicator(_Group):
         not limited.
     """
 
-    def __init__(self, group: ProcessGroupLike | MPIGroupLike, *, timeout: float | None = None) -> None:
+    def __init__(self, group: GroupLike, *, timeout: float | None = None) -> None:
         named: Any = group
         if hasattr(group, "Get_rank"):
             super().__init__(named.Get_rank(), named.Get_size(), timeout)

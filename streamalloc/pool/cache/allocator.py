@@ -293,7 +293,9 @@ class CachingAllocator(Allocator, Closes, Shown):
         """Allocate from the pool directly. If its memory runs out, the pool makes the cache release its free blocks."""
         if not captured and not self._limit_allows(nbytes):
             self._state.flush()
-            self._keep_limit(nbytes)
+            used = self.pool.attributes.used_mem_current
+            if used + nbytes > self.limit:
+                raise self._over_limit(nbytes, used)
         return self.pool.allocate(nbytes, ordered)
 
     def _make_room(self, stream: Stream) -> bool:
@@ -302,11 +304,6 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def _limit_allows(self, nbytes: int) -> bool:
         return not self.limit or self.pool.attributes.used_mem_current + nbytes <= self.limit
-
-    def _keep_limit(self, nbytes: int) -> None:
-        used = self.pool.attributes.used_mem_current
-        if used + nbytes > self.limit:
-            raise self._over_limit(nbytes, used)
 
     def _over_limit(self, nbytes: int, used: int) -> OutOfMemoryError:
         why = f"the limit of {size_text(self.limit)} leaves no room for {size_text(nbytes)}"
