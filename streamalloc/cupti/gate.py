@@ -157,8 +157,9 @@ class Gate:
         words[_ASKING] += 1
         try:
             end = monotonic() + _PATIENCE
-            # These were let through before.
-            while words[_ENTERED] - words[WRITTEN] - words[_LEFT_OUT] > self.left and monotonic() < end:
+            while (begun := words[_ENTERED] - words[WRITTEN] - words[_LEFT_OUT]) > self.left:
+                if monotonic() > end:  # an interrupt came before one was counted
+                    self.left = begun
                 sleep(1e-4)
             yield
         finally:

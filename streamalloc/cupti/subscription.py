@@ -140,6 +140,8 @@ class Subscription:
                     self._launched(name, per_thread, args, result, symbol, context)
                 else:
                     self._returned(number, args, result, context)
+            elif self.gate.modes[number]:
+                self.gate.left += 1
         except BaseException as error:
             self._fail(error)
 

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -198,3 +198,12 @@ def test_each_call_is_shown_where_there_is_no_machine_code(monkeypatch: pytest.M
         for number in FUNCTIONS:
             plain.call(number)
     assert plain.seen == [(number, 1) for number in FUNCTIONS] and plain.written() == []
+
+
+def test_a_callback_that_was_not_counted_is_waited_for_once(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_PATIENCE", 0.05)
+    gated.call(RECORD)
+    gated.gate.left -= 1
+    begin = monotonic()
+    with gated.gate.asking():
+        assert monotonic() - begin >= 0.05 and gated.gate.left == 1
