@@ -65,7 +65,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         before = FreeMemory.calls
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         failed = [report for report in reports if report.failed]
-        none_left = any("OUT_OF_MEMORY" in str(report.longrepr) for report in failed)
+        # A process that a test has started says it on its standard error stream.
+        none_left = any("OUT_OF_MEMORY" in f"{report.longrepr}{report.capstderr}" for report in failed)
         if not failed or not (none_left or FreeMemory.calls > before):
             break
     else:

@@ -597,14 +597,15 @@ class _State(CacheState):
                 if not steps or (moves and event is None):
                     return False
                 with segment.mapping() as entries:
-                    while steps:
+                    is_refused = False
+                    while steps and not is_refused:
                         chunk, nbytes = steps.pop(0)
                         entry = segment.move(chunk, at, event) if chunk and event else self._created(at, nbytes)
-                        if entry is None:
-                            limit = 0
-                            break
-                        entries.append(entry)
-                        at = entry.stop
+                        is_refused = entry is None
+                        if entry is not None:
+                            entries.append(entry)
+                            at = entry.stop
+                limit = 0 if is_refused else limit
             finally:
                 self._give(cache, [(chunk.offset, chunk.stop) for chunk, _ in steps if chunk])
             if at > stop:

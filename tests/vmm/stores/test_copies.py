@@ -21,6 +21,7 @@ from tests.vmm.pages.support import fill, values
 from tests.vmm.support import PAGE
 
 LAUNCH = "cuLaunchKernel"
+MEASURE = copies.Kernel._measure
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
@@ -269,7 +270,8 @@ class TestCalibration:
     """Which way is faster is measured; here with little, because a simulated machine takes long for much."""
 
     @pytest.fixture(autouse=True)
-    def few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def few(self, monkeypatch: pytest.MonkeyPatch, not_calibrated: None) -> None:
+        monkeypatch.setattr(copies.Kernel, "_measure", MEASURE)
         monkeypatch.setattr(copies, "_SIZES", (4096, 65536))
         monkeypatch.setattr(copies, "_ROOM", 1 << 20)
 
