@@ -8,8 +8,8 @@ memory history needs that lock, and is read with Python's. So the gate writes do
 * while somebody asks the allocator (:meth:`Gate.asking`): all of them;
 * once PyTorch is there: queries and frees of threads without Python's lock, of which the line matters little.
 
-The next callback takes what was written. The gate also leaves out the callback before each call. It is for x86-64; on
-other processors each call waits for Python's lock.
+The next callback takes what was written. The gate also leaves out the callback before each call. It is for Linux on
+x86-64; elsewhere each call waits for Python's lock.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ctypes
 import mmap
 import platform
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from time import monotonic, sleep
@@ -188,8 +189,8 @@ def machine_code(listing: str) -> bytes:
 
 
 def _executable(code: bytes) -> mmap.mmap | None:
-    """Memory with machine code; None on other processors, or if the system does not allow it."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    """Memory with machine code; None on other systems and processors, or if the system does not allow it."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     made = mmap.mmap(-1, mmap.PAGESIZE)
     made.write(code)
