@@ -37,7 +37,7 @@ from cosmic_ray.work_item import MutationSpec
 ROOT = Path(__file__).parent.parent
 _ENDS = ("package/test_garbage_cycles.py", "package/test_half_made.py")
 AREAS = {
-    "driver": ("driver", "package/test_locks.py"),
+    "driver": ("driver", "package/test_locks.py", "checker/test_checked.py", "vmm/stores/test_copies.py"),
     "simulator": ("simulator", "facts"),
     "checker": ("checker", "package/test_locks.py"),
     "cupti": ("cupti", "cli/test_check.py"),

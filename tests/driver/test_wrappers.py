@@ -12,6 +12,8 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
+from streamalloc.driver.reports import here, lines, place_of
+from streamalloc.driver.wrappers import Wrapper
 from tests.support import MiB, names
 
 
@@ -192,3 +194,21 @@ def test_what_is_no_function_is_the_driver_s(machine: Any, wrap: Any) -> None:
     with pytest.raises(AttributeError):
         driver.cuNoSuchFunction  # noqa: B018
     assert type(driver).__name__.strip("_").lower() in repr(driver)
+
+
+def test_a_stack_is_shown_as_python_shows_one() -> None:
+    def called() -> Any:
+        return here()
+
+    stack, line = called(), called.__code__.co_firstlineno + 1
+    assert lines(stack)[-2:] == [f'  File "{__file__}", line {line}, in called', "    return here()"]
+    assert place_of(stack) == f"test_wrappers.py:{line}" and place_of(()) == "an unknown place"
+
+
+def test_arguments_by_name_keep_their_number(machine: Any) -> None:
+    class Longer(Wrapper):
+        def _observe(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
+            return function(*args, 0)
+
+    with pytest.raises(ValueError, match="longer"):
+        Longer(machine).cuDeviceGet(ordinal=0)
