@@ -325,6 +325,7 @@ class Memory:
         the libraries were largest. Reserves of pools at the peak are taken as the largest so far.
         """
         torch = Torch(self.libraries.snapshot())
+        self._catch_up()
         with self._lock:
             contexts, pools = self._contexts.copy(), self._pools.copy()
         # Not under the lock, which callbacks take.
@@ -348,11 +349,16 @@ class Memory:
 
     def taken(self) -> tuple[int, int, dict[str, int]]:
         """The memory that calls have taken from the driver, now and at the peak, and now by library. No driver call."""
+        self._catch_up()
         with self._lock:
             libraries: Counter[str] = Counter()
             for line, nbytes in self._sums.now.items():
                 libraries[line.library] += nbytes
             return self._sums.total, self._peak, dict(libraries)
+
+    def _catch_up(self) -> None:
+        if self._subscription is not None:
+            self._subscription.catch_up()
 
     def now(self) -> Moment:
         """The memory now. It makes driver calls, so it is for code of the program, not for finalisers."""

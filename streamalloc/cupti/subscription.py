@@ -120,10 +120,7 @@ class Subscription:
         self._library.unsubscribe()
         with self.gate.asking():
             pass
-        try:
-            self.take_written()
-        except Exception as error:
-            self._fail(error)
+        self.catch_up()
         self.kernels.close()
         self._watch.close()
         sys.setswitchinterval(self._interval)
@@ -134,7 +131,7 @@ class Subscription:
             site, args, result, symbol, context = _data(memory, data)
             if site and self.error is None and not _is_child:  # the call has returned
                 if self._words[WRITTEN] != self._words[TAKEN]:
-                    self.take_written()
+                    self._take_written()
                 name, _, per_thread, _ = self._functions[number]
                 if name in LAUNCHES:
                     self._launched(name, per_thread, args, result, symbol, context)
@@ -145,8 +142,15 @@ class Subscription:
         except BaseException as error:
             self._fail(error)
 
-    def take_written(self) -> None:
-        """Take the calls that the gate has written down. Their threads stand where they stand now."""
+    def catch_up(self) -> None:
+        """Take the calls that the gate has written down, outside of callbacks."""
+        try:
+            self._take_written()
+        except Exception as error:
+            self._fail(error)
+
+    def _take_written(self) -> None:
+        # Their threads stand where they stand now.
         now, places = time_ns(), dict[int, Stack]()
         for one in self.gate.take():
             name, how, per_thread, stream_at = self._functions[one.number]

@@ -118,6 +118,17 @@ def test_memory_counts_from_its_call_to_its_end(shown: Any, memory: cupti.Memory
     assert mine(now) == {} and mine(peak) == {what: size}
 
 
+def test_frees_that_the_gate_has_written_down_count(shown: Any, memory: cupti.Memory) -> None:
+    assert memory._subscription is not None
+    memory._subscription.gate.write_frees()
+    counts: list[Callable[[], int]] = [lambda: memory.taken()[0], lambda: mine(memory.now()).get("cuMemAlloc", 0)]
+    for count in counts:
+        address = ok(shown.cuMemAlloc(4 * MiB))
+        assert count()
+        ok(shown.cuMemFree(address))
+        assert not count()
+
+
 def test_the_sum_is_the_drivers_figure_and_the_rest_stays(shown: Any, memory: cupti.Memory) -> None:
     def rest(moment: cupti.Moment) -> int:
         return sum(row.nbytes for row in moment.rows if row.what.startswith(REST))
