@@ -462,7 +462,8 @@ class _State(CacheState):
     @property
     def most(self) -> int:
         """Bytes that may be reserved while there is memory that can be moved."""
-        return int(self.peak * _ALLOWANCE) + self.segment.page
+        most = int(self.peak * _ALLOWANCE) + self.segment.page
+        return min(most, self.limit - self.segment.leaving) if self.limit else most
 
     def _borrowed(self, cache: _Ranges, wanted: SizeClass, nbytes: int, stream: Stream) -> CachedBlock | None:
         """A block from another stream's free ranges, for whose work the stream waits: a range that is large enough, or

@@ -18,9 +18,9 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.pool.internal import class_size
-from streamalloc.testing import Faults, Gate
+from streamalloc.testing import Faults, Gate, settle
 from streamalloc.vmm.free_ranges import FreeRanges
-from tests.support import Account, MiB, holds, in_threads, pending
+from tests.support import Account, MiB, executed, holds, in_threads, pending
 
 CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
 
@@ -253,6 +253,12 @@ class TestLimits:
         with cache.allocate(100 * MiB, stream):
             pass
 
+    def test_leaves_no_room_for_whole_chunks(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
+        """Chunks are 8 MiB then: 16 MiB would exceed the limit, 10 MiB do not."""
+        cache.limit = 1034 * MiB
+        with cache.allocate(1024 * MiB, stream), cache.allocate(9 * MiB, stream):
+            assert cache.statistics().reserved == cache.limit
+
     def test_copies_without_a_current_context(self, machine: Any, device: sa.Device) -> None:
         """The driver refuses a copy beyond one mapping: the stream's context is made current then."""
         with device.create_stream() as stream, sa.MemoryPool(device) as pool, vmm.ExpandableCache(pool) as cache:
@@ -373,6 +379,37 @@ class TestOwners:
             del cache, kept
         device.synchronize()
         assert device.memory_info()[0] == free
+
+    def test_a_stream_that_ends_while_its_memory_is_looked_at(self, machine: Any) -> None:
+        """What it leaves waits for its work, also if a trim has given that back after its end."""
+        kind: Any = Held
+        driver = kind(machine)
+        device = sa.Device(0, driver=driver)
+        with (
+            device.create_stream() as other,
+            sa.MemoryPool(device) as pool,
+            vmm.ExpandableCache(pool) as cache,
+            Gate(device) as gate,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            stream = device.create_stream()
+            with cache.allocate(64 * MiB, stream) as buffer:
+                gate.hold(stream)
+                buffer.fill(1, stream)
+            driver.held = "cuEventQuery"
+            trimmed = thread.submit(cache.trim)
+            assert driver.reached.wait(20)
+            stream.close()
+            del stream, buffer
+            driver.go.set()
+            assert trimmed.result() == 0
+            settle()
+            with cache.allocate(64 * MiB, other) as mine:
+                mine.fill(2, other)
+                assert executed(other)
+                gate.open()
+                device.synchronize()
+                assert holds(mine, 2)
 
     @pytest.mark.parametrize("call", CALLS)
     def test_who_needs_no_new_memory_waits_for_no_call(self, machine: Any, call: str) -> None:
