@@ -591,52 +591,50 @@ class _State(CacheState):
         segment = self.segment
         while missing := segment.missing(start, stop):
             at, end = missing[0]
-            steps = self._plan(at, end, cache, limit)
+            with self.lock:
+                steps, is_enough = self._plan(at, end, cache, limit)
             moves = any(chunk for chunk, _ in steps)
-            event = self._after(cache, stream) if moves else None
+            event = self._after(cache, stream) if moves and is_enough else None
             try:
-                if not steps or (moves and event is None):
+                if not is_enough or (moves and event is None):
                     return False
                 with segment.mapping() as entries:
-                    is_refused = False
-                    while steps and not is_refused:
+                    while steps:
                         chunk, nbytes = steps.pop(0)
                         entry = segment.move(chunk, at, event) if chunk and event else self._created(at, nbytes)
-                        is_refused = entry is None
-                        if entry is not None:
-                            entries.append(entry)
-                            at = entry.stop
-                limit = 0 if is_refused else limit
+                        if entry is None:
+                            limit = 0
+                            break
+                        entries.append(entry)
+                        at = entry.stop
             finally:
                 self._give(cache, [(chunk.offset, chunk.stop) for chunk, _ in steps if chunk])
             if at > stop:
                 self._give(cache, [(stop, at)])
         return True
 
-    def _plan(self, at: int, end: int, cache: _Ranges, limit: int) -> list[tuple[MappedBytes | None, int]]:
+    def _plan(self, at: int, end: int, cache: _Ranges, limit: int) -> tuple[list[tuple[MappedBytes | None, int]], bool]:
         """Chunks to be moved, which are taken out of free ranges, and sizes of chunks to be created, that together put
-        memory below a part. None if there is not enough.
+        memory below a part; and whether there is enough. The caller holds the lock.
         """
         segment = self.segment
         steps: list[tuple[MappedBytes | None, int]] = []
         reserved = segment.reserved - segment.leaving
         if self.limit:
             limit = min(limit, self.limit - segment.leaving)
-        with self.lock:
-            while at < end:
-                nbytes = min(segment.step, end - at)
-                chunk = self._taken(cache, end - at) if reserved + nbytes > min(self.most, limit) else None
-                if chunk is None:
-                    nbytes = min(nbytes, (limit - reserved) // segment.page * segment.page)
-                    reserved += nbytes
-                else:
-                    nbytes = chunk.nbytes
-                if nbytes <= 0:
-                    self._give(cache, [(chunk.offset, chunk.stop) for chunk, _ in steps if chunk])
-                    return []
-                steps.append((chunk, nbytes))
-                at += nbytes
-        return steps
+        while at < end:
+            nbytes = min(segment.step, end - at)
+            chunk = self._taken(cache, end - at) if reserved + nbytes > min(self.most, limit) else None
+            if chunk is None:
+                nbytes = min(nbytes, (limit - reserved) // segment.page * segment.page)
+                reserved += nbytes
+            else:
+                nbytes = chunk.nbytes
+            if nbytes <= 0:
+                return steps, False
+            steps.append((chunk, nbytes))
+            at += nbytes
+        return steps, True
 
     def _taken(self, cache: _Ranges, most: int) -> MappedBytes | None:
         """Take a chunk of at most ``most`` bytes out of a free range."""
