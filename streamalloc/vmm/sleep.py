@@ -618,7 +618,7 @@ class SleepGroup(_Members):
         saved: dict[VirtualBuffer, Saved] = {}
 
         def steps() -> Iterator[Step]:
-            yield from hook_steps(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
+            yield _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
             # Not claimed earlier: hooks may use, close and evict the buffers.
             claim.take(chosen)
             # Other threads may have removed or evicted some. Evicted buffers take part only with ``stored``.
@@ -737,7 +737,7 @@ class SleepGroup(_Members):
 
             def steps() -> Iterator[Step]:
                 yield from mapping(evictions, ordered)
-                yield from hook_steps(self._after_wake, list(evictions))
+                yield _hook_step(self._after_wake, list(evictions))
                 # The vote is the last step before the backups are dropped: until then all ranks can undo.
                 yield votes.agree, nothing
 
@@ -1003,20 +1003,17 @@ def _checked_bytes(buffer: VirtualBuffer, array: Any, offset: int) -> tuple[int,
     return start, found
 
 
-def hook_steps(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]) -> Iterator[Step]:
-    """Steps that call hooks. A hook that raised is not undone."""
-    done: set[int] = set()
+def _hook_step(hooks: Sequence[tuple[Hook, Hook | None]], buffers: Sequence[Any]) -> Step:
+    """A step that calls hooks. A hook that raised is not undone."""
+    undos = contextlib.ExitStack()
 
-    def call(number: int, hook: Hook) -> None:
-        hook(list(buffers))
-        done.add(number)
+    def call() -> None:
+        for hook, undo in hooks if buffers else ():
+            hook(list(buffers))
+            if undo is not None:
+                undos.callback(undo, list(buffers))
 
-    def call_undo(number: int, undo: Hook | None) -> None:
-        if undo is not None and number in done:
-            undo(list(buffers))
-
-    for number, (hook, undo) in enumerate(hooks if buffers else ()):
-        yield functools.partial(call, number, hook), functools.partial(call_undo, number, undo)
+    return call, undos.close
 
 
 def _hold_all(tags: Mapping[VirtualBuffer, str], hold: Hold, saved: dict[VirtualBuffer, Saved]) -> None:
