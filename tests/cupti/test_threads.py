@@ -32,7 +32,7 @@ for _ in range(200):
     batch.record_stream(main)
     (batch @ weight).square().mean().backward()
     del batch
-    weight.grad = None
+    weight.grad.zero_()
 thread.join()
 """
 EMPTIED_BY_ANOTHER = """
