@@ -24,6 +24,7 @@ from streamalloc.core.internal import watching_of
 from streamalloc.interop.bridge import Sources
 from streamalloc.observing import LeakError
 from streamalloc.observing.observer import Account
+from tests.interleaving import interleaved
 from tests.processes import fork
 from tests.support import MiB
 
@@ -603,6 +604,28 @@ class TestTogether:
             if not child:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(20)
-                os._exit(observer.nbytes)
+                os._exit(observer.nbytes + observer.started)  # it has stopped
             observer._account._entering = None
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
+
+    @pytest.mark.parametrize("act", [Account.look, Account._close_log], ids=["reads", "ends the log"])
+    def test_a_thread_while_another_enters_notes(self, pool: sa.MemoryPool, tmp_path: Path, act: Any) -> None:
+        path, live, ends = tmp_path / "log.csv", list[int](), contextlib.ExitStack()
+
+        def make() -> Account:
+            path.unlink(missing_ok=True)
+            account = ends.enter_context(sa.observe(pool, log=path))._account
+            for address in (8, 16):
+                account.allocated(pool, address, 8, 0)
+                account.freed(address, 0)  # noted, and entered later
+            return account
+
+        def second(account: Account) -> None:
+            act(account)
+            live.append(len(account.live))
+
+        function = Account._enter_notes if act is Account.look else Account._enter_some
+        for _ in interleaved(function, make, Account.look, second, at="line"):
+            ends.close()
+            assert live.pop() == 0 and len(path.read_text().splitlines()) == 5
+        ends.close()
