@@ -126,6 +126,8 @@ class ServiceManager(Closes):
         self._most = int(os.environ["FDSTORE"])
         self._kept: dict[str, tuple[str, list[str]]] = {}
         """Text and names of each key's commit."""
+        self._over: list[str] = []
+        """Names of commits that others have replaced, until they are dropped."""
         address = os.environ["NOTIFY_SOCKET"]
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with undoing(self._channel.close):
@@ -175,25 +177,25 @@ class ServiceManager(Closes):
             raise OSError(
                 errno.EMFILE, f"FileDescriptorStoreMax= is {self._most}, and {count} descriptors are to be kept"
             )
-        before = [self._kept.pop(key)[1] for key in (*new, *dropped) if key in self._kept]
+        for key in (*new, *dropped):
+            self._over += self._kept.pop(key, ("", []))[1]
         for key, one in new.items():
-            self._kept[key] = one.text, self._store(one)
+            self._kept[key] = one.text, []
+            self._store(one, self._kept[key][1])
         if new:
             self._await()
-        for names in before:
-            self._drop(names)
+        self._drop(self._over)
+        self._over.clear()
 
-    def _store(self, kept: Kept) -> list[str]:
-        """Send the descriptors of a commit; return their names, that of the text first."""
+    def _store(self, kept: Kept, names: list[str]) -> None:
+        """Send the descriptors of a commit. ``names`` gets their names, that of the text first."""
         token = f"{self._names}{token_hex(8)}"
-        names: list[str] = []
         with contextlib.ExitStack() as files:
             copies = [files.enter_context(sealed_file(read_file(file))) for file in kept.handles[:2]]
             text = files.enter_context(sealed_file(kept.text.encode()))
             for place, fd in (*enumerate((*copies, *kept.handles[2:])), ("text", text)):
                 names.insert(0, f"{token}-{place}")
                 self._send(f"FDSTORE=1\nFDPOLL=0\nFDNAME={names[0]}", fd.fileno())
-        return names
 
     def _drop(self, names: Sequence[str], handles: Iterable[Fd] = ()) -> None:
         for name in names:
@@ -224,6 +226,7 @@ class ServiceManager(Closes):
         """Have systemd release all; idempotent."""
         if not self.closed:
             with contextlib.closing(self._channel), contextlib.suppress(OSError):
+                self._drop(self._over)  # first: alone they would be what the next server takes
                 for _, names in self._kept.values():
                     self._drop(names)
 

@@ -370,6 +370,25 @@ def test_systemd_keeps_fewer_descriptors(sent: list[Message], monkeypatch: pytes
     assert not _after(sent) and manager.closed
 
 
+@pytest.mark.parametrize("most", range(5))
+def test_systemd_does_not_take_all_of_a_commit(sent: list[Message], monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The server then has it release everything, also the commit before and what it got of the new one."""
+    manager, send = ServiceManager("name"), ServiceManager._send
+    manager.put([("a", _commit("a", 1))], [])
+    before = len(sent)
+
+    def refused(self: Any, state: str, *numbers: int) -> None:
+        if len(sent) == before + most and not state.startswith("FDSTOREREMOVE"):
+            raise TimeoutError("systemd did not take it")
+        send(self, state, *numbers)
+
+    monkeypatch.setattr(ServiceManager, "_send", refused)
+    with pytest.raises(TimeoutError):
+        manager.put([("a", _commit("a", 2))], [])
+    manager.close()
+    assert not _after(sent)
+
+
 def test_more_than_the_usual_limit_of_descriptors(name: str) -> None:
     """The next server takes them over with the limit of a new process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
