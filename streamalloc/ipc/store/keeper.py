@@ -12,6 +12,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import select
 import socket
@@ -232,11 +233,12 @@ class ServiceManager(Closes):
 
 
 def _passed(names: str) -> Iterator[tuple[str, Fd]]:
-    """Take the descriptors that systemd has passed to this process under such names (``sd_listen_fds``)."""
+    """Take the descriptors that systemd has passed to this process under names that begin so (``sd_listen_fds``)."""
     if os.environ.get("LISTEN_PID") == str(os.getpid()):
         passed = os.environ["LISTEN_FDNAMES"].split(":")
+        own = re.compile(re.escape(names) + r"[0-9a-f]{16}-(\d+|text)")  # not of a store whose name goes on after "-"
         for number, name in enumerate(passed):
-            if name.startswith(names):
+            if own.fullmatch(name):
                 passed[number] = "taken"
                 os.environ["LISTEN_FDNAMES"] = ":".join(passed)  # the number may be another file's one day
                 os.set_inheritable(3 + number, False)

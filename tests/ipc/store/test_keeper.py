@@ -389,6 +389,25 @@ def test_systemd_does_not_take_all_of_a_commit(sent: list[Message], monkeypatch:
     assert not _after(sent)
 
 
+def test_two_stores_of_one_service(sent: list[Message], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of one begins the name of the other. Each takes its own descriptors."""
+    names: dict[str, list[str]] = {}
+    for store in ("name", "name-2", "name-0123456789abcdef"):
+        before = set(_after(sent))
+        manager = ServiceManager(store)
+        manager.put([("a", _commit("a", 1))], [])
+        manager._channel.close()
+        names[store] = [name for name in _after(sent) if name not in before]
+    everything = [name for own in names.values() for name in own]
+    monkeypatch.setattr(keeping, "Fd", int)
+    monkeypatch.setattr(os, "set_inheritable", lambda number, _: None)
+    monkeypatch.setenv("LISTEN_PID", str(os.getpid()))
+    for store, own in names.items():
+        monkeypatch.setenv("LISTEN_FDNAMES", ":".join(everything))
+        taken: list[Any] = list(keeping._passed(f"streamalloc-{store}-"))
+        assert taken == [(name, 3 + everything.index(name)) for name in own]
+
+
 def test_more_than_the_usual_limit_of_descriptors(name: str) -> None:
     """The next server takes them over with the limit of a new process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
