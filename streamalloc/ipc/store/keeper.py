@@ -137,8 +137,13 @@ class ServiceManager(Closes):
 
     @staticmethod
     def is_there() -> bool:
-        """Whether systemd started this process, and keeps descriptors for it. It says so since version 254."""
-        return bool(os.environ.get("NOTIFY_SOCKET")) and os.environ.get("FDSTORE", "").isdecimal()
+        """Whether systemd started this process, and keeps descriptors for it. It says so since version 254.
+
+        Children inherit these variables. systemd takes nothing of theirs, or never passes it to them.
+        """
+        ours = str(os.getpid())
+        keeps = bool(os.environ.get("NOTIFY_SOCKET")) and os.environ.get("FDSTORE", "").isdecimal()
+        return keeps and os.environ.get("SYSTEMD_EXEC_PID", ours) == ours
 
     def take(self) -> Iterator[Kept]:
         """Return all that is kept. The caller closes the descriptors."""

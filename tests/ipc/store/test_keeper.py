@@ -408,6 +408,16 @@ def test_two_stores_of_one_service(sent: list[Message], monkeypatch: pytest.Monk
         assert taken == [(name, 3 + everything.index(name)) for name in own]
 
 
+@pytest.mark.usefixtures("sent")
+def test_a_child_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd passes descriptors to the process that it has started, and to no other: there is a keeper process."""
+    for pid, is_there in ((os.getpid(), True), (os.getppid(), False)):
+        monkeypatch.setenv("SYSTEMD_EXEC_PID", str(pid))
+        assert ServiceManager.is_there() == is_there
+    monkeypatch.delenv("SYSTEMD_EXEC_PID")  # before version 248
+    assert ServiceManager.is_there()
+
+
 def test_more_than_the_usual_limit_of_descriptors(name: str) -> None:
     """The next server takes them over with the limit of a new process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
