@@ -19,6 +19,8 @@ from streamalloc.cli.measuring import BenchRow, Target
 from streamalloc.traces import Event, Trace
 from tests.cli.conftest import Complete, Run, complete, start_worker_quickly, without
 
+pytestmark = pytest.mark.timeout(300)  # the first test measures every row, under the checker
+
 SMALL = Trace((Event("allocate", 0, 4096, 0, 0, 0), Event("free", 0, 4096, 0, 0, 1)))
 ALL_ROWS = bench.ROWS
 
