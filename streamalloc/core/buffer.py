@@ -20,6 +20,7 @@ from streamalloc.core.errors import (
     CaptureError,
     ClosedError,
     CudaError,
+    InvalidValueError,
     NotReadyError,
     error_from,
     is_gone,
@@ -371,7 +372,8 @@ class Buffer(Memory, Closes):
     def _not_freed(self, result: Any, ordered: Stream, ptr: Any, shared: tuple[SharedState, Any] | None) -> CudaError:
         """The error of a free that the driver refused. The buffer owns its memory again, unless that is gone."""
         error = free_refused(result, ordered)
-        if not is_gone(error):
+        # Other errors than that of an unknown address may be about the stream: another one may have been destroyed.
+        if not is_gone(error) or (ordered is not self._stream and not isinstance(error, InvalidValueError)):
             self._ptr, self._shared = ptr, shared
         return error
 

@@ -52,6 +52,22 @@ class TestGarbage:
             end_what_was_dropped()
             assert "pool allocation" not in checked.outstanding() and checked.hazards == []
 
+    @pytest.mark.simulated_only("the handle of a destroyed stream, which can end the process")
+    def test_a_free_on_a_stream_that_is_gone(self, machine: Any, device: sa.Device, stream: sa.Stream) -> None:
+        """The memory is not gone with another stream than its own."""
+        with device.current():
+            raw = machine.cuStreamCreate(1)[1]
+        theirs = sa.Stream.of_handle(device, int(raw), None)
+        with sa.MemoryPool(device) as pool:
+            buffer = pool.allocate(4096, stream)
+            assert not machine.cuStreamDestroy(raw)[0]
+            with pytest.raises(sa.InvalidContextError):
+                buffer.free(theirs)
+            assert not buffer.freed
+            buffer.free()
+            stream.synchronize()
+            assert pool.statistics().used == 0
+
     @pytest.mark.parametrize("end", ["free", "free, shared", "drop", "drop in a capture"])
     def test_memory_that_other_code_has_freed_is_freed_once(
         self, machine: Any, device: sa.Device, stream: sa.Stream, end: str
