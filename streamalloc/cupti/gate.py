@@ -176,8 +176,10 @@ class Gate:
                 while not (number := _SLOT.unpack_from(self._ring, at)[0]):
                     sleep(0)  # its thread is about to write the number
                 _, result, thread, context, args = _SLOT.unpack_from(self._ring, at)
-                struct.pack_into("I", self._ring, at, 0)
-                self.words[TAKEN] += 1
+                try:
+                    struct.pack_into("I", self._ring, at, 0)
+                finally:  # an interrupt may come now, and nobody writes this number again
+                    self.words[TAKEN] += 1
                 yield Written(number, result, thread, context, ctypes.create_string_buffer(args))
         finally:
             self._lock.release()

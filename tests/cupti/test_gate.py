@@ -207,3 +207,25 @@ def test_a_callback_that_was_not_counted_is_waited_for_once(gated: Gated, monkey
     begin = monotonic()
     with gated.gate.asking():
         assert monotonic() - begin >= 0.05 and gated.gate.left == 1
+
+
+def test_an_interrupt_after_a_call_was_taken(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call may be lost; the next one is taken."""
+
+    def interrupted(*args: Any) -> None:
+        pack_into(*args)
+        monkeypatch.setattr(struct, "pack_into", pack_into)
+        raise KeyboardInterrupt
+
+    pack_into = struct.pack_into
+    gated.gate.write_frees()
+    for at in (1, 2):
+        gated.call(QUERY, at)
+    monkeypatch.setattr(struct, "pack_into", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gated.written()
+    found: list[tuple[int, ...]] = []
+    thread = threading.Thread(target=lambda: found.extend(gated.written()), daemon=True)
+    thread.start()
+    thread.join(5)
+    assert [one[-1] for one in found] == [2]
