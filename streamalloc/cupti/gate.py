@@ -158,9 +158,10 @@ class Gate:
         words[_ASKING] += 1
         try:
             end = monotonic() + _PATIENCE
-            while (begun := words[_ENTERED] - words[WRITTEN] - words[_LEFT_OUT]) > self.left:
+            # Read in this order: a call between two of them looks as if it had not ended, and hides no other one.
+            while (ended := self.left + words[WRITTEN] + words[_LEFT_OUT]) < (entered := words[_ENTERED]):
                 if monotonic() > end:  # an interrupt came before one was counted
-                    self.left = begun
+                    self.left += entered - ended
                 sleep(1e-4)
             yield
         finally:

@@ -190,6 +190,41 @@ def test_who_asks_waits_for_callbacks_that_have_begun(gated: Gated) -> None:
     assert order == ["called", "asked"]
 
 
+@pytest.mark.parametrize("number", [QUERY, CREATE])
+def test_a_call_while_the_counts_are_read_hides_no_callback(gated: Gated, number: int) -> None:
+    """Another thread's call is written down, or left out, after the first count was read."""
+    begun, goes_on, ended = threading.Event(), threading.Event(), []
+
+    class Slow(list[Any]):
+        def append(self, one: Any) -> None:
+            begun.set()
+            goes_on.wait(5)
+            ended.append(one)
+
+    class Words:
+        calls = 3
+
+        def __getitem__(self, at: int) -> int:
+            found: int = words[at]
+            if words[gate._ASKING] and self.calls:
+                self.calls -= 1
+                gated.call(number)
+            elif not self.calls:
+                goes_on.set()
+            return found
+
+        def __setitem__(self, at: int, value: int) -> None:
+            words[at] = value
+
+    gated.seen, words, gated.gate.words = Slow(), gated.gate.words, Words()
+    thread = threading.Thread(target=gated.call, args=(RECORD,))
+    thread.start()
+    assert begun.wait(5)
+    with gated.gate.asking():
+        assert ended
+    thread.join()
+
+
 def test_each_call_is_shown_where_there_is_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "_executable", lambda code: None)
     plain = Gated()
