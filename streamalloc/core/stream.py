@@ -417,15 +417,18 @@ class Stream(Closes, Shown):
         raw, session, spare = self.direct or self.ready(), self._session, self._spare
         if raw is not None and handle not in DEFAULT_HANDLES:
             # No objects for the event and that stream, which would cost three times as much as both calls.
+            theirs = cuda.CUstream(handle)  # raises for what is no handle
             try:
                 event = spare.pop()
             except IndexError:  # another thread was faster
                 event = None
             if event is not None:
                 record, wait = session.cuEventRecord, session.cuStreamWaitEvent
-                failed = record(event, raw)[0] or wait(cuda.CUstream(handle), event, 0)[0]
-                spare.append(event)
-                spare.end_if_closed(session)
+                try:
+                    failed = record(event, raw)[0] or wait(theirs, event, 0)[0]
+                finally:
+                    spare.append(event)
+                    spare.end_if_closed(session)
                 if not failed:
                     return
         Stream.of_handle(self.device, handle, None).wait(self)

@@ -272,6 +272,15 @@ class TestDLPackOrder:
         buffer.__dlpack__(stream=-1 if which == "none" else buffer.stream.handle)
         assert names(traced, *self.WAITS) == []
 
+    @pytest.mark.parametrize("wrong", ["1", -5, 1 << 70])
+    def test_what_is_no_stream_loses_no_event(self, traced: Any, buffer: sa.Buffer, wrong: Any) -> None:
+        buffer.stream.record().close()
+        with pytest.raises((TypeError, OverflowError)):
+            buffer.__dlpack__(stream=wrong)
+        traced.calls.clear()
+        buffer.stream.record().close()
+        assert names(traced, "cuEventCreate", "cuEventRecord") == ["cuEventRecord"]
+
     def test_zero_is_ambiguous(self, buffer: sa.Buffer) -> None:
         with pytest.raises(ValueError, match="ambiguous"):
             buffer.__dlpack__(stream=0)
