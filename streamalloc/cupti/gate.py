@@ -22,6 +22,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -127,6 +128,8 @@ class Gate:
         self._kept = C_CALLBACK(callback)
         self.left = 0
         """Callbacks of functions with a mode that have ended. The callback counts them."""
+        self.inside: list[int] = []
+        """Threads of those that have begun in Python. The callback lists them."""
         self.modes: Any = (ctypes.c_uint8 * (max(functions, default=0) + 1))()
         """What is done, by the number of the function."""
         self._later = {number: _MODES[name] for number, name in functions.items() if name in _MODES}
@@ -153,13 +156,13 @@ class Gate:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Ask PyTorch's allocator in the block: nobody has its lock and waits for Python's."""
+        """Ask PyTorch's allocator in the block: nobody else has its lock and waits for Python's."""
         words = self.words
         words[_ASKING] += 1
         try:
-            end = monotonic() + _PATIENCE
+            end, own = monotonic() + _PATIENCE, self.inside.count(get_ident())
             # Read in this order: a call between two of them looks as if it had not ended, and hides no other one.
-            while (ended := self.left + words[WRITTEN] + words[_LEFT_OUT]) < (entered := words[_ENTERED]):
+            while (ended := own + self.left + words[WRITTEN] + words[_LEFT_OUT]) < (entered := words[_ENTERED]):
                 if monotonic() > end:  # an interrupt came before one was counted
                     self.left += entered - ended
                 sleep(1e-4)

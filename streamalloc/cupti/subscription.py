@@ -173,14 +173,19 @@ class Subscription:
             self.error = error
 
     def _returned(self, number: int, args: int, result: int, context: int) -> None:
+        gate, thread = self.gate, get_ident()
+        is_counted = gate.modes[number] > 0
+        gate.inside += [thread] * is_counted
         try:
             now, code = time_ns(), _code(memory, result)[0]
             name, how, per_thread, stream_at = self._functions[number]
             given, answer = _on_stream(how.arguments(args), per_thread, stream_at), how.answer(args, code)
             place = self._place(sys._getframe(1).f_back, _DEEPEST)
-            self._listener(DriverCall(name, given, answer, get_ident(), context, place, now))
+            self._listener(DriverCall(name, given, answer, thread, context, place, now))
         finally:
-            self.gate.left += self.gate.modes[number] > 0
+            if is_counted:
+                gate.inside.remove(thread)
+                gate.left += 1
 
     def _launched(self, name: str, per_thread: bool, args: int, result: int, symbol: int, context: int) -> None:
         # A training step launches a hundred kernels: each line here counts.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -74,6 +74,35 @@ def test_long_arguments_of_a_kernel_are_read_whole() -> None:
     assert kernel.pointers(ctypes.addressof(params), 1, 1) == (address, *(address + at for at in range(1, words, 2)))
     assert kernel.pointers(0, 1, 1) is None and Kernel("name", None).pointers(ctypes.addressof(params), 1, 1) is None
     assert Kernel("name", [4, 4]).pointers(0, 1, 1) == ()
+
+
+def test_a_listener_may_ask_pytorch(shown: Any) -> None:
+    """It waits for callbacks of other threads, but not for its own."""
+    device, main, begun = sa.Device(0, driver=shown), threading.get_ident(), threading.Event()
+    order, took = list[str](), list[float]()
+
+    def synchronize() -> None:
+        with device.current():
+            shown.cuCtxSynchronize()
+
+    def listen(call: cupti.DriverCall) -> None:
+        if call.thread != main:
+            begun.set()
+            sleep(0.1)
+            order.append("other")
+        else:
+            if took:
+                threading.Thread(target=synchronize).start()
+                assert begun.wait(5)
+            begin = monotonic()
+            with subscription.gate.asking():
+                order.append("asked")
+            took.append(monotonic() - begin)
+
+    with cupti.subscribe(listen, ["cuCtxSynchronize"]) as subscription:
+        synchronize()
+        synchronize()
+    assert subscription.error is None and order == ["asked", "other", "asked"] and max(took) < 0.5
 
 
 def test_calls_that_the_gate_has_written_are_shown_with_the_next_one(shown: Any) -> None:
