@@ -43,6 +43,8 @@ _MOST_LOGGED = 20_000
 """Uses between two readings of the libraries' histories."""
 _FEW_ENTRIES = 50_000
 """Entries of PyTorch's history while one stream works alone."""
+_GLANCE = 0.001
+"""Seconds to wait for a turn before looking whether somebody asks PyTorch's allocator."""
 _MOST_WAITING = 1000
 """Launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind: many at once cost less."""
 _ON_DEVICE = frozenset(("cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async", "cuMemcpyDtoDAsync"))
@@ -148,6 +150,8 @@ class Check:
         """Lock of the thread that works on them. Others wait: they may write afterwards what copies have read."""
         self._worker = 0
         """Thread that works on them; 0: none does."""
+        self._late: dict[int, int] = {}
+        """Time of the last call of each thread that did not wait."""
         self._handles: set[int] = set()
         """Streams that have launched kernels."""
         self._of_natives: set[int | None] = set()
@@ -267,7 +271,7 @@ class Check:
         elif function == "cuMemAlloc" and call.answer[1] and callers.caller(None) in callers.NATIVE:
             # cuDNN, for one, fills its memory on a stream of its own. No line of the program could order that.
             self._of_natives.add(call.answer[1])
-        self._work()
+        self._work(call)
 
     def _with_operands(self, call: DriverCall) -> DriverCall:
         """The call with the tensors of the operator that makes it."""
@@ -282,16 +286,22 @@ class Check:
         operands = self._operators.operands(call.thread, kernel_of(call), call.pointers)
         return made(DriverCall, (*call[:-2], operands, False)) if operands else call
 
-    def _work(self) -> None:
+    def _work(self, call: DriverCall | None = None) -> None:
+        """Work on all that waits, after a call."""
         if self._worker == threading.get_ident():
             return  # a finaliser in the middle of the work has made a call, which is next
-        with self._turn:
-            self._worker = threading.get_ident()
-            try:
-                while self._waiting:
-                    self._take()
-            finally:
-                self._worker, self._recorder.state.sources.is_late = 0, False
+        while not self._turn.acquire(timeout=_GLANCE):
+            if call is not None and self._subscription.gate.is_asked:
+                # This thread's library may have the lock that is asked for, by the thread whose turn it is.
+                self._late[call.thread] = call.time
+                return
+        self._worker = threading.get_ident()
+        try:
+            while self._waiting:
+                self._take()
+        finally:
+            self._worker, self._recorder.state.sources.is_late = 0, False
+            self._turn.release()
         if self._raises and self.hazards and self._raising is None:
             self._raising = _Raising()
             self._raising.start()
@@ -299,7 +309,8 @@ class Check:
     def _take(self) -> None:
         one, was_alone = self._waiting.popleft(), self._is_alone
         state = self._recorder.state
-        state.now, self._seen.context, state.sources.is_late = one.time, one.context, one.is_late
+        state.now, self._seen.context = one.time, one.context
+        state.sources.is_late = one.is_late or one.time <= self._late.get(one.thread, 0)
         if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
             # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
             # lock of its allocator, which its history needs.

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -889,6 +889,50 @@ def test_no_call_waits_for_the_history_which_needs_the_lock_of_the_allocator(che
 
     assert [one.kind for one in checked(scene).hazards] == ["race"]
     assert hung and not any(hung)
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_who_asks_for_the_history_waits_for_no_call_that_waits_for_it(
+    checked: Any, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """Another thread has begun to wait for its turn before, perhaps with the lock of the allocator, which frees what is
+    left of ``record_stream``.
+    """
+    allocator, took, events = threading.Lock(), list[float](), Libraries.events
+
+    def scene(s: Scene) -> None:
+        context = s.driver.cuCtxGetCurrent()[1]
+
+        def synchronize() -> None:
+            s.driver.cuCtxSetCurrent(context)
+            with allocator if locked else contextlib.nullcontext():
+                s.driver.cuEventSynchronize(s.event)
+
+        def begin_and_ask(self: Libraries, *args: Any, **named: Any) -> Any:
+            assert self.gate is not None
+            monkeypatch.setattr(Libraries, "events", events)
+            other.start()
+            while other.ident not in self.gate.inside:
+                sleep(0.001)
+            sleep(0.02)
+            begin = monotonic()
+            with self.gate.asking():
+                if allocator.acquire(timeout=2):
+                    allocator.release()
+                found = events(self, *args, **named)
+            took.append(monotonic() - begin)
+            return found
+
+        other = threading.Thread(target=synchronize)
+        tensor = s.torch.empty(s.side)
+        monkeypatch.setattr(Libraries, "events", begin_and_ask)
+        s.fill(tensor, s.side)
+        s.driver.cuCtxSynchronize()
+        other.join()
+        produced(s, False)
+
+    assert [one.kind for one in checked(scene).hazards] == ["race"]
+    assert took and max(took) < 0.5
 
 
 def test_a_call_that_the_checker_cannot_read_is_noted(shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
