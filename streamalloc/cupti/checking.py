@@ -44,7 +44,7 @@ _MOST_LOGGED = 20_000
 _FEW_ENTRIES = 50_000
 """Entries of PyTorch's history while one stream works alone."""
 _GLANCE = 0.001
-"""Seconds to wait for a turn before looking whether somebody asks PyTorch's allocator."""
+"""Seconds to wait for a turn before looking whether the thread that has it asks PyTorch's allocator."""
 _MOST_WAITING = 1000
 """Launches and calls of ``_ON_DEVICE`` that wait for the next call of another kind: many at once cost less."""
 _ON_DEVICE = frozenset(("cuMemsetD8Async", "cuMemsetD16Async", "cuMemsetD32Async", "cuMemcpyDtoDAsync"))
@@ -150,8 +150,10 @@ class Check:
         """Lock of the thread that works on them. Others wait: they may write afterwards what copies have read."""
         self._worker = 0
         """Thread that works on them; 0: none does."""
+        self._is_asking = False
+        """Whether it asks PyTorch's allocator."""
         self._late: dict[int, int] = {}
-        """Time of the last call of each thread that did not wait."""
+        """Time of the last call of each thread that did not wait for its turn."""
         self._handles: set[int] = set()
         """Streams that have launched kernels."""
         self._of_natives: set[int | None] = set()
@@ -240,13 +242,23 @@ class Check:
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
-        events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
+        with self._asking():
+            events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
         self._was_read |= not is_alone
 
         def judge() -> None:
             self._blocks.merge(events, upto or time_ns(), is_alone)
 
         self._recorder.between_calls(self._seen.context, judge)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask PyTorch's allocator in the block. Other threads, which may have its lock, wait for no turn meanwhile."""
+        self._is_asking = True
+        try:
+            yield
+        finally:
+            self._is_asking = False
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
@@ -291,8 +303,7 @@ class Check:
         if self._worker == threading.get_ident():
             return  # a finaliser in the middle of the work has made a call, which is next
         while not self._turn.acquire(timeout=_GLANCE):
-            if call is not None and self._subscription.gate.is_asked:
-                # This thread's library may have the lock that is asked for, by the thread whose turn it is.
+            if call is not None and self._is_asking:
                 self._late[call.thread] = call.time
                 return
         self._worker = threading.get_ident()
@@ -310,11 +321,12 @@ class Check:
         one, was_alone = self._waiting.popleft(), self._is_alone
         state = self._recorder.state
         state.now, self._seen.context = one.time, one.context
-        state.sources.is_late = one.is_late or one.time <= self._late.get(one.thread, 0)
         if one.function.startswith(_USES) and (self._has_new_segments or self._blocks.count > _MOST_LOGGED):
             # The blocks of segments are judged, not the bytes of the whole. No library uses memory while it has the
             # lock of its allocator, which its history needs.
             self.merge(one.time)
+        # A thread that has gone on may have written what its call makes known, until that is followed.
+        state.sources.is_late = one.is_late or one.time <= max(self._late.values(), default=0)
         if one.function in LAUNCHES:
             run, stream = [one], (one.args[1], one.thread, one.context)
             while self._waiting and (later := self._waiting[0]).function in LAUNCHES:
@@ -325,7 +337,8 @@ class Check:
         else:
             self._follow(one)
         if was_alone and not self._is_alone:
-            self._libraries.record_all()
+            with self._asking():
+                self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:
         """Follow launches in a row on one stream."""

@@ -170,11 +170,6 @@ class Gate:
         finally:
             words[_ASKING] -= 1
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether somebody asks PyTorch's allocator, and waits for callbacks that have begun."""
-        return bool(self.words[_ASKING])
-
     def take(self) -> Iterator[Written]:
         """The calls that were written, oldest first. If another thread takes them, there is nothing left."""
         if not self._lock.acquire(blocking=False):

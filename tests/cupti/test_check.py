@@ -907,6 +907,8 @@ def test_who_asks_for_the_history_waits_for_no_call_that_waits_for_it(
             s.driver.cuCtxSetCurrent(context)
             with allocator if locked else contextlib.nullcontext():
                 s.driver.cuEventSynchronize(s.event)
+            ctypes.memset(s.pinned, 2, MiB)  # in order, but the checker has not followed that wait yet
+            written.set()
 
         def begin_and_ask(self: Libraries, *args: Any, **named: Any) -> Any:
             assert self.gate is not None
@@ -919,14 +921,18 @@ def test_who_asks_for_the_history_waits_for_no_call_that_waits_for_it(
             with self.gate.asking():
                 if allocator.acquire(timeout=2):
                     allocator.release()
+                written.wait(2)
                 found = events(self, *args, **named)
             took.append(monotonic() - begin)
             return found
 
         other = threading.Thread(target=synchronize)
-        tensor = s.torch.empty(s.side)
+        written = threading.Event()
+        ctypes.memset(s.pinned, 1, MiB)
+        s.driver.cuMemcpyHtoDAsync(s.torch.empty(s.first), s.pinned, MiB, s.first)
+        s.driver.cuEventRecord(s.event, s.first)
         monkeypatch.setattr(Libraries, "events", begin_and_ask)
-        s.fill(tensor, s.side)
+        s.fill(s.torch.empty(s.side), s.side)
         s.driver.cuCtxSynchronize()
         other.join()
         produced(s, False)
