@@ -266,7 +266,7 @@ class _Segment:
 class _Ranges(StreamCache):
     """The blocks of one stream, and the free ranges that only its work has used."""
 
-    __slots__ = ("free_lists", "ranges", "sizes", "small")
+    __slots__ = ("free_lists", "ranges", "small")
 
     cache: _State
 
@@ -274,10 +274,8 @@ class _Ranges(StreamCache):
         self.ranges = FreeRanges()
         self.small = FreeRanges()
         """Free parts of slabs, for small blocks. Elsewhere these would keep much larger memory from being moved."""
-        self.sizes: list[int] = []
-        """Sizes of the classes, in order."""
-        self.free_lists: list[list[CachedBlock]] = []
-        """Their free lists."""
+        self.free_lists: tuple[list[int], list[list[CachedBlock]]] = [], []
+        """Sizes of the classes, in order, and their free lists. Set at once, as some callers have no lock."""
         super().__init__(cache, stream)
 
     def take(self, wanted: SizeClass, nbytes: int) -> CachedBlock | None:
@@ -292,10 +290,12 @@ class _Ranges(StreamCache):
 
     def filled(self, least: int) -> Iterator[list[CachedBlock]]:
         """The free lists with blocks of at least ``least`` bytes."""
-        if len(self.sizes) != len(self.classes):
-            self.sizes = sorted(self.classes)
-            self.free_lists = [self.classes[size].free for size in self.sizes]
-        return filter(None, self.free_lists[bisect_left(self.sizes, least) :])
+        sizes, free_lists = self.free_lists
+        if len(sizes) != len(self.classes):
+            classes = dict(sorted(self.classes.items()))  # the end of the stream on another thread removes them
+            sizes, free_lists = [*classes], [one.free for one in classes.values()]
+            self.free_lists = sizes, free_lists
+        return filter(None, free_lists[bisect_left(sizes, least) :])
 
     @property
     def listed(self) -> int:

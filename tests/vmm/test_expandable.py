@@ -19,7 +19,9 @@ from streamalloc import ipc, vmm
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.pool.internal import class_size
 from streamalloc.testing import Faults, Gate, settle
+from streamalloc.vmm.expandable import _Ranges
 from streamalloc.vmm.free_ranges import FreeRanges
+from tests.interleaving import interleaved
 from tests.support import Account, MiB, executed, holds, in_threads, pending
 
 CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
@@ -479,3 +481,31 @@ class TestOwners:
         device.synchronize()
         cache.trim()
         assert cache.statistics().used == cache.statistics().in_use == 0
+
+
+@pytest.mark.parametrize("act", ["a new size", "the end"])
+def test_free_lists_of_a_stream_while_another_thread_changes_them(
+    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, act: str
+) -> None:
+    """A thread that needs memory for another stream counts the bytes without a lock."""
+
+    def make() -> _Ranges:
+        cache = vmm.ExpandableCache(pool)
+        filled(cache, [1, 3], stream)
+        (ranges,) = cache._state.live()
+        assert len([*ranges.filled(0)]) == 2
+        ranges.size_class(5 * MiB)
+        return ranges
+
+    def change(ranges: _Ranges) -> None:
+        if act == "the end":
+            ranges.classes.clear()
+        else:
+            ranges.size_class(2 * MiB)
+            list(ranges.filled(0))
+
+    for ranges in interleaved(_Ranges.filled, make, lambda ranges: list(ranges.filled(0)), change):
+        list(ranges.filled(0))
+        sizes, free_lists = ranges.free_lists
+        assert sizes == sorted(ranges.classes)
+        assert all(one is ranges.classes[size].free for size, one in zip(sizes, free_lists, strict=True))
