@@ -43,6 +43,8 @@ class Judge:
         """Work that other processes can wait for, and may have."""
         self._waits: deque[Wait] = deque(maxlen=MOST_WAITS)
         """The latest waits of the host for events."""
+        self.sees_grants: Callable[[], bool] = lambda: True
+        """Whether all calls were seen that grant access to mappings."""
 
     def waited(self, actor: Actor, wait: Wait) -> None:
         """Record a wait for an event, for reports of an order that it does not give."""
@@ -168,7 +170,7 @@ class Judge:
     def _rights(self, range_: Range, device: int) -> int:
         """The access of a device: 1 read, 3 write."""
         rights = 3 if range_.grants is None else range_.grants.get(device, 0)
-        if rights < 3 and range_.context and self.timeline.foreign:
+        if rights < 3 and (self.timeline.foreign if range_.context else not self.sees_grants()):
             self.timeline.notes.add("access", str(range_))
             return 3
         return rights

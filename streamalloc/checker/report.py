@@ -32,7 +32,7 @@ LEFT_OUT = {
     "waits": "the order before a wait whose cause the checker did not see: all earlier work counts as done",
     "sources": "host writes to memory that queued copies read: the copies may be over, or the writer may be a kernel",
     "contents": "unwritten bytes and element types, since other code has the handle of a stream and may launch kernels",
-    "access": "access rights to memory of a context: another library may have enabled peer access",
+    "access": "access rights to memory: another library may have granted them unseen",
     "shared": "the order with other processes, where a process may have waited unseen",
     "told": "work on shared memory that other processes are not told of",
     "imports": "the order between two mappings of imported physical memory: whether it is the same memory is unknown",

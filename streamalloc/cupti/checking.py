@@ -170,7 +170,8 @@ class Check:
         """Whether uses were judged before."""
         functions = {*RULES, *COUNTED, *UNKNOWN, *LAUNCHES}
         self._subscription: Subscription = Subscription(self._called, functions)
-        self._libraries.gate = self._subscription.gate
+        self._libraries.gate = gate = self._subscription.gate
+        self._recorder.state.judge.sees_grants = lambda: not gate.has_left_out
 
     @property
     def hazards(self) -> list[Hazard]:

@@ -149,6 +149,11 @@ class Gate:
         if self._code is not None:
             self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._code))
 
+    @property
+    def has_left_out(self) -> bool:
+        """Whether there were calls of which nothing is known."""
+        return bool(self.words[_LEFT_OUT])
+
     def write_frees(self) -> None:
         """From now on write down what threads without Python's lock free and query."""
         for number, mode in self._later.items():

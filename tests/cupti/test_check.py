@@ -175,6 +175,36 @@ def test_memory_is_written_after_queries_that_are_followed_later(checked: Any) -
     assert checked(scene).hazards == []
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_grants_that_the_gate_has_left_out_are_not_missed(
+    shown: Any, monkeypatch: pytest.MonkeyPatch, asks: bool
+) -> None:
+    """PyTorch grants access to segments that grow with the lock of its allocator, which another thread may ask."""
+    device = sa.Device(0, driver=shown)
+    monkeypatch.setattr(kernels, "_sizes", lambda function, context: [8] * (function % 16))
+    monkeypatch.setattr(Libraries, "followed", lambda self: contextlib.nullcontext(self))
+    size, props = 2 * MiB, shown.CUmemAllocationProp()
+    props.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access = shown.CUmemAccessDesc()
+    access.location, access.flags = props.location, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    with device.current(), cupti.check() as check, contextlib.ExitStack() as undo:
+        gate = check._subscription.gate
+        stream = int(shown.cuStreamCreate(1)[1])
+        undo.callback(shown.cuStreamDestroy, stream)
+        memory, address = shown.cuMemCreate(size, props, 0)[1], int(shown.cuMemAddressReserve(size, 0, 0, 0)[1])
+        undo.callback(shown.cuMemAddressFree, address, size)
+        undo.callback(shown.cuMemRelease, memory)
+        assert not shown.cuMemMap(address, size, 0, memory, 0)[0]
+        undo.callback(shown.cuMemUnmap, address, size)
+        with gate.asking() if asks else contextlib.nullcontext():
+            assert not shown.cuMemSetAccess(address, size, [access], 1)[0]
+        shown.launch("scan", stream, address)
+        undo.callback(shown.cuStreamSynchronize, stream)
+    assert check.error is None and check.hazards == []
+    assert ["access rights" in one for one in check.notes] == [True] * gate.has_left_out
+
+
 def test_frees_of_pools_are_checked_too(checked: Any) -> None:
     def scene(s: Scene, ordered: bool) -> None:
         memory = int(s.driver.cuMemAllocAsync(MiB, s.first)[1])

@@ -89,9 +89,12 @@ def test_queries_without_pythons_lock_are_written_once_pytorch_is_there(gated: G
 
 
 def test_what_libraries_call_with_a_lock_is_written_while_somebody_asks(gated: Gated) -> None:
+    before = gated.gate.has_left_out
     with gated.gate.asking():
         for at, number in enumerate(FUNCTIONS):
             gated.call(number, at)
+        # Arguments of the third point to what is gone later.
+        assert (before, gated.gate.has_left_out) == (False, True)
     assert gated.seen == [(LAUNCH, 1)]
     assert [(one[0], one[-1]) for one in gated.written()] == [(QUERY, 0), (RECORD, 1)]
     gated.call(RECORD)
