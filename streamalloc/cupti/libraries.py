@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -87,9 +88,27 @@ class Libraries:
                 if (function := getattr(torch.cuda.memory, name, None)) is not None:
                     self._open.callback(setattr, torch.cuda.memory, name, function)
                     setattr(torch.cuda.memory, name, _through(self.gate, function))
+            self._make_streams_in_turn(torch.cuda.Stream)
         # PyTorch calls them when it has initialised CUDA; an earlier call would initialise it.
         torch.cuda._lazy_call(self._release_lock)
         torch.cuda._lazy_call(self._record)
+
+    def _make_streams_in_turn(self, kind: Any) -> None:
+        """Have threads wait for each other without Python's lock.
+
+        The first stream makes all those that PyTorch hands out, for which other threads would wait with Python's lock,
+        and the callbacks of the first thread for that.
+        """
+        made, lock = kind.__dict__.get("__new__"), threading.RLock()
+        if made is None:  # a later PyTorch makes them otherwise
+            return
+
+        def make(cls: Any, *args: Any, **named: Any) -> Any:
+            with lock:
+                return made.__get__(None, cls)(cls, *args, **named)
+
+        kind.__new__ = make
+        self._open.callback(setattr, kind, "__new__", made)
 
     def _release_lock(self) -> None:
         """Have PyTorch's allocator release its lock while it calls ``cudaMalloc``.

@@ -66,6 +66,8 @@ class Torch:
         self.waiting: list[Any] = []
         """Calls for the time when CUDA is initialised."""
         self._initialized = initialized
+        self.making = 0
+        """Streams that are being made."""
         self.modes: list[Any] = []
         """Dispatch modes."""
         self.Tensor, self.nn = Tensor, types.SimpleNamespace(Parameter=Tensor)
@@ -78,6 +80,7 @@ class Torch:
         )
         self.cuda = types.SimpleNamespace(
             is_initialized=lambda: self._initialized,
+            Stream=type("Stream", (), {"__new__": lambda cls: self._make(cls)}),
             _lazy_call=lambda call: call() if self._initialized else self.waiting.append(call),
             memory=types.SimpleNamespace(
                 _snapshot=self._snapshot,
@@ -94,6 +97,14 @@ class Torch:
         self._initialized = True
         for call in self.waiting:
             call()
+
+    def _make(self, kind: Any) -> Any:
+        """Make a stream, which only one thread may do at a time."""
+        self.making += 1
+        assert self.making == 1
+        sleep(0.001)
+        self.making -= 1
+        return object.__new__(kind)
 
     def _record(self, enabled: str | None, clear_history: bool = False, **more: Any) -> None:
         self.began.append((enabled, more | {"clear_history": clear_history}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,14 @@ def test_pytorch_is_asked_while_the_gate_writes_calls_down(monkeypatch: pytest.M
         assert asking[3:] == [1]
     torch.cuda.memory.memory_stats_as_nested_dict()
     assert asking[3:] == [1, 0, 0]  # the end of the history, and the program
+
+
+def test_threads_make_streams_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has a lock for its first ones, for which a thread would wait with Python's lock."""
+    torch = Torch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    followed, kind = Libraries(stacks=None), torch.cuda.Stream
+    followed.gate, before = Gate(lambda *_: None, {}), kind.__dict__["__new__"]
+    with followed.followed(), ThreadPoolExecutor(4) as threads:
+        assert all(type(one) is kind for one in threads.map(lambda _: kind(), range(40)))
+    assert kind.__dict__["__new__"] is before
