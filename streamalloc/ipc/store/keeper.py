@@ -51,6 +51,8 @@ class Keeper(Closes):
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ended = False
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
@@ -102,15 +104,26 @@ class Keeper(Closes):
 
     def close(self) -> None:
         """End the keeper, which releases all that it keeps; idempotent."""
-        asked = False
-        if not self._channel.closed:
-            with self._channel, contextlib.suppress(OSError, ValueError):
-                self._ask({"end": 1})
-                asked = True
+        if self._ended:
+            return
+        self._ended = True
+        asked = self._end()
         if self._process is not None:
             if not asked:  # it has ended already, or could not be asked
                 self._process.kill()
             self._process.wait()
+        elif not asked:  # perhaps it has refused the last change, and serves the next connection
+            with contextlib.suppress(OSError, ValueError):
+                self._channel = Channel.connect(self._path, timeout=_SECONDS)
+                self._end()
+
+    def _end(self) -> bool:
+        """Ask the keeper to end; whether it has answered."""
+        if not self._channel.closed:
+            with self._channel, contextlib.suppress(OSError, ValueError):
+                self._ask({"end": 1})
+                return True
+        return False
 
 
 class ServiceManager(Closes):

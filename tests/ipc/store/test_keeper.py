@@ -476,6 +476,21 @@ def test_changes_of_another_form(keeper: Any, tmp_path: Path, fields: dict[str, 
         again.close()
 
 
+def test_a_keeper_that_refuses_a_change_ends(keeper: Any, tmp_path: Path) -> None:
+    """The server that it outlived before ends it: it must not give out commits that are out of date by then."""
+    read, write = map(ipc.Fd, os.pipe())
+    with read, write:
+        keeper.put([("a", Kept("old", (read,)))], [])
+        keeper._channel.close()
+        server = Keeper(tmp_path / "keeper")
+        with pytest.raises((ConnectionError, ipc.ProtocolError)):
+            server.put([("a", Kept("new", ()))], [])
+        server.close()
+        assert eventually(lambda: keeper._process.poll() is not None)
+        with Keeper(tmp_path / "keeper") as following:
+            assert not list(following.take())
+
+
 @pytest.mark.parametrize(("text", "count"), [("", 3), ("[]", 3), ("{}", 3), ('{"key":"a","place":0,"device":5}', 3)])
 def test_texts_that_are_none(name: str, text: str, count: int) -> None:
     """A server refuses to begin with them, and closes the descriptors."""
