@@ -164,6 +164,23 @@ class ServiceManager(Closes):
         for name, fd in _passed(self._names):
             token, _, place = name.rpartition("-")
             found.setdefault(token, {})[place] = fd
+        every = [fd for parts in found.values() for fd in parts.values()]
+        with undoing(lambda: close_all(every)):
+            try:
+                left = self._latest(found)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ProtocolError(
+                    f"what systemd has cannot be read: {error!r}. If that is of another release, stop the service, "
+                    "which releases it"
+                ) from None
+        try:
+            while left:
+                yield left.pop()
+        finally:  # of a server that refuses one
+            close_all(fd for kept in left for fd in kept.handles)
+
+    def _latest(self, found: dict[str, dict[str, Fd]]) -> list[Kept]:
+        """The last commit of each key, of descriptors by token and place. All others are dropped."""
         latest: dict[str, tuple[int, str, Kept]] = {}
         for token, parts in found.items():
             last = parts.pop("text", None)
@@ -181,12 +198,7 @@ class ServiceManager(Closes):
             if before is not None:
                 self._drop(self._kept[about["key"]][1], before[2].handles)
             latest[about["key"]], self._kept[about["key"]] = (number, token, kept), (text, names)
-        left = [kept for _, _, kept in latest.values()]
-        try:
-            while left:
-                yield left.pop()
-        finally:  # of a server that refuses one
-            close_all(fd for kept in left for fd in kept.handles)
+        return [kept for _, _, kept in latest.values()]
 
     def put(self, kept: Sequence[tuple[str, Kept]], dropped: Sequence[str]) -> None:
         """As :meth:`Keeper.put`."""

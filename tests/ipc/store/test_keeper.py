@@ -418,6 +418,24 @@ def test_a_child_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServiceManager.is_there()
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("", "01"), ("[]", "01"), ("{}", "01"), ('{"key": "a"}', "01"), ('{"key": "a", "number": 1}', "02"),
+     ('{"key": [], "number": 1}', "01"), ('{"key": "b", "number": "1"}', "01")],
+)  # fmt: skip
+def test_what_systemd_has_of_another_release(
+    sent: list[Message], name: str, monkeypatch: pytest.MonkeyPatch, text: str, parts: str
+) -> None:
+    """A server refuses to begin with it, and closes the descriptors."""
+    first = [*zip("012", _commit("b", 1).handles, strict=True), ("text", sealed_file(b'{"key": "b", "number": 1}'))]
+    other = [(part, ipc.Fd(os.memfd_create("file"))) for part in parts] + [("text", sealed_file(text.encode()))]
+    passed = [(f"streamalloc-{name}-{at:016x}-{part}", fd) for at, one in enumerate((first, other)) for part, fd in one]
+    monkeypatch.setattr(keeping, "_passed", lambda _: passed)
+    with pytest.raises(ipc.ProtocolError, match="cannot be read"):
+        ipc.StoreServer(name, keep=True)
+    assert all(fd.closed for _, fd in passed) and sent == []
+
+
 def test_more_than_the_usual_limit_of_descriptors(name: str) -> None:
     """The next server takes them over with the limit of a new process."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
