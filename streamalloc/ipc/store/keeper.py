@@ -217,6 +217,8 @@ class ServiceManager(Closes):
             self._await()
         self._drop(self._over)
         self._over.clear()
+        if dropped:  # otherwise the death of this process could bring the keys back
+            self._await()
 
     def _store(self, kept: Kept, names: list[str]) -> None:
         """Send the descriptors of a commit. ``names`` gets their names, that of the text first."""

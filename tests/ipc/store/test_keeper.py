@@ -370,6 +370,15 @@ def test_systemd_keeps_fewer_descriptors(sent: list[Message], monkeypatch: pytes
     assert not _after(sent) and manager.closed
 
 
+def test_systemd_has_dropped_what_is_removed_before_the_answer(sent: list[Message]) -> None:
+    """It ignores what it has not read when the process dies."""
+    manager = ServiceManager("name")
+    manager.put([("a", _commit("a", 1))], [])
+    manager.put([], ["a"])
+    assert "BARRIER" in sent[-1][0] and not _after(sent)
+    manager.close()
+
+
 @pytest.mark.parametrize("most", range(5))
 def test_systemd_does_not_take_all_of_a_commit(sent: list[Message], monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """The server then has it release everything, also the commit before and what it got of the new one."""
