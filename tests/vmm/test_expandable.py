@@ -268,6 +268,7 @@ class TestLimits:
             assert not int(machine.cuCtxGetCurrent()[1]) and holds(buffer, 0)
             buffer.free()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("call", [*CALLS, "cuEventRecord", "cuStreamWaitEvent", "cuEventQuery"])
     def test_refused_calls_lose_nothing(self, machine: Any, call: str) -> None:
         """Whatever call fails while memory moves: blocks keep their bytes, and all memory comes back."""

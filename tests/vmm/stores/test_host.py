@@ -145,6 +145,7 @@ class TestWays:
         with vmm.SleepGroup(device) as group:
             sleep_and_wake(group)
 
+    @pytest.mark.slow
     def test_none_is_left(self, machine: Any) -> None:
         host = NoHostMemory(machine)
         account = Account(host.driver)
@@ -167,6 +168,7 @@ class TestWays:
 
 
 class TestPrepare:
+    @pytest.mark.slow
     @pytest.mark.parametrize("background", [True, False])
     def test_a_sleep_pins_nothing_more(self, machine: Any, background: bool) -> None:
         traced: Any = sd.traced(machine)
@@ -180,6 +182,7 @@ class TestPrepare:
             group.wake()
             assert shows(buffer, 1)
 
+    @pytest.mark.slow
     def test_a_sleep_meanwhile(self, device: sa.Device) -> None:
         with vmm.SleepGroup(device) as group, group.allocate(300 * MiB) as buffer:
             filled(buffer, 1)
