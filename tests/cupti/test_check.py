@@ -25,6 +25,8 @@ from streamalloc.driver.bindings import cuda
 from tests.cupti.pytorch import MiB, Tensor, Torch, schema_of
 from tests.interop import standins
 
+launches = pytest.mark.simulated_only("the launches are shown, not made")
+
 
 class Scene:
     """Two streams, pinned memory, and PyTorch."""
@@ -175,7 +177,33 @@ def test_memory_is_written_after_queries_that_are_followed_later(checked: Any) -
     assert checked(scene).hazards == []
 
 
+def test_an_interrupt_at_the_begin_of_a_turn_leaves_it_to_others() -> None:
+    class Turn:
+        """A lock whose first owner is interrupted as soon as it has it."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock, self._is_first = lock, True
+            self._is_owned, self.release = lock._is_owned, lock.release
+
+        def acquire(self, timeout: float) -> bool:
+            assert self._lock.acquire(timeout=timeout)
+            if self._is_first:
+                self._is_first = False
+                raise KeyboardInterrupt
+            return True
+
+    check = Check(raises=False)
+    lock = check._turn
+    check._turn = Turn(lock)
+    with pytest.raises(KeyboardInterrupt):
+        check._work()
+    assert not lock._is_owned()
+    check._work()
+    assert not lock._is_owned()
+
+
 @pytest.mark.parametrize("asks", [True, False])
+@launches
 def test_grants_that_the_gate_has_left_out_are_not_missed(
     shown: Any, monkeypatch: pytest.MonkeyPatch, asks: bool
 ) -> None:
@@ -450,7 +478,6 @@ def test_blocks_of_rmm_are_those_of_the_resource_that_the_program_sets(
 
 FILL = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_"
 """An element-wise kernel, which writes its first address."""
-launches = pytest.mark.simulated_only("the launches are shown, not made")
 
 
 def handed_over(s: Scene, ordered: bool, make: str, place: str) -> None:
