@@ -146,7 +146,7 @@ class Check:
         """What callbacks have brought, in order. Launches wait for the next call of another kind: those of a stream in
         a row are one step of the checker.
         """
-        self._turn: Any = threading.RLock()
+        self._turn = threading.Lock()
         """Lock of the thread that works on them. Others wait: they may write afterwards what copies have read."""
         self._worker = 0
         """Thread that works on them; 0: none does."""
@@ -303,17 +303,21 @@ class Check:
         """Work on all that waits, after a call."""
         if self._worker == threading.get_ident():
             return  # a finaliser in the middle of the work has made a call, which is next
+        is_mine = False
         try:
-            while not self._turn.acquire(timeout=_GLANCE):
-                if call is not None and self._is_asking:
+            while not is_mine:
+                # Unpacking calls `acquire`: no signal handler runs between it and the assignment.
+                (is_mine,) = map(self._turn.acquire, (True,), (_GLANCE,))
+                if not is_mine and call is not None and self._is_asking:
                     self._late[call.thread] = call.time
                     return
             self._worker = threading.get_ident()
             while self._waiting:
                 self._take()
+            self._recorder.state.sources.is_late = False
         finally:
-            if self._turn._is_owned():  # an interrupt may come before it is
-                self._worker, self._recorder.state.sources.is_late = 0, False
+            if is_mine:
+                self._worker = 0
                 self._turn.release()
         if self._raises and self.hazards and self._raising is None:
             self._raising = _Raising()
