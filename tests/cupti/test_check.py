@@ -958,7 +958,7 @@ def test_who_asks_for_the_history_waits_for_no_call_that_waits_for_it(
             assert self.gate is not None
             monkeypatch.setattr(Libraries, "events", events)
             other.start()
-            while other.ident not in self.gate.inside:
+            while other.ident not in self.gate.inside and not written.is_set():
                 sleep(0.001)
             sleep(0.02)
             begin = monotonic()
