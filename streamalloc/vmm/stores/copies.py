@@ -105,14 +105,12 @@ def _copy_part(
         _, apart, scattered = _neighbours(host, device, sizes)
     scattered |= apart | (memory[1:] != memory[:-1])
     targets, sources = (host, device) if out else (device, host)
-    copies = int(np.count_nonzero(scattered)) + 1
-    each = sizes if kernels and isinstance(sizes, int) else 0
-    kernel = kernel_of(stream.device)
-    is_faster = each and copies > 1 and each * len(host) <= kernel.most(out) * copies
-    if is_faster and _suit_kernel(host, device, each):
-        kernel.copy(targets, sources, each, stream)
-    else:
-        _copy_runs(targets, sources, sizes, scattered, stream)
+    if kernels and isinstance(sizes, int) and scattered.any():
+        copies, kernel = int(np.count_nonzero(scattered)) + 1, kernel_of(stream.device)
+        if sizes * len(host) <= kernel.most(out) * copies and _suit_kernel(host, device, sizes):
+            kernel.copy(targets, sources, sizes, stream)
+            return
+    _copy_runs(targets, sources, sizes, scattered, stream)
 
 
 def _suit_kernel(host: Addresses, device: Addresses, nbytes: int) -> bool:
