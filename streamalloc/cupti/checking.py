@@ -376,9 +376,9 @@ class Check:
             self._recorder.feed(Call(call.function, call.args, call.answer, call.thread), call.context, call.place)
         except REFUSED:  # arguments of C that the bindings do not have, such as no pointer for an answer
             self._recorder.state.notes.add("calls", call.function, call.place)
-        addresses, made = self._recorder.state.addresses, call.answer[-1]
-        if self._of_natives and made in self._of_natives and (found := addresses.find(made)) is not None:
-            self._of_natives.discard(made)
+        addresses, address = self._recorder.state.addresses, call.answer[-1]
+        if self._of_natives and address in self._of_natives and (found := addresses.find(address)) is not None:
+            self._of_natives.discard(address)
             addresses.divide(found)
 
     def _uses(self, stream: TrackedStream) -> None:

@@ -30,8 +30,8 @@ Callback = Callable[[int, int, int, int], None]
 """Called with user data, domain, number of the function, and address of a ``CUpti_CallbackData``."""
 C_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t)
 _LATER, _WITHOUT_LOCK, _UNSEEN = 1, 2, 4
-"""Of a function: written down while somebody asks; also otherwise, by threads without Python's lock, once PyTorch is
-there; left out in place of written down, because its arguments point to what is gone later.
+"""Modes of a function: written down while somebody asks; also otherwise, by threads without Python's lock, once PyTorch
+is there; left out in place of written down, because its arguments point to what is gone later.
 """
 _MODES = {
     **dict.fromkeys(("cuEventQuery", "cuEventDestroy", "cuMemFree"), _LATER | _WITHOUT_LOCK),
@@ -131,7 +131,7 @@ class Gate:
         self.inside: list[int] = []
         """Threads of those that have begun in Python. The callback lists them."""
         self.modes: Any = (ctypes.c_uint8 * (max(functions, default=0) + 1))()
-        """What is done, by the number of the function."""
+        """Mode of each function, by its number; 0 for none."""
         self._later = {number: _MODES[name] for number, name in functions.items() if name in _MODES}
         for number, mode in self._later.items():
             self.modes[number] = mode & ~_WITHOUT_LOCK
