@@ -8,6 +8,7 @@ read no free memory: pools have statistics, and :class:`tests.support.Account` c
 from __future__ import annotations
 
 import functools
+import re
 import time
 from typing import Any
 
@@ -21,6 +22,8 @@ __all__ = ["FreeMemory", "pytest_runtest_protocol"]
 _ATTEMPTS = 5
 _SAMPLES, _SECONDS = 25, 0.02
 """Readings of the free memory, and the time between two of them."""
+_NONE_LEFT = re.compile("OUT_OF_MEMORY|out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)")
+"""Words of the driver, of PyTorch and of cuBLAS for a device without free memory."""
 
 
 class FreeMemory:
@@ -66,7 +69,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         failed = [report for report in reports if report.failed]
         # A process that a test has started says it on its standard error stream.
-        none_left = any("OUT_OF_MEMORY" in f"{report.longrepr}{report.capstderr}" for report in failed)
+        none_left = any(_NONE_LEFT.search(f"{report.longrepr}{report.capstderr}") for report in failed)
         if not failed or not (none_left or FreeMemory.calls > before):
             break
     else:

@@ -49,6 +49,7 @@ def test_is_found_on_a_gpu(path: Path, words: tuple[str, ...], on_cuda: bool, tm
     done = subprocess.run(
         command, env=environment(STREAMALLOC_DRIVER="cuda"), capture_output=True, text=True, timeout=120, check=False
     )
+    assert found.exists(), (done.returncode, done.stderr)
     hazards = json.loads(found.read_text())["hazards"]
     assert (done.returncode, len(hazards)) == ((0, 0) if words else (1, 1)), done.stderr
     for hazard in hazards:

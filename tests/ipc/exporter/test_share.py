@@ -128,17 +128,18 @@ class TestPool:
         assert partner.run(_pool_access) == sa.MemAccess.READWRITE
 
     def test_then_its_buffers(self, pool: sa.MemoryPool, partner: Partner, stream: sa.Stream) -> None:
-        """The pool's handle travels once: of a buffer only the control block is still missing, and then nothing."""
-        partner.give(pool)
-        sent = []
-        for seed in range(3):
+        """The pool's handle travels once. Buffers lack only their control block, which holds many of them."""
+        whole = ipc.share(pool)
+        partner.open(whole)
+        sent: list[bytes] = []
+        for seed in range(5):
             buffer = pool.allocate(MiB, stream)
             filled(buffer, seed)
             shared = ipc.share(buffer)
-            missing = [name for name in shared.handles if name not in partner._had]
-            sent.append(len(missing))
+            sent += (name for name in shared.handles if name not in partner._had)
             assert partner.open(shared).shows(seed)
-        assert sent[0] <= 1 and sent[1:] == [0, 0]
+        # A process that has shared much may begin another block among these buffers.
+        assert len(sent) <= 2 and not {*sent} & {*whole.handles}
         assert len(bytes(shared)) <= 256
 
     def test_of_a_node_s_host_memory(self, machine: Any, partner: Partner) -> None:
