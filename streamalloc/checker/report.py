@@ -25,7 +25,6 @@ LEFT_OUT = {
     "arguments": "kernels whose arguments the driver does not tell: their uses of memory",
     "streams": "the order among streams that another library can use: the library may have ordered them unseen",
     "memory": "memory that was not allocated through this driver",
-    "arrays": "CUDA arrays: which copies use them, and when they end",
     "graphs": "graphs that were not built through this driver",
     "nodes": "nodes of a graph that were changed, or that conditional nodes contain",
     "frees": "synchronous frees while queued work used the memory: the driver waited, which CUDA does not promise",

@@ -26,10 +26,24 @@ _LEAKS = {
     OPENED: ("closed", "close it in this process before the end: the opened buffer's close(), or cuIpcCloseMemHandle."),
     "device memory": ("freed", "free it before the end: cuMemFree."),
     "pinned memory": ("freed", "free it before the end: cuMemFreeHost."),
+    "array": ("destroyed", "destroy it before the end: cuArrayDestroy."),
     "mapping": ("unmapped", "close it before the end, or call cuMemUnmap and then cuMemRelease."),
     "physical memory": ("released", "close it before the end, or call cuMemRelease."),
 }
 """The missing end and the advice for leaks of each kind."""
+_ARRAYS = 1 << 64
+"""First of the artificial addresses for arrays, beyond those of memory."""
+
+
+@dataclass(eq=False)
+class TrackedArray(Range):
+    """An array, at addresses that no memory has."""
+
+    pitch: int = 0
+    lines: int = 1
+    """Rows of a plane."""
+    element: int = 1
+    """Bytes of an element."""
 
 
 @dataclass(eq=False)
@@ -79,6 +93,8 @@ class State:
     host_calls: dict[int, Any] = field(default_factory=dict)
     """Host functions by the pointer passed to the driver (``HostCall``)."""
     physical: dict[int, TrackedMemory] = field(default_factory=dict)
+    arrays: dict[int, TrackedArray] = field(default_factory=dict)
+    array_end: int = _ARRAYS
     variables: dict[int, list[Range]] = field(default_factory=dict)
     """Variables by the handle of their module."""
     primary: dict[int, int] = field(default_factory=dict)

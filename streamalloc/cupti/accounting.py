@@ -8,6 +8,7 @@ PyTorch and CuPy come from these libraries.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 from collections import Counter
@@ -29,9 +30,24 @@ _MOST_ENTRIES = 200_000
 _OUT_OF_MEMORY = int(cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
 _UUID_BYTES = 16
+_WORDS = {"HALF": 16, "FLOAT": 32}
 REST = "context, modules and the driver's own"
 POOL, RESERVE, GRAPHS = "pool allocations", "pools' reserve", "memory of graphs"
 LIVE, CACHED, FRAGMENTS, FREE = "live blocks", "cached blocks", "fragments", "cached blocks and fragments"
+
+
+def _array_bytes(desc: Any) -> int:
+    words = str(getattr(desc.Format, "name", cuda.CUarray_format(int(desc.Format)).name))
+    numbers = re.findall(r"\d+", words)
+    bits = int(numbers[-1]) if numbers else _WORDS.get(words.rsplit("_", 1)[-1], 8)
+    count = int(desc.Width) * max(int(desc.Height), 1) * max(int(getattr(desc, "Depth", 0)), 1)
+    return count * int(desc.NumChannels) * max(bits, 8) // 8
+
+
+def _mipmap_bytes(desc: Any, levels: int) -> int:
+    whole, most = _array_bytes(desc), max(int(desc.Width), int(desc.Height), int(desc.Depth), 1)
+    shrinks = 1 + (int(desc.Height) > 0) + (int(desc.Depth) > 0)
+    return sum(max(whole >> (level * shrinks), 1) for level in range(min(int(levels), most.bit_length())))
 
 
 _MAKERS: dict[str, tuple[str, str, Callable[[Any, Any], int]]] = {
@@ -40,12 +56,17 @@ _MAKERS: dict[str, tuple[str, str, Callable[[Any, Any], int]]] = {
     "cuMemAllocAsync": ("memory", POOL, lambda args, answer: args[0]),
     "cuMemAllocFromPoolAsync": ("memory", POOL, lambda args, answer: args[0]),
     "cuMemCreate": ("physical", "cuMemCreate", lambda args, answer: args[0]),
+    "cuArrayCreate": ("array", "arrays", lambda args, answer: _array_bytes(args[0])),
+    "cuArray3DCreate": ("array", "arrays", lambda args, answer: _array_bytes(args[0])),
+    "cuMipmappedArrayCreate": ("array", "arrays", lambda args, answer: _mipmap_bytes(*args[:2])),
 }
 """Kind of the handle that a function makes, name of the memory, and its bytes."""
 _ENDERS = {
     "cuMemFree": "memory",
     "cuMemFreeAsync": "memory",
     "cuMemRelease": "physical",
+    "cuArrayDestroy": "array",
+    "cuMipmappedArrayDestroy": "array",
 }
 
 

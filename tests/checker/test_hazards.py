@@ -275,13 +275,32 @@ def _array_copy(array: Any, memory: int, into: bool, first: int = 0) -> Any:
     return copy
 
 
-def test_a_copy_of_an_array_uses_the_memory_on_its_other_side() -> None:
+def _array(calls: Calls) -> Any:
+    kind = cuda.CUarray_format.CU_AD_FORMAT_FLOAT
+    descriptor = SimpleNamespace(Width=16, Height=8, Depth=0, Format=kind, NumChannels=1, Flags=0)
+    return calls.make(cuda.CUarray(0x40), "cuArray3DCreate", descriptor)
+
+
+def test_rows_of_an_array() -> None:
     calls = Calls()
-    array = cuda.CUarray(0x40)
+    array = _array(calls)
     calls.driver.cuMemcpy3DAsync(_array_copy(array, 1 << 20, into=True), calls.a)
-    assert any("CUDA arrays" in note for note in calls.driver.notes)
-    calls.driver.cuMemcpy3DAsync(_array_copy(array, 1 << 20, into=False, first=4), calls.b)
-    assert calls.kinds() == ["race"]
+    calls.driver.cuMemcpy3DAsync(_array_copy(array, 2 << 20, into=False, first=4), calls.b)
+    assert calls.kinds() == []
+    calls.driver.cuMemcpy3DAsync(_array_copy(array, 2 << 20, into=False, first=3), calls.b)
+    assert calls.kinds() == ["race"] and "array of 512 bytes" in calls.driver.hazards[0].what
+    calls.driver.cuMemcpyHtoAAsync(array, 448, 3 << 20, 64, calls.a)
+    assert calls.kinds() == ["race"] * 2
+
+
+def test_an_array_that_was_destroyed() -> None:
+    calls = Calls()
+    array = _array(calls)
+    calls.driver.cuMemcpy3DAsync(_array_copy(array, 1 << 20, into=True), calls.a)
+    calls.driver.cuArrayDestroy(array)
+    assert calls.kinds() == []
+    calls.driver.cuMemcpyAtoD(cuda.CUdeviceptr(1 << 20), array, 0, 64)
+    assert calls.kinds() == ["use after free"]
 
 
 @pytest.mark.parametrize("name", ["cuArrayCreate", "cuGraphClone", "cuGraphInstantiateWithParams"])

@@ -67,6 +67,13 @@ def properties() -> Any:
     return prop
 
 
+def array(depth: int = 0) -> Any:
+    desc = cuda.CUDA_ARRAY3D_DESCRIPTOR()
+    desc.Width, desc.Height, desc.Depth, desc.NumChannels = 1024, 1024 // (depth or 1), depth, 4
+    desc.Format = cuda.CUarray_format.CU_AD_FORMAT_FLOAT
+    return desc
+
+
 MAKERS: dict[str, tuple[str, int, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     "cuMemAlloc": ("cuMemAlloc", 8, lambda d: ok(d.cuMemAlloc(8 * MiB)), lambda d, made: d.cuMemFree(made)),
     "cuMemAllocPitch": (
@@ -86,6 +93,13 @@ MAKERS: dict[str, tuple[str, int, Callable[[Any], Any], Callable[[Any, Any], Any
         8,
         lambda d: ok(d.cuMemCreate(8 * MiB, properties(), 0)),
         lambda d, made: d.cuMemRelease(made),
+    ),
+    "cuArray3DCreate": ("arrays", 16, lambda d: ok(d.cuArray3DCreate(array())), lambda d, made: d.cuArrayDestroy(made)),
+    "cuMipmappedArrayCreate": (
+        "arrays",
+        20,  # 16 MiB, and a quarter of it
+        lambda d: ok(d.cuMipmappedArrayCreate(array(), 2)),
+        lambda d, made: d.cuMipmappedArrayDestroy(made),
     ),
 }
 

@@ -10,13 +10,15 @@ from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedCapture, TrackedNode
 from streamalloc.checker.clocks import TrackedStream
 from streamalloc.checker.ranges import BoundBytes, Range, RecordedOperation
-from streamalloc.checker.state import OPENED, State, TrackedMemory
+from streamalloc.checker.state import OPENED, State, TrackedArray, TrackedMemory
 from streamalloc.checker.streams import beside_captures, rights_of_process
 from streamalloc.checker.uses import After, Answer, Arguments, Finish, ends, nothing, rules
 from streamalloc.driver.bindings import cuda, number_of
 
 _DEVICE = int(cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE)
-_KEEP_ADDRESSES = ("allocation", "import", "mapping")
+_FORMATS = (("INT8", 1), ("INT16", 2), ("HALF", 2), ("INT32", 4), ("FLOAT", 4))
+"""Bytes per channel by the last part of the format's name; 16 otherwise."""
+_KEEP_ADDRESSES = ("allocation", "import", "mapping", "array")
 """Kinds whose addresses stay reserved after a free."""
 _PINNED = int(cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED)
 
@@ -211,7 +213,26 @@ def _changes_peer_access(state: State, name: str, args: Arguments) -> Finish:
     return finish
 
 
-# -- variables of modules -----------------------------------------------------------------------------------
+# -- arrays --------------------------------------------------------------------------------------------------
+
+
+def _makes_array(state: State, name: str, args: Arguments, answer: Answer) -> None:
+    descriptor = args[0]
+    width, lines, planes = (max(int(getattr(descriptor, one, 0) or 0), 1) for one in ("Width", "Height", "Depth"))
+    bits = getattr(descriptor.Format, "name", "")
+    element = next((bytes_ for end, bytes_ in _FORMATS if bits.endswith(end)), 16) * int(descriptor.NumChannels)
+    nbytes, context = width * element * lines * planes, state.context()
+    made = TrackedArray(state.array_end, nbytes, "array", stack=state.place(), context=context)
+    made.pitch, made.lines, made.element = width * element, lines, element
+    state.array_end += made.size + 1
+    state.arrays[int(answer[1])] = made
+    state.addresses.add(made)
+
+
+def _ends_array(state: State, name: str, args: Arguments) -> Finish:
+    made = state.arrays.get(number_of(args[0]))
+    uses.wait_for_device(state)
+    return end(state, () if made is None else (made,), name)
 
 
 def _finds_variable(state: State, name: str, args: Arguments, answer: Answer) -> None:
@@ -420,6 +441,7 @@ RULES = rules(
         "cuMemAllocPitch": _makes("device memory", lambda args, answer: int(answer[2]) * int(args[1]), of_device=True),
         "cuMemHostAlloc cuMemAllocHost": _makes("pinned memory", _first),
         "cuMemHostRegister": _registers,
+        "cuArrayCreate cuArray3DCreate": _makes_array,
         "cuModuleGetGlobal cuLibraryGetGlobal cuLibraryGetManaged": _finds_variable,
         "cuMemPoolCreate": _makes_pool,
         "cuDeviceGetDefaultMemPool cuMemGetDefaultMemPool cuDeviceGetMemPool cuMemGetMemPool": _finds_pool,
@@ -438,6 +460,7 @@ RULES = rules(
         "cuMemPoolDestroy": ends(attrgetter("pools"), _ends_pool),
         "cuMemPoolSetAccess": _grants_pool,
         "cuCtxEnablePeerAccess cuCtxDisablePeerAccess": _changes_peer_access,
+        "cuArrayDestroy": _ends_array,
         "cuModuleUnload cuLibraryUnload": _unloads,
         "cuMemAddressFree": _ends_reservation,
         "cuMemUnmap": _unmaps,

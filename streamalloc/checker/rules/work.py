@@ -11,7 +11,7 @@ from typing import Any
 from streamalloc.checker import uses
 from streamalloc.checker.capture import TrackedNode
 from streamalloc.checker.clocks import TrackedStream
-from streamalloc.checker.state import State
+from streamalloc.checker.state import State, TrackedArray
 from streamalloc.checker.uses import Answer, Arguments, Finish, Touch, nothing, rules
 from streamalloc.driver.bindings import number_of
 
@@ -137,16 +137,27 @@ def plane(state: State, copy: Any) -> list[Touch]:
     depth, width, height = int(getattr(copy, "Depth", 1) or 1), int(copy.WidthInBytes), int(copy.Height)
     found: list[Touch] = []
     for side, write in (("src", False), ("dst", True)):
-        start = _side(copy, side)
-        if start is None:
-            state.notes.add("arrays")
-            continue
+        kind = getattr(getattr(copy, f"{side}MemoryType"), "name", "")
         x, y, z = (int(getattr(copy, f"{side}{name}", 0)) for name in ("XInBytes", "Y", "Z"))
         # Zero means the smallest pitch or height.
         pitch = int(getattr(copy, f"{side}Pitch", 0)) or x + width
         lines = int(getattr(copy, f"{side}Height", 0)) or y + height
-        first = number_of(start) + x + y * pitch + z * pitch * lines
-        found += _box(state, first, pitch, lines, (width, height, depth), write)
+        if "ARRAY" in kind:
+            array = _array(state, getattr(copy, f"{side}Array"))
+            if array is None:
+                continue
+            start, pitch, lines = array.base, array.pitch, array.lines
+        else:
+            start = number_of(getattr(copy, f"{side}Host" if "HOST" in kind else f"{side}Device"))
+        found += _box(state, start + x + y * pitch + z * pitch * lines, pitch, lines, (width, height, depth), write)
+    return found
+
+
+def _array(state: State, handle: Any) -> TrackedArray | None:
+    """The array of a handle; None if it was not made through this driver."""
+    found = state.arrays.get(number_of(handle))
+    if found is None:
+        state.notes.add("memory", "an array")
     return found
 
 
@@ -171,12 +182,43 @@ def _boxes(state: State, operations: Iterable[Any], at_call: bool) -> list[Touch
             if at_call if write else not _reads(order, at_call):
                 continue
             if "ARRAY" in getattr(side.type, "name", ""):
-                state.notes.add("arrays")
-                continue
-            there = side.op.ptr
-            pitch, lines = int(there.rowLength) or width, int(there.layerHeight) or height
-            found += _box(state, number_of(there.ptr), pitch, lines, (width, height, depth), write)
+                array, at = _array(state, side.op.array.array), side.op.array.offset
+                if array is None:
+                    continue
+                # Extents and offsets of arrays count elements.
+                pitch, lines, element = array.pitch, array.lines, array.element
+                start = array.base + int(at.x) * element + int(at.y) * pitch + int(at.z) * pitch * lines
+                found += _box(state, start, pitch, lines, (width * element, height, depth), write)
+            else:
+                there = side.op.ptr
+                pitch, lines = int(there.rowLength) or width, int(there.layerHeight) or height
+                found += _box(state, number_of(there.ptr), pitch, lines, (width, height, depth), write)
     return found
+
+
+def _of_array(state: State, array: Any, offset: Any, size: Any, write: bool) -> list[Touch]:
+    found = _array(state, array)
+    return [] if found is None else [(found.base + int(offset), int(size), write)]
+
+
+def _arrays(stream_at: int | None, target: int, source: int, array_to: bool, array_from: bool) -> _Work:
+    """A copy of a row to or from an array. ``target`` and ``source``: argument indices (an array has two)."""
+
+    def touched(state: State, args: Arguments) -> list[Touch]:
+        size = args[source + 1 + array_from]
+        sides = ((source, array_from, False), (target, array_to, True))
+        return [
+            touch
+            for at, is_array, write in sides
+            for touch in (
+                _of_array(state, args[at], args[at + 1], size, write) if is_array else [(args[at], int(size), write)]
+            )
+        ]
+
+    def sides_of(args: Arguments) -> tuple[Any, Any]:
+        return None if array_to else args[target], None if array_from else args[source]
+
+    return _Work(stream_at, touched, sides_of)
 
 
 def _order(one: Any) -> int:
@@ -289,6 +331,11 @@ _WORK = {
     "cuMemcpyBatchAsync": _Work(-1, partial(_batch, False), taken=partial(_batch, True)),
     "cuMemcpy3DBatchAsync": _copies_boxes(lambda args: list(args[1])[: int(args[0])]),
     "cuMemcpy3DWithAttributesAsync": _copies_boxes(lambda args: (args[0],)),
+    **dict.fromkeys(("cuMemcpyAtoD", "cuMemcpyAtoH"), _arrays(None, 0, 1, False, True)),
+    **dict.fromkeys(("cuMemcpyDtoA", "cuMemcpyHtoA"), _arrays(None, 0, 2, True, False)),
+    "cuMemcpyAtoA": _arrays(None, 0, 2, True, True),
+    "cuMemcpyAtoHAsync": _arrays(4, 0, 1, False, True),
+    "cuMemcpyHtoAAsync": _arrays(4, 0, 2, True, False),
     **dict.fromkeys(("cuLaunchKernel", "cuLaunchCooperativeKernel"), _Launch(8, params_at=9)),
     "cuLaunchKernelEx": _Launch(0, params_at=2, function_at=1),
     "cuLaunchGridAsync": _Launch(3),

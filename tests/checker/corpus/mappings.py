@@ -84,6 +84,27 @@ def a_mapping_of_a_handle_that_was_imported(b: Bench, right: bool) -> None:
     b.at(second.at[0], b.b)
 
 
+# -- leaks ----------------------------------------------------------------------------------------------------
+
+
+@hazard("leak")
+def an_array_is_left(b: Bench, right: bool) -> None:
+    """A level of another array, which ends with it, is no leak."""
+    plain, deep = cuda.CUDA_ARRAY_DESCRIPTOR(), cuda.CUDA_ARRAY3D_DESCRIPTOR()
+    for one in (plain, deep):
+        one.Width, one.Height, one.NumChannels = 16, 16, 1
+        one.Format = cuda.CUarray_format.CU_AD_FORMAT_UNSIGNED_INT8
+    levels = b.raw("cuMipmappedArrayCreate", deep, 2)
+    b.raw("cuMipmappedArrayGetLevel", levels, 1)
+    array = b.raw("cuArrayCreate", plain)
+    if right:
+        b.raw("cuArrayDestroy", array)
+    b.driver.finish()
+    if not right:
+        b.raw("cuArrayDestroy", array)
+    b.raw("cuMipmappedArrayDestroy", levels)
+
+
 # -- rights, and what lies under addresses ---------------------------------------------------------------------
 
 
