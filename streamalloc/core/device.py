@@ -9,7 +9,7 @@ from streamalloc.core.deferred import MOST_PER_SYNC, work
 from streamalloc.core.event import Event
 from streamalloc.core.properties import MemLocation, MemLocationType, bindings_member, checked_type
 from streamalloc.core.session import Session
-from streamalloc.core.stream import LEGACY, PER_THREAD, OwnStream, Stream, default_stream, draining
+from streamalloc.core.stream import OwnStream, Stream, draining, legacy_stream, per_thread_stream
 from streamalloc.driver import default as default_driver
 from streamalloc.driver.internal import check_name, enum_member
 from streamalloc.formats.html import escape, gauge
@@ -136,7 +136,7 @@ class Device:
     @property
     def default_stream(self) -> Stream:
         """The legacy default stream, which synchronises with every blocking stream; the same object each time."""
-        return default_stream(self, LEGACY)
+        return legacy_stream(self)
 
     @property
     def per_thread_stream(self) -> Stream:
@@ -144,7 +144,7 @@ class Device:
 
         Synchronise it before its thread ends: driver 580 hangs if it then still works on memory of pools.
         """
-        return default_stream(self, PER_THREAD)
+        return per_thread_stream(self)
 
     @property
     def graph_memory(self) -> GraphMemory:

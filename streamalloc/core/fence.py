@@ -39,16 +39,16 @@ from streamalloc.core.errors import (
 from streamalloc.core.event import Event, has_passed, pending_ends
 from streamalloc.core.session import Session, members
 from streamalloc.core.stream import (
-    LEGACY,
-    PER_THREAD,
     DefaultStream,
+    LegacyStream,
     LibraryStream,
     OwnStream,
+    PerThreadStream,
     Stream,
-    default_stream,
     default_streams,
     draining,
     known_streams,
+    legacy_stream,
     refuse_capture,
 )
 
@@ -279,9 +279,9 @@ def _record_after(stream: Stream, all_threads: bool = False) -> Event | None:
 
     ``all_threads``: the per-thread default stream stands for those of all threads.
     """
-    if all_threads and stream._number == PER_THREAD and not stream._closed:
-        stream = default_stream(stream.device, LEGACY)  # comes after all blocking streams
-    elif stream._sees_all and stream.is_default:
+    if all_threads and isinstance(stream, PerThreadStream):
+        stream = legacy_stream(stream.device)  # comes after all blocking streams
+    elif isinstance(stream, LegacyStream):
         # A blocking stream's work runs after all queued work of the legacy stream.
         return _on_new_stream(stream.device, lambda behind: behind.record(timing=True), blocking=True)
     return record_uncaptured(stream)
@@ -332,7 +332,7 @@ def ordered_after(stream: Stream, act: Callable[[Stream], T]) -> T:
         The stream's library has closed it, and the device was not synchronised since then.
     """
     if isinstance(stream, DefaultStream):
-        stream = default_stream(stream.device, LEGACY)
+        stream = legacy_stream(stream.device)
     if not stream.closed:
         # Attempts items of queue_behind, which may need other streams' locks: not below, under the lock of this one.
         stream._checked_raw()

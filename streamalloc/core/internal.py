@@ -54,9 +54,9 @@ from streamalloc.core.resource import Fd
 from streamalloc.core.stream import (
     LEGACY,
     PER_THREAD,
-    DefaultStream,
     LibraryStream,
     OwnStream,
+    PerThreadStream,
     Stream,
     StreamLike,
     as_stream,

@@ -10,7 +10,6 @@ the interpreter crashes at exit.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable
 from operator import attrgetter
 from types import GetSetDescriptorType
@@ -100,8 +99,26 @@ def handle_of_library_stream(stream: object) -> int:
     raise TypeError(f"stream must be a Stream or an object that names its handle ({known}), not {stream!r}{way_out}")
 
 
-def closed_question(stream: Any, number: int) -> Callable[[], bool] | None:
-    """A function that tells whether stream ``number`` of a library is closed; None if users cannot close it.
+class _Named:
+    """A library's object whose ``__cuda_stream__`` gives another handle, or raises, once the stream is closed."""
+
+    __slots__ = ("_number", "stream")
+
+    def __init__(self, stream: Any, number: int) -> None:
+        self.stream: Any = stream
+        self._number = number
+
+    @property
+    def is_closed(self) -> bool:
+        try:
+            return _by_protocol(self.stream) != self._number
+        except Exception:  # as a closed stream may raise
+            return True
+
+
+def closable(stream: Any, number: int) -> Any | None:
+    """The object whose attribute ``is_closed`` tells whether stream ``number`` of a library is closed; None if users
+    cannot close it.
 
     CuPy and PyTorch keep a stream open while its object lives. For other libraries with ``__cuda_stream__`` this is not
     certain.
@@ -111,17 +128,8 @@ def closed_question(stream: Any, number: int) -> Callable[[], bool] | None:
     with contextlib.suppress(Exception):  # an attribute of a closed stream may raise
         if any(hasattr(stream, name) for name in ("ptr", "cuda_stream", "stream_id")):
             return None
-    closed = getattr(type(stream), "is_closed", None)
-    if isinstance(closed, (property, GetSetDescriptorType)):
-        return functools.partial(closed.__get__, stream)  # cuda.core's, asked without a Python frame
-
-    def has_another_handle() -> bool:
-        try:
-            return _by_protocol(stream) != number
-        except Exception:  # as a closed stream may raise
-            return True
-
-    return has_another_handle
+    tells = isinstance(getattr(type(stream), "is_closed", None), (property, GetSetDescriptorType))
+    return stream if tells else _Named(stream, number)  # cuda.core's tells
 
 
 def device_of_library_stream(stream: object) -> int | None:

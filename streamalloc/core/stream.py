@@ -58,7 +58,7 @@ from streamalloc.core.library_streams import (
     NumbaStreamLike,
     SupportsCudaStream,
     TorchStreamLike,
-    closed_question,
+    closable,
     closes_itself,
     device_of_library_stream,
     handle_of_library_stream,
@@ -234,7 +234,8 @@ class Stream(Closes, Shown):
         self.direct = self.unlent = None
         self.caller = False
 
-    _shut_after_fork = _forbid_direct
+    def _shut_after_fork(self) -> None:
+        self._forbid_direct()
 
     def _allow_direct(self) -> None:
         """Allow direct calls, unless something forbids them now."""
@@ -680,80 +681,101 @@ this_thread: _ThisThread = _ThisThread()
 class DefaultStream(Stream):
     """A default stream of a device, which no code destroys.
 
-    The handle of the per-thread stream names another stream on each thread. So there is one object per thread, and only
-    its thread queues work on it directly. Elsewhere what was allocated on it is freed on the legacy stream, which is
-    ordered after the per-thread streams of all threads.
-
-    Each direct call asks for the current context, as any library may have changed it since the last one, unseen. Beside
-    the raw allocation and free, these two questions take 24 %, and that for a capture 25 % (H200, driver 580); no
-    cheaper call answers both.
+    Its handle names a stream of the current context. Any library may have changed that since the last call, unseen, so
+    each direct call asks for it. Beside the raw allocation and free, these two questions take 24 %, and that for a
+    capture 25 % (H200, driver 580); no cheaper call answers both.
     """
 
-    __slots__ = ("_current", "_ident", "thread")
+    __slots__ = ("_current",)
 
     is_default = True
-    _current: tuple[Any, Any]
-    """Answer of ``cuCtxGetCurrent`` while the device's context is current."""
-    thread: int
-    """Number of the thread (:data:`this_thread`); 0 for the legacy stream."""
-    _ident: int
-    """:attr:`caller` while nothing forbids direct calls. Another thread may get the identifier of an ended one."""
+    _ident: int = True
+    """:attr:`caller` while nothing forbids direct calls."""
+    _current: Any
+    """Answer of ``cuCtxGetCurrent`` with which direct calls are allowed; None while something forbids them."""
 
     @classmethod
-    def _make(cls, device: Device, handle: int) -> DefaultStream:
+    def _make(cls, device: Device, handle: int) -> Self:
         stream = cls.__new__(cls)
-        stream.thread, stream._ident = (this_thread.number, get_ident()) if handle == PER_THREAD else (0, True)
-        stream._current = (cuda.CUresult.CUDA_SUCCESS, device._session.context(device.ordinal))
-        # The legacy stream cannot be captured.
         stream._prepare(device, cuda.CUstream(handle), capturable=handle == PER_THREAD)
         stream._open()
         return stream
 
-    @property
-    def _sees_all(self) -> bool:  # type: ignore[override]
-        """A query of the legacy stream covers all blocking streams."""
-        return not self.thread
-
-    def ready(self, allocates: bool = False) -> Any | None:
-        caller, session, handle = self.caller, self._session, self._raw
-        if caller is not True and caller != get_ident():
-            return None
-        current = session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
-        if current() != self._current:
-            return None
-        if allocates and caller is not True:  # the legacy stream cannot be captured
-            is_capturing = session.cuStreamIsCapturing
-            if is_capturing(handle)[1] is not _NOT_CAPTURED:
-                return None
-        return handle
-
-    def _ready_to_drop(self) -> Any | None:
-        handle = self.ready()
-        # A free on the legacy stream would invalidate captures of blocking streams. During one, the driver refuses to
-        # answer for the legacy stream.
-        if handle is None or self.thread:
-            return handle
-        return None if self._session.cuStreamIsCapturing(handle)[0] else handle
+    def _forbid_direct(self) -> None:
+        super()._forbid_direct()
+        self._current = None
 
     def _allow_direct(self) -> None:
         # During a capture by this package the checked way finds out whether a blocking stream is captured.
-        forbidden = self._capture or self._before_work or deferred_queue(self._session).captures
-        self.caller = False if forbidden else self._ident
-
-    def _captured(self) -> bool:
-        # The driver refuses to answer for the legacy stream while a blocking stream is captured.
-        return self._capture is not None or self.capturing
+        if self._capture or self._before_work or deferred_queue(self._session).captures:
+            self._forbid_direct()
+        else:
+            self._current = cuda.CUresult.CUDA_SUCCESS, self._session.context(self.device.ordinal)
+            self.caller = self._ident
 
     def _in_context(self, act: Callable[..., T], *args: Any, **named: Any) -> T:
         with deferred_queue(self._session).beside_captures(), self.device.current():
             return act(*args, **named)
 
 
+class LegacyStream(DefaultStream):
+    """The legacy default stream, which synchronises with all blocking streams. It cannot be captured."""
+
+    __slots__ = ()
+
+    _sees_all = True
+
+    def ready(self, allocates: bool = False) -> Any | None:
+        current = self._session.cuCtxGetCurrent  # a local name makes the call of a slot's function faster
+        return self._raw if current() == self._current else None
+
+    def _ready_to_drop(self) -> Any | None:
+        # A free would invalidate captures of blocking streams. During one, the driver refuses to answer for this
+        # stream.
+        handle = self.ready()
+        return None if handle is None or self._session.cuStreamIsCapturing(handle)[0] else handle
+
+    def _captured(self) -> bool:
+        # This raises while a blocking stream is captured.
+        return self._capture is not None or self.capturing
+
+
+class PerThreadStream(DefaultStream):
+    """The per-thread default stream of one thread.
+
+    Its handle names another stream on each thread, so only its thread queues work on it directly. Elsewhere what was
+    allocated on it is freed on the legacy stream, which is ordered after the per-thread streams of all threads.
+    """
+
+    __slots__ = ("_ident", "thread")
+
+    _ident: int
+    """Another thread may get the identifier of an ended one, so the end of the thread sets False."""
+    thread: int
+    """Number of the thread (:data:`this_thread`)."""
+
+    def _prepare(self, device: Device, raw: Any, *, capturable: bool) -> None:
+        self.thread, self._ident = this_thread.number, get_ident()
+        super()._prepare(device, raw, capturable=capturable)
+
+    def ready(self, allocates: bool = False) -> Any | None:
+        session = self._session
+        current = session.cuCtxGetCurrent
+        if self.caller != get_ident() or current() != self._current:
+            return None
+        handle = self._raw
+        if allocates:
+            is_capturing = session.cuStreamIsCapturing
+            if is_capturing(handle)[1] is not _NOT_CAPTURED:
+                return None
+        return handle
+
+
 class _ThreadStreams(threading.local):
     """The calling thread's per-thread default streams of one driver, by device ordinal."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, DefaultStream] = {}
+        self.streams: dict[int, PerThreadStream] = {}
         self.ends: list[_ThreadEnd] = []
 
 
@@ -762,7 +784,7 @@ class _ThreadEnd:
 
     __slots__ = ("_stream",)
 
-    def __init__(self, stream: DefaultStream) -> None:
+    def __init__(self, stream: PerThreadStream) -> None:
         self._stream = stream
 
     def __del__(self) -> None:
@@ -773,21 +795,31 @@ class _ThreadEnd:
                 stream._submit_endings()
 
 
-_legacy_streams: PerDriver[dict[int, DefaultStream]] = PerDriver(lambda _: {})
+_legacy_streams: PerDriver[dict[int, LegacyStream]] = PerDriver(lambda _: {})
 """Legacy default streams by device ordinal."""
 _thread_streams: PerDriver[_ThreadStreams] = PerDriver(lambda _: _ThreadStreams())
 
 
+def legacy_stream(device: Device) -> LegacyStream:
+    """The legacy default stream of a device."""
+    streams = _legacy_streams(device._session)
+    found = streams.get(device.ordinal)
+    return found or streams.setdefault(device.ordinal, LegacyStream._make(device, LEGACY))
+
+
+def per_thread_stream(device: Device) -> PerThreadStream:
+    """The calling thread's default stream of a device."""
+    mine = _thread_streams(device._session)
+    found = mine.streams.get(device.ordinal)
+    if found is None:
+        found = mine.streams.setdefault(device.ordinal, PerThreadStream._make(device, PER_THREAD))
+        mine.ends.append(_ThreadEnd(found))
+    return found
+
+
 def default_stream(device: Device, handle: int) -> DefaultStream:
     """The default stream of a device: handles 0 and 1 are the legacy one, 2 is the calling thread's per-thread one."""
-    mine = _thread_streams(device._session)
-    streams = mine.streams if handle == PER_THREAD else _legacy_streams(device._session)
-    found = streams.get(device.ordinal)
-    if found is None:
-        found = streams.setdefault(device.ordinal, DefaultStream._make(device, handle or LEGACY))
-        if handle == PER_THREAD:
-            mine.ends.append(_ThreadEnd(found))
-    return found
+    return per_thread_stream(device) if handle == PER_THREAD else legacy_stream(device)
 
 
 def default_streams(session: Session) -> list[Stream]:
@@ -810,24 +842,23 @@ class LibraryStream(Stream):
     its work then, so what was allocated on it is released once the device is idle (:func:`ordered_after`).
     """
 
-    __slots__ = ("_alive", "_is_closed", "drained", "owned", "owner")
+    __slots__ = ("_alive", "_asks", "drained", "owned", "owner")
 
-    owner: object
+    owner: Any
     """Object that keeps the driver's stream alive; None if the caller of :meth:`Stream.of_handle` does that."""
     owned: bool
     """Whether the owner is known to do so, as a library's own stream object is."""
     drained: bool
     """Whether the stream was closed and the device was idle since then, so that the stream has no work."""
-    _is_closed: Callable[[], bool] | None
-    """Asks the owner whether the stream is closed; None if users of the library cannot close it."""
+    _asks: bool
+    """Whether users of the library can close the stream, so that ``owner.is_closed`` is asked before each call."""
     _alive: weakref.ref[Stream]
 
     @classmethod
-    def _borrow(cls, device: Device, handle: int, owner: object, is_closed: Callable[[], bool] | None = None) -> Self:
+    def _borrow(cls, device: Device, handle: int, owner: object, *, asks: bool = False) -> Self:
         stream = cls.__new__(cls)
-        stream.owner = owner
+        stream.owner, stream._asks = owner, asks
         stream.owned = stream.drained = False
-        stream._is_closed = is_closed
         stream._alive = weakref.ref(stream, _gone)
         stream._prepare(device, cuda.CUstream(handle), capturable=True)
         stream._open()
@@ -835,14 +866,13 @@ class LibraryStream(Stream):
 
     def _allow_direct(self) -> None:
         super()._allow_direct()
-        if self._is_closed is not None:
+        if self._asks:
             self.direct = None
 
     def ready(self, allocates: bool = False) -> Any | None:
         handle = self.direct
         if handle is None:
-            is_closed = self._is_closed
-            if is_closed is None or not self.caller or is_closed():
+            if not self.caller or self.owner.is_closed:
                 return None
             handle = self._raw
         if allocates:
@@ -864,13 +894,13 @@ class LibraryStream(Stream):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called, or the stream's library closed it."""
-        if not self._closed and self._is_closed is not None and self._is_closed():
+        if not self._closed and self._asks and self.owner.is_closed:
             self._end_use()
         return self._closed
 
     def _checked_raw(self) -> Any:
         if self.closed:
-            raise ClosedError(f"{self!r} was closed{'' if self._is_closed is None else ', here or by its library'}")
+            raise ClosedError(f"{self!r} was closed{', here or by its library' if self._asks else ''}")
         return super()._checked_raw()
 
     def _close(self) -> None:
@@ -894,7 +924,7 @@ def draining(session: Session, ordinal: int) -> Iterator[None]:
         stream.drained |= stream.device.ordinal == ordinal
 
 
-for _kind in (OwnStream, DefaultStream, LibraryStream):
+for _kind in (OwnStream, LegacyStream, PerThreadStream, LibraryStream):
     _kind.__name__ = _kind.__qualname__ = "Stream"
 
 
@@ -927,8 +957,8 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 
 def of_this_thread(stream: Stream) -> Stream:
     """For a per-thread default stream, the object of the calling thread. Other streams are returned as they are."""
-    if isinstance(stream, DefaultStream) and stream.thread and stream.thread != this_thread.number:
-        return default_stream(stream.device, PER_THREAD)
+    if isinstance(stream, PerThreadStream) and stream.thread != this_thread.number:
+        return per_thread_stream(stream.device)
     return stream
 
 
@@ -963,7 +993,8 @@ def _resolve(stream: Any, session: Session) -> Stream:
     else:
         # Not cuStreamGetDevice: on a captured stream it invalidates the capture.
         ordinal = session.device_of(session.call("cuStreamGetCtx", cuda.CUstream(number)))
-        found = LibraryStream._borrow(Device._of(ordinal, session), number, stream, closed_question(stream, number))
+        asked = closable(stream, number)
+        found = LibraryStream._borrow(Device._of(ordinal, session), number, asked or stream, asks=asked is not None)
         keeps = not only_names(stream, number)
         found.owned = keeps and closes_itself(stream)
     if not isinstance(stream, cuda.CUstream):

@@ -19,7 +19,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.core.fence import Fence
-from streamalloc.core.library_streams import closed_question
+from streamalloc.core.library_streams import closable
 from streamalloc.core.session import session_of
 from streamalloc.driver.bindings import cuda
 from streamalloc.interop.loans import borrow
@@ -391,4 +391,4 @@ def test_streams_that_live_as_long_as_their_object_are_not_asked(scene: Scene) -
 
     theirs: Any = CuPy()
     asked: Any = scene.theirs
-    assert closed_question(theirs, theirs.ptr) is None and closed_question(asked, asked.was) is not None
+    assert closable(theirs, theirs.ptr) is None and closable(asked, asked.was) is not None

@@ -36,12 +36,12 @@ from streamalloc.core.errors import (
     is_gone,
 )
 from streamalloc.core.internal import (
-    DefaultStream,
     Deferred,
     DeferredQueue,
     Device,
     Event,
     OwnStream,
+    PerThreadStream,
     Stream,
     Watcher,
     deferred_queue,
@@ -101,7 +101,7 @@ class StreamCache(Deferred):
         # Our own stream ends when it is dropped. Other streams are needed to order the return of the blocks.
         self._kept = None if isinstance(stream, OwnStream) else stream
         self._last: Sequence[Event] = end_of(stream)
-        self.per_thread: bool = isinstance(stream, DefaultStream) and stream.thread != 0
+        self.per_thread: bool = isinstance(stream, PerThreadStream)
         """Whether it is a thread's default stream, whose handle names another stream on other threads."""
         self.ended: bool = False
         self.classes: dict[int, SizeClass] = {}
