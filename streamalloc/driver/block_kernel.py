@@ -9,7 +9,6 @@ there twice: with parameters of 4 KiB, which every supported driver takes, and o
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -54,22 +53,24 @@ def block_copies(
     targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nbytes: int, most: int
 ) -> Iterator[BlockCopies]:
     """Yield the parameters of the launches that copy blocks of ``nbytes`` bytes, each of at most ``most`` blocks."""
-    sides, bounds = (targets, sources), [0, len(targets)]
-    if any((int(side.max()) - int(side.min())) >> _SPAN for side in sides):
+    sides = targets, sources
+    bases = [int(side.min()) for side in sides]
+    if any((int(side.max()) - base) >> _SPAN for side, base in zip(sides, bases, strict=True)):
         # One launch reaches 64 GiB on each side.
         windows = [side >> _SPAN for side in sides]
         order = np.lexsort(windows)
-        sides = targets[order], sources[order]
-        apart = np.logical_or(*(np.diff(window[order]) != 0 for window in windows))
-        bounds[1:1] = (np.flatnonzero(apart) + 1).tolist()
-    for first, end in itertools.pairwise(bounds):
-        bases = [int(side[first:end].min()) for side in sides]
-        for at in range(first, end, most):
-            made = BlockCopies(*bases, min(end - at, most), nbytes)
-            offsets = np.frombuffer(made.offsets, np.uint32)[: 2 * made.count]
-            for column, (side, base) in enumerate(zip(sides, bases, strict=True)):
-                np.right_shift(side[at : at + made.count] - base, _SHIFT, offsets[column::2], casting="unsafe")
-            yield made
+        apart = np.bitwise_or(*(np.diff(window[order]) for window in windows))
+        for part in np.split(order, np.flatnonzero(apart) + 1):
+            yield from block_copies(targets[part], sources[part], nbytes, most)
+        return
+    for at in range(0, len(targets), most):
+        made = BlockCopies(*bases, min(len(targets) - at, most), nbytes)
+        end = at + made.count
+        # Both offsets of a block at once: in bytes, the one of the source has 32 - _SHIFT bits less to go.
+        offsets = np.frombuffer(made.offsets, np.int64)[: made.count]
+        np.left_shift(sources[at:end] - bases[1], 32 - _SHIFT, out=offsets)
+        offsets |= (targets[at:end] - bases[0]) >> _SHIFT
+        yield made
 
 
 def parameters_of(params: Any) -> BlockCopies | None:

@@ -154,18 +154,21 @@ class Stored(Unique, abc.ABC):
         """Whether no block was dropped."""
         return bool(self._present.all())
 
-    def add(self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence] = (), sizes: Any = None) -> None:
-        """Add blocks at addresses of a chunk, by default of :attr:`nbytes` bytes. The caller holds the tier's lock."""
+    def add(
+        self, chunk: Chunk, addresses: Addresses, fences: Sequence[Fence] = (), sizes: Sequence[int] | Addresses = ()
+    ) -> None:
+        """Add blocks at addresses of a chunk: of these sizes if they are buffers', otherwise of :attr:`nbytes` bytes.
+        The caller holds the tier's lock.
+        """
         self._chunks[chunk.address] = chunk
         self._fences = (*self._fences, *fences)
-        # Views of one number where it is the same for all: new pages for arrays would take longer than the copies.
-        same = chunk.address, self.nbytes if sizes is None else sizes
-        new = addresses, *(np.broadcast_to(np.asarray(one, np.int64), len(addresses)) for one in same)
+        # A view of one number: new pages for an array would take longer than the copies.
+        bases: Addresses = np.ndarray(len(addresses), np.int64, np.array(chunk.address), strides=(0,))
         if len(self):
-            old = self._addresses, self._bases, self._sizes
-            new = tuple(map(np.concatenate, zip(old, new, strict=True)))
-        self._addresses, self._bases, self._sizes = new
-        self._present = np.ones(len(self._addresses), np.bool_)
+            addresses, bases = np.concatenate((self._addresses, addresses)), np.concatenate((self._bases, bases))
+        self._addresses, self._bases = addresses, bases
+        self._sizes = np.array([*self._sizes, *sizes], np.int64)
+        self._present = np.ones(len(addresses), np.bool_)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -333,7 +336,7 @@ def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
         raise TypeError(f"blocks must be indices, not {listed.dtype}")
     numbers = listed.ravel().astype(np.int64, copy=False)
     count = side.nbytes // size
-    if numbers.size and not 0 <= numbers.min() <= numbers.max() < count:
+    if numbers.size and int(numbers.view(np.uint64).max()) >= count:  # as unsigned numbers, negative ones are large
         wrong = numbers[(numbers < 0) | (numbers >= count)]
         raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(size)} in {side.keep!r}")
     places = numbers * size
@@ -491,7 +494,7 @@ class BlockTier(Tier, Closes):
         fitting = (
             chunk
             for chunk in sorted(self._chunks, key=attrgetter("address"))
-            if chunk.left and chunk.nbytes == stored.nbytes
+            if chunk.nbytes == stored.nbytes and chunk.left
         )
         while len(stored) < count:
             left = count - len(stored)

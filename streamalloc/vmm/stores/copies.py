@@ -43,10 +43,10 @@ _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
 each batch may have 1.5 times as many copies as the one before.
 """
-_SOME, _SMALL = max(COPY_MOST.values()), 16 << 10
-"""Blocks to look at at a time: larger arrays would be of new pages, which take longer than the work on them. And the
-most bytes of a block for which that work takes long beside the copies.
-"""
+_FIRST, _LAUNCH = 2 * COPY_MOST[COPY_KERNEL], max(COPY_MOST.values())
+"""Blocks of the first launch: it takes longer than the host needs for the next one. And the most blocks of a launch."""
+_SMALL = 16 << 10
+"""Most bytes of a block for which the preparation takes long beside the copies."""
 _MANY_SINCE = 12010
 """Version of the driver since which a kernel may have 32 KiB of parameters."""
 _OVER_BUS = 32
@@ -79,9 +79,9 @@ def copy_batch(
     """
     count, host, device = len(memory), *((targets, sources) if out else (sources, targets))
     bounds = [0, count]
-    if kernels and count > 2 * _SOME and isinstance(sizes, int) and sizes <= _SMALL:
+    if kernels and count > _LAUNCH and isinstance(sizes, int) and sizes <= _SMALL:
         # The device copies the first blocks while the host prepares the others.
-        bounds[1:1] = [_SOME]
+        bounds[1:1] = range(_FIRST, count, _LAUNCH)
     for at, end in itertools.pairwise(bounds):
         some = sizes if isinstance(sizes, int) else sizes[at:end]
         if at < end:  # other threads may have dropped all
@@ -97,16 +97,16 @@ def _copy_part(
     out: bool,
     kernels: bool,
 ) -> None:
-    ascending, apart, scattered = _neighbours(host, device, sizes)
+    ascending, scattered = _neighbours(host, device, sizes, memory)
     if not ascending:
         order = np.argsort(host)
         host, device, memory = host[order], device[order], memory[order]
         sizes = sizes if isinstance(sizes, int) else sizes[order]
-        _, apart, scattered = _neighbours(host, device, sizes)
-    scattered |= apart | (memory[1:] != memory[:-1])
+        _, scattered = _neighbours(host, device, sizes, memory)
     targets, sources = (host, device) if out else (device, host)
-    if kernels and isinstance(sizes, int) and scattered.any():
-        copies, kernel = int(np.count_nonzero(scattered)) + 1, kernel_of(stream.device)
+    copies = int(np.count_nonzero(scattered)) + 1
+    if kernels and isinstance(sizes, int) and copies > 1:
+        kernel = kernel_of(stream.device)
         if sizes * len(host) <= kernel.most(out) * copies and _suit_kernel(host, device, sizes):
             kernel.copy(targets, sources, sizes, stream)
             return
@@ -126,20 +126,15 @@ def _copy_runs(targets: Addresses, sources: Addresses, sizes: int | Addresses, s
     _copy_one_by_one(targets[first], sources[first], merged, stream)
 
 
-def _neighbours(host: Addresses, device: Addresses, sizes: int | Addresses) -> tuple[bool, Mask, Mask]:
+def _neighbours(host: Addresses, device: Addresses, sizes: int | Addresses, memory: Addresses) -> tuple[bool, Mask]:
     """Whether the host addresses ascend, and for each block but the first whether it does not follow the one before in
-    host memory, and on the device.
+    the same host memory and on the device.
     """
-    last, ascending = len(host) - 1, True
-    apart, scattered = np.empty((2, last), np.bool_)
-    for at in range(0, last, _SOME):
-        here, after = slice(at, min(at + _SOME, last)), slice(at + 1, min(at + _SOME, last) + 1)
-        nbytes = sizes if isinstance(sizes, int) else sizes[here]
-        steps = host[after] - host[here]
-        ascending = ascending and bool(steps.min() >= 0)
-        np.not_equal(steps, nbytes, out=apart[here])
-        np.not_equal(device[after] - device[here], nbytes, out=scattered[here])
-    return ascending, apart, scattered
+    steps, nbytes = host[1:] - host[:-1], sizes if isinstance(sizes, int) else sizes[:-1]
+    scattered = steps != nbytes
+    scattered |= device[1:] - device[:-1] != nbytes
+    scattered |= memory[1:] != memory[:-1]
+    return not (steps < 0).any(), scattered
 
 
 def run_starts(apart: Mask) -> Addresses:

@@ -551,7 +551,7 @@ def saved_in(memory: Memory | Bytes, session: Session) -> Saved:
     """
     stored = _BufferBytes(Tier())
     piece = _Piece(session, memory.nbytes, 1, memory, [memory].clear)
-    stored.add(piece, np.array([piece.address]), sizes=memory.nbytes)
+    stored.add(piece, np.array([piece.address]), sizes=[memory.nbytes])
     return Saved(stored, range(1))
 
 
