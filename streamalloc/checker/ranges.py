@@ -8,7 +8,7 @@ compared.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -305,8 +305,6 @@ class AddressMap:
         self._notes = Notes() if notes is None else notes
         self._at: dict[int, Range] = {}
         self._bases: list[int] = []
-        self._whole: list[int] = []
-        """Bases of the ranges that are not divided."""
         self._verdicts: dict[tuple[int, ...], bool] = {}
         """Answers of :meth:`any_whole` since the ranges changed: programs launch the same kernels again and again."""
         self._most = _MANY_RANGES
@@ -318,8 +316,6 @@ class AddressMap:
             made.previous, same.previous = (same,), ()
             self._at[made.base] = made
             self._verdicts.clear()
-            if same.divided:
-                insort(self._whole, made.base)
             return
         for old in self.overlapping(made.base, made.end):
             self.remove(old.base)
@@ -344,30 +340,28 @@ class AddressMap:
     def _insert(self, made: Range) -> None:
         self._at[made.base] = made
         self._verdicts.clear()
-        for bases in (self._bases, self._whole):
-            at = bisect_left(bases, made.base)
-            if bases[at : at + 1] != [made.base]:
-                bases.insert(at, made.base)
+        at = bisect_left(self._bases, made.base)
+        if self._bases[at : at + 1] != [made.base]:
+            self._bases.insert(at, made.base)
 
     def remove(self, base: int) -> None:
         """Remove the range that begins at an address."""
         # An interrupt between these lines leaves a base without a range, which look-ups skip.
         self._at.pop(base, None)
         self._verdicts.clear()
-        _drop(self._bases, base)
-        _drop(self._whole, base)
+        at = bisect_left(self._bases, base)
+        if self._bases[at : at + 1] == [base]:
+            del self._bases[at]
 
     def divide(self, segment: Range) -> None:
         """Record that an allocator hands out the blocks of a segment."""
         segment.divided = True
         self._verdicts.clear()
-        _drop(self._whole, segment.base)
 
     def whole(self, address: int) -> Range | None:
         """The live range that contains an address, unless it is divided."""
-        at = bisect_right(self._whole, address) - 1
-        found = self._at.get(self._whole[at]) if at >= 0 else None
-        return found if found is not None and address < found.end and found.ended is None else None
+        found = self.find(address)
+        return None if found is None or found.divided or found.ended is not None else found
 
     def any_whole(self, addresses: tuple[int, ...]) -> bool:
         """Whether an address is, or was, in such a range."""
@@ -411,9 +405,3 @@ class AddressMap:
     def living(self) -> list[Range]:
         """The ranges that are not freed."""
         return [one for one in self._at.values() if one.ended is None]
-
-
-def _drop(bases: list[int], base: int) -> None:
-    at = bisect_left(bases, base)
-    if bases[at : at + 1] == [base]:
-        del bases[at]
