@@ -1,4 +1,4 @@
-"""Arrays, and copies between them and ordinary memory.
+"""Arrays, and copies of boxes, with or without an array on a side.
 
 An ordinary array has all its memory from the start, in rows, as documented. In a sparse array only some tiles have
 memory. A mapped tile is 64 KiB of memory, with its elements in rows. An unmapped tile reads as zero and discards
@@ -288,7 +288,9 @@ class Remap(Operation):
 
 
 class BoxCopy(Operation):
-    """Copies a box between two arrays, or between an array and ordinary memory, a few planes per step."""
+    """Copies a box between arrays and ordinary memory, a few planes per step. If memory was unmapped meanwhile, the
+    context fails, not the process.
+    """
 
     def __init__(self, banks: Banks, context: Context, shape: Shape, target: Part | Side, source: Part | Side) -> None:
         self._banks = banks
@@ -314,7 +316,7 @@ class BoxCopy(Operation):
     def step(self) -> bool:
         stop = min(self._done + self._planes, self._shape.depth)
         if not all(self._banks.is_there(*memory) for memory in self._memory):
-            self._context.error = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+            self._context.error = self._context.error or Result.CUDA_ERROR_ILLEGAL_ADDRESS
             stop = self._done = self._shape.depth
         for z in range(self._done, stop):
             self._target.store(self._shape, z, self._source.rows(self._shape, z))

@@ -223,6 +223,7 @@ class TestWhatIsNotKnown:
             ("multicast object", lambda: raw.cuMemcpyDtoH(bytearray(4), address, 4)),
             ("multicast object", lambda: raw.cuMemcpyDtoD(target, address, 4)),
             ("multicast object", lambda: raw.cuMemcpyDtoD(address + 8, address, 4)),
+            ("multicast object", lambda: raw.cuMemsetD2D8(address, 64, 1, 8, 2)),
             ("multicast object", lambda: raw.cuStreamWaitValue32(stream, address, 0, 0)),
             ("multicast object", lambda: raw.cuStreamWriteValue32(stream, address, 0, 0)),
             ("not modelled", lambda: raw.cuMemGetAddressRange(address)),

@@ -13,12 +13,13 @@ from streamalloc.driver.bindings import cuda
 from streamalloc.simulator import arguments
 from streamalloc.simulator.allocations import LiveMemory, is_gone, is_reachable
 from streamalloc.simulator.arguments import Context, Queue, Size, UnsignedLongLong
+from streamalloc.simulator.arrays import BoxCopy
 from streamalloc.simulator.calls.base import EDGE_DATA, GONE, Calls, with_async
 from streamalloc.simulator.constants import HOST, LEGACY_STREAM, READ, READ_WRITE, STEP, Location, device_place
 from streamalloc.simulator.errors import Result, check, need, not_modelled
 from streamalloc.simulator.graphs import NodeGraph, Values
 from streamalloc.simulator.machine import Machine
-from streamalloc.simulator.memory import Shape, Side, is_accessible
+from streamalloc.simulator.memory import Shape, Side, is_accessible, view_address
 from streamalloc.simulator.multicast import Segment
 from streamalloc.simulator.physical import least_right
 from streamalloc.simulator.scheduler import Operation
@@ -71,51 +72,26 @@ class PlannedCopy(Operation):
         return any(simulated and one < end and start < one + self._size for one, simulated in ends)
 
 
-class Rows(Operation):
-    """Copies or fills the rows of a plane or a box, one after another."""
-
-    def __init__(self, count: int, size: int, row: Callable[[int], PlannedCopy]) -> None:
-        self._count = count
-        self._size = size
-        self._row = row
-        self._done = 0
-        self._begun: PlannedCopy | None = None
-        self.heavy: bool = count * size > STEP
-
-    def step(self) -> bool:
-        moved = 0
-        while self._done < self._count and moved < STEP:
-            move = self._begun or self._row(self._done)
-            done = move.step()
-            self._begun = None if done else move
-            self._done += done
-            moved += min(self._size, STEP)
-        return self._done == self._count
-
-    def touches(self, start: int, end: int) -> bool:
-        return any(self._row(at).touches(start, end) for at in range(self._count))
-
-
 def make_copy(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
     """The copy between two sides of ordinary memory."""
+    if shape.size > shape.width:
+        return _rows(machine, context, shape, target, source)
 
-    def row(number: int) -> PlannedCopy:
-        z, y = divmod(number, shape.height)
-        start = source.address + z * source.plane + y * source.pitch
+    def put(address: int, offset: int, size: int, keep: object = source.data) -> None:
+        ctypes.memmove(address, source.address + offset, size)
 
-        def put(address: int, offset: int, size: int, keep: object = source.data) -> None:
-            ctypes.memmove(address, start + offset, size)
-
-        to = target.address + z * target.plane + y * target.pitch
-        return PlannedCopy(machine, context, to, shape.width, put, start if source.data is None else None)
-
-    return _rows(shape.height * shape.depth, shape.width, row)
+    read_later = source.address if source.data is None else None
+    return PlannedCopy(machine, context, target.address, shape.width, put, read_later)
 
 
 def make_fill(
     machine: Machine, context: Context, target: int, pattern: bytes, count: int, rows: int = 1, pitch: int = 0
 ) -> Operation:
     """The fill of ``rows`` rows of ``count`` elements each."""
+    if rows > 1:
+        row = pattern * count
+        every_row = Side(view_address(row), data=row)
+        return _rows(machine, context, Shape(len(row), rows), Side(target, pitch), every_row)
 
     def put(address: int, offset: int, size: int) -> None:
         if len(set(pattern)) == 1:
@@ -123,12 +99,12 @@ def make_fill(
         else:
             ctypes.memmove(address, pattern * (size // len(pattern)), size)
 
-    size = count * len(pattern)
-    return _rows(rows, size, lambda number: PlannedCopy(machine, context, target + number * pitch, size, put))
+    return PlannedCopy(machine, context, target, count * len(pattern), put)
 
 
-def _rows(count: int, size: int, row: Callable[[int], PlannedCopy]) -> Operation:
-    return row(0) if count == 1 else Rows(count, size, row)
+def _rows(machine: Machine, context: Context, shape: Shape, target: Side, source: Side) -> Operation:
+    not_modelled(machine.multicast.mapping_at(target.address), "several rows of a multicast object")
+    return BoxCopy(machine.banks, context, shape, target, source)
 
 
 LOST = "a copy where nothing lies, which the driver takes for the host's: the real driver crashes"
