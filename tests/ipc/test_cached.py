@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
-from tests.ipc.support import Chosen, received
 from tests.processes import Partner, eventually
 from tests.support import MiB, filled
 
@@ -80,24 +77,3 @@ def test_errors_and_repeats(cache: sa.CachingAllocator, buffer: sa.Buffer, partn
         ipc.share(buffer)
     buffer.close()
     assert given_back(cache)
-
-
-def _read(_: None, connection: Any, thing: Any) -> None:
-    target = bytearray(thing.nbytes)
-    thing.copy_to(target)
-    thing.stream.synchronize()
-    thing.close()
-    connection.send(bytes(target[:4]))
-
-
-def test_through_multiprocessing(cache: sa.CachingAllocator, stream: sa.Stream, on_cuda: bool) -> None:
-    context = multiprocessing.get_context("forkserver")
-    here, there = context.Pipe()
-    buffer = cache.allocate(SIZE, stream)
-    buffer.fill(9)
-    process = context.Process(target=_read, args=(Chosen(on_cuda), there, buffer))
-    process.start()
-    assert received(here) == bytes([9] * 4)
-    process.join()
-    buffer.free()
-    assert eventually(lambda: cache.statistics().used == 0)

@@ -84,7 +84,7 @@ class Sides(NamedTuple):
         """A channel of its own each time, on which the handles go along again."""
         mine, theirs = ipc.Channel.pair()
         with mine, theirs, self.pool.allocate(4096, self.stream) as buffer:
-            ipc.send(mine, buffer, timeout=SECONDS)
+            ipc.send(mine, buffer, hold=number % 2 == 0, timeout=SECONDS)
             ipc.receive(theirs, stream=self.stream, timeout=SECONDS).close()
 
 

@@ -71,6 +71,10 @@ ONCE: dict[str, Callable[[Owner, Imports, pytest.MonkeyPatch], tuple[Any, Callab
     ),
     "a handle server": lambda owner, importer, patch: _one_handle_server(patch),
     "a control block": lambda owner, importer, patch: _one_control_block(owner.exports.block(), importer),
+    "the words of a slot": lambda owner, importer, patch: (
+        ControlBlock.importer_words, (block := owner.exports.block()).importers.clear,
+        lambda _: block.importer_words(1000, 1),
+    ),
 }  # fmt: skip
 """A function that makes something once, what comes before it, and its call."""
 

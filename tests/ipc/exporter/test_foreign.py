@@ -15,7 +15,7 @@ from streamalloc import ipc, vmm
 from streamalloc.ipc.wire.descriptor import Mechanism
 from streamalloc.testing import Gate, settle
 from tests.ipc.support import PAGE, POSIX, busy, hold, idle, make_buffer, make_pool, release
-from tests.processes import SECONDS, Partner, There, eventually, holds_there
+from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB, pattern, read
 
 BLOCK = 2 * MiB
@@ -325,26 +325,10 @@ class TestHold:
         queue.close()
         assert all_freed(library)
 
-    def test_in_a_message(self, library: Library, partner: Partner, kind: str) -> None:
-        ours, theirs = ipc.Channel.pair()
-        with ours, theirs:
-            for seed in range(2):
-                ipc.send(ours, library(kind, seed), hold=True)
-            settle()
-            assert len(library.alive) == 2
-            partner.run(_receive, 2, fds=(theirs.fileno(),))
-        assert [partner.kept(f"it {seed}").shows(seed) for seed in range(2)] == [True, True]
-
 
 def open_pickled(there: There, name: str, data: bytes) -> str:
     """Open what came through multiprocessing; its kind."""
     return type(there.keep(name, pickle.loads(data))).__name__
-
-
-def _receive(there: There, count: int) -> None:
-    with ipc.Channel.from_fd(there.came[0]) as channel:
-        for number in range(count):
-            there.keep(f"it {number}", ipc.receive(channel, stream=there.stream, timeout=SECONDS))
 
 
 @pytest.mark.parametrize("kind", ["pool", "plain"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
-import os
 import pickle
 import signal
 import subprocess
@@ -152,18 +151,6 @@ class TestMessages:
         assert pool.statistics().used == SIZE
         pair[1].close()
         assert uses(pool)
-
-    def test_no_descriptor_is_left(self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair) -> None:
-        sent(pool, stream, pair[0])
-        before = len(os.listdir("/proc/self/fd"))
-        sent_now = 20
-        for _ in range(sent_now):
-            with pool.allocate(512, stream) as buffer:
-                ipc.send(pair[0], buffer, hold=True)
-        for _ in range(1 + sent_now):
-            pair[1].receive(timeout=SECONDS)
-        assert uses(pool)
-        assert len(os.listdir("/proc/self/fd")) < before
 
     def test_the_buffer_is_collected_in_a_cycle(
         self, pool: sa.MemoryPool, stream: sa.Stream, pair: Pair, partner: Partner

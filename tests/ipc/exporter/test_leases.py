@@ -15,21 +15,8 @@ from streamalloc import ipc
 from streamalloc.core.deferred import deferred_queue
 from streamalloc.ipc.importer.imports import ImportUse
 from streamalloc.testing import Gate
-from tests.ipc.support import (
-    POSIX,
-    at_once,
-    busy,
-    hold,
-    idle,
-    make_buffer,
-    make_pool,
-    make_stream,
-    release,
-    shared_pool,
-    synchronize,
-    used,
-    uses,
-)
+from tests.ipc import support as steps
+from tests.ipc.support import POSIX, at_once, shared_pool, uses
 from tests.processes import SECONDS, Partner, There, eventually, holds_there
 from tests.support import KEEP, MiB, executed, filled, holds, names, pending, shows
 
@@ -64,7 +51,7 @@ class TestFreeWhileItIsOpen:
     def test_dropped_by_the_importer_after_its_stream_was_closed(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner
     ) -> None:
-        partner.run(make_stream, "second")
+        partner.run(steps.make_stream, "second")
         opened = partner.give(buffer, on="second")
         partner.kept("second")
         partner.run(_close_stream, "second")
@@ -152,13 +139,6 @@ def _close_stream(there: There, name: str) -> None:
 
 
 class TestPolicies:
-    def test_wait_until_a_time(self, buffer: sa.Buffer, partner: Partner) -> None:
-        opened = partner.give(buffer)
-        with pytest.raises(sa.StillImportedError):
-            buffer.free(still_imported="wait", timeout=0.05)
-        assert not buffer.freed and opened.shows(1)
-        opened.close()
-
     def test_wait(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         partner.give(buffer, "it")
         partner.begin(_close_later, "it", 0.1)
@@ -169,11 +149,11 @@ class TestPolicies:
     def test_wait_does_not_wait_for_the_importer_s_stream(self, buffer: sa.Buffer, partner: Partner) -> None:
         """The host waits for the importer to close; what its stream still does, our stream waits for."""
         opened = partner.give(buffer)
-        partner.run(hold)
+        partner.run(steps.hold)
         opened.close()
         buffer.free(still_imported="wait", timeout=SECONDS)
         assert pending(buffer.stream)
-        partner.run(release)
+        partner.run(steps.release)
         assert executed(buffer.stream)
 
     def test_unknown(self, buffer: Any) -> None:
@@ -190,7 +170,7 @@ def _close_later(there: There, name: str, seconds: float) -> None:
 def _copy_of(there: There, name: str, copy: str, on: str) -> None:
     """Queue a copy into memory of this process, which shows what was there when the stream came to it."""
     if "aside" not in there.kept:
-        make_stream(there, "aside")
+        steps.make_stream(there, "aside")
     source, aside = there.kept[name], there.kept["aside"]
     there.keep(copy, sa.allocate(source.nbytes, aside))
     aside.synchronize()
@@ -207,7 +187,7 @@ def waits(pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, *copies: str
     with pool.allocate(SIZE, stream) as other:
         other.fill(9)
         assert pending(stream)
-        partner.run(release)
+        partner.run(steps.release)
         assert executed(stream) and holds(other, 9)
         return all(partner.run(_copy_holds, copy, 7) for copy in copies)
 
@@ -225,10 +205,10 @@ class TestWorkOfImporters:
     def test_of_three_streams(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, held: int) -> None:
         """The allocation is open three times, on three streams, one of which is held."""
         for number in range(3):
-            partner.run(make_stream, f"stream {number}")
+            partner.run(steps.make_stream, f"stream {number}")
             partner.give(buffer, f"it {number}", on=f"stream {number}")
-            assert partner.run(idle, f"stream {number}")
-        partner.run(hold, f"stream {held}")
+            assert partner.run(steps.idle, f"stream {number}")
+        partner.run(steps.hold, f"stream {held}")
         for number in range(3):
             partner.run(_copy_of, f"it {number}", f"copy {number}", f"stream {number}")
         for number in range(3):
@@ -240,10 +220,10 @@ class TestWorkOfImporters:
         assert waits(pool, buffer.stream, partner, *(f"copy {number}" for number in range(3)))
 
     def test_of_a_stream_that_was_closed(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        partner.run(make_stream, "second")
+        partner.run(steps.make_stream, "second")
         first, second = partner.give(buffer, "one", on="second"), partner.give(buffer, "two")
-        assert partner.run(idle) and partner.run(idle, "second")
-        partner.run(hold, "second")
+        assert partner.run(steps.idle) and partner.run(steps.idle, "second")
+        partner.run(steps.hold, "second")
         partner.run(_copy_of, "one", "copy", "second")
         first.close()
         partner.run(_close_stream, "second")
@@ -252,20 +232,22 @@ class TestWorkOfImporters:
         assert waits(pool, buffer.stream, partner, "copy")
 
     def test_closed_on_another_stream(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
-        partner.run(make_stream, "second")
+        partner.run(steps.make_stream, "second")
         opened = partner.give(buffer, "it")
-        assert partner.run(idle)
-        partner.run(hold, "second")
+        assert partner.run(steps.idle)
+        partner.run(steps.hold, "second")
         partner.run(_copy_of, "it", "copy", "second")
         opened.close(on="second")
         buffer.free()
-        assert partner.run(idle) and waits(pool, buffer.stream, partner, "copy")
+        assert partner.run(steps.idle) and waits(pool, buffer.stream, partner, "copy")
 
     def test_dropped_while_its_stream_is_held(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner) -> None:
         opened = partner.give(buffer, "it")
         # What is left of earlier exporters ends before the stream is held.
-        assert eventually(lambda: partner.run(idle) and partner.run(synchronize) is None and partner.run(_has_let_go))
-        partner.run(hold)
+        assert eventually(
+            lambda: partner.run(steps.idle) and partner.run(steps.synchronize) is None and partner.run(_has_let_go)
+        )
+        partner.run(steps.hold)
         partner.run(_copy_of, "it", "copy", "stream")
         opened.drop()
         assert eventually(lambda: partner.run(_has_let_go))
@@ -275,10 +257,10 @@ class TestWorkOfImporters:
     def test_opened_again_while_the_last_close_is_pending(
         self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner
     ) -> None:
-        partner.run(make_stream, "second")
+        partner.run(steps.make_stream, "second")
         partner.give(buffer, "one")
-        assert partner.run(idle)
-        partner.run(hold)
+        assert partner.run(steps.idle)
+        partner.run(steps.hold)
         partner.kept("one").close()
         partner.give(buffer, "two", on="second")
         assert partner.run(holds_there, "two", 7)
@@ -294,10 +276,10 @@ class TestSlotsAreUsedAgain:
         self, pool: sa.MemoryPool, device: sa.Device, stream: sa.Stream, partner: Partner
     ) -> None:
         first = pool.allocate(SIZE, stream)
-        partner.run(make_stream, "second")
+        partner.run(steps.make_stream, "second")
         opened = partner.give(first)
-        assert partner.run(idle)
-        partner.run(hold)
+        assert partner.run(steps.idle)
+        partner.run(steps.hold)
         opened.close()
         first.free()
         with device.create_stream() as other:
@@ -309,7 +291,7 @@ class TestSlotsAreUsedAgain:
                 opened.close()
                 buffer.free()
                 assert executed(other)
-            partner.run(release)
+            partner.run(steps.release)
             assert executed(stream)
             for seed in range(3):
                 buffer = pool.allocate(SIZE, other)
@@ -335,7 +317,7 @@ class TestSlotsAreUsedAgain:
             assert executed(stream)
             for shared in late:
                 opened = partner.open(shared)
-                assert partner.run(idle)
+                assert partner.run(steps.idle)
                 opened.close()
             for buffer in buffers:
                 buffer.free()
@@ -352,9 +334,9 @@ class TestSlotsAreUsedAgain:
         gate.hold(stream)
         buffer = pool.allocate(512, stream)
         partner.give(buffer, "it")
-        assert partner.run(busy)
+        assert partner.run(steps.busy)
         gate.open()
-        assert partner.run(idle)
+        assert partner.run(steps.idle)
         partner.kept("it").close()
         buffer.free()
 
@@ -398,8 +380,8 @@ class TestThreads:
         """One import at a time, freed as often as it was made, however the last free and the next import meet."""
         driver = sd.traced(machine)
         device = sa.Device(0, driver=driver)
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 3, 1 << 16)
+        partner.run(steps.make_pool)
+        partner.run(steps.make_buffer, "buffer", 3, 1 << 16)
         data, fds = partner.shared("buffer")
         with device.create_stream() as stream:
             first = ipc.open(data, fds, stream=stream, driver=driver)
@@ -422,7 +404,7 @@ class TestThreads:
             imports, frees = names(driver, "cuMemPoolImportPointer"), names(driver, "cuMemFreeAsync")
             assert len(imports) == len(frees)
         partner.run(_free, "buffer")
-        assert eventually(lambda: partner.run(used) == 0)
+        assert eventually(lambda: partner.run(steps.used) == 0)
 
     def test_another_thread_has_the_memory_as_soon_as_it_is_free(self, machine: Any, partner: Partner) -> None:
         """Its lease is its own."""

@@ -12,24 +12,9 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.ipc.wire.descriptor import Mechanism
 from tests.ipc import kinds
+from tests.ipc import support as steps
 from tests.ipc.kinds import Made, closing, range_view, several_chunks
-from tests.ipc.support import (
-    PAGE,
-    POSIX,
-    busy,
-    hold,
-    idle,
-    make_buffer,
-    make_event,
-    make_growable,
-    make_memory,
-    make_pool,
-    make_stream,
-    map_and_see,
-    release,
-    same,
-    shared_pool,
-)
+from tests.ipc.support import PAGE, POSIX, shared_pool
 from tests.processes import Partner, There, eventually, holds_there
 from tests.support import MiB, filled, holds, shows
 
@@ -93,8 +78,8 @@ class TestFromThere:
     """The other process owns the memory, and this one opens it."""
 
     def test_buffer(self, partner: Partner, stream: sa.Stream) -> None:
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 5, 3 * MiB)
+        partner.run(steps.make_pool)
+        partner.run(steps.make_buffer, "buffer", 5, 3 * MiB)
         opened = partner.take("buffer", stream)
         assert isinstance(opened, ipc.ImportedBuffer)
         assert shows(opened, 5)
@@ -113,7 +98,7 @@ class TestFromThere:
                 use()
 
     def test_growable(self, partner: Partner, stream: sa.Stream) -> None:
-        partner.run(make_growable, "growable", 5, 5 * MiB)
+        partner.run(steps.make_growable, "growable", 5, 5 * MiB)
         with partner.take("growable", stream) as opened:
             assert isinstance(opened, ipc.ImportedRange)
             assert opened.nbytes == 5 * MiB and shows(opened, 5)
@@ -165,7 +150,7 @@ class TestPhysicalMemory:
             stream.synchronize()
             opened = partner.give(physical, "physical")
             assert (opened.kind, opened.nbytes) == ("PhysicalMemory", 2 * PAGE)
-            assert partner.run(map_and_see, "physical", 3)
+            assert partner.run(steps.map_and_see, "physical", 3)
             partner.run(_map_and_write, "physical", 4)
             assert shows(mapping, 4)
 
@@ -219,7 +204,7 @@ class TestGrowableBuffer:
             filled(buffer, step)
             again = partner.give(buffer, f"again {step}")
             assert (again.address, again.nbytes) == (opened.address, nbytes)
-            assert partner.run(same, "it", f"again {step}")
+            assert partner.run(steps.same, "it", f"again {step}")
             assert opened.shows(step)
             opened.write(step + 10)
             assert shows(buffer, step + 10)
@@ -280,7 +265,7 @@ class TestGrowableBuffer:
         gate.hold(stream)
         buffer.fill(2)
         partner.give(buffer, "it", on=None)
-        assert partner.run(busy)
+        assert partner.run(steps.busy)
         gate.open()
         assert partner.run(holds_there, "it", 2)
 
@@ -298,23 +283,23 @@ class TestEvents:
         stream.record(event)
         assert not partner.run(_query, "event")
         partner.run(_wait, "event")
-        assert partner.run(busy)
+        assert partner.run(steps.busy)
         gate.open()
-        assert partner.run(idle) and partner.run(_query, "event")
+        assert partner.run(steps.idle) and partner.run(_query, "event")
 
     def test_not_made_for_it(self, device: sa.Device) -> None:
         with device.create_event() as event, pytest.raises((ValueError, sa.CudaError), match="interprocess=True"):
             ipc.share(event)
 
     def test_of_there(self, partner: Partner, stream: sa.Stream) -> None:
-        partner.run(make_event, "event")
-        partner.run(hold)
+        partner.run(steps.make_event, "event")
+        partner.run(steps.hold)
         partner.run(_record, "event")
         with partner.take("event") as event:
             assert not event.query()
             stream.wait(event)
             assert not stream.query()
-            partner.run(release)
+            partner.run(steps.release)
             event.synchronize()
         stream.synchronize()
 
@@ -349,33 +334,22 @@ class TestOrder:
         gate.open()
         assert partner.result()
 
-    def test_each_time_it_is_shared(self, make: Any, stream: sa.Stream, partner: Partner, gate: Any) -> None:
-        """The same buffer again, filled anew: an importer that has it open waits for the new contents."""
-        shared = make(buffer)
-        for number in range(1, 5):
-            gate.hold(stream)
-            shared.fill(number)
-            partner.give(shared, f"it {number}")
-            assert partner.run(busy)
-            gate.open()
-            assert partner.run(holds_there, f"it {number}", number)
-
     def test_shared_on_two_streams(
         self, make: Any, device: sa.Device, stream: sa.Stream, partner: Partner, gate: Any
     ) -> None:
         """The first stream is held and the second is not: each descriptor waits for its own, in whatever order."""
         shared = make(buffer)
-        partner.run(make_stream, "second")
+        partner.run(steps.make_stream, "second")
         with device.create_stream() as other:
             other.wait(stream)
             gate.hold(stream)
             partner.give(shared, "first", stream=stream)
             late = ipc.share(shared, other)
-            assert partner.run(busy)
+            assert partner.run(steps.busy)
             gate.open()
             device.synchronize()
             partner.open(late, "late", on="second")
-            assert partner.run(idle) and partner.run(idle, "second")
+            assert partner.run(steps.idle) and partner.run(steps.idle, "second")
 
     def test_what_is_ready_is_not_waited_for(self, make: Any, stream: sa.Stream, partner: Partner, gate: Any) -> None:
         """Work that was queued after sharing holds nobody."""
@@ -541,11 +515,11 @@ class TestRefused:
 
     def test_what_was_opened_itself(self, partner: Partner, stream: sa.Stream) -> None:
         """Only its owner can share it."""
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 1)
-        partner.run(make_growable, "growable", 1, MiB)
-        partner.run(make_event, "event")
-        partner.run(make_memory, "memory")
+        partner.run(steps.make_pool)
+        partner.run(steps.make_buffer, "buffer", 1)
+        partner.run(steps.make_growable, "growable", 1, MiB)
+        partner.run(steps.make_event, "event")
+        partner.run(steps.make_memory, "memory")
         for name in ("buffer", "growable", "event", "pool", "memory"):
             opened = partner.take(name)
             with pytest.raises((ValueError, TypeError, sa.CudaError), match=r"process|owner|owns"):

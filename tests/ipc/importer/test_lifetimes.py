@@ -18,18 +18,8 @@ from streamalloc import ipc, vmm
 from streamalloc.core.session import session_of
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.testing import Gate, settle
-from tests.ipc.support import (
-    POSIX,
-    hold,
-    idle,
-    make_buffer,
-    make_event,
-    make_growable,
-    make_memory,
-    make_pool,
-    release,
-    uses,
-)
+from tests.ipc import support as steps
+from tests.ipc.support import POSIX, uses
 from tests.processes import Partner, There, eventually, fork
 from tests.support import MiB, executed, filled, holds, in_threads, pending, shows
 
@@ -73,8 +63,8 @@ class TestImporterIsGone:
         """It has closed the memory, and died before its stream came to that: ours goes on."""
         one = another()
         opened = one.give(buffer)
-        assert one.run(idle)
-        one.run(hold)
+        assert one.run(steps.idle)
+        one.run(steps.hold)
         opened.close()
         buffer.free()
         other = pool.allocate(SIZE, stream)
@@ -83,17 +73,6 @@ class TestImporterIsGone:
         assert executed(stream)
         other.free()
         stream.synchronize()
-        assert uses(pool, 0)
-
-    def test_one_of_two(self, pool: sa.MemoryPool, buffer: sa.Buffer, partner: Partner, another: Another) -> None:
-        one = another()
-        opened = partner.give(buffer)
-        one.give(buffer)
-        buffer.free()
-        one.kill()
-        time.sleep(0.02)
-        assert pool.statistics().used == SIZE and opened.shows(1)
-        opened.close()
         assert uses(pool, 0)
 
     def test_its_place_is_taken(self, pool: sa.MemoryPool, buffer: sa.Buffer, another: Another) -> None:
@@ -122,7 +101,7 @@ def test_a_close_on_another_thread_comes_after_the_work_of_the_opening_one(
     buffer.free()
     other = pool.allocate(SIZE, stream)
     assert pending(stream)
-    one.run(release)
+    one.run(steps.release)
     assert executed(stream)
     other.free()
     assert uses(pool, 0)
@@ -148,16 +127,16 @@ class TestExporterIsGone:
     def owner(self, another: Another) -> Partner:
         """Another process, with a pool and a buffer."""
         owner = another()
-        owner.run(make_pool)
-        owner.run(make_buffer, "buffer", 5)
+        owner.run(steps.make_pool)
+        owner.run(steps.make_buffer, "buffer", 5)
         return owner
 
     @pytest.mark.parametrize("kind", ["buffer", "growable", "memory"])
     def test_importers_keep_what_they_have(
         self, owner: Partner, stream: sa.Stream, device: sa.Device, kind: str
     ) -> None:
-        owner.run(make_growable, "growable", 5, 3 * MiB)
-        owner.run(make_memory, "memory")
+        owner.run(steps.make_growable, "growable", 5, 3 * MiB)
+        owner.run(steps.make_memory, "memory")
         opened = owner.take(kind, stream)
         if kind == "buffer":
             assert opened.owner_alive
@@ -186,7 +165,7 @@ class TestExporterIsGone:
 
     @HOW
     def test_a_stream_that_waits_is_released(self, owner: Partner, stream: sa.Stream, how: str) -> None:
-        owner.run(hold)
+        owner.run(steps.hold)
         opened = owner.take("buffer", stream)
         assert pending(stream) and not opened.lost
         if how == "killed":
@@ -197,20 +176,6 @@ class TestExporterIsGone:
         assert opened.lost and not opened.owner_alive
         opened.close()
         stream.synchronize()
-
-    def test_several_streams_that_wait(self, owner: Partner, device: sa.Device) -> None:
-        owner.run(hold)
-        streams = [device.create_stream() for _ in range(3)]
-        opened = [owner.take("buffer", stream) for stream in streams]
-        for one in opened[:2]:
-            one.close()
-        assert all(pending(stream) for stream in streams)
-        owner.kill()
-        assert all(executed(stream) for stream in streams)
-        assert opened[2].lost
-        opened[2].close()
-        for stream in streams:
-            stream.close()
 
     def test_its_control_block_while_a_stream_waits(
         self, machine: Any, owner: Partner, another: Another, device: sa.Device, gate: Gate
@@ -224,8 +189,8 @@ class TestExporterIsGone:
         (block,) = [block for block in importer.blocks.values() if not block.exporter_alive()]
         gate.hold(streams[1])
         then = another()
-        then.run(make_pool)
-        then.run(make_buffer, "buffer", 5)
+        then.run(steps.make_pool)
+        then.run(steps.make_buffer, "buffer", 5)
         for _ in range(3):
             then.take("buffer", streams[0]).close()
             time.sleep(0.03)
@@ -245,7 +210,7 @@ class TestExporterIsGone:
             assert eventually(lambda: not opened.owner_alive)
 
     def test_before_it_was_opened_and_ready(self, owner: Partner, stream: sa.Stream) -> None:
-        owner.run(hold)
+        owner.run(steps.hold)
         data, fds = owner.shared("buffer")
         owner.kill()
         with ipc.open(data, fds, stream=stream, kind=ipc.ImportedBuffer) as opened:
@@ -255,7 +220,7 @@ class TestExporterIsGone:
     def test_an_event_of_a_process_that_was_killed(self, another: Another, stream: sa.Stream) -> None:
         """Work that it did not reach is never done, and nothing that ends waits for it."""
         owner = another()
-        owner.run(make_event, "event")
+        owner.run(steps.make_event, "event")
         event = owner.take("event")
         owner.run(_record)
         assert eventually(event.query)
@@ -342,8 +307,8 @@ class TestChildren:
         before = _inherited()  # such as the driver's own, which tests of its calls have made
         growable = vmm.GrowableBuffer(device, 8 * MiB, MiB, handle_types=POSIX)
         shared = [ipc.share(one) for one in (pool, buffer, growable)]
-        partner.run(make_pool)
-        partner.run(make_buffer, "buffer", 1)
+        partner.run(steps.make_pool)
+        partner.run(steps.make_buffer, "buffer", 1)
         opened = partner.take("buffer", stream)
         assert _inherited(close_fds=True) == set()
         assert _inherited() <= before
@@ -378,9 +343,9 @@ class TestChildren:
     def test_of_fork_do_not_keep_a_dead_owner_alive(self, another: Another, stream: sa.Stream) -> None:
         """The owner has forked a child that has nothing to do with CUDA, and is killed while that lives on."""
         owner = another()
-        owner.run(make_pool)
-        owner.run(make_buffer, "buffer", 5)
-        owner.run(hold)
+        owner.run(steps.make_pool)
+        owner.run(steps.make_buffer, "buffer", 5)
+        owner.run(steps.hold)
         opened = owner.take("buffer", stream)
         child = owner.run(_fork)
         try:

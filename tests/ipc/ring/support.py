@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from typing import Any
@@ -50,14 +49,6 @@ def close_there(there: There, name: str = "ring") -> None:
     there.kept.pop(name).close()
 
 
-def drop_there(there: There, name: str = "ring", in_a_cycle: bool = False) -> None:
-    cycle: list[object] = []
-    if in_a_cycle:
-        cycle += [there.kept[name], cycle]
-    del there.kept[name], cycle
-    gc.collect()
-
-
 def consume(there: There, name: str = "ring", pause: float = 0) -> list[int]:
     """Take everything; the sizes, once the contents were found to be those of that size."""
     sizes = []
@@ -103,11 +94,6 @@ def send(ring: RingProducer, seed: int, nbytes: int | None = None) -> int:
             slot.nbytes_used = nbytes
         filled(slot[: slot.nbytes_used], seed)
         return slot.index
-
-
-def work_there(there: There) -> None:
-    """One of the points at which what was dropped ends."""
-    there.device.synchronize()
 
 
 def in_flight(ring: RingProducer, count: int) -> bool:

@@ -15,20 +15,8 @@ from streamalloc.ipc import Ring, RingProducer
 from streamalloc.ipc.exporter.exports import exports_of
 from streamalloc.ipc.ring import producer
 from streamalloc.testing import Gate
-from tests.ipc.ring.support import (
-    SIZE,
-    close_there,
-    copy_later,
-    give_there,
-    join,
-    send,
-    send_held,
-    settled,
-    shows_there,
-    state_there,
-    take,
-    words,
-)
+from tests.ipc.ring import support as steps
+from tests.ipc.ring.support import SIZE
 from tests.ipc.support import hold, no_more, release, state
 from tests.processes import Partner, eventually, holds_there
 from tests.support import executed, pending
@@ -39,45 +27,45 @@ class TestClose:
         self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate
     ) -> None:
         """All that was handed off still arrives, filled by then or not; then the memory is free."""
-        join(partner, ring)
+        steps.join(partner, ring)
         gate.hold(stream)
         for value in range(3):
-            send_held(ring, value)
+            steps.send_held(ring, value)
         ring.close()
         ring.close()
         assert ring.closed and "closed" in repr(ring)
         gate.open()
         for value in range(3):
-            partner.run(take, "ring", f"item {value}")
+            partner.run(steps.take, "ring", f"item {value}")
             assert partner.run(holds_there, f"item {value}", value)
         with pytest.raises(EOFError):
-            partner.run(take)
+            partner.run(steps.take)
         assert pool.statistics().used
-        partner.run(close_there)
-        assert eventually(lambda: pool.statistics().used == 0 and not settled(stream))
+        partner.run(steps.close_there)
+        assert eventually(lambda: pool.statistics().used == 0 and not steps.settled(stream))
 
     def test_consumer_with_work_left(
         self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream
     ) -> None:
         """The memory is not free before its stream has done that."""
-        join(partner, ring)
-        send(ring, 1)
+        steps.join(partner, ring)
+        steps.send(ring, 1)
         stream.synchronize()
-        partner.run(take)
+        partner.run(steps.take)
         partner.run(hold)
-        partner.run(copy_later)
-        partner.run(close_there)
+        partner.run(steps.copy_later)
+        partner.run(steps.close_there)
         ring.close()
         assert pending(stream)
         with sa.MemoryPool(stream.device) as other, other.allocate(64, stream) as after:
             after.fill(1)
         partner.run(release)
         assert executed(stream)
-        assert partner.run(shows_there, "copy", 1)
+        assert partner.run(steps.shows_there, "copy", 1)
         assert eventually(lambda: pool.statistics().used == 0)
 
     def test_in_a_block(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
+        steps.join(partner, ring)
         slot = ring.next()
         ring.close()
         for use in (lambda: slot.address, slot.hand_off, ring.next, lambda: ring.put(b"")):
@@ -92,40 +80,40 @@ class TestClose:
         self, ring: RingProducer, partner: Partner, pool: sa.MemoryPool, stream: sa.Stream, how: str
     ) -> None:
         """The memory stays until the last copy of another thread's ``put`` is queued."""
-        join(partner, ring)
+        steps.join(partner, ring)
         slot = ring.next()
         ring.close()
-        partner.run(close_there)
-        settled(stream)
+        partner.run(steps.close_there)
+        steps.settled(stream)
         assert pool.statistics().used
         if how == "given back":
             slot.give_back()
         del slot
-        assert eventually(lambda: not settled(stream) and pool.statistics().used == 0)
+        assert eventually(lambda: not steps.settled(stream) and pool.statistics().used == 0)
 
     def test_during_a_put(
         self, ring: RingProducer, partner: Partner, stream: sa.Stream, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The copy is queued before the memory is freed."""
-        join(partner, ring)
+        steps.join(partner, ring)
         queued: list[bool] = []
 
         def close_and_copy(*args: Any) -> None:
             ring.close()
-            partner.run(close_there)
-            settled(stream)
+            partner.run(steps.close_there)
+            steps.settled(stream)
             copy_bytes(*args)
             queued.append(True)
 
         monkeypatch.setattr(producer, "copy_bytes", close_and_copy)
         with pytest.raises(sa.ClosedError):
             ring.put(b"x")
-        assert queued and eventually(lambda: not settled(stream))
+        assert queued and eventually(lambda: not steps.settled(stream))
 
     def test_while_it_waits(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
+        steps.join(partner, ring)
         for seed in range(4):
-            send(ring, seed)
+            steps.send(ring, seed)
         threading.Timer(0.02, ring.close).start()
         with pytest.raises(sa.ClosedError):
             ring.next()
@@ -134,8 +122,8 @@ class TestClose:
     def test_dropped(self, pool: sa.MemoryPool, stream: sa.Stream, partner: Partner, in_a_cycle: bool) -> None:
         """As if it were closed, at one of the next points of work: nothing refers back to it but what is in use."""
         ring = Ring.producer(pool, SIZE, 2, stream=stream)
-        join(partner, ring)
-        send(ring, 1)
+        steps.join(partner, ring)
+        steps.send(ring, 1)
         slot = ring.next()
         cycle: list[object] = [ring] if in_a_cycle else []
         cycle.append(cycle)
@@ -144,26 +132,26 @@ class TestClose:
         with pytest.raises(sa.ClosedError):
             slot.hand_off()
         slot.give_back()
-        partner.run(take)
-        assert partner.run(shows_there, "item", 1)
+        partner.run(steps.take)
+        assert partner.run(steps.shows_there, "item", 1)
         stream.synchronize()
         with pytest.raises(EOFError):
-            partner.run(take)
+            partner.run(steps.take)
 
     def test_stream_first(self, pool: sa.MemoryPool, device: sa.Device, partner: Partner) -> None:
         stream = device.create_stream()
         ring = Ring.producer(pool, SIZE, 2, stream=stream)
-        join(partner, ring)
-        send(ring, 1)
+        steps.join(partner, ring)
+        steps.send(ring, 1)
         slot = ring.next()
         stream.close()
         with pytest.raises(sa.ClosedError):
             slot.hand_off()
         del slot
         ring.close()
-        partner.run(take)
-        assert partner.run(shows_there, "item", 1)
-        partner.run(close_there)
+        partner.run(steps.take)
+        assert partner.run(steps.shows_there, "item", 1)
+        partner.run(steps.close_there)
         device.synchronize()
         assert eventually(lambda: pool.statistics().used == 0)
 
@@ -175,28 +163,30 @@ class TestClose:
 
         def round() -> None:
             with Ring.producer(pool, SIZE, 4, stream=stream) as ring:
-                join(partner, ring)
+                steps.join(partner, ring)
                 for seed in range(5):
-                    send(ring, seed)
-                    partner.run(take)
-                    partner.run(give_there)
-                send(ring, 6)
-                join(partner, ring, "other")
-                send(ring, 7)
-                partner.run(close_there)
-            partner.run(close_there, "other")
-            assert eventually(lambda: pool.statistics().used == 0 and not settled(stream))
+                    steps.send(ring, seed)
+                    partner.run(steps.take)
+                    partner.run(steps.give_there)
+                steps.send(ring, 6)
+                steps.join(partner, ring, "other")
+                steps.send(ring, 7)
+                partner.run(steps.close_there)
+            partner.run(steps.close_there, "other")
+            assert eventually(lambda: pool.statistics().used == 0 and not steps.settled(stream))
 
         with Ring.producer(pool, SIZE, 1, stream=stream) as ring:
             # Once there was something to wait for, a thread watches over the producer for good.
-            join(partner, ring)
+            steps.join(partner, ring)
             gate.hold(stream)
-            send_held(ring, 1)
-            partner.run(take)
+            steps.send_held(ring, 1)
+            partner.run(steps.take)
             gate.open()
-            partner.run(close_there)
+            partner.run(steps.close_there)
         round()
-        before, there, free = state(), partner.run(state_there), words(leases)
+        before, there, free = state(), partner.run(steps.state_there), steps.words(leases)
         for _ in range(4):
             round()
-        assert no_more(before, state()) and no_more(there, partner.run(state_there)) and words(leases) == free
+        assert (
+            no_more(before, state()) and no_more(there, partner.run(steps.state_there)) and steps.words(leases) == free
+        )

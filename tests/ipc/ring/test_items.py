@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import pytest
 
 import streamalloc as sa
 from streamalloc import ipc
 from streamalloc.ipc import Ring, RingProducer
-from tests.ipc.ring.support import SIZE, consume, give_there, iterate, join, send, shows_there, statistics_there, take
-from tests.processes import SECONDS, Partner
+from tests.ipc.ring.support import SIZE, consume, iterate, join, send, shows_there, statistics_there, take
+from tests.processes import Partner
 from tests.support import filled, pattern
 
 
@@ -51,24 +48,6 @@ class TestItems:
 
 
 class TestBackPressure:
-    def test_waits_for_a_slot(self, ring: RingProducer, partner: Partner) -> None:
-        join(partner, ring)
-        for seed in range(4):
-            send(ring, seed)
-        assert ring.statistics() == (4, 0, 4, 0, 1)
-        for timeout in (0, 0.02):
-            with pytest.raises(TimeoutError, match=f"within {timeout:g} s: all 4"):
-                ring.next(timeout)
-        with pytest.raises(TimeoutError):
-            ring.put(b"x", timeout=0.01)
-        index, _ = partner.run(take)
-        with pytest.raises(TimeoutError):
-            ring.next(0.01)
-        partner.run(give_there)
-        partner.run(give_there)
-        assert ring.next(SECONDS).index == index
-        assert partner.run(statistics_there) == (1, 0)
-
     @pytest.mark.parametrize("timeout", [-1, float("nan")])
     def test_impossible_times(self, ring: RingProducer, partner: Partner, timeout: float) -> None:
         join(partner, ring)
@@ -108,24 +87,3 @@ class TestIteration:
             ring.close()
             assert partner.run(iterate, 1) == 0
             assert partner.run(shows_there, "item", 2)
-
-
-class TestSeveralConsumers:
-    def test_joins_while_it_runs(self, ring: RingProducer, another: Callable[[], Partner]) -> None:
-        first, second = another(), another()
-        join(first, ring)
-        first.begin(consume, "ring", 0.001)
-        adding = threading.Thread(target=lambda: join(second, ring))
-        adding.start()
-        size = 0
-        while adding.is_alive() or size < 20:
-            size += 1
-            send(ring, size, size)
-        second.begin(consume)
-        for _ in range(10):
-            size += 1
-            send(ring, size, size)
-        ring.close()
-        adding.join()
-        taken = [first.result(), second.result()]
-        assert taken[1] and sorted(taken[0] + taken[1]) == list(range(1, size + 1))

@@ -6,6 +6,7 @@ The consumers are other simulated machines of this process. Which calls are refu
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from typing import Any
 
@@ -135,13 +136,22 @@ class Model(RuleBasedStateMachine):
         with pytest.raises(sa.ClosedError):
             item.fill(0)
 
-    @rule(who=WHO)
-    def leave(self, who: int) -> None:
+    @rule(who=WHO, drop=some.booleans())
+    def leave(self, who: int, drop: bool) -> None:
         """What it has taken is gone with it, and what it has not taken goes to others."""
         if who >= len(self.ends):
             return
         end = self.ends.pop(who)
-        end.consumer.close()
+        if drop:
+            cycle: list[Any] = [end.consumer, end.taken.copy()]
+            cycle.append(cycle)
+            end.consumer = None
+            end.taken.clear()
+            del cycle
+            gc.collect()
+            end_what_was_dropped()
+        else:
+            end.consumer.close()
         self.gone.append(end)
         with self.ring._deliveries.lock:
             self.ring._deliveries.drop_gone()
@@ -156,7 +166,7 @@ class Model(RuleBasedStateMachine):
             self.join(any_stream=size % 2 == 0)
         error = TimeoutError if self.ends else ipc.PeerGoneError
         if not self.free or not self.ends:
-            with pytest.raises(error):
+            with pytest.raises(error, match=f"within 0 s: all {SLOTS}" if self.ends else "the ring has no consumer"):
                 self.ring.put(bytes([value]) * size, 0)
             return
         before = self.ring.statistics().handed_off

@@ -9,22 +9,8 @@ import pytest
 import streamalloc as sa
 from streamalloc.ipc import Ring, RingProducer
 from streamalloc.testing import Gate
-from tests.ipc.ring.support import (
-    SIZE,
-    close_there,
-    consume,
-    copy_later,
-    give_captured,
-    give_there,
-    in_flight,
-    join,
-    lost_there,
-    send,
-    send_held,
-    shows_there,
-    take,
-    take_captured,
-)
+from tests.ipc.ring import support as steps
+from tests.ipc.ring.support import SIZE
 from tests.ipc.support import busy, hold, idle, make_stream, release
 from tests.processes import SECONDS, Partner, holds_there
 from tests.support import executed, pending
@@ -33,29 +19,29 @@ from tests.support import executed, pending
 class TestStreamOrder:
     def test_delayed_producer(self, ring: RingProducer, partner: Partner, gate: Gate) -> None:
         """The item is there before its contents; what reads it waits by itself."""
-        join(partner, ring)
-        send(ring, 1)
-        partner.run(take)
-        assert partner.run(shows_there, "item", 1)
-        partner.run(give_there)
+        steps.join(partner, ring)
+        steps.send(ring, 1)
+        partner.run(steps.take)
+        assert partner.run(steps.shows_there, "item", 1)
+        partner.run(steps.give_there)
         gate.hold(ring.stream)
         for seed in (2, 3):
-            send_held(ring, seed)
-            partner.run(take, "ring", f"item {seed}", 5)
+            steps.send_held(ring, seed)
+            partner.run(steps.take, "ring", f"item {seed}", 5)
         assert partner.run(busy)
         gate.open()
         for seed in (2, 3):
             assert partner.run(holds_there, f"item {seed}", seed)
-            assert not partner.run(lost_there, f"item {seed}")
+            assert not partner.run(steps.lost_there, f"item {seed}")
 
     def test_delayed_consumer(self, ring: RingProducer, partner: Partner) -> None:
         """The host gets the slot at once; its stream waits for the work of the consumer's."""
-        join(partner, ring)
-        where = send(ring, 1)
+        steps.join(partner, ring)
+        where = steps.send(ring, 1)
         ring.stream.synchronize()
-        partner.run(take)
+        partner.run(steps.take)
         partner.run(hold)
-        partner.run(copy_later)
+        partner.run(steps.copy_later)
         spare = [ring.next(SECONDS) for _ in range(3)]
         with ring.next(SECONDS) as slot:
             assert slot.index == where
@@ -63,25 +49,25 @@ class TestStreamOrder:
         assert pending(ring.stream)
         partner.run(release)
         assert executed(ring.stream)
-        assert partner.run(shows_there, "copy", 1)
-        partner.run(take, "ring", "next")
+        assert partner.run(steps.shows_there, "copy", 1)
+        partner.run(steps.take, "ring", "next")
         assert partner.run(holds_there, "next", 9)
         for one in spare:
             one.give_back()
 
     def test_released_on_another_stream(self, ring: RingProducer, partner: Partner) -> None:
         """Then that one's work is waited for; also where the consumer closes meanwhile."""
-        join(partner, ring)
+        steps.join(partner, ring)
         partner.run(make_stream, "other")
         for seed in range(4):
-            send(ring, seed)
-        partner.run(take)
+            steps.send(ring, seed)
+        partner.run(steps.take)
         partner.run(hold, "other")
-        partner.run(give_there, "item", "other")
+        partner.run(steps.give_there, "item", "other")
         with ring.next(SECONDS) as slot:
             slot.fill(7)
         assert pending(ring.stream)
-        partner.run(close_there)
+        partner.run(steps.close_there)
         assert partner.run(busy, "stream")
         partner.run(release)
         assert executed(ring.stream) and partner.run(idle, "stream")
@@ -100,10 +86,10 @@ class TestStreamOrder:
             "foreign": Foreign(),
         }
         with Ring.producer(pool, SIZE, 2, stream=streams[kind]) as ring:
-            join(partner, ring, on=None if kind == "default" else "stream")
-            partner.begin(consume)
+            steps.join(partner, ring, on=None if kind == "default" else "stream")
+            partner.begin(steps.consume)
             for size in range(1, 6):
-                send(ring, size, size)
+                steps.send(ring, size, size)
             ring.close()
             assert partner.result() == list(range(1, 6))
 
@@ -111,7 +97,7 @@ class TestStreamOrder:
         self, ring: RingProducer, partner: Partner, stream: sa.Stream, pool: sa.MemoryPool, gate: Gate
     ) -> None:
         """And goes on; nothing is lost by it."""
-        join(partner, ring)
+        steps.join(partner, ring)
         with stream.capture("relaxed"):
             with pytest.raises(sa.CaptureError, match="capture"):
                 ring.next().hand_off()
@@ -120,19 +106,19 @@ class TestStreamOrder:
             with pytest.raises(sa.CaptureError):
                 Ring.producer(pool, SIZE, stream=stream)
         gate.hold(stream)
-        send_held(ring, 1)
+        steps.send_held(ring, 1)
         with pytest.raises(sa.CaptureError, match="capture"):
-            partner.run(take_captured)
+            partner.run(steps.take_captured)
         gate.open()
-        partner.run(take)
+        partner.run(steps.take)
         assert partner.run(holds_there, "item", 1)
         with pytest.raises(sa.CaptureError, match="capture"):
-            partner.run(give_captured)
-        partner.run(give_there)
-        assert in_flight(ring, 0)
+            partner.run(steps.give_captured)
+        partner.run(steps.give_there)
+        assert steps.in_flight(ring, 0)
 
     def test_synchronises_nothing(self, ring: RingProducer, partner: Partner, gate: Gate, machine: Any) -> None:
-        join(partner, ring)
+        steps.join(partner, ring)
         gate.hold(ring.stream)
         for _ in range(4):
             with ring.next() as slot:

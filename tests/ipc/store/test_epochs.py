@@ -84,21 +84,6 @@ def test_two_names_of_one_memory(store: ipc.Store) -> None:
         assert read(found["row"]).view(np.float32).tolist() == [6, 7, 8, 9, 10, 11]
 
 
-def test_detached_weights_keep_their_addresses(store: ipc.Store) -> None:
-    write(store, "key", 1)
-    with store.open("key") as weights:
-        view, address = weights["all"], weights.address
-        weights.detach()
-        weights.detach()
-        with pytest.raises(sa.ClosedError):
-            view.copy_to(np.empty(view.shape, np.uint8))
-        with store.open("key") as other:
-            assert other.address != address
-        weights.attach()
-        weights.attach()
-        assert view.address == weights["all"].address and holds(view, 1)
-
-
 def test_a_changed_layout_is_described(store: ipc.Store) -> None:
     with store.write("key") as weights:
         weights.allocate("a", (2, 3), np.float32)

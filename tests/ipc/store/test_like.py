@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from streamalloc.ipc.store.protocol import Connection
 from streamalloc.testing import Gate
 from tests.ipc.store.support import write
 from tests.ipc.store.test_wire import ABOUT, FLAGS
-from tests.processes import Partner, There, eventually
+from tests.processes import eventually
 from tests.support import MiB, holds
 
 TENSORS: dict[str, Any] = {
@@ -65,31 +65,6 @@ def has(weights: ipc.Weights, value: int) -> bool:
 
 
 class TestAtOnce:
-    def test_as_one_by_one(self, store: ipc.Store) -> None:
-        """Same names, types, shapes and offsets; one chunk."""
-        with store.write("single") as weights:
-            for name, (shape, dtype) in TENSORS.items():
-                weights.allocate(name, shape, dtype)
-        with store.write("bulk") as weights:
-            weights.allocate_all(TENSORS)
-            assert weights["a"].shape == (2, 3)
-        with store.open("single") as one, store.open("bulk") as other:
-            assert dict(one.layout) == dict(other.layout) and one.layout.hash == other.layout.hash
-            assert len(other._epoch.chunks) == 1 < len(one._epoch.chunks)
-            assert all(tensor.offset % 512 == 0 for tensor in other.layout.values())
-
-    def test_after_other_tensors(self, store: ipc.Store) -> None:
-        with store.write("key") as weights:
-            weights.allocate("first", 100, "int8").fill(1)
-            weights.allocate_all({"second": (700, "int8"), "third": (2 * MiB, "int8")})
-            weights.allocate_all({})
-            weights["second"].fill(2)
-            weights["third"].fill(3)
-            weights.allocate("last", 1, "int8").fill(4)
-        with store.open("key") as found:
-            assert found.names == ("first", "second", "third", "last")
-            assert [holds(view, value) for value, view in enumerate(found.values(), 1)] == [True] * 4
-
     @pytest.mark.parametrize(
         ("wrong", "error"),
         [
@@ -154,36 +129,6 @@ class TestLike:
             assert counted.trim() == size and counted.trim() == 0
             assert counted.statistics().nbytes == size and has(reader, 6)
 
-    def test_memory_of_a_reader_is_never_used_again(self, counted: ipc.Store) -> None:
-        write(counted, "key", 1)
-        readers = [counted.open("key")]
-        for value in range(2, 6):
-            renew(counted, value)
-            readers.append(counted.open("key"))
-        assert all(has(reader, value) for value, reader in enumerate(readers, 1))
-        for reader in readers:
-            reader.close()
-        assert eventually(lambda: counted.list()[0].spare == MiB * 2)
-
-    def test_of_a_writer_that_gave_up(self, counted: ipc.Store, counting: Any) -> None:
-        """Its kernels may still run, so the memory is freed."""
-        for how in ("abort", "die"):
-            write(counted, "key", 1, replace=True)
-            renew(counted, 2)
-            renew(counted, 3)
-            assert counted.list()[0].spare
-            weights = counted.write("key", like="previous")
-            assert not counted.list()[0].spare
-            if how == "die":
-                weights._connection.close()
-                weights._release()
-            else:
-                weights.abort()
-            assert eventually(lambda: counted.statistics().writers == 0)
-            assert (counted.list()[0].spare, counted.list()[0].epoch) == (0, counted.list()[0].epoch)
-            with counted.open("key") as found:
-                assert has(found, 3)
-
     def test_of_copies_that_are_queued(self, store: ipc.Store, stream: sa.Stream, gate: Gate) -> None:
         """An epoch that was replaced before its contents were there is not used again."""
         write(store, "key", 1)
@@ -200,46 +145,6 @@ class TestLike:
         renew(store, 5)
         with store.open("key") as found:
             assert found.epoch == 5 and has(found, 5)
-
-    def test_with_more_tensors(self, store: ipc.Store) -> None:
-        """Readers see another layout; the chunks differ, so the store keeps nothing."""
-        write(store, "key", 1)
-        renew(store, 2)
-        with store.write("key", like="previous") as weights:
-            weights["all"].fill(3)
-            weights.allocate("more", 5, np.uint8).fill(3)
-        weights.device.synchronize()
-        assert store.list()[0].spare == 0
-        with store.open("key") as found:
-            assert found.names == ("all", "more") and has(found, 3)
-        renew(store, 4)
-        with store.open("key") as found:
-            assert found.names == ("all", "more") and has(found, 4)
-
-    def test_a_plain_epoch_ends_it(self, store: ipc.Store) -> None:
-        write(store, "key", 1)
-        renew(store, 2)
-        renew(store, 3)
-        assert store.list()[0].spare
-        write(store, "key", 4, replace=True)
-        assert store.list()[0].spare == 0 and store.statistics().nbytes == 2 * MiB
-
-    def test_the_key_is_removed_meanwhile(self, store: ipc.Store) -> None:
-        write(store, "key", 1)
-        renew(store, 2)
-        with store.write("key", like="previous") as weights:
-            store.remove("key")
-            weights["all"].fill(3)
-        weights.device.synchronize()
-        with store.open("key") as found:
-            assert found.epoch == 3 and has(found, 3)
-
-    def test_refused(self, store: ipc.Store) -> None:
-        with pytest.raises(ipc.StoreKeyError, match="holds nothing"):
-            store.write("key", like="previous")
-        with pytest.raises(ValueError, match="like='next'"):
-            store.write("key", like="next")  # type: ignore[arg-type]
-        assert store.list() == []
 
     @pytest.mark.gpus(2)
     def test_of_another_device(self, store: ipc.Store, peer: sa.Device) -> None:
@@ -275,19 +180,6 @@ class TestLike:
                 assert connection.ask("commit", [file], chunks=[2 * MiB], **fields)[0]["epoch"] == 4
 
 
-def test_limits_come_before_spare_memory(machine: Any, name: str, device: sa.Device) -> None:
-    with ipc.Store.serve(name, limit=6 * MiB), ipc.Store(name) as store:
-        write(store, "key", 1)
-        renew(store, 2)
-        assert store.list()[0].spare == 2 * MiB
-        write(store, "other", 9, nbytes=4 * MiB)
-        assert store.list()[0].spare == 0
-        with pytest.raises(ipc.StoreFullError):
-            renew(store, 3)
-        with store.open("key") as found:
-            assert has(found, 2)
-
-
 @pytest.mark.simulated_only("a device with little memory")
 def test_a_full_device_takes_spare_memory(server: ipc.StoreServer) -> None:
     device = sa.Device(0, driver=sd.simulated(memory=64 * MiB))
@@ -302,33 +194,3 @@ def test_a_full_device_takes_spare_memory(server: ipc.StoreServer) -> None:
                 weights.allocate("more", size, np.uint8)
         device.synchronize()
         assert [entry.spare for entry in store.list()] == [0, 0]
-
-
-def test_a_writer_and_a_reader_of_other_processes(store: ipc.Store, another: Callable[[], Partner]) -> None:
-    """Each epoch is in a process of its own; a reader that is killed has nothing any more."""
-    write(store, "key", 1)
-    reader = another()
-    reader.run(_opens, store.name)
-    for value in (2, 3):
-        assert another().run(_renews, store.name, value) is None
-        assert reader.run(_takes, value)
-    reader.kill()
-    assert eventually(lambda: store.list()[0].readers == ())
-    another().run(_renews, store.name, 4)
-    with store.open("key") as found:
-        assert found.epoch == 4 and has(found, 4)
-
-
-def _opens(there: There, name: str) -> None:
-    store = there.keep("store", ipc.Store(name, driver=there.driver))
-    there.keep("weights", store.open("key"))
-
-
-def _takes(there: There, value: int) -> bool:
-    weights = there.kept["weights"]
-    weights.attach(latest=True)
-    return bool(weights.epoch == value and has(weights, value))
-
-
-def _renews(there: There, name: str, value: int) -> None:
-    renew(ipc.Store(name, driver=there.driver), value)

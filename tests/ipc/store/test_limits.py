@@ -91,18 +91,6 @@ def test_a_limit_is_of_each_device(serve: Serve, peer: sa.Device) -> None:
     assert sorted(store.statistics().by_device.values()) == [4 * MiB, 4 * MiB]
 
 
-def test_a_full_device(serve: Serve, device: sa.Device) -> None:
-    store = serve()
-    write(store, "key", 1)
-    with store.write("key", replace=True) as weights:
-        with pytest.raises(sa.OutOfMemoryError):
-            weights.allocate("all", device.memory_info().total, np.uint8)
-        assert store.statistics().nbytes == 2 * MiB  # that of epoch 1 alone
-        weights.allocate("all", MiB, np.uint8).fill(2)
-    with store.open("key") as found:
-        assert holds(found["all"], 2)
-
-
 @pytest.mark.parametrize("tensors", [1, 3000])
 def test_little_memory_is_left_over(serve: Serve, tensors: int) -> None:
     """Chunks grow with the epoch, so that there are few, and that at most an eighth is unused."""
@@ -250,24 +238,6 @@ def _opens(there: There, data: bytes, nbytes: int) -> bool:
         return opened.nbytes == nbytes and holds(opened[: 3 * MiB], 4)
 
 
-def test_what_is_refused_leaves_no_memory_in_the_epoch(serve: Serve) -> None:
-    store = serve()
-    with store.write("key") as weights:
-        weights.allocate("first", 1000, np.uint8).fill(1)
-        for refused in (
-            lambda: weights.allocate("first", 8 * MiB, np.uint8),
-            lambda: weights.allocate("", 8 * MiB, np.uint8),
-            lambda: weights.allocate("second", (-8, 2 * MiB), np.uint8),
-            lambda: weights.reserve(-2000),
-        ):
-            with pytest.raises(ValueError):
-                refused()
-        weights.allocate("second", 1000, np.uint8).fill(2)
-    with store.open("key") as found:
-        assert holds(found["first"], 1) and holds(found["second"], 2)
-    assert store.statistics().nbytes == 2 * MiB
-
-
 def test_arguments_of_other_types(serve: Serve) -> None:
     store = serve()
     with store.write(np.str_("key")) as weights:
@@ -275,6 +245,11 @@ def test_arguments_of_other_types(serve: Serve) -> None:
         for shape, dtype, name in ((2.0, "f4", "shape"), (None, "f4", "shape"), (3, None, "dtype")):
             with pytest.raises(TypeError, match=f"{name}[= ]"):
                 weights.allocate("other", shape, dtype)  # type: ignore[arg-type]
+        for wrong in (lambda: weights.reserve(-2000), lambda: weights.allocate("all", 3, np.uint8)):
+            with pytest.raises(ValueError):
+                wrong()
+    with pytest.raises(ValueError, match="like='next'"):
+        store.write("key", like="next")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="layout"):
         store.open("key", layout=5)  # type: ignore[arg-type]
     with store.open("key") as found:

@@ -96,7 +96,8 @@ class Epoch:
 
     def is_in(self, weights: Any) -> bool:
         return list(weights) == list(self.tensors) and all(
-            weights[name].nbytes == tensor.nbytes and holds(weights[name], tensor.value)
+            (weights.layout[name].offset, weights[name].nbytes) == (tensor.offset, tensor.nbytes)
+            and holds(weights[name], tensor.value)
             for name, tensor in self.tensors.items()
         )
 
@@ -392,6 +393,9 @@ class Model(RuleBasedStateMachine):
         if not latest:
             refusing(driver, fault, weights.detach)
             weights.detach()
+            for view in (one for one in weights.values() if one.nbytes):
+                with pytest.raises(sa.ClosedError):
+                    view.fill(0)
             refusing(driver, fault, weights.attach)
             weights.attach()
         elif newer is None or newer.layout != epoch.layout:
@@ -435,6 +439,12 @@ class Model(RuleBasedStateMachine):
         for use in (self.stores[0].remove, self.stores[1].open):
             with pytest.raises(ipc.StoreKeyError, match="holds nothing"):
                 use(key)
+
+    @rule()
+    def trim(self) -> None:
+        """Free what nobody has."""
+        assert self.stores[1].trim() == sum(epoch.mapped for epoch in self.spares.values())
+        self.spares.clear()
 
     # -- what always holds -----------------------------------------------------------------------------------
 
