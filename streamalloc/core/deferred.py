@@ -163,15 +163,11 @@ class DeferredQueue:
         """Whether a capture forbids unsafe calls of all threads."""
         return any(self.captures.values())
 
-    @property
-    def forbids_here(self) -> bool:
-        """Whether a capture of another thread forbids unsafe calls of this one."""
-        threads = {*self.captures.values(), 0}
-        return len(threads) > 1 and threading.get_ident() not in threads
-
     def beside_captures(self) -> contextlib.AbstractContextManager[object]:
         """A ``with`` block whose unsafe calls break no capture of another thread."""
-        return self._guard() if self.forbids_here else contextlib.nullcontext()
+        forbidding = {*self.captures.values(), 0}
+        others = len(forbidding) > 1 and threading.get_ident() not in forbidding
+        return self._guard() if others else contextlib.nullcontext()
 
     def refuse_captures(self, call: str) -> None:
         """Raise if a capture is under way, before a call that would invalidate it. Call this under the lock

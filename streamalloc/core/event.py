@@ -45,8 +45,9 @@ class Spares(list[Any]):
     def __init__(self) -> None:
         self.open: bool = True
 
-    def end_if_closed(self, session: Session) -> None:
-        """Destroy all events if another thread has closed the stream."""
+    def keep(self, raw: Any, session: Session) -> None:
+        """Keep an event, or destroy it if another thread has closed the stream."""
+        self.append(raw)
         if not self.open:
             self.destroy_all(session)
 
@@ -131,7 +132,13 @@ class Event(Closes, Shareable, Shown):
         """
         if getattr(device, "location", None) is None:
             raise TypeError(f"device must be a Device, not {type(device).__name__} ({device!r})")
-        return opened_event(device, IpcEventHandle(handle).to_driver())
+        event = cls.__new__(cls)
+        event._raw = None
+        event._adopt(device, interprocess=False)
+        hint = "the handle is no event's, or of this process"
+        opened = IpcEventHandle(handle).to_driver()
+        device._session.create_in(device.ordinal, event, "cuIpcOpenEventHandle", opened, hint=hint)
+        return event
 
     def _adopt(self, device: Device, interprocess: bool) -> None:
         self._spare: Spares | None = None
@@ -218,13 +225,11 @@ class Event(Closes, Shareable, Shown):
         if spare is None or not spare.open or self._capture is not None or len(spare) >= spare.most:
             return False
         self._session.check_process()
-        # No call between these lines, so two threads cannot both take the handle. No Python function before it is
-        # stored.
+        # No call between these two lines, so two threads cannot both take the handle.
         raw = self._raw
         self._raw = None
         if raw is not None:
-            spare.append(raw)
-            spare.end_if_closed(self._session)
+            spare.keep(raw, self._session)
         return True
 
     def __del__(self) -> None:
@@ -262,16 +267,6 @@ def foreign_event(event: object) -> Any | None:
     if type(event).__module__.startswith("cuda.core") and hasattr(event, "is_done"):
         return cuda.CUevent(int(getattr(event, "handle", 0)))
     return None
-
-
-def opened_event(device: Device, handle: Any) -> Event:
-    """Open another process's event by its ``CUipcEventHandle`` (``cuIpcOpenEventHandle``)."""
-    event = Event.__new__(Event)
-    event._raw = None
-    event._adopt(device, interprocess=False)
-    hint = "the handle is no event's, or of this process"
-    device._session.create_in(device.ordinal, event, "cuIpcOpenEventHandle", handle, hint=hint)
-    return event
 
 
 # -- last events of streams ----------------------------------------------------------------------------------

@@ -130,14 +130,11 @@ class Graph(Closes):
     def close(self) -> None:
         """Destroy the graph and its instance; queued launches still run. Idempotent."""
         self._closed = True
-        with contextlib.ExitStack() as mode:
+        with self._session.relaxed():
             try:
-                mode.enter_context(self._session.relaxed())
-            finally:  # if the mode is refused, the graph ends in the thread's own mode
-                try:
-                    self._executable.attempt()
-                finally:
-                    self._handle.attempt()
+                self._executable.attempt()
+            finally:
+                self._handle.attempt()
 
     def __del__(self) -> None:
         executable: HandleEnd | None = getattr(self, "_executable", None)

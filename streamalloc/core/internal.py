@@ -37,7 +37,7 @@ from streamalloc.core.device import (
     location_of,
     session_for,
 )
-from streamalloc.core.event import Event, Spares, opened_event
+from streamalloc.core.event import Event, Spares
 from streamalloc.core.fence import (
     Fence,
     all_work,

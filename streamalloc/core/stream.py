@@ -42,7 +42,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Union, cast
 
 from streamalloc.core.deferred import MOST_PER_SYNC, Deferred, HandleEnd, deferred_queue, refused_to_end, work
-from streamalloc.core.errors import CaptureError, ClosedError, CudaError, error_from, refused
+from streamalloc.core.errors import CaptureError, ClosedError, CudaError, InvalidContextError, error_from, refused
 from streamalloc.core.event import (
     Event,
     EventLike,
@@ -419,17 +419,13 @@ class Stream(Closes, Shown):
         if raw is not None and handle not in DEFAULT_HANDLES:
             # No objects for the event and that stream, which would cost three times as much as both calls.
             theirs = cuda.CUstream(handle)  # raises for what is no handle
-            try:
-                event = spare.pop()
-            except IndexError:  # another thread was faster
-                event = None
+            event = spare.pop() if spare else None  # one line, within which threads are not switched
             if event is not None:
                 record, wait = session.cuEventRecord, session.cuStreamWaitEvent
                 try:
                     failed = record(event, raw)[0] or wait(theirs, event, 0)[0]
                 finally:
-                    spare.append(event)
-                    spare.end_if_closed(session)
+                    spare.keep(event, session)
                 if not failed:
                     return
         Stream.of_handle(self.device, handle, None).wait(self)
@@ -602,8 +598,7 @@ class OwnStream(Stream):
                     deferred_queue(self._session).end(item)
             self._endings.clear()
             # Remaining buffers are freed after this event.
-            self._last[:] = [self.record()]
-            defer_end(self._session, self._last[0])
+            self._record_end(self._checked_raw())
             result = self._destroy(self._raw)
         if result:
             raise error_from(result, "cuStreamDestroy")
@@ -626,7 +621,7 @@ class OwnStream(Stream):
         """Record an event after all work of the stream, which is ending."""
         last = Event(self.device)
         self._in_context(self._session.call, "cuEventRecord", last._raw, raw)
-        self._last.append(last)
+        self._last[:] = [last]
         defer_end(self._session, last)
 
     def __del__(self) -> None:
@@ -747,15 +742,13 @@ class PerThreadStream(DefaultStream):
     allocated on it is freed on the legacy stream, which is ordered after the per-thread streams of all threads.
     """
 
-    __slots__ = ("_ident", "thread")
+    __slots__ = ("_ident",)
 
     _ident: int
     """Another thread may get the identifier of an ended one, so the end of the thread sets False."""
-    thread: int
-    """Number of the thread (:data:`this_thread`)."""
 
     def _prepare(self, device: Device, raw: Any, *, capturable: bool) -> None:
-        self.thread, self._ident = this_thread.number, get_ident()
+        self._ident = get_ident()
         super()._prepare(device, raw, capturable=capturable)
 
     def ready(self, allocates: bool = False) -> Any | None:
@@ -957,9 +950,7 @@ def as_stream(stream: StreamLike, session: Session) -> Stream:
 
 def of_this_thread(stream: Stream) -> Stream:
     """For a per-thread default stream, the object of the calling thread. Other streams are returned as they are."""
-    if isinstance(stream, PerThreadStream) and stream.thread != this_thread.number:
-        return per_thread_stream(stream.device)
-    return stream
+    return per_thread_stream(stream.device) if isinstance(stream, PerThreadStream) else stream
 
 
 def library_stream(stream: Any, session: Session) -> Stream:
@@ -1008,11 +999,10 @@ def _resolve(stream: Any, session: Session) -> Stream:
 
 def _current_ordinal(session: Session) -> int:
     """The ordinal of the current context's device; without a context 0, as in the runtime API."""
-    session.check_process()
-    result, device = session.driver.cuCtxGetDevice()
-    if result == cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+    try:
+        return int(session.call("cuCtxGetDevice"))
+    except InvalidContextError:
         return 0
-    return int(device) if not result else int(session.call("cuCtxGetDevice"))
 
 
 def queue_handle(stream: StreamLike, session: Session) -> Any | None:

@@ -17,7 +17,6 @@ from streamalloc.core.internal import (
     Stream,
     StreamLike,
     as_stream,
-    opened_event,
     raw_handle,
     refuse_capture,
 )
@@ -25,7 +24,6 @@ from streamalloc.core.properties import MemAccess
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver
 from streamalloc.driver import default as default_driver
-from streamalloc.driver.internal import opaque_struct
 from streamalloc.ipc.importer.imported import Announcement, ImportedArray, ImportedBuffer, ImportedPool, ImportedRange
 from streamalloc.ipc.importer.imports import HostLease, Imports, PlainImport, PoolImport, ReceivedHandles, imports_of
 from streamalloc.ipc.transport.channel import Channel
@@ -307,7 +305,7 @@ def _open_range(request: _Request, total: int, growable: bool) -> ImportedRange:
 
 
 def _open_event(request: _Request) -> Event:
-    return opened_event(request.device, opaque_struct("CUipcEventHandle", request.described.payload))
+    return Event.from_handle(request.described.payload, request.device)
 
 
 # Function and result class by mechanism. A single chunk of physical memory gives the memory itself.
