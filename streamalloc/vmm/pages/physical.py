@@ -230,8 +230,11 @@ class PageStock(abc.ABC):
                 self._granted -= 1
                 del room[0]
         page = Page(self.session, number)
-        with undoing(lambda: self._forget([page])):
+        try:
             self.spec.create(page, self.size)
+        except BaseException:
+            self._forget([page])
+            raise
         return page
 
     def _check_limit(self, missing: int) -> None:

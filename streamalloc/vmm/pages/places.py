@@ -705,6 +705,12 @@ class PhysicalPages(PageStock, Claimable):
 
 def adjacent(places: Iterable[int]) -> Iterator[range]:
     """Yield runs of adjacent places, in ascending order."""
-    for _, run in groupby(enumerate(sorted(places)), lambda numbered: numbered[1] - numbered[0]):
-        found = [place for _, place in run]
-        yield range(found[0], found[-1] + 1)
+    start = stop = 0
+    for place in sorted(places):
+        if place != stop:
+            if start != stop:
+                yield range(start, stop)
+            start = place
+        stop = place + 1
+    if start != stop:
+        yield range(start, stop)
