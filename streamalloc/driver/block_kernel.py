@@ -9,7 +9,8 @@ there twice: with parameters of 4 KiB, which every supported driver takes, and o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterator
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -51,25 +52,35 @@ class BlockCopies(ctypes.Structure):
 
 def block_copies(
     targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], nbytes: int, most: int
+) -> Iterable[BlockCopies]:
+    """The parameters of the launches that copy blocks of ``nbytes`` bytes, each of at most ``most`` blocks; none if
+    addresses or size are no multiples of :data:`COPY_UNIT`.
+    """
+    bases = [int(side[0]) >> _SPAN << _SPAN for side in (targets, sources)]
+    target, source = targets - bases[0], sources - bases[1]
+    bits = int(np.bitwise_or.reduce(target | source))
+    if (bits | nbytes) % COPY_UNIT:
+        return ()
+    if not bits >> _SPAN:
+        return _launches(bases, target, source, nbytes, most)
+    # One launch reaches 64 GiB on each side.
+    windows = target >> _SPAN, source >> _SPAN
+    order = np.lexsort(windows)
+    apart = np.bitwise_or(*(np.diff(window[order]) for window in windows))
+    parts = np.split(order, np.flatnonzero(apart) + 1)
+    return itertools.chain.from_iterable(block_copies(targets[one], sources[one], nbytes, most) for one in parts)
+
+
+def _launches(
+    bases: list[int], target: npt.NDArray[np.int64], source: npt.NDArray[np.int64], nbytes: int, most: int
 ) -> Iterator[BlockCopies]:
-    """Yield the parameters of the launches that copy blocks of ``nbytes`` bytes, each of at most ``most`` blocks."""
-    sides = targets, sources
-    bases = [int(side.min()) for side in sides]
-    if any((int(side.max()) - base) >> _SPAN for side, base in zip(sides, bases, strict=True)):
-        # One launch reaches 64 GiB on each side.
-        windows = [side >> _SPAN for side in sides]
-        order = np.lexsort(windows)
-        apart = np.bitwise_or(*(np.diff(window[order]) for window in windows))
-        for part in np.split(order, np.flatnonzero(apart) + 1):
-            yield from block_copies(targets[part], sources[part], nbytes, most)
-        return
-    for at in range(0, len(targets), most):
-        made = BlockCopies(*bases, min(len(targets) - at, most), nbytes)
+    for at in range(0, len(target), most):
+        made = BlockCopies(*bases, min(len(target) - at, most), nbytes)
         end = at + made.count
-        # Both offsets of a block at once: in bytes, the one of the source has 32 - _SHIFT bits less to go.
-        offsets = np.frombuffer(made.offsets, np.int64)[: made.count]
-        np.left_shift(sources[at:end] - bases[1], 32 - _SHIFT, out=offsets)
-        offsets |= (targets[at:end] - bases[0]) >> _SHIFT
+        # Both offsets of a block at once: the source's has 32 - _SHIFT bits to go, because it is in bytes.
+        offsets = np.frombuffer(made.offsets, np.int64, made.count)
+        np.left_shift(source[at:end], 32 - _SHIFT, out=offsets)
+        offsets |= target[at:end] >> _SHIFT
         yield made
 
 

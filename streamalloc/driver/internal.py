@@ -24,7 +24,7 @@ from streamalloc.driver.parent import VARIABLE, ParentTest, configuration
 from streamalloc.driver.selection import as_asked, choice_of, default_of_threads, default_or_simulated, read_choice
 
 if TYPE_CHECKING:
-    from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_MOST, COPY_UNIT, block_copies, copy_ptx
+    from streamalloc.driver.block_kernel import COPY_KERNEL, COPY_MOST, block_copies, copy_ptx
     from streamalloc.driver.processes import address_space_limit, imex_channels, search_path
     from streamalloc.driver.protocol import MemoryListener
     from streamalloc.driver.reports import LIBRARIES, Stack, described, here, line_of, lines, place_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Imported on first use, to keep the package's import fast.
 _LATER = {
-    **dict.fromkeys(("COPY_KERNEL", "COPY_MOST", "COPY_UNIT", "block_copies", "copy_ptx"), "block_kernel"),
+    **dict.fromkeys(("COPY_KERNEL", "COPY_MOST", "block_copies", "copy_ptx"), "block_kernel"),
     **dict.fromkeys(("address_space_limit", "imex_channels", "search_path"), "processes"),
     "MemoryListener": "protocol",
     "Wrapper": "wrappers",

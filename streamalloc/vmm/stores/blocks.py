@@ -167,7 +167,8 @@ class Stored(Unique, abc.ABC):
         if len(self):
             addresses, bases = np.concatenate((self._addresses, addresses)), np.concatenate((self._bases, bases))
         self._addresses, self._bases = addresses, bases
-        self._sizes = np.array([*self._sizes, *sizes], np.int64)
+        if len(sizes):
+            self._sizes = np.concatenate((self._sizes, np.asarray(sizes, np.int64)))
         self._present = np.ones(len(addresses), np.bool_)
 
     @contextlib.contextmanager

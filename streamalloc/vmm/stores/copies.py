@@ -23,7 +23,7 @@ import numpy.typing as npt
 from streamalloc.core.errors import CudaError, NotSupportedError, OutOfMemoryError
 from streamalloc.core.internal import Device, Stream, queue_batch, raw_handle
 from streamalloc.core.session import PerDriver, session_of
-from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, COPY_UNIT, Lock, block_copies, copy_ptx
+from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, Lock, block_copies, copy_ptx
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm.stores.blocks import Addresses
 from streamalloc.vmm.stores.pinned import Pinning
@@ -43,7 +43,7 @@ _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
 each batch may have 1.5 times as many copies as the one before.
 """
-_FIRST, _LAUNCH = 2 * COPY_MOST[COPY_KERNEL], max(COPY_MOST.values())
+_FIRST, _LAUNCH = 4 * COPY_MOST[COPY_KERNEL], max(COPY_MOST.values())
 """Blocks of the first launch: it takes longer than the host needs for the next one. And the most blocks of a launch."""
 _SMALL = 16 << 10
 """Most bytes of a block for which the preparation takes long beside the copies."""
@@ -107,16 +107,9 @@ def _copy_part(
     copies = int(np.count_nonzero(scattered)) + 1
     if kernels and isinstance(sizes, int) and copies > 1:
         kernel = kernel_of(stream.device)
-        if sizes * len(host) <= kernel.most(out) * copies and _suit_kernel(host, device, sizes):
-            kernel.copy(targets, sources, sizes, stream)
+        if sizes * len(host) <= kernel.most(out) * copies and kernel.copy(targets, sources, sizes, stream):
             return
     _copy_runs(targets, sources, sizes, scattered, stream)
-
-
-def _suit_kernel(host: Addresses, device: Addresses, nbytes: int) -> bool:
-    """Whether addresses and size are multiples of what the kernel moves at once."""
-    bits = np.bitwise_or.reduce(device) | np.bitwise_or.reduce(host) | nbytes
-    return not int(bits) % COPY_UNIT
 
 
 def _copy_runs(targets: Addresses, sources: Addresses, sizes: int | Addresses, scattered: Mask, stream: Stream) -> None:
@@ -133,8 +126,9 @@ def _neighbours(host: Addresses, device: Addresses, sizes: int | Addresses, memo
     steps, nbytes = host[1:] - host[:-1], sizes if isinstance(sizes, int) else sizes[:-1]
     scattered = steps != nbytes
     scattered |= device[1:] - device[:-1] != nbytes
-    scattered |= memory[1:] != memory[:-1]
-    return not (steps < 0).any(), scattered
+    if memory.strides[0]:  # otherwise it repeats one number
+        scattered |= memory[1:] != memory[:-1]
+    return not len(steps) or int(steps.min()) >= 0, scattered
 
 
 def run_starts(apart: Mask) -> Addresses:
@@ -237,14 +231,19 @@ class Kernel:
                 COPY_MOST[name]: session.call("cuModuleGetFunction", module, name.encode()) for name in names
             }
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream) -> None:
-        """Queue the copies of blocks (``cuLaunchKernel``). The kernel must be loaded."""
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: Stream) -> bool:
+        """Queue the copies of blocks (``cuLaunchKernel``); False, and no copies, if the addresses or the size are no
+        multiples of 16 bytes. The kernel must be loaded.
+        """
         session, raw, few = session_of(stream), raw_handle(stream), COPY_MOST[COPY_KERNEL]
         blocks, function = [*self._functions.items()][0 if len(targets) <= few else -1]
+        copied = False
         with self._device.current():
             for copies in block_copies(targets, sources, nbytes, blocks):
                 params = (copies,), (None,)
                 session.call("cuLaunchKernel", function, *copies.shape(_OVER_BUS), 0, raw, params, 0)
+                copied = True
+        return copied
 
 
 _kernels: PerDriver[dict[int, Kernel]] = PerDriver(lambda _: {})
