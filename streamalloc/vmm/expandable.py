@@ -33,7 +33,6 @@ from streamalloc.core.internal import (
     Device,
     Event,
     Stream,
-    StreamLike,
     record_uncaptured,
     shared_state,
     unless_busy,
@@ -54,7 +53,6 @@ from streamalloc.pool.internal import (
     SizeClass,
     StreamCache,
     end_plain,
-    filled,
 )
 from streamalloc.vmm.access import Rights, structs_of
 from streamalloc.vmm.address_range import AddressRange
@@ -306,17 +304,19 @@ class _Ranges(StreamCache):
     def merge(self, least: int) -> None:
         """Merge free blocks of at least ``least`` bytes into the free ranges. Under the lock of the cache."""
         state = self.cache
-        base, forget = state.segment.base, state.blocks.pop
         for free in self.filled(least):
+            base, forget = state.segment.base, state.blocks.pop
+            state.used_high = max(state.used_high, state.used)
             try:
+                one = free[-1].size_class
+                nbytes = one.nbytes
+                add = self.ranges.add if nbytes > _SMALL else self.small.add
                 while free:
-                    block = free.pop()
-                    start, one = block.address - base, block.size_class
-                    nbytes = one.nbytes
-                    forget(block.address, None)
+                    address = free.pop().address
+                    forget(address, None)
                     one.count -= 1
                     state.used -= nbytes
-                    (self.ranges if nbytes > _SMALL else self.small).add(start, start + nbytes)
+                    add(address - base, address - base + nbytes)
             except IndexError:  # another thread took the last one
                 continue
         if not least:
@@ -378,6 +378,7 @@ class _State(CacheState):
         self.used: int = 0
         """Bytes of all blocks, in use or in free lists."""
         self.used_high: int = 0
+        """The most bytes of all blocks, as of the last merge."""
         self.peak: int = 0
         """The most bytes in use, as of the last merge."""
         self.busy: bool = False
@@ -397,24 +398,22 @@ class _State(CacheState):
 
     def cut(self, cache: _Ranges, wanted: SizeClass) -> CachedBlock | None:
         """Cut a block from the free ranges of a stream."""
+        nbytes = wanted.nbytes
         with self.lock:
-            if wanted.nbytes > _SMALL:
-                cache.merge(wanted.nbytes)
-                start = cache.ranges.cut(wanted.nbytes)
+            if nbytes > _SMALL:
+                cache.merge(nbytes)
+                start = cache.ranges.cut(nbytes)
             else:
-                start = cache.small.cut(wanted.nbytes)
+                start = cache.small.cut(nbytes)
                 if start is None:
                     slab = cache.ranges.cut(_SLAB)
                     if slab is not None:
                         cache.small.add(slab, slab + _SLAB)
-                        start = cache.small.cut(wanted.nbytes)
-            return None if start is None else self._block_at(start, wanted)
-
-    def _block_at(self, start: int, wanted: SizeClass) -> CachedBlock:
-        self.used += wanted.nbytes
-        if self.used > self.used_high:
-            self.used_high = self.used
-        return self._new_block(self.segment.base + start, wanted)
+                        start = cache.small.cut(nbytes)
+            if start is None:
+                return None
+            self.used += nbytes
+            return self._new_block(self.segment.base + start, wanted)
 
     def keep_allowance(self, pool: MemoryPool, wanted: SizeClass) -> None:
         """Do nothing: :meth:`buy` keeps it."""
@@ -424,6 +423,8 @@ class _State(CacheState):
         memory.
         """
         cache: _Ranges = wanted.owner
+        if wanted.nbytes > self.segment.most:
+            return None
         with self.lock:
             cache.merge(_SMALL + 1)
             block = self.cut(cache, wanted)
@@ -800,8 +801,9 @@ class ExpandableCache(CachingAllocator):
         state = self._state
         state.collect_dropped()
         segment, cached = state.segment, state.cached
-        high = state.used_high, state.used - cached, cached, state.misses
-        return CacheStatistics(segment.reserved, segment.reserved_high, state.used, *high)
+        used, high = state.used, max(state.used_high, state.used)
+        figures = used, high, used - cached, cached, state.misses
+        return CacheStatistics(segment.reserved, segment.reserved_high, *figures)
 
     def reset_peaks(self) -> None:
         """Set the high-water marks to what is reserved and used now."""
@@ -820,20 +822,6 @@ class ExpandableCache(CachingAllocator):
         self._state.collect_dropped()
         self._state.forget_peaks()
         return self._state.make_room(keep)
-
-    def _allocate_checked(self, nbytes: int | str, stream: StreamLike, ready: Stream | None = None) -> Buffer:
-        state = self._state
-        # The key is another one for a cache that was closed, is watched, or is a forked child's.
-        if ready is not None and self._key is state.key and type(nbytes) is int and 0 < nbytes < state.segment.most:
-            cache = state.of(ready)
-            if cache is not None and not self._dropped:
-                wanted = cache.size_class(nbytes)
-                block = cache.take(wanted, nbytes) or state.buy(self.pool, wanted, ready)
-                if block is not None:
-                    if cache.ended:
-                        block.home = None
-                    return filled(CachedBuffer, self, block, nbytes, ready)
-        return super()._allocate_checked(nbytes, stream, ready)
 
     def _allocate_past(self, nbytes: int, ordered: Stream, captured: bool) -> Buffer:
         if self.limit and not captured and self._caches(nbytes, ordered):

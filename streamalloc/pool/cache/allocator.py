@@ -50,6 +50,8 @@ from streamalloc.pool.ending import pools_of
 from streamalloc.pool.pool import MemoryPool
 
 _NOWHERE = object()
+_ADDRESSES = 1 << 48
+"""Bytes of a device's addresses."""
 
 
 class CacheStatistics(NamedTuple):
@@ -250,35 +252,39 @@ class CachingAllocator(Allocator, Closes, Shown):
 
     def _allocate_checked(self, nbytes: int | str, stream: StreamLike, ready: Stream | None = None) -> Buffer:
         """Allocate what no free list serves directly. ``ready``: the stream if it is ready and not captured."""
-        state = self._state
-        state.session.check_process()
-        if self._dropped:
-            state.collect_dropped()
-        if state.closed:
-            self._check_open()
-        nbytes = size_of("nbytes", nbytes)
-        for watcher in state.watchers:
-            watcher.asked(self, nbytes)
-        if ready is None or session_of(ready) is not state.session:
-            ordered = as_stream(stream, state.session)
-            captured = is_captured(ordered)
-        else:
-            ordered, captured = ready, False
-        if captured or not self._caches(nbytes, ordered):
-            return self._allocate_past(nbytes, ordered, captured)
-        cache = state.of(ordered) or state.open(ordered)
-        wanted = cache.size_class(nbytes)
-        block = cache.take(wanted, nbytes)
+        state, ordered, cache = self._state, ready, None
+        size = nbytes if type(nbytes) is int and 0 < nbytes < _ADDRESSES else 0
+        # The key is another one for a cache that was closed, is watched, or is a forked child's.
+        if size and ordered is not None and self._key is state.key and not self._dropped:
+            cache = state.of(ordered)
+        if ordered is None or cache is None:
+            state.session.check_process()
+            if self._dropped:
+                state.collect_dropped()
+            if state.closed:
+                self._check_open()
+            size = size_of("nbytes", nbytes)
+            for watcher in state.watchers:
+                watcher.asked(self, size)
+            captured = False
+            if ordered is None or session_of(ordered) is not state.session:
+                ordered = as_stream(stream, state.session)
+                captured = is_captured(ordered)
+            if captured or not self._caches(size, ordered):
+                return self._allocate_past(size, ordered, captured)
+            cache = state.of(ordered) or state.open(ordered)
+        wanted = cache.size_class(size)
+        block = cache.take(wanted, size)
         if block is None and self._limit_allows(wanted.nbytes):
             state.keep_allowance(self.pool, wanted)
             block = state.buy(self.pool, wanted, ordered)
         if block is None:
-            return self._allocate_past(nbytes, ordered, captured)
-        buffer: CachedBuffer = filled(CachedBuffer, self, block, nbytes, ordered)
+            return self._allocate_past(size, ordered, False)
+        buffer: CachedBuffer = filled(CachedBuffer, self, block, size, ordered)
         if cache.ended or state.watchers:
             block.home = None  # its free must be seen
             for watcher in state.watchers:
-                watcher.allocated(self, block.address, nbytes, raw_handle(ordered))
+                watcher.allocated(self, block.address, size, raw_handle(ordered))
         return buffer
 
     def _caches(self, nbytes: int, ordered: Stream) -> bool:
