@@ -1,4 +1,4 @@
-"""Anonymous files shared by processes: names, locks, access to another process's files, and the memory usage of all
+"""Anonymous files shared by processes: names, access to another process's files, and the memory usage of all
 processes of a named machine.
 """
 
@@ -12,11 +12,11 @@ import mmap
 import os
 import re
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from streamalloc.formats.locks import is_locked, lock
 from streamalloc.simulator.constants import HIDDEN, NOWHERE, Place
 from streamalloc.simulator.errors import undo_by
 from streamalloc.simulator.memory import Physical
@@ -86,26 +86,6 @@ def reach(process: int, fd: int, fits: Callable[[Label], bool]) -> int | None:
         os.close(own)
         return None
     return own
-
-
-# -- locks on bytes of a file, which show whether a process lives ----------------------------------------------
-
-# The kernel releases the locks of a process that ends. They belong to the open file description (F_OFD_SETLK), and may
-# lie beyond the end of the file.
-
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
-
-
-def lock(fd: int, byte: int, kind: int, *, wait: bool = False) -> None:
-    """Lock a byte (``F_RDLCK``, ``F_WRLCK``) or unlock it (``F_UNLCK``)."""
-    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
-
-
-def is_locked(fd: int, first: int, count: int = 1) -> bool:
-    """Whether another holder has locked a byte of the range. ``count`` 0: all bytes from ``first`` on."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0))
-    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 # -- names -----------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from streamalloc.formats.locks import is_locked, lock
 from streamalloc.simulator.allocations import AllocationTable, LiveMemory
 from streamalloc.simulator.constants import NOWHERE, Location, Place
 from streamalloc.simulator.errors import DeadlockError, Result, check, need, need_a, not_modelled, undo_by
-from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach
+from streamalloc.simulator.files import Label, Labels, reach
 from streamalloc.simulator.memory import Physical, ReservedExtent, ReservedRange, window
 from streamalloc.simulator.physical import CreatedMemory, Mappable, MappedExtent, Properties
 from streamalloc.simulator.pool import Pool

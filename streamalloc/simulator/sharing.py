@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 from streamalloc.driver.processes import alive
+from streamalloc.formats.locks import is_locked, lock
 from streamalloc.simulator.allocations import AllocationTable, LiveMemory, OpenedBlock, OpenedMemory, PoolMemory
 from streamalloc.simulator.allocator import USED, Block
 from streamalloc.simulator.banks import Banks
 from streamalloc.simulator.constants import BLOCK, HANDLE_BYTES, HIDDEN, Handles, Location, device_place
 from streamalloc.simulator.contexts import TABLE_BYTES, Context, EventTable, QueueEvent, SharedEvent, SimulatedDevice
 from streamalloc.simulator.errors import Fault, NotModelled, Result, check, need, need_a, not_modelled
-from streamalloc.simulator.files import Label, Labels, is_locked, lock, reach, recognise
+from streamalloc.simulator.files import Label, Labels, reach, recognise
 from streamalloc.simulator.memory import Physical, ReservedExtent
 from streamalloc.simulator.pool import OpenedPool, Pool
 from streamalloc.simulator.scheduler import Scheduler

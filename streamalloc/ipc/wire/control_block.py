@@ -77,6 +77,7 @@ from streamalloc.core.errors import CudaError, error_from, undoing
 from streamalloc.core.internal import Fd, Stream, direct_handle, raw_handle, refuse_capture, sees_all_work, stream_call
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
+from streamalloc.formats.locks import is_locked, lock, try_lock
 
 SLOTS = 1024
 """Slots of a control block, and marks per kind."""
@@ -104,8 +105,6 @@ _REGISTER_PORTABLE_AND_MAPPED = 3
 _NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
 _AT_LEAST = int(cuda.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _ANNOUNCEMENT = struct.Struct("<III")
-# struct flock: type, whence, start, length, process.
-_LOCK = struct.Struct("hhqqi4x")
 _NOT_IN_A_CAPTURE = "a graph cannot wait for another process, nor notify one"
 # Most expected announcements before those that have come are removed.
 _MOST_EXPECTED = 64
@@ -263,7 +262,7 @@ class ControlBlock:
         fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, _SEALS)
         os.pwrite(fd.fileno(), _HEADER.pack(_MAGIC, name, SLOTS, IMPORTERS), 0)
         block = cls(session, fd, name)
-        _try_lock(block._own, 0)
+        try_lock(block._own.fileno(), 0)
         return block
 
     @classmethod
@@ -279,7 +278,7 @@ class ControlBlock:
             raise ValueError("the file descriptor that came with the message is not its control block")
         block = cls(session, fd, name)
         for importer in range(IMPORTERS):
-            if _try_lock(block._own, 1 + importer):
+            if try_lock(block._own.fileno(), 1 + importer):
                 # A dead importer may have had this index, and left allocations open.
                 block._end(importer)
                 block.importer = importer
@@ -407,8 +406,7 @@ class ControlBlock:
     # -- life and death --------------------------------------------------------------------------------------
 
     def _alive(self, byte: int) -> bool:
-        kind, *_ = _LOCK.unpack(_lock(self._own, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte))
-        return bool(kind != fcntl.F_UNLCK)
+        return is_locked(self._own.fileno(), byte)
 
     def exporter_alive(self) -> bool:
         """Whether the exporting process is alive."""
@@ -486,19 +484,6 @@ def _reopened(file: Fd) -> Fd:
     return Fd(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC))
 
 
-def _lock(file: Fd, command: int, kind: int, byte: int) -> bytes:
-    """Call ``fcntl`` for the lock of one byte. The lock belongs to the open file, not to the process."""
-    return fcntl.fcntl(file.fileno(), command, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
-
-
-def _try_lock(file: Fd, byte: int) -> bool:
-    try:
-        _lock(file, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte)
-    except BlockingIOError:
-        return False
-    return True
-
-
 class ReadyWord:
     """The word ``ready`` of one announcement, for a process that reads it without a driver.
 
@@ -542,13 +527,13 @@ def _is_block(fd: Fd, name: bytes) -> bool:
 
 def _wait_for_death(reference: weakref.ref[ControlBlock], file: Fd, byte: int) -> None:
     with file:
-        _lock(file, fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, byte)
+        lock(file.fileno(), byte, fcntl.F_WRLCK, wait=True)
         # Keep the lock until the words are written, so that no new importer takes the index before.
         block = reference()
         if block is not None:
             block._died(byte)
         # A forked child may also have the file, so closing it would not release the lock.
-        _lock(file, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
+        lock(file.fileno(), byte, fcntl.F_UNLCK)
 
 
 def fence() -> None:

@@ -31,6 +31,7 @@ from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
 from streamalloc.core.session import members
 from streamalloc.driver.internal import RLock
+from streamalloc.formats.locks import flock, is_locked, lock, try_lock
 
 T = TypeVar("T")
 MEMBERS = 256
@@ -38,8 +39,6 @@ _MAGIC = b"SApages\1"
 _HEADER = struct.Struct("<8sQ")
 _MEMBER = struct.Struct("<QQQ")  # bytes of its pages; requested bytes of unused pages; requested bytes of any pages
 _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
-# struct flock: type, whence, start, length, process.
-_LOCK = struct.Struct("hhqqi4x")
 _TABLE_LOCK = 0  # byte of the file
 _LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between looks for requests
 _AGAIN, _STEP = 0.05, 0.002  # seconds: between requests, between attempts
@@ -149,7 +148,7 @@ class PageBudget(Closes):
     def _join(self, limit: int | None) -> None:
         self.limit = self._read_limit(limit)
         for at in range(MEMBERS):
-            if self._lock_byte(1 + at):
+            if try_lock(self._file.fileno(), 1 + at):
                 self._write(at, Member(0, 0, 0))
                 self._at = at
                 return
@@ -161,24 +160,13 @@ class PageBudget(Closes):
         """Call ``act`` while no other thread or process changes records. ``act`` must not wait."""
         with self._lock:
             self._check_open()
-            number, unlock = self._file.fileno(), _flock(fcntl.F_UNLCK, _TABLE_LOCK)
+            number, unlock = self._file.fileno(), flock(fcntl.F_UNLCK, _TABLE_LOCK)
             try:
-                fcntl.fcntl(number, fcntl.F_OFD_SETLKW, _flock(fcntl.F_WRLCK, _TABLE_LOCK))
+                lock(number, _TABLE_LOCK, fcntl.F_WRLCK, wait=True)
                 return act()
             finally:
                 # This line is the first call of the block, so a signal handler cannot raise before the unlock.
                 fcntl.fcntl(number, fcntl.F_OFD_SETLK, unlock)
-
-    def _lock_byte(self, byte: int) -> bool:
-        try:
-            fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, byte))
-        except BlockingIOError:
-            return False
-        return True
-
-    def _alive(self, at: int) -> bool:
-        answer = fcntl.fcntl(self._file.fileno(), fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, 1 + at))
-        return at == self._at or _LOCK.unpack(answer)[0] != fcntl.F_UNLCK
 
     def _members(self) -> dict[int, Member]:
         """Return this member and the live members with bytes, and free the bytes of dead members. Call within
@@ -191,7 +179,7 @@ class PageBudget(Closes):
         for at, words in enumerate(_MEMBER.iter_unpack(data[_HEADER.size :])):
             # A record of zeros has nothing to count or to free, whether its member lives or not.
             if any(words) or at == self._at:
-                if self._alive(at):
+                if at == self._at or is_locked(self._file.fileno(), 1 + at):
                     found[at] = Member(*words)
                 else:
                     self._write(at, Member(0, 0, 0))
@@ -229,13 +217,7 @@ class PageBudget(Closes):
         Then nothing is written, and memory is requested from the other processes. With ``asking``, the unused pages of
         this process's other arenas are also released, followed by a second attempt.
         """
-        if self._settle():
-            return True
-        if asking is None or not sum([one.make_room() for one in members(self._users) if one is not asking]):
-            return False
-        return self._settle()
 
-    def _settle(self) -> bool:
         def publish() -> bool:
             members = self._members()
             mine = self.mine
@@ -247,7 +229,10 @@ class PageBudget(Closes):
             self._write(self._at, had._replace(used=mine))
             return True
 
-        return self._in_table(publish)
+        if self._in_table(publish):
+            return True
+        others = [one for one in members(self._users) if one is not asking] if asking is not None else []
+        return sum([one.make_room() for one in others]) > 0 and self._in_table(publish)
 
     def wait(self, nbytes: int, timeout: float = 1.0) -> bool:
         """Request bytes from other processes and block until so many are free, or the time is over. Returns whether
@@ -352,10 +337,6 @@ class PageBudget(Closes):
     def _text(self) -> str:
         state = "closed" if self.closed else f"{size_text(self.mine)} of this process"
         return f" of {size_text(self.limit)} at {str(self.path)!r}, {state}"
-
-
-def _flock(kind: int, byte: int) -> bytes:
-    return _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
 def _serve(reference: weakref.ref[PageBudget], end: threading.Event) -> None:

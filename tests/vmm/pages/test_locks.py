@@ -731,7 +731,7 @@ class TestBudgets:
             users[0].claimed = 512
             budget.settle()
 
-        for budget in interleaved(vmm.PageBudget._settle, begin, lambda it: it.settle(), claim):
+        for budget in interleaved(vmm.PageBudget.settle, begin, lambda it: it.settle(), claim):
             assert budget.used == 512
             users[0].claimed = 0
             budget.close()
