@@ -11,17 +11,8 @@ from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
-from streamalloc.core.errors import (
-    LOST,
-    ClosedError,
-    CudaError,
-    OutOfMemoryError,
-    refused,
-    size_text,
-    undo_all,
-    undoing,
-)
-from streamalloc.core.internal import Device, Stream, await_device, deferred_queue, raw_handle
+from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, refused, size_text, undo_all, undoing
+from streamalloc.core.internal import Device, Stream, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import RLock
@@ -128,43 +119,30 @@ class PageStock(abc.ABC):
     def mapped(self, pages: Sequence[Page], stream: Stream) -> Iterator[int]:
         """Map pages side by side in a separate range for a ``with`` block, which gets the address.
 
-        At the end of the block the host waits for ``stream``. If that fails, pages and addresses stay mapped, because
-        queued work may use them.
+        At the end of the block the host waits for ``stream``; after an error, for the device. If that fails, pages and
+        addresses stay mapped, because queued work may use them.
         """
         size, session = self.size, self.session
         addresses = AddressRange(len(pages) * size, driver=session.driver)
-        node = addresses._node
         # One node for all mappings: if the driver refuses to unmap them, the deferred queue tries again.
-        whole = MappedBytes(node, 0, addresses.nbytes, {self.device.location: MemAccess.READWRITE})
-        node.add(whole)
-        done = True
+        whole = MappedBytes(addresses._node, 0, addresses.nbytes, {self.device.location: MemAccess.READWRITE})
+        addresses._node.add(whole)
         try:
-            for place, page in enumerate(pages):
-                try:
-                    session.call("cuMemMap", addresses.address + place * size, size, 0, page.raw, 0)
-                except CudaError:
-                    if not place:
-                        whole.unmapped()
-                    raise
-            session.call("cuMemSetAccess", addresses.address, addresses.nbytes, self.writable, len(self.writable))
-            done = False
-            try:
+            with addresses:  # after an error its end waits for the device before it unmaps
+                for place, page in enumerate(pages):
+                    try:
+                        session.call("cuMemMap", addresses.address + place * size, size, 0, page.raw, 0)
+                    except CudaError:
+                        if not place:
+                            whole.unmapped()
+                        raise
+                session.call("cuMemSetAccess", addresses.address, addresses.nbytes, self.writable, len(self.writable))
                 yield addresses.address
-            finally:
-                try:
-                    with session.relaxed():
-                        stream.synchronize()
-                except CudaError as error:
-                    if not isinstance(error, LOST):
-                        await_device(session, self.device.ordinal)
-                    done = True
-                    raise
-                done = True
+                with session.relaxed():
+                    stream.synchronize()
+                addresses.unmap(after=())
         finally:
-            if done:
-                with addresses:
-                    addresses.unmap(after=())
-            else:
+            if not whole.gone:
                 self.add_users(pages)
 
     @contextlib.contextmanager
