@@ -35,6 +35,7 @@ from streamalloc.vmm.virtual_buffer import (
     Backup,
     Frozen,
     Step,
+    Steps,
     VirtualBuffer,
     copying,
     drop_all,
@@ -617,7 +618,7 @@ class SleepGroup(_Members):
         entries: dict[VirtualBuffer, list[MappedBytes]] = {}
         saved: dict[VirtualBuffer, Saved] = {}
 
-        def steps() -> Iterator[Step]:
+        def steps() -> Steps:
             yield _hook_step(self._before_sleep, [buffer for buffer in chosen if not buffer.evicted])
             # Not claimed earlier: hooks may use, close and evict the buffers.
             claim.take(chosen)
@@ -735,7 +736,7 @@ class SleepGroup(_Members):
             evictions = {buffer: eviction for buffer, eviction in found.items() if eviction is not None}
             ordered = self._copying_stream(stream)
 
-            def steps() -> Iterator[Step]:
+            def steps() -> Steps:
                 yield from mapping(evictions, ordered)
                 yield _hook_step(self._after_wake, list(evictions))
                 # The vote is the last step before the backups are dropped: until then all ranks can undo.
@@ -799,7 +800,7 @@ class SleepGroup(_Members):
                 copying(new, ordered)
                 ordered.synchronize()
 
-            def steps() -> Iterator[Step]:
+            def steps() -> Steps:
                 for buffer in awake:
                     node, before = buffer.range._node, buffer.rights
                     rights = functools.partial(node.set_rights, list(node.table()), _read_only(before), waits)

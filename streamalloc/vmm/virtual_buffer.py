@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections import abc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from streamalloc.pool import MemoryPool
 from streamalloc.vmm.access import Access, After, Rights, copying_stream, rights_of, structs_of, wait_for_users
 from streamalloc.vmm.address_range import AddressRange, Mapping, drawn, rights_text
 from streamalloc.vmm.claims import Claim, Claimable, claimed
-from streamalloc.vmm.ownership import GenericAllocation, allocations_of
+from streamalloc.vmm.ownership import allocations_of
 from streamalloc.vmm.physical_memory import MemorySpec, PhysicalMemory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.stores.blocks import Bytes, Move, Saved, Stored
@@ -263,8 +263,12 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         saved = None if self._frozen else self._backup(backup, ordered)
         copied = {} if saved is None else {self: saved}
         kept = copied | kept_of((self,))
-        drop = (nothing, functools.partial(drop_all, copied))
-        run(itertools.chain((drop,), unmapping({self: entries}, kept, copied, ordered)))
+
+        def steps() -> Steps:
+            yield nothing, functools.partial(drop_all, copied)
+            yield from unmapping({self: entries}, kept, copied, ordered)
+
+        run(steps())
         release_all({self: entries})
 
     def _evictable(self, *, shared: bool) -> list[MappedBytes]:
@@ -289,10 +293,10 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             entry.hold()
         return entries
 
-    def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None, held: Sequence[MappedBytes] = ()) -> None:
+    def _unmap(self, entries: Sequence[MappedBytes], saved: Saved | None) -> None:
         """Unmap the buffer's memory, whose handles stay open: from now on the buffer is evicted."""
         chunks = tuple(ChunkSpec(entry.offset, entry.nbytes, _spec_of(entry)) for entry in entries)
-        self.eviction = Eviction(chunks, saved, tuple(held))
+        self.eviction = Eviction(chunks, saved)
         self.range._node.unmap(entries)
 
     def _map_again(self, entries: Sequence[MappedBytes]) -> None:
@@ -335,19 +339,18 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
     def _copying_stream(self, stream: StreamLike | None) -> Stream:
         return copying_stream(self.stream if stream is None else stream, self._session)
 
-    def _load(self, saved: Saved, made: Sequence[MappedBytes], moves: _Moves, stream: Stream) -> None:
+    def _load(self, saved: Saved, made: Sequence[MappedBytes], move: Move, stream: Stream) -> None:
         """Queue the copy of the bytes into new memory."""
         target = CopySide(self.address, self._nbytes, self._resident_on(), self)
         writer = stream.device.location
         allowed = self._rights.get(writer, MemAccess.NONE)
         if allowed == MemAccess.READWRITE:
-            saved.move(moves.of(saved.stored), target)
+            saved.move(move, target)
             return
         # The copying device needs write access during the copy.
         self.range._node.grant(made, {writer: MemAccess.READWRITE})
-        moves.begun = True
-        with saved.stored.moving(stream, out=False) as move:
-            saved.move(move, target)
+        with saved.stored.moving(stream, out=False) as alone:
+            saved.move(alone, target)
         stream.synchronize()
         self.range._node.grant(made, {writer: allowed})
 
@@ -395,15 +398,6 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
             chunk.spec.obtain(entry, chunk.nbytes)
             entry.map(entry._raw)
         return entry
-
-    def _map_all(self, at: int, memories: Iterable[GenericAllocation]) -> list[MappedBytes]:
-        """Map allocations side by side and set their permissions."""
-        made = []
-        for memory in memories:
-            made.append(self.range._map(memory, at))
-            at = made[-1].stop
-        self.range._node.grant(made, self._rights, self._structs)
-        return made
 
     def _release(self, entries: Sequence[MappedBytes]) -> None:
         """Unmap memory, then release it. If the driver refuses a release, it is made later."""
@@ -497,13 +491,14 @@ def _spec_of(entry: MappedBytes) -> MemorySpec:
 
 Step: TypeAlias = "tuple[Callable[[], object], Callable[[], object]]"
 """An act and its undo. The undo is called for a step that failed, too: it looks at what was done."""
+Steps: TypeAlias = "Generator[Step, None, None]"
 
 
 def nothing() -> None:
     """The undo of a step that changes nothing."""
 
 
-def run(steps: Iterable[Step]) -> None:
+def run(steps: Steps) -> None:
     """Do steps in order. If one fails, undo that one and those before, the last first: then nothing has changed.
 
     All undos are called, even if some fail. Their errors are attached to the first one.
@@ -514,51 +509,12 @@ def run(steps: Iterable[Step]) -> None:
             undos.append(undo)
             do()
     except BaseException as first:
-        for undo in reversed(undos):
+        for undo in (steps.close, *reversed(undos)):
             try:
                 undo()
             except Exception as later:
                 attach(first, later)
         raise
-
-
-class _Moves:
-    """The copies of one call between buffers and their backups. Those of one :class:`Stored` end before others begin:
-    each has staging memory while it is read from or written to a file.
-    """
-
-    def __init__(self, stream: Stream, *, out: bool) -> None:
-        self._stream = stream
-        self._out = out
-        self.begun: bool = False
-        """Whether copies were queued."""
-        self._stored: Stored | None = None
-        self._block: contextlib.AbstractContextManager[Move] | None = None
-
-    def of(self, stored: Stored) -> Move:
-        """Begin the copies of these contents, see :meth:`Stored.moving`."""
-        if stored is not self._stored:
-            self.end()
-            block = stored.moving(self._stream, out=self._out)
-            self._move, self.begun = block.__enter__(), True
-            self._stored, self._block = stored, block
-        return self._move
-
-    def end(self) -> None:
-        """End the copies; idempotent."""
-        self._leave(None)
-
-    def abandon(self) -> None:
-        """Stop the copies after an error. Reads and writes of files are not waited for: an exception of a signal
-        handler may have stopped the threads that make them.
-        """
-        self._leave(RuntimeError("abandoned"))
-
-    def _leave(self, error: RuntimeError | None) -> None:
-        """Leave the block of the copies. An ``ExitStack`` would keep an error in a cycle with its frames."""
-        block, self._stored, self._block = self._block, None, None
-        if block is not None:
-            block.__exit__(None if error is None else type(error), error, None)
 
 
 Batch: TypeAlias = "tuple[list[VirtualBuffer], Event]"
@@ -569,15 +525,15 @@ def copying(saved: abc.Mapping[VirtualBuffer, Saved], stream: Stream) -> list[Ba
     """Queue the copies of buffers to their backups. The buffers behind the last batch have no event."""
     batches: list[Batch] = []
     batch: list[VirtualBuffer] = []
-    moves = _Moves(stream, out=True)
-    with undoing(moves.abandon):
-        for buffer, one in saved.items():
-            one.move(moves.of(one.stored), CopySide.of(buffer))
-            batch.append(buffer)
-            if sum(copied.nbytes for copied in batch) >= _BATCH:
-                batches.append((batch, stream.record()))
-                batch = []
-        moves.end()
+    # Those of one backup end before others begin: each has staging memory while it is written to a file.
+    for stored, several in itertools.groupby(saved.items(), lambda item: item[1].stored):
+        with stored.moving(stream, out=True) as move:
+            for buffer, one in several:
+                one.move(move, CopySide.of(buffer))
+                batch.append(buffer)
+                if sum(copied.nbytes for copied in batch) >= _BATCH:
+                    batches.append((batch, stream.record()))
+                    batch = []
     for contents in {one.stored for one in saved.values()}:
         contents.seal(stream)
     return batches
@@ -588,7 +544,7 @@ def unmapping(
     kept: abc.Mapping[VirtualBuffer, Saved],
     copied: abc.Mapping[VirtualBuffer, Saved],
     stream: Stream,
-) -> Iterator[Step]:
+) -> Steps:
     """Steps that copy the bytes of buffers to their backups, and unmap their memory.
 
     The memory is not released: another thread or process could take it at once, and a step that fails later could not
@@ -630,28 +586,31 @@ def release_all(entries: abc.Mapping[VirtualBuffer, Sequence[MappedBytes]]) -> N
         buffer.range._node.table()
 
 
-def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> Iterator[Step]:
+def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> Steps:
     """Steps that map memory for evicted buffers, and queue the copies of their bytes on ``stream``.
 
     After an undo all buffers are evicted as before, with their backups. The copies may read a backup and write the new
     memory, so they are awaited before memory is unmapped.
     """
     made: dict[VirtualBuffer, Sequence[MappedBytes]] = {}
-    moves = _Moves(stream, out=False)
+    by_backup: dict[Stored | None, list[VirtualBuffer]] = {}
+    for buffer, eviction in evictions.items():
+        if not eviction.held:
+            by_backup.setdefault(eviction.saved and eviction.saved.stored, []).append(buffer)
 
-    def create(buffer: VirtualBuffer, eviction: Eviction) -> None:
+    def create(buffer: VirtualBuffer, move: Move | None) -> None:
         _release_awaited(buffer, buffer.range._node.table())  # a restore and its undo may have failed
+        eviction = evictions[buffer]
         made[buffer] = buffer._create_chunks(eviction.pieces)
-        if eviction.saved is not None:
-            buffer._load(eviction.saved, made[buffer], moves, stream)
+        if eviction.saved is not None and move is not None:
+            buffer._load(eviction.saved, made[buffer], move, stream)
 
     def note_copies() -> None:
-        copies = Fence(session_of(stream), [stream] if moves.begun else ())
+        copies = Fence(session_of(stream), [stream] if any(by_backup) else ())
         for buffer in made:
             buffer.range._node.copies = copies
 
     def release(buffer: VirtualBuffer) -> None:
-        moves.abandon()
         note_copies()
         stream.synchronize()
         _release_awaited(buffer, made.pop(buffer, ()))
@@ -660,11 +619,12 @@ def mapping(evictions: abc.Mapping[VirtualBuffer, Eviction], stream: Stream) -> 
         for buffer in made:
             buffer.eviction = asleep.get(buffer)
 
-    # The first copies run while further memory is created.
-    for buffer, eviction in evictions.items():
-        if not eviction.held:
-            yield functools.partial(create, buffer, eviction), functools.partial(release, buffer)
-    yield moves.end, nothing
+    # The first copies run while further memory is created. Where a step fails, :func:`run` closes this generator: that
+    # abandons the copies, without a wait for the threads that read files.
+    for stored, buffers in by_backup.items():
+        with contextlib.nullcontext() if stored is None else stored.moving(stream, out=False) as move:
+            for buffer in buffers:
+                yield functools.partial(create, buffer, move), functools.partial(release, buffer)
     yield note_copies, nothing
     frozen = {buffer: buffer._frozen.rights for buffer in evictions if buffer._frozen is not None}
     if frozen:

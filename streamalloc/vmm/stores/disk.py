@@ -7,14 +7,14 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypeAlias
 from urllib.parse import quote
 
 import numpy as np
 
-from streamalloc.core.errors import ClosedError, CudaError, size_text, undoing
+from streamalloc.core.errors import size_text, undoing
 from streamalloc.core.internal import Device, Event, Fence, Stream
 from streamalloc.core.properties import checked_size
 from streamalloc.core.session import session_of
@@ -70,19 +70,10 @@ class _Slots(Chunk):
         self.file.discard()
 
 
-class _Step(NamedTuple):
-    """Blocks on their way through a slot."""
-
-    slot: Bytes
-    file: DiskFile
-    blocks: Sequence[FileBlock]
-    """Adjacent blocks of the file."""
-    copy: Callable[[Bytes], None]
-    """Queues the copies of the blocks from or to the slot."""
-    names: Sequence[int | None]
-    """Index of each block, for error messages."""
-    end: Any = None
-    """End of the part that has begun: event of the copies, or future of the read or write."""
+_End: TypeAlias = "Event | Future[None]"
+"""End of a part of a step: event of the copies, or future of the read or write."""
+_Step: TypeAlias = "tuple[Bytes, Iterator[_End], _End]"
+"""Blocks on their way through a slot: the slot, the ends of both parts, and the end of the part that has begun."""
 
 
 class _Transfer:
@@ -118,27 +109,35 @@ class _Transfer:
                 self._end_oldest()
             else:
                 self._advance_oldest()
-        step = _Step(self._free.pop(), file, blocks, copy, names)
-        self._first.append(self._copied(step) if self.out else self._accessed(step))
+        slot = self._free.pop()
+        parts = self._parts(slot, file, blocks, copy, names)
+        self._first.append((slot, parts, next(parts)))
 
-    def _copied(self, step: _Step) -> _Step:
-        step.copy(step.slot)
-        return step._replace(end=self.stream.record())
-
-    def _accessed(self, step: _Step) -> _Step:
-        """Begin to write the blocks to their file, or to read them."""
-        call = step.file.write if self.out else functools.partial(step.file.read, names=step.names)
-        return step._replace(end=self._threads.submit(call, step.blocks, step.slot))
+    def _parts(
+        self,
+        slot: Bytes,
+        file: DiskFile,
+        blocks: Sequence[FileBlock],
+        copy: Callable[[Bytes], None],
+        names: Sequence[int | None],
+    ) -> Iterator[_End]:
+        """Begin both parts of a step in turn; yields the end of each."""
+        if not self.out:
+            yield self._threads.submit(file.read, blocks, slot, names)
+        copy(slot)
+        yield self.stream.record()
+        if self.out:
+            yield self._threads.submit(file.write, blocks, slot)
 
     def _advance_oldest(self) -> None:
-        step = self._first.popleft()
-        _await(step)
-        self._second.append(self._accessed(step) if self.out else self._copied(step))
+        slot, parts, end = self._first.popleft()
+        _await(end)
+        self._second.append((slot, parts, next(parts)))
 
     def _end_oldest(self) -> None:
-        step = self._second.popleft()
-        _await(step)
-        self._free.append(step.slot)
+        slot, _, end = self._second.popleft()
+        _await(end)
+        self._free.append(slot)
 
     def finish(self) -> None:
         """Block the host until all blocks are copied and written, or read and copied."""
@@ -150,23 +149,21 @@ class _Transfer:
         self._give_back(self._staging)
 
     def abandon(self) -> None:
-        """Stop after an error. Staging memory that copies may still use is released after them."""
-        self._threads.shutdown(cancel_futures=True)
+        """Stop after an error. The threads are not waited for: an exception of a signal handler may have left a lock
+        with which they wait. The staging memory is released after the copies that use it; a thread keeps its slot.
+        """
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._staging.release.use(Fence(session_of(self.stream), [self.stream]))
-        with contextlib.suppress(CudaError, ClosedError):
-            self.stream.synchronize()
-            self._give_back(self._staging)
         self._first.clear()  # with the events, which frames of the error would keep
         self._second.clear()
 
 
-def _await(step: _Step) -> None:
-    """Wait for the part of a step that has begun."""
-    if isinstance(step.end, Event):
-        step.end.synchronize()
-        step.end.close()
+def _await(end: _End) -> None:
+    if isinstance(end, Event):
+        end.synchronize()
+        end.close()
     else:
-        step.end.result()
+        end.result()
 
 
 class _Contents(Stored):
