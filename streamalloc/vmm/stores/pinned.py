@@ -175,15 +175,15 @@ class Pinning:
     """The ways to get pinned host memory for a device, tried in turn: the fastest first.
 
     Huge pages that are filled and then registered take an eighth of the time of ``cuMemHostAlloc``. The driver may
-    refuse to register memory, or the process may not have so many addresses; then a pool on the NUMA node of the
-    device, a pool on any node, and ``cuMemHostAlloc`` are tried. The first use of another way is logged.
+    refuse to register memory, or the process may not have so many addresses; then a pool in host memory, on the
+    NUMA node of the device if that is known, and ``cuMemHostAlloc`` are tried. The first use of another way is logged.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         node = device.supports.host_numa_id
         self._node = None if node is None or node < 0 else node
-        self._pools: dict[MemLocation, tuple[MemoryPool, Stream]] = {}
+        self._pool: tuple[MemoryPool, Stream] | None = None
 
     def reserve(self, nbytes: int) -> Bytes:
         """Reserve memory for several calls of :meth:`obtain`; errors as for :func:`reserve`."""
@@ -211,10 +211,7 @@ class Pinning:
         ways: dict[str, Callable[[], tuple[Bytes, Release]]] = {
             "huge pages and cuMemHostRegister": lambda: self._registered(nbytes, run, room)
         }
-        if self._node is not None:
-            near = MemLocation.host_numa(self._node)
-            ways["a pool on the device's NUMA node"] = lambda: self._pooled(nbytes, near)
-        ways["a pool on any NUMA node"] = lambda: self._pooled(nbytes, MemLocation.host())
+        ways["a pool in host memory"] = lambda: self._pooled(nbytes)
         ways["cuMemHostAlloc"] = lambda: self._allocated(nbytes)
         errors: list[CudaError] = []
         try:
@@ -248,12 +245,13 @@ class Pinning:
 
         return room, release
 
-    def _pooled(self, nbytes: int, location: MemLocation) -> tuple[Bytes, Release]:
-        if location not in self._pools:
-            pool = MemoryPool(location, driver=self._device.driver)
+    def _pooled(self, nbytes: int) -> tuple[Bytes, Release]:
+        if self._pool is None:
+            place = MemLocation.host() if self._node is None else MemLocation.host_numa(self._node)
+            pool = MemoryPool(place, driver=self._device.driver)
             pool.set_access(self._device, MemAccess.READWRITE)
-            self._pools[location] = pool, self._device.create_stream()
-        pool, stream = self._pools[location]
+            self._pool = pool, self._device.create_stream()
+        pool, stream = self._pool
         memory = pool.allocate(nbytes, stream)
         stream.synchronize()  # copies on other streams may use it at once
         return _array(memory.address, nbytes, memory)
