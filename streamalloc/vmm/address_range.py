@@ -6,7 +6,7 @@ them and keeps the range alive, so objects may be dropped in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from streamalloc.core.errors import AddressSpaceError, ClosedError, OutOfMemoryError, size_text
@@ -285,6 +285,17 @@ class AddressRange(OwnsNode):
             entry.map(raw)
             node.grant((entry,), rights or {})
         return entry
+
+    def _map_all(
+        self, memories: Iterable[GenericAllocation], at: int, rights: Rights, structs: list[Any] | None = None
+    ) -> list[MappedBytes]:
+        """Map memory side by side from an offset on, and set its permissions; see :meth:`Reservation.grant`."""
+        made = []
+        for memory in memories:
+            made.append(self._map(memory, at))
+            at = made[-1].stop
+        self._node.grant(made, rights, structs)
+        return made
 
     def _covering(self, start: int, stop: int) -> list[MappedBytes]:
         """Return the mappings that overlap a part; ``ValueError`` if it has a hole."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from streamalloc.core.errors import undoing
 from streamalloc.core.internal import Fd
@@ -32,8 +31,6 @@ from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.sleep import Tagged
 from streamalloc.vmm.stores.pinned import HostMemory, available_memory, host_segments
 
-_POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
 
 def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tuple[AddressRange, MappedBytes]:
     """Map memory in a separate range; return the arguments of :class:`LoneMapping`."""
@@ -44,15 +41,8 @@ def map_alone(memory: GenericAllocation, alignment: int, rights: Rights) -> tupl
         return range, range._map(memory, 0, rights)
 
 
-class RangePart(NamedTuple):
-    """Mapped memory and its offset in the range, in bytes."""
-
-    memory: GenericAllocation
-    offset: int
-
-
-def covering(range: AddressRange, start: int, stop: int) -> list[RangePart]:
-    """Return the memory between two offsets of a range, in the order of addresses, with open handles.
+def covering(range: AddressRange, start: int, stop: int) -> list[tuple[GenericAllocation, int]]:
+    """Return the memory between two offsets of a range, in the order of addresses, with open handles, and its offsets.
 
     Raises
     ------
@@ -65,7 +55,7 @@ def covering(range: AddressRange, start: int, stop: int) -> list[RangePart]:
         if memory.closed and isinstance(memory, PhysicalMemory):
             # No open handle is left: open another one by the mapping's address.
             memory = PhysicalMemory.at(range.address + entry.offset, driver=range.driver)
-        found.append(RangePart(memory, entry.offset))
+        found.append((memory, entry.offset))
     return found
 
 
@@ -121,44 +111,9 @@ def is_counted(memory: MappedMemory) -> bool:
     return ours and len(state.mappings) == 1
 
 
-class ImportedChunk(OwnedHandle):
-    """A handle of physical memory that another process exported (``cuMemImportFromShareableHandle``).
+def map_side_by_side(range: AddressRange, memories: Sequence[GenericAllocation], rights: Rights) -> None:
+    """Map memory from the first address of an empty range on, and set its permissions.
 
-    A chunk has no :class:`PhysicalMemory` object, because an import may have many chunks. Its size must be that of the
-    exporter's memory, because the driver maps memory as a whole only.
+    After an error the caller must unmap the range.
     """
-
-    __slots__ = ("nbytes",)
-
-    def __init__(self, session: Session, fd: Fd, nbytes: int) -> None:
-        super().__init__(session)
-        self.nbytes: int = nbytes
-        """Size of the memory in bytes."""
-        hint = "this file descriptor is no handle that the driver exported"
-        self._raw = session.call("cuMemImportFromShareableHandle", fd.fileno(), _POSIX, hint=hint)
-
-    def close(self) -> None:
-        """Release the handle (``cuMemRelease``); existing mappings stay usable. Idempotent."""
-        self.attempt()
-
-
-def map_side_by_side(
-    range: AddressRange, chunks: Sequence[ImportedChunk | PhysicalMemory], prop: MemAllocationProp, rights: Rights
-) -> None:
-    """Map chunks from the first address of an empty range on, and set their permissions.
-
-    ``prop``: the properties of imported chunks. After an error the caller must unmap the range.
-    """
-    node, offset = range._node, 0
-    spec = spec_of(range._session, prop)
-    entries: list[MappedBytes] = []
-    for chunk in chunks:
-        if isinstance(chunk, PhysicalMemory):
-            entry = range._map(chunk, offset)
-        else:
-            entry = MappedBytes(node, offset, offset + chunk.nbytes, {}, spec)
-            with node.adding(entry):
-                entry.map(chunk._raw)
-        entries.append(entry)
-        offset = entry.stop
-    node.grant(entries, rights)
+    range._map_all(memories, 0, rights)

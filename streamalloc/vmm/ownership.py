@@ -33,16 +33,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from streamalloc.core.errors import ClosedError, undo_all
-from streamalloc.core.internal import (
-    FABRIC_NEEDS,
-    Deferred,
-    DeferredQueue,
-    Fd,
-    Fence,
-    HandleEnd,
-    deferred_queue,
-    work,
-)
+from streamalloc.core.internal import FABRIC_NEEDS, Deferred, DeferredQueue, Fd, Fence, HandleEnd, deferred_queue, work
 from streamalloc.core.properties import MemFabricHandle, MemHandleType, MemLocation
 from streamalloc.core.resource import Closes, Shareable
 from streamalloc.core.session import PerDriver, Session, members

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -49,7 +49,6 @@ _TILE_POOL = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
 _COMPRESSION = 1  # CU_MEM_ALLOCATION_COMP_GENERIC
 _POSIX = MemHandleType.POSIX_FILE_DESCRIPTOR
 
-_ROOM = 32  # times the size that is tried are reserved, so that a search reserves addresses a few times only
 _UNSAID = object()
 
 T = TypeVar("T")
@@ -297,7 +296,9 @@ class PhysicalMemory(GenericAllocation):
         checked_size("nbytes", nbytes)
         prop = properties_for(where, handle_types, compressible, gpu_direct_rdma, tile_pool)
         spec = spec_of(session_for(where, driver), prop)
-        self._make(spec, spec.checked(nbytes, round_up=round_up))
+        self._belong(spec, spec.checked(nbytes, round_up=round_up))
+        spec.obtain(self._node, self.nbytes)
+        self._node.known()
 
     def _belong(self, spec: MemorySpec, nbytes: int) -> None:
         """Set everything but the handle."""
@@ -305,11 +306,6 @@ class PhysicalMemory(GenericAllocation):
         self.nbytes = nbytes
         self._set_spec(spec)
         self._node = AllocationHandle(spec.allocations, Kind.MEMORY)
-
-    def _make(self, spec: MemorySpec, nbytes: int) -> None:
-        self._belong(spec, nbytes)
-        spec.obtain(self._node, nbytes)
-        self._node.known()
 
     @staticmethod
     def granularity(
@@ -341,13 +337,8 @@ class PhysicalMemory(GenericAllocation):
         memory._prepare(session, 0, Kind.MEMORY)
         handle, place = memory._node, checked_size("address", address)
         handle.allocations.mapped_at(place, 1)  # lists the handle if only a mapping holds it
-        handle._raw = session.call("cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
-        known = handle.allocations.by_handle.get(int(handle.raw))
-        if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
-            memory.close()
-            raise ValueError(f"address={address:#x}: a multicast object is mapped there, which is no memory itself")
-        handle.known()
-        memory._set_spec(MemorySpec(session, memory.query(), exists=True))
+        raw = session.call("cuMemRetainAllocationHandle", place, hint=_NOT_MAPPED)
+        memory._hold(raw, f"address={address:#x}: the handle")
         location = memory.location
         with session.current(location.id if location.type is MemLocationType.DEVICE and location.seen else 0):
             memory.nbytes = int(session.call("cuMemGetAddressRange", address)[1])
@@ -400,11 +391,8 @@ class PhysicalMemory(GenericAllocation):
                 raise TypeError(f"owner= is for CUmemGenericAllocationHandle, not {kind}: an import has its own handle")
             if isinstance(handle, cuda.CUmemFabricHandle):
                 handle = MemFabricHandle(handle)
-            try:
+            with handle if isinstance(handle, Fd) else contextlib.nullcontext():
                 memory = import_memory(session, handle, 0)
-            finally:
-                if isinstance(handle, Fd):
-                    handle.close()
         with undoing(memory.close):
             step = memory._spec.granularity
             sizes: Sequence[int] = range(step, _most_bytes(memory) + step, step)
@@ -428,16 +416,23 @@ class PhysicalMemory(GenericAllocation):
             raise refuse_second_owner(f"an object with the handle {number:#x}")
         node.borrowed = True  # until all is checked: after an error the handle is still the caller's
         node.kept[node] = owner
-        node._raw = handle
-        node.known()
-        with undoing(memory.close):
-            if any(other.kind is Kind.OBJECT for other in list(node.state.handles)):
-                raise ValueError(f"handle={number:#x} is that of a multicast object, which is no memory itself")
-            try:
-                memory._set_spec(MemorySpec(session, memory.query(), exists=True))
-            except (ValueError, InvalidValueError) as error:
-                raise ValueError(f"handle={number:#x} is no handle of memory, or was released") from error
+        try:
+            memory._hold(handle, f"handle={number:#x}")
+        except ValueError as error:
+            raise ValueError(f"handle={number:#x} is no handle of memory, or was released: {error}") from error
         return memory
+
+    def _hold(self, raw: Any, which: str) -> None:
+        """Take a handle of memory of this process, and read its properties; after an error this object is closed."""
+        node = self._node
+        node._raw = raw
+        known = node.allocations.by_handle.get(int(raw))
+        with undoing(self.close):
+            # First of all: a handle that is known to be the object's is released after the object.
+            if known is not None and any(other.kind is Kind.OBJECT for other in list(known.handles)):
+                raise ValueError(f"{which} is that of a multicast object, which is no memory itself")
+            node.known()
+            self._set_spec(MemorySpec(self._session, self.query(), exists=True))
 
     def _set_spec(self, spec: MemorySpec) -> None:
         self._spec = spec
@@ -512,21 +507,14 @@ def _most_bytes(memory: PhysicalMemory) -> int:
     return os.sysconf("SC_PHYS_PAGES") * _PAGE
 
 
-def _end(trial: Reservation) -> None:
-    """Unmap and free addresses; what the driver refuses is done later."""
-    with undoing(lambda: trial.allocations.drop(trial)):
-        trial.allocations.end(trial)
-
-
-def _size_among(session: Session, raw: Any, sizes: Iterable[int]) -> int:
+def _size_among(session: Session, raw: Any, sizes: Sequence[int]) -> int:
     """Return the first of ascending sizes in which the driver maps memory, at new addresses; 0 if there is none."""
-    trial = Reservation(session, 0)
+    if not sizes:
+        return 0
+    trial = Reservation(session, sizes[-1])
+    trial._raw = session.call("cuMemAddressReserve", trial.nbytes, 0, 0, 0)
     try:
         for size in sizes:
-            if size > trial.nbytes:
-                _end(trial)
-                trial = Reservation(session, _ROOM * size)
-                trial._raw = session.call("cuMemAddressReserve", trial.nbytes, 0, 0, 0)
             result = session.driver.cuMemMap(trial.raw, size, 0, raw, 0)[0]
             if not result:
                 trial.entries.append(MappedBytes(trial, 0, size, {}))
@@ -537,7 +525,9 @@ def _size_among(session: Session, raw: Any, sizes: Iterable[int]) -> int:
             if not isinstance(error, NotSupportedError):  # the answer to other sizes than that of the memory
                 raise error
     finally:
-        _end(trial)
+        # What the driver refuses to release is released later.
+        with undoing(lambda: trial.allocations.drop(trial)):
+            trial.allocations.end(trial)
     return 0
 
 

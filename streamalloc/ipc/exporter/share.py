@@ -553,9 +553,10 @@ def _share_range(
             f"{thing!r} lies in {len(mapped)} chunks of physical memory, and at most {MOST_CHUNKS} are shared at once: "
             "grow in larger steps, or share parts of it"
         )
-    fields |= {"offset": begin - mapped[0].offset, "size": size, "memory": (thing.range.address + begin, size)}
-    at = [thing.range.address + chunk.offset for chunk in mapped]
-    return _share_chunks(thing, exports, [chunk.memory for chunk in mapped], ordered, options, at, **fields)
+    memories, offsets = zip(*mapped, strict=True)
+    fields |= {"offset": begin - offsets[0], "size": size, "memory": (thing.range.address + begin, size)}
+    at = [thing.range.address + offset for offset in offsets]
+    return _share_chunks(thing, exports, memories, ordered, options, at, **fields)
 
 
 def _share_chunks(

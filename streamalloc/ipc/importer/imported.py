@@ -173,16 +173,13 @@ class ImportedPool(Foreign, Closes):
         session = session_for(None, driver)
         imports = imports_of(session)
         imports.release_ended()
-        try:
-            with imports.lock:  # until the object uses the pool, another thread's import would destroy it
-                found = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
-                place = location_of_pool(session, found._raw, False, MemAllocationType.PINNED)
-                if place is None:
-                    raise ValueError(f"handle={handle!r} is of a pool of host memory, or of a device not visible here")
-                return cls(found, Device(place.id, driver=session.driver))
-        finally:
-            if isinstance(handle, Fd):
-                handle.close()
+        # Locked until the object uses the pool: another thread's import would destroy it.
+        with handle if isinstance(handle, Fd) else contextlib.nullcontext(), imports.lock:
+            found = imports.import_pool(handle.fileno() if isinstance(handle, Fd) else handle)
+            place = location_of_pool(session, found._raw, False, MemAllocationType.PINNED)
+            if place is None:
+                raise ValueError(f"handle={handle!r} is of a pool of host memory, or of a device not visible here")
+            return cls(found, Device(place.id, driver=session.driver))
 
     def open(self, export_data: bytes | Any, *, stream: StreamLike | None = None) -> ImportedBuffer:
         """Open an allocation by the driver's data alone (``cuMemPoolImportPointer``).

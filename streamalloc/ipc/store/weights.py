@@ -14,14 +14,14 @@ from streamalloc.core.internal import Device, Fd, Stream, StreamLike, TypedView,
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.resource import Closes, close_all
 from streamalloc.core.session import Session, session_of
-from streamalloc.ipc.importer.imported import Announcement
+from streamalloc.ipc.importer.imported import Announcement, ForeignMemory
 from streamalloc.ipc.importer.imports import imports_of
 from streamalloc.ipc.store.errors import LayoutChangedError, StoreError
 from streamalloc.ipc.store.manifest import Manifest, TensorLayout, numpy_type, read_file
 from streamalloc.ipc.store.protocol import Connection
-from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Foreign, Mechanism
-from streamalloc.vmm import AddressRange, RangeView
-from streamalloc.vmm.internal import After, ImportedChunk, MemAllocationProp, map_side_by_side
+from streamalloc.ipc.wire.descriptor import FABRIC, ChunkHandle, Descriptor, Mechanism
+from streamalloc.vmm import AddressRange, PhysicalMemory, RangeView
+from streamalloc.vmm.internal import After, import_memory, map_side_by_side
 
 _LEAST_RANGES = 64 << 20, 1 << 30, 16 << 30, 128 << 30
 """Sizes in bytes, smallest first, of the range that a reader reserves at the requested address.
@@ -31,7 +31,7 @@ one that it has kept: always for 2 MiB, and for 64 MiB if the process has freed 
 """
 
 
-class StoredView(RangeView, Foreign):
+class StoredView(ForeignMemory, RangeView):
     """A part of the range of :class:`Weights`. Streams and the host wait for pending contents."""
 
     def __init__(self, weights: Tensors, start: int, stop: int) -> None:
@@ -39,18 +39,16 @@ class StoredView(RangeView, Foreign):
         self.weights: Tensors = weights
 
     @property
-    def address(self) -> int:
-        """Address of the first byte. The host waits for the contents."""
-        at = self._at
-        self.weights._await(self, None)
-        return at
+    def _contents(self) -> tuple[Announcement, ...]:  # type: ignore[override]
+        return self.weights._contents
+
+    @property
+    def _announced(self) -> Announcement | None:  # type: ignore[override]
+        return next(iter(self._contents), None)
 
     @property
     def _at(self) -> int:
-        return super().address
-
-    def _await_on(self, stream: Stream) -> None:
-        self.weights._await(self, stream)
+        return super(ForeignMemory, self).address
 
     @property
     def stream(self) -> Stream:
@@ -70,8 +68,8 @@ class Tensors(Mapping[str, TypedView[Any]]):
     nbytes: int
     """Size of the memory in bytes."""
 
-    def _await(self, view: StoredView, stream: Stream | None) -> None:
-        """Make a stream, or the host if None, wait for the contents."""
+    _contents: tuple[Announcement, ...] = ()
+    """The announcement that every using stream waits for; without one none waits."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,8 +114,8 @@ class OpenEpoch:
     address: int
     """Address of the range in the writer."""
     manifest: Manifest
-    chunks: list[Any] = field(default_factory=list)
-    """:class:`ImportedChunk` or :class:`PhysicalMemory` objects, in the order of addresses."""
+    chunks: list[PhysicalMemory] = field(default_factory=list)
+    """In the order of addresses."""
     ready: Announcement | None = None
     """Announcement of the contents; None if they are there."""
 
@@ -145,7 +143,7 @@ class OpenEpoch:
                 opened._find_block(session, received[2], *answer["ready"].split())
             handles = received[3 if answer["ready"] else 2 :]
             for fd, nbytes in zip(handles, answer["chunks"], strict=True):
-                opened.chunks.append(ImportedChunk(session, fd, nbytes))
+                opened.chunks.append(import_memory(session, fd, nbytes))
         return opened
 
     def _find_block(self, session: Session, fd: Fd, name: str, *numbers: str) -> None:
@@ -191,7 +189,6 @@ class Weights(Tensors, Closes):
         self._any_stream = stream is None
         """Whether every using stream waits for the contents, not only :attr:`stream`."""
         self.stream: Stream = device.default_stream if stream is None else as_stream(stream, session_of(device))
-        self._contents: Announcement | None = None
 
     def _adopt(self, opened: OpenEpoch) -> None:
         self._epoch = opened
@@ -218,16 +215,11 @@ class Weights(Tensors, Closes):
 
     def _expect(self) -> None:
         """Make the stream wait for the contents; without a given stream, each using stream waits."""
-        ready, self._contents = self._epoch.ready, None
-        if ready is None:
-            return
-        ready.precede(self.stream)
-        if self._any_stream and not ready.seen(self.memory):
-            self._contents = ready
-
-    def _await(self, view: StoredView, stream: Stream | None) -> None:
-        if self._contents is not None:
-            self._contents.await_on(view, stream)
+        ready, self._contents = self._epoch.ready, ()
+        if ready is not None:
+            ready.precede(self.stream)
+            if self._any_stream and not ready.seen(self.memory):
+                self._contents = (ready,)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -318,9 +310,8 @@ class Weights(Tensors, Closes):
         if latest:
             self._renew(after)
         elif not self.attached:
-            prop = MemAllocationProp(location=self._epoch.device.location)
             with undoing(lambda: self.range.unmap(after=())):
-                map_side_by_side(self.range, self._epoch.chunks, prop, self._rights)
+                map_side_by_side(self.range, self._epoch.chunks, self._rights)
 
     def _renew(self, after: After) -> None:
         """Map the last commit in place of this one."""

@@ -41,7 +41,7 @@ from streamalloc.ipc.store.protocol import MOST_CHUNKS, Connection
 from streamalloc.ipc.store.weights import OpenEpoch, Tensors, Weights
 from streamalloc.ipc.transport.communicator import CommunicatorLike, as_communicator, listed
 from streamalloc.vmm import AddressRange, PhysicalMemory
-from streamalloc.vmm.internal import ImportedChunk, MemAllocationProp, map_side_by_side
+from streamalloc.vmm.internal import import_memory, is_imported, map_side_by_side
 
 _LARGEST_CHUNK = 1 << 30
 
@@ -84,7 +84,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         self._group = None if group is None else as_communicator(group)
         self._voted = False
         """Whether the other ranks have, or get, this rank's vote."""
-        self._chunks: list[PhysicalMemory | ImportedChunk] = []
+        self._chunks: list[PhysicalMemory] = []
         """In the order of addresses; first those that the store gave."""
         self._handle_types = handle_types | MemHandleType.POSIX_FILE_DESCRIPTOR
         self._granularity = PhysicalMemory.granularity(device)
@@ -120,9 +120,8 @@ class WeightsWriter(Tensors, Unique, Leaves):
         if reused:
             session = session_of(self.device)
             for fd, nbytes in zip(reused, chunks, strict=True):
-                self._chunks.append(ImportedChunk(session, fd, nbytes))
-            prop, place = MemAllocationProp(location=self.device.location), self.device.location
-            map_side_by_side(self.range, self._chunks, prop, {place: MemAccess.READWRITE})
+                self._chunks.append(import_memory(session, fd, nbytes))
+            map_side_by_side(self.range, self._chunks, {self.device.location: MemAccess.READWRITE})
             self._mapped = sum(chunks)
         else:
             self._grow(*chunks)
@@ -288,7 +287,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
             manifest, same = self._manifest(), bool(self._like) and self.layout.hash == self._like
             texts = [] if same else [self.layout.to_bytes()]
             files = [undo.enter_context(sealed_file(text)) for text in (*texts, manifest.to_bytes())]
-            created = [memory for memory in self._chunks if isinstance(memory, PhysicalMemory)]
+            created = [memory for memory in self._chunks if not is_imported(memory)]
             handles = [undo.enter_context(memory.export()) for memory in created]  # type: ignore[arg-type]
             if not all(event.query() for event in events):
                 self._pending = lease, value, _ = self._announced(events)
@@ -301,8 +300,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
         return answer
 
     def _manifest(self) -> Manifest:
-        fabric = [memory for memory in self._chunks if isinstance(memory, PhysicalMemory)]
-        fabric = fabric if self._handle_types & MemHandleType.FABRIC else []
+        fabric = self._chunks if self._handle_types & MemHandleType.FABRIC else []  # then the store gave none
         handles = [memory.export(MemHandleType.FABRIC).hex() for memory in fabric]  # type: ignore[union-attr]
         return Manifest(self.layout, self.metadata, handles)
 
@@ -364,7 +362,7 @@ class WeightsWriter(Tensors, Unique, Leaves):
     def _release(self, after: Any = None) -> None:
         """Unmap and release the memory, and end the connection. This aborts an uncommitted epoch."""
         self.range.unmap(after=after)
-        close_all(self._chunks)  # type: ignore[arg-type]
+        close_all(self._chunks)
         self.range.close()
         self._connection.close()
 

@@ -80,10 +80,10 @@ class BindSource(NamedTuple):
                 f"memory={memory!r} spans {len(chunks)} chunks of physical memory, and the driver binds one at a time: "
                 "bind each of its mappings"
             )
-        (chunk,) = chunks
-        if not isinstance(chunk.memory, PhysicalMemory):
+        ((chunk, at),) = chunks
+        if not isinstance(chunk, PhysicalMemory):
             raise ValueError(f"memory={memory!r} is a multicast object itself: bind memory of a device")
-        return cls(memory, chunk.memory, begin - chunk.offset, size, address, state_of(chunk.memory))
+        return cls(memory, chunk, begin - at, size, address, state_of(chunk))
 
     def check(self, granularity: int, device: Device | None, *, shareable: bool) -> int:
         """Check the driver's rules for a binding; return the ordinal of the device to bind for.

@@ -340,6 +340,6 @@ class TestShared:
 def test_what_is_mapped_there_is_no_memory(team: Team) -> None:
     """Its handle is given back again."""
     handles = set(team.object._state.handles)
-    with pytest.raises(ValueError, match="a multicast object is mapped there"):
+    with pytest.raises(ValueError, match="that of a multicast object"):
         vmm.PhysicalMemory.at(team.view.address)
     assert set(team.object._state.handles) == handles
