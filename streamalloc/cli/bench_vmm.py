@@ -38,26 +38,30 @@ PINNED = 2 << 30
 # --- growth ---------------------------------------------------------------------------------------------------------
 
 
+def _mapper(bench: Bench, nbytes: int) -> Callable[[int], Any]:
+    """Return a function that creates memory and maps it at an address by raw calls; it returns the handle."""
+    driver = bench.driver
+    properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
+    descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
+
+    def map_at(address: int) -> Any:
+        handle = value_of(driver.cuMemCreate(nbytes, properties, 0))
+        value_of(driver.cuMemMap(address, nbytes, 0, handle, 0))
+        value_of(driver.cuMemSetAccess(address, nbytes, descriptors, 1))
+        return handle
+
+    return map_at
+
+
 @contextlib.contextmanager
 def _raw(bench: Bench, nbytes: int) -> Iterator[Call]:
     """Map an address range step by step with the bindings' functions, results checked."""
-    driver, end, handles = bench.driver, 0, []
-    create, map_, set_access = driver.cuMemCreate, driver.cuMemMap, driver.cuMemSetAccess
-    properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
-    descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
+    driver, map_at, handles = bench.driver, _mapper(bench, nbytes), list[Any]()
     start = int(value_of(driver.cuMemAddressReserve(STEPS * nbytes, 0, 0, 0)))
-
-    def grow() -> None:
-        nonlocal end
-        handles.append(value_of(create(nbytes, properties, 0)))
-        value_of(map_(start + end, nbytes, 0, handles[-1], 0))
-        value_of(set_access(start + end, nbytes, descriptors, 1))
-        end += nbytes
-
-    yield grow
+    yield lambda: handles.append(map_at(start + nbytes * len(handles)))
     value_of(driver.cuCtxSynchronize())
-    if end:
-        value_of(driver.cuMemUnmap(start, end))
+    if handles:
+        value_of(driver.cuMemUnmap(start, nbytes * len(handles)))
     for handle in handles:
         value_of(driver.cuMemRelease(handle))
     value_of(driver.cuMemAddressFree(start, STEPS * nbytes))
@@ -114,34 +118,39 @@ def _grown(kind: Callable[[Bench, int], contextlib.AbstractContextManager[Call]]
 # --- evict and restore ----------------------------------------------------------------------------------------------
 
 
-def _one_way(there: Call, back: Call, returns: bool, nbytes: int) -> Measured:
-    """Return a variant that is one of two calls that undo each other: the second with ``returns``."""
-    if returns:
-        there()
-    return undone(*((back, there) if returns else (there, back)), nbytes)
+def _both(names: tuple[str, str], kind: Callable[[Bench], tuple[Call, Call, int]]) -> dict[str, Setup]:
+    """Return two variants: two calls that undo each other. ``kind`` returns both, and the bytes that each copies."""
+
+    def setup(bench: Bench, back: bool) -> Measured:
+        call, undo, nbytes = kind(bench)
+        if not back:
+            return undone(call, undo, nbytes)
+        call()
+        return undone(undo, call, nbytes)
+
+    return {name: functools.partial(setup, back=bool(at)) for at, name in enumerate(names)}
 
 
-def _pinned_copy(bench: Bench, *, to_host: bool) -> Measured:
+def _pinned_copies(bench: Bench) -> tuple[Call, Call, int]:
     nbytes = bench.common
     size = min(nbytes, PINNED)
     driver, stream = bench.driver, bench.raw_stream
     pinned = value_of(driver.cuMemHostAlloc(size, 0))
     bench.resources.callback(driver.cuMemFreeHost, pinned)
     buffer = bench.resources.enter_context(vmm.GrowableBuffer(bench.device, size, size, stream=bench.stream))
-    ends = [driver.CUdeviceptr(int(pinned)), driver.CUdeviceptr(buffer.address)]
-    target, source = ends if to_host else reversed(ends)
+    host, device = driver.CUdeviceptr(int(pinned)), driver.CUdeviceptr(buffer.address)
 
-    def copy() -> None:
+    def copy(target: Any, source: Any) -> None:
         # As many times as it takes to copy what is evicted.
         for _ in range(nbytes // size):
             value_of(driver.cuMemcpyAsync(target, source, size, stream))
         value_of(driver.cuStreamSynchronize(stream))
 
-    return undone(copy, lambda: None, nbytes)
+    return functools.partial(copy, host, device), functools.partial(copy, device, host), nbytes
 
 
-def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
-    """Evict or restore a buffer, with or without a copy in a warm host pool."""
+def _eviction(bench: Bench, *, keep: bool) -> tuple[Call, Call, int]:
+    """Evict and restore a buffer, with or without a copy in a warm host pool."""
     location = need_host_pool(bench.device)
     nbytes, keep_open = bench.common, bench.resources.enter_context
     pool = keep_open(sa.MemoryPool(location, release_threshold=KEEP_ALL))
@@ -156,22 +165,19 @@ def _eviction(bench: Bench, *, restore: bool, keep: bool) -> Measured:
         buffer.restore()
         bench.stream.synchronize()
 
-    return _one_way(evict, back, restore, nbytes if keep else 0)
+    return evict, back, nbytes if keep else 0
 
 
-def _segments_by_raw_calls(bench: Bench, *, wake: bool, host: str) -> Measured:
+def _segments_by_raw_calls(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
     """Put segments to sleep one after the other with blocking copies, as torch_memory_saver and vLLM do."""
     driver, nbytes, pinned = bench.driver, max(bench.common // SEGMENTS, GRANULARITY), list[int]()
-    properties = sa.MemAllocationProp(location=bench.device.location).to_driver()
-    descriptors = [sa.MemAccessDesc(bench.device.location, sa.MemAccess.READWRITE).to_driver()]
+    map_at = _mapper(bench, nbytes)
     places = [int(value_of(driver.cuMemAddressReserve(nbytes, 0, 0, 0))) for _ in range(SEGMENTS)]
     handles: list[Any] = []
 
     def back() -> None:
         for number, at in enumerate(places):
-            handles.append(value_of(driver.cuMemCreate(nbytes, properties, 0)))
-            value_of(driver.cuMemMap(at, nbytes, 0, handles[-1], 0))
-            value_of(driver.cuMemSetAccess(at, nbytes, descriptors, 1))
+            handles.append(map_at(at))
             if host != NO_BYTES and pinned:
                 value_of(driver.cuMemcpyHtoD(driver.CUdeviceptr(at), pinned[number if host == KEPT else 0], nbytes))
                 if host == NEW:
@@ -197,10 +203,10 @@ def _segments_by_raw_calls(bench: Bench, *, wake: bool, host: str) -> Measured:
 
     bench.resources.callback(end)
     back()
-    return _one_way(sleep, back, wake, nbytes * SEGMENTS if host != NO_BYTES else 0)
+    return sleep, back, nbytes * SEGMENTS if host != NO_BYTES else 0
 
 
-def _segments_of_a_group(bench: Bench, *, wake: bool, host: str) -> Measured:
+def _segments_of_a_group(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
     """Put the same segments to sleep as ``interop.memory_saver`` and ``interop.vllm`` do."""
     group = bench.resources.enter_context(vmm.SleepGroup(bench.device))
     nbytes = max(bench.common // SEGMENTS, GRANULARITY)
@@ -225,23 +231,20 @@ def _segments_of_a_group(bench: Bench, *, wake: bool, host: str) -> Measured:
             kept.clear()
         work(session_of(group))
 
-    return _one_way(sleep, back, wake, nbytes * SEGMENTS if host != NO_BYTES else 0)
+    return sleep, back, nbytes * SEGMENTS if host != NO_BYTES else 0
+
+
+_row = functools.partial(BenchRow, most=1, unit="ms", rounds=(9, 3))
+"""A row whose variants take milliseconds and more."""
 
 
 def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
-    raw, ours = (functools.partial(kind, host=host) for kind in (_segments_by_raw_calls, _segments_of_a_group))
-    return BenchRow(
+    return _row(
         name,
         f"Put {SEGMENTS} segments to sleep {title}",
-        {
-            SLEEP: functools.partial(raw, wake=False),
-            WAKE: functools.partial(raw, wake=True),
-            OUR_SLEEP: functools.partial(ours, wake=False),
-            OUR_WAKE: functools.partial(ours, wake=True),
-        },
+        _both((SLEEP, WAKE), functools.partial(_segments_by_raw_calls, host=host))
+        | _both((OUR_SLEEP, OUR_WAKE), functools.partial(_segments_of_a_group, host=host)),
         (Target(OUR_SLEEP, limit, SLEEP), Target(OUR_WAKE, limit, WAKE)),
-        most=1,
-        unit="ms",
         rounds=(5, 3),
         bases={OUR_WAKE: WAKE},
         need=_need_evicted,
@@ -293,22 +296,21 @@ def _scattered(bench: Bench, size: int) -> tuple[sa.Buffer, np.ndarray[Any, Any]
     return buffer, np.random.default_rng(0).permutation(2 * count)[:count]
 
 
-def _blocks_by_raw_calls(bench: Bench, *, size: int, to_host: bool) -> Measured:
-    """Copy blocks one by one from or to adjacent pinned memory, as vLLM's ``swap_blocks``."""
+def _blocks_by_raw_calls(bench: Bench, *, size: int) -> tuple[Call, Call, int]:
+    """Copy blocks one by one to adjacent pinned memory and back, as vLLM's ``swap_blocks``."""
     driver, stream = bench.driver, bench.raw_stream
     buffer, blocks = _scattered(bench, size)
     pinned = int(value_of(driver.cuMemHostAlloc(bench.common, 0)))
     bench.resources.callback(driver.cuMemFreeHost, pinned)
-    host = range(pinned, pinned + bench.common, size)
-    device = (buffer.address + blocks * size).tolist()
-    sides = [[*map(driver.CUdeviceptr, side)] for side in ((host, device) if to_host else (device, host))]
+    host = [*map(driver.CUdeviceptr, range(pinned, pinned + bench.common, size))]
+    device = [*map(driver.CUdeviceptr, (buffer.address + blocks * size).tolist())]
 
-    def copy() -> None:
-        for target, source in zip(*sides, strict=True):
+    def copy(targets: list[Any], sources: list[Any]) -> None:
+        for target, source in zip(targets, sources, strict=True):
             value_of(driver.cuMemcpyAsync(target, source, size, stream))
         value_of(driver.cuStreamSynchronize(stream))
 
-    return undone(copy, lambda: None, bench.common)
+    return functools.partial(copy, host, device), functools.partial(copy, device, host), bench.common
 
 
 def _blocks_of_a_tier(bench: Bench, *, size: int, to_host: bool) -> Measured:
@@ -334,27 +336,20 @@ def _blocks_of_a_tier(bench: Bench, *, size: int, to_host: bool) -> Measured:
 
 
 def _blocks(size: int) -> BenchRow:
-    raw, ours = (functools.partial(kind, size=size) for kind in (_blocks_by_raw_calls, _blocks_of_a_tier))
-
     def need(bench: Bench) -> None:
         bench.common = size * (BLOCKS_SIMULATED if bench.chosen.is_simulated else BLOCKS // (8 if bench.quick else 1))
 
-    return BenchRow(
+    return _row(
         f"blocks-{size >> 10}k",
         f"Move scattered blocks of {size_text(size)} to host memory and back, beside one copy of the same size: "
         "blocks of 8 KiB take 12.5 to 15.2 GB/s in vLLM's issue 48434, adjacent ones 54",
         {
-            TO_PINNED: functools.partial(_pinned_copy, to_host=True),
-            FROM_PINNED: functools.partial(_pinned_copy, to_host=False),
-            RAW_SAVE: functools.partial(raw, to_host=True),
-            RAW_LOAD: functools.partial(raw, to_host=False),
-            SAVE: functools.partial(ours, to_host=True),
-            LOAD: functools.partial(ours, to_host=False),
+            **_both((TO_PINNED, FROM_PINNED), _pinned_copies),
+            **_both((RAW_SAVE, RAW_LOAD), functools.partial(_blocks_by_raw_calls, size=size)),
+            SAVE: functools.partial(_blocks_of_a_tier, size=size, to_host=True),
+            LOAD: functools.partial(_blocks_of_a_tier, size=size, to_host=False),
         },
         (Target(SAVE, 1.25, TO_PINNED), Target(LOAD, 1.25, FROM_PINNED)),
-        most=1,
-        unit="ms",
-        rounds=(9, 3),
         bases={RAW_LOAD: FROM_PINNED, LOAD: FROM_PINNED},
         need=need,
     )
@@ -396,31 +391,27 @@ ROWS = (
         rounds=(24, 6),
         need=lambda bench: need_virtual_memory(bench.device),
     ),
-    BenchRow(
+    _row(
         "eviction",
         "Evict and restore a buffer, beside copies of the same size",
         {
-            TO_PINNED: functools.partial(_pinned_copy, to_host=True),
-            FROM_PINNED: functools.partial(_pinned_copy, to_host=False),
-            EVICT: functools.partial(_eviction, restore=False, keep=True),
-            RESTORE: functools.partial(_eviction, restore=True, keep=True),
-            "streamalloc evict, without a copy": functools.partial(_eviction, restore=False, keep=False),
-            "streamalloc restore, without a copy": functools.partial(_eviction, restore=True, keep=False),
+            **_both((TO_PINNED, FROM_PINNED), _pinned_copies),
+            **_both((EVICT, RESTORE), functools.partial(_eviction, keep=True)),
+            **_both(
+                (f"{OURS} evict, without a copy", f"{OURS} restore, without a copy"),
+                functools.partial(_eviction, keep=False),
+            ),
         },
         (Target(EVICT, 1.25, TO_PINNED), Target(RESTORE, 1.25, FROM_PINNED)),
-        most=1,
-        unit="ms",
-        rounds=(9, 3),
         bases={RESTORE: FROM_PINNED},
         need=_need_evicted,
     ),
-    BenchRow(
+    _row(
         "sleep",
         "Put weights to sleep and wake them, beside the loops of others with new pinned memory: 57 GiB took 21.9 s in "
         "vLLM's issue 58066. The first run of all may wait for memory that the machine gets from its host",
         {
-            SLEEP: functools.partial(_segments_by_raw_calls, wake=False, host=NEW),
-            WAKE: functools.partial(_segments_by_raw_calls, wake=True, host=NEW),
+            **_both((SLEEP, WAKE), functools.partial(_segments_by_raw_calls, host=NEW)),
             **{name: functools.partial(_weights, timed=name) for name in (FIRST, PREPARED, FROZEN, OUR_WAKE)},
         },
         (
@@ -429,8 +420,6 @@ ROWS = (
             Target(FROZEN, 0.02, SLEEP),
             Target(OUR_WAKE, 1, WAKE),
         ),
-        most=1,
-        unit="ms",
         rounds=(3, 2),
         bases={OUR_WAKE: WAKE},
         need=_need_evicted,
