@@ -61,10 +61,6 @@ class Watcher(Protocol):
 class Watched(Protocol):
     """An allocator, as far as hooks need it."""
 
-    _alloc: Any
-    _free: Any
-    _session: Session
-
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None: ...
 
 
@@ -227,20 +223,3 @@ def notify_freed(session: Session, address: int, stream: Any) -> Iterator[None]:
         for watcher in watchers:
             watcher.free_failed(address)
         raise
-
-
-def watch(allocator: Watched, watchers: tuple[Watcher, ...]) -> None:
-    """Notify ``watchers`` of each call of an allocator's functions. Without any, restore the driver's own functions."""
-    tap = tap_of(allocator._free)  # a closed pool has replaced its _alloc, not its _free
-    if tap is None:
-        if watchers and not allocator._session.forked:
-            tap = Tap(allocator, allocator._alloc, allocator._free)
-            tap.watchers = watchers
-            allocator._alloc, allocator._free = tap.allocate, tap.free
-        return
-    tap.watchers = watchers
-    if not watchers:
-        # Do not overwrite the functions that a closed pool or a forked child has set.
-        if tap_of(allocator._alloc) is tap:
-            allocator._alloc = tap._alloc
-        allocator._free = tap._free

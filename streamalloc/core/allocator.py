@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from streamalloc.core.allocation_hooks import Watcher, bare, holders, watch, watching_of
+from streamalloc.core.allocation_hooks import Tap, Watcher, bare, holders, tap_of, watching_of
 from streamalloc.core.buffer import Buffer, BufferSource, GraphBuffer, PoolBuffer
 from streamalloc.core.copies import CopySide
 from streamalloc.core.deferred import work
@@ -65,8 +65,20 @@ class Allocator(Unique, BufferSource):
         watching_of(session).bound(self)
 
     def _watched_by(self, watchers: tuple[Watcher, ...]) -> None:
-        """Notify these watchers of each further allocation and free; ``()`` stops that."""
-        watch(self, watchers)
+        """Notify these watchers of each further allocation and free; ``()`` restores the driver's own functions."""
+        tap = tap_of(self._free)  # a closed pool has replaced its _alloc, not its _free
+        if tap is None:
+            if watchers and not self._session.forked:
+                tap = Tap(self, self._alloc, self._free)
+                tap.watchers = watchers
+                self._alloc, self._free = tap.allocate, tap.free
+            return
+        tap.watchers = watchers
+        if not watchers:
+            # Do not overwrite the functions that a closed pool or a forked child has set.
+            if tap_of(self._alloc) is tap:
+                self._alloc = tap._alloc
+            self._free = tap._free
 
     def allocate(self, nbytes: int | str, stream: StreamLike) -> Buffer:
         """Allocate in stream order (``cuMemAllocFromPoolAsync``). The memory is usable on ``stream`` without

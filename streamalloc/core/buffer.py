@@ -32,7 +32,7 @@ from streamalloc.core.fence import await_closed, ordered_after
 from streamalloc.core.memory import Memory
 from streamalloc.core.properties import MemAccess, MemAccessDesc, MemLocation, MemLocationType, checked_size
 from streamalloc.core.resource import Closes, above
-from streamalloc.core.session import NOT_CALLED, Session
+from streamalloc.core.session import GLOBAL, NOT_CALLED, RELAXED, Session
 from streamalloc.core.stream import (
     Stream,
     StreamLike,
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 StillImported: TypeAlias = Literal["defer", "wait", "raise", "ignore"]
 _POLICIES = ("defer", "wait", "raise", "ignore")
 _DEFER: StillImported = "defer"
-
-_RELAXED = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-_GLOBAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 _FOREIGN_IN_CAPTURE = (
     "the stream is being captured, where only memory that the capture allocated can be freed; free it on another stream"
@@ -487,14 +484,14 @@ class PoolBuffer(Buffer):
         if unusable():
             return
         exchange, free, dropping = session.cuThreadExchangeStreamCaptureMode, allocator._free, stream._dropping
-        mode = _GLOBAL
+        mode = GLOBAL
         # Before the handle is read, until the pop below: a close on another thread leaves the handle valid meanwhile.
         dropping.append(None)
         try:
-            failed, mode = exchange(_RELAXED)
+            failed, mode = exchange(RELAXED)
             handle = stream.unlent or stream._ready_to_drop()
             if failed:
-                mode = _GLOBAL
+                mode = GLOBAL
             elif handle is not None:
                 failed = free(ptr, handle)[0]
         finally:

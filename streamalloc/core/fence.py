@@ -45,7 +45,6 @@ from streamalloc.core.stream import (
     OwnStream,
     PerThreadStream,
     Stream,
-    default_streams,
     draining,
     known_streams,
     legacy_stream,
@@ -209,11 +208,14 @@ def _known_streams(session: Session, *, closed: bool = False) -> list[Stream]:
     """Streams of ours, default streams that were used, and libraries' streams: open ones, or ``closed`` ones too that
     may have work.
     """
-    known = members(known_streams(session))
-    # A stream that a library's object only names may be destroyed, and a call with its handle crash the process.
-    libraries = [stream for stream in known if isinstance(stream, LibraryStream) and stream.owned]
-    libraries = [stream for stream in libraries if not stream.closed or (closed and _may_work(stream))]
-    return [*(stream for stream in known if isinstance(stream, OwnStream)), *default_streams(session), *libraries]
+
+    def counts(stream: Stream) -> bool:
+        if isinstance(stream, LibraryStream):
+            # One that a library's object only names may be destroyed, and a call with its handle crash the process.
+            return stream.owned and (not stream.closed or (closed and not stream.drained))
+        return not isinstance(stream, PerThreadStream) or stream._ident == threading.get_ident()
+
+    return list(filter(counts, members(known_streams(session))))
 
 
 def _may_work(end: Event | Stream) -> bool:

@@ -768,20 +768,19 @@ class _ThreadStreams(threading.local):
     """The calling thread's per-thread default streams of one driver, by device ordinal."""
 
     def __init__(self) -> None:
-        self.streams: dict[int, PerThreadStream] = {}
-        self.ends: list[_ThreadEnd] = []
+        self.streams: dict[int, _OfThread] = {}
 
 
-class _ThreadEnd:
-    """An object of one thread, which dies with it."""
+class _OfThread:
+    """Owner of one thread's stream, which dies with the thread."""
 
-    __slots__ = ("_stream",)
+    __slots__ = ("stream",)
 
-    def __init__(self, stream: PerThreadStream) -> None:
-        self._stream = stream
+    def __init__(self, device: Device) -> None:
+        self.stream: PerThreadStream = PerThreadStream._make(device, PER_THREAD)
 
     def __del__(self) -> None:
-        stream = getattr(self, "_stream", None)  # unset in an object whose making has raised
+        stream = getattr(self, "stream", None)  # unset in an object whose making has raised
         if stream is not None:
             stream._ident = stream.caller = False
             if stream._session.usable:
@@ -796,28 +795,19 @@ _thread_streams: PerDriver[_ThreadStreams] = PerDriver(lambda _: _ThreadStreams(
 def legacy_stream(device: Device) -> LegacyStream:
     """The legacy default stream of a device."""
     streams = _legacy_streams(device._session)
-    found = streams.get(device.ordinal)
-    return found or streams.setdefault(device.ordinal, LegacyStream._make(device, LEGACY))
+    return streams.get(device.ordinal) or streams.setdefault(device.ordinal, LegacyStream._make(device, LEGACY))
 
 
 def per_thread_stream(device: Device) -> PerThreadStream:
     """The calling thread's default stream of a device."""
-    mine = _thread_streams(device._session)
-    found = mine.streams.get(device.ordinal)
-    if found is None:
-        found = mine.streams.setdefault(device.ordinal, PerThreadStream._make(device, PER_THREAD))
-        mine.ends.append(_ThreadEnd(found))
-    return found
+    streams = _thread_streams(device._session).streams
+    found = streams.get(device.ordinal) or streams.setdefault(device.ordinal, _OfThread(device))
+    return found.stream
 
 
 def default_stream(device: Device, handle: int) -> DefaultStream:
     """The default stream of a device: handles 0 and 1 are the legacy one, 2 is the calling thread's per-thread one."""
     return per_thread_stream(device) if handle == PER_THREAD else legacy_stream(device)
-
-
-def default_streams(session: Session) -> list[Stream]:
-    """The default streams that were used: the legacy ones, and the calling thread's."""
-    return [*_legacy_streams(session).values(), *_thread_streams(session).streams.values()]
 
 
 # -- streams of other libraries ----------------------------------------------------------------------------------
