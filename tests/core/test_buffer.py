@@ -31,16 +31,6 @@ def test_what_it_tells(pool: sa.MemoryPool, stream: sa.Stream) -> None:
 
 
 class TestFreeing:
-    def test_twice(self, traced: Any, device: sa.Device, stream: sa.Stream, pool: sa.MemoryPool) -> None:
-        buffer = pool.allocate(64, stream)
-        buffer.free()
-        for again in (None, stream, device.default_stream):
-            with pytest.raises(sa.ClosedError, match="freed already"):
-                buffer.free(again)
-        buffer.close()
-        assert names(traced, "cuMemFreeAsync") == ["cuMemFreeAsync"]
-        assert buffer.freed and "freed" in repr(buffer)
-
     def test_use_afterwards(self, traced: Any, stream: sa.Stream, pool: sa.MemoryPool) -> None:
         with pool.allocate(64, stream) as other:
             buffer = pool.allocate(64, stream)
@@ -82,17 +72,6 @@ class TestFreeing:
             with pool.allocate(20 * MiB, other) as again:
                 assert again.address == address
             gate.open()
-
-    def test_is_in_stream_order(self, pool: sa.MemoryPool, stream: sa.Stream, gate: Gate) -> None:
-        """Work that was queued before the free still uses the memory."""
-        with pool.allocate(64, stream) as target:
-            source = pool.allocate(64, stream)
-            source.fill(7)
-            gate.hold(stream)
-            target.copy_from(source)
-            source.free()
-            gate.open()
-            assert holds(target, 7)
 
 
 class TestFill:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -19,7 +16,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate
-from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, in_threads, names
+from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, names
 
 SIZE = 4096
 
@@ -42,16 +39,6 @@ def asked(driver: Any) -> list[str]:
 
 
 class TestReuse:
-    def test_without_asking_the_driver(self, traced: Any, stream: sa.Stream, cache: sa.CachingAllocator) -> None:
-        first = cache.allocate(SIZE, stream)
-        address = first.address
-        first.free()
-        del traced.calls[:]
-        for _ in range(5):
-            with cache.allocate(SIZE, stream) as buffer:
-                assert (buffer.address, buffer.nbytes) == (address, SIZE)
-        assert traced.calls == []
-
     def test_is_a_buffer_like_any_other(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
         for _ in range(2):
             with cache.allocate(1000, stream) as buffer:
@@ -565,78 +552,6 @@ class TestWhere:
                         assert buffer.location == peer.location
                         assert buffer.device_accessible == (one is theirs)
             assert cache.statistics().misses == 2
-
-
-class _Owners:
-    """Owner by address; a second owner is an error."""
-
-    def __init__(self) -> None:
-        self._at: dict[int, object] = {}
-
-    def enter(self, buffer: sa.Buffer) -> None:
-        token = object()
-        assert self._at.setdefault(buffer.address, token) is token, "handed out twice"
-
-    def leave(self, buffer: sa.Buffer) -> None:
-        del self._at[buffer.address]
-
-
-def _use(cache: sa.CachingAllocator, streams: list[sa.Stream], owners: _Owners, times: int, seed: int) -> None:
-    choose = random.Random(seed).random
-    mine: list[sa.Buffer] = []
-    sizes = (1, 600, 4096, 4096, 9000, MiB, 3 * MiB)
-    flush = max(400, times // 50)
-    for number in range(times):
-        if number % flush == seed:
-            cache._state.flush()
-        stream = streams[int(choose() * len(streams))]
-        if choose() < 0.5 or not mine:
-            buffer = cache.allocate(sizes[int(choose() * len(sizes))], stream)
-            owners.enter(buffer)
-            mine.append(buffer)
-        else:
-            buffer = mine.pop(int(choose() * len(mine)))
-            owners.leave(buffer)
-            end = choose()
-            if end < 0.6:
-                buffer.free()
-            elif end < 0.8:
-                buffer.free(stream)
-            elif end < 0.9:
-                ring: list[object] = [buffer]
-                ring.append(ring)
-                del ring
-        del buffer
-        if len(mine) > 20:
-            owners.leave(mine[0])
-            mine.pop(0).free()
-    for buffer in mine:
-        owners.leave(buffer)
-        buffer.free()
-
-
-def _many_threads(device: sa.Device, pool: sa.MemoryPool, times: int) -> None:
-    streams = [device.create_stream() for _ in range(3)]
-    owners = _Owners()
-    with sa.CachingAllocator(pool) as cache:
-        in_threads(*[functools.partial(_use, cache, streams, owners, times, seed) for seed in range(16)])
-        gc.collect()
-        assert cache.statistics().in_use == 0 and cache.statistics().cached > 0
-        device.synchronize()
-        cache.trim()
-        assert pool.statistics()[::2] == (0, 0)
-    for stream in streams:
-        stream.close()
-
-
-def test_many_threads(device: sa.Device, pool: sa.MemoryPool) -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(3):
-            _many_threads(device, pool, 1000)
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def test_one_buffer_is_freed_once(cache: sa.CachingAllocator, stream: sa.Stream) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-from streamalloc import ipc
+from streamalloc import ipc, vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.state import MAX_RETURNING
 from streamalloc.testing import Gate
@@ -291,18 +291,24 @@ def test_blocks_that_another_thread_frees_when_too_many_return(
         assert later_memory_is_whole(cache.pool, SIZE, other, gate)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_threads_that_free_each_other_s_blocks(device: sa.Device, cache: sa.CachingAllocator, seed: int) -> None:
+@pytest.mark.usefixtures("collecting")
+@pytest.mark.parametrize("kind", [sa.CachingAllocator, vmm.ExpandableCache])
+@pytest.mark.parametrize("shared", [False, True], ids=["streams of their own", "one stream"])
+def test_threads_that_free_each_other_s_blocks(
+    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, kind: type[sa.CachingAllocator], shared: bool
+) -> None:
     """Each buffer holds what its thread wrote until it is freed, also where threads end meanwhile."""
     shelf: list[sa.Buffer] = []
+    cache = kind(pool)
+    on = stream if shared else device.per_thread_stream
 
     def run(number: int) -> None:
-        draw, stream = random.Random(seed * 100 + number), device.per_thread_stream
+        draw = random.Random(number)
         mine: list[sa.Buffer] = []
         for _ in range(60):
             step = draw.random()
             if step < 0.4 or not mine:
-                mine.append(cache.allocate(draw.choice((512, SIZE)), stream))
+                mine.append(cache.allocate(draw.choice((512, 600, SIZE, SIZE, 3 * MiB)), on))
                 mine[-1].fill(number)
             elif step < 0.6:
                 buffer = mine.pop()
@@ -311,7 +317,7 @@ def test_threads_that_free_each_other_s_blocks(device: sa.Device, cache: sa.Cach
             elif step < 0.7:
                 del mine[-1]
             elif step < 0.85:
-                stream.synchronize()
+                on.synchronize()
                 shelf.append(mine.pop())
             else:
                 with contextlib.suppress(IndexError):
@@ -321,12 +327,12 @@ def test_threads_that_free_each_other_s_blocks(device: sa.Device, cache: sa.Cach
                         taken.free()
                     del taken
 
-    for _ in range(2):
-        in_threads(*[functools.partial(run, number) for number in range(1, 5)])
+    for first in (1, 5):
+        in_threads(*[functools.partial(run, number) for number in range(first, first + 8)])
     shelf.clear()
     gc.collect()
     device.synchronize()
     assert cache.statistics().in_use == 0
     cache.close()
     device.synchronize()
-    assert cache.pool.statistics().used == 0
+    assert pool.statistics().used == 0

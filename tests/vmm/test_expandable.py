@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import random
 import threading
 from collections.abc import Iterator
@@ -18,11 +16,11 @@ import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.pool.internal import class_size
-from streamalloc.testing import Faults, Gate, settle
+from streamalloc.testing import Gate, settle
 from streamalloc.vmm.expandable import _Ranges
 from streamalloc.vmm.free_ranges import FreeRanges
 from tests.interleaving import interleaved
-from tests.support import Account, MiB, executed, holds, in_threads, pending
+from tests.support import MiB, executed, holds, pending
 
 CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
 
@@ -121,19 +119,6 @@ class TestMemory:
             for buffer in filled(cache, sizes, stream):
                 buffer.free()
         assert cache.statistics().reserved_high == 64 * MiB
-
-    def test_moves_to_where_it_is_needed(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        """Every second block is freed: 64 MiB are free, in pieces of 4 MiB. No byte of the others changes."""
-        blocks = filled(cache, [4] * 32, stream)
-        for buffer in blocks[::2]:
-            buffer.free()
-        with cache.allocate(64 * MiB, stream) as large:
-            large.fill(99, stream)
-            assert cache.statistics().reserved_high <= 1.03 * 128 * MiB + 4 * MiB
-            assert holds(large, 99)
-            assert all(holds(buffer, number) for number, buffer in enumerate(blocks) if number % 2)
-        for buffer in blocks[1::2]:
-            buffer.free()
 
     def test_moves_while_the_stream_is_busy_and_nothing_waits(
         self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream
@@ -268,39 +253,6 @@ class TestLimits:
             assert not int(machine.cuCtxGetCurrent()[1]) and holds(buffer, 0)
             buffer.free()
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("call", [*CALLS, "cuEventRecord", "cuStreamWaitEvent", "cuEventQuery"])
-    def test_refused_calls_lose_nothing(self, machine: Any, call: str) -> None:
-        """Whatever call fails while memory moves: blocks keep their bytes, and all memory comes back."""
-        account = Account(machine)
-        driver = Faults(account.checked)
-        device = sa.Device(0, driver=driver)
-        for skip in range(1, 9):
-            with contextlib.ExitStack() as resources:
-                stream, other = (resources.enter_context(device.create_stream()) for _ in range(2))
-                pool = resources.enter_context(sa.MemoryPool(device))
-                cache = resources.enter_context(vmm.ExpandableCache(pool))
-                blocks = filled(cache, [4] * 8, stream)
-                for buffer in blocks[::2]:
-                    buffer.free()
-                driver.fail(call, skip, result="CUDA_ERROR_UNKNOWN")
-                made = []
-                for size, on in ((16, stream), (6, other), (20, other), (12, stream)):
-                    with contextlib.suppress(sa.CudaError):
-                        made.append(cache.allocate(size * MiB, on))
-                        made[-1].fill(100 + len(made), on)
-                with contextlib.suppress(sa.CudaError):
-                    cache.trim()
-                driver.stop()
-                assert all(holds(one, at) for at, one in enumerate(blocks) if at % 2)
-                assert all(holds(one, 101 + at) for at, one in enumerate(made))
-                ranges = sorted((one.address, one.address + one.nbytes) for one in [*made, *blocks[1::2]])
-                assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
-                for one in [*made, *blocks[1::2]]:
-                    one.free()
-            cache = pool = None  # type: ignore[assignment]
-            assert account.physical_bytes == 0
-
 
 class TestOwners:
     def test_a_buffer_whose_stream_is_assigned(
@@ -337,14 +289,6 @@ class TestOwners:
                 ipc.share(buffer)
             buffer.fill(3)
             assert holds(buffer, 3)
-
-    def test_captures_take_the_pools_memory(self, cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-        with stream.capture() as graph:
-            inside = cache.allocate(4 * MiB, stream)
-            assert type(inside) is sa.GraphBuffer
-            inside.free()
-        graph.close()
-        assert cache.statistics().reserved == 0
 
     def test_memory_stays_where_it_is_during_captures(
         self, device: sa.Device, cache: sa.CachingAllocator, stream: sa.Stream, other: sa.Stream
@@ -459,29 +403,6 @@ class TestOwners:
                 assert holds(found, 9)
                 found.free()
             kept.free()
-
-    def test_many_threads(self, device: sa.Device, cache: sa.CachingAllocator) -> None:
-        def use(seed: int) -> None:
-            choose = random.Random(seed)
-            mine: list[tuple[int, sa.Buffer]] = []
-            with device.create_stream() as stream:
-                for number in range(150):
-                    if len(mine) > 6 or (mine and choose.random() < 0.4):
-                        value, buffer = mine.pop(choose.randrange(len(mine)))
-                        assert number % 7 or holds(buffer, value)
-                        buffer.free()
-                    else:
-                        buffer = cache.allocate(int(2 ** choose.uniform(9, 23)), stream)
-                        buffer.fill(number, stream)
-                        mine.append((number, buffer))
-                for value, buffer in mine:
-                    assert holds(buffer, value)
-                    buffer.free()
-
-        in_threads(*[functools.partial(use, seed) for seed in range(4)])
-        device.synchronize()
-        cache.trim()
-        assert cache.statistics().used == cache.statistics().in_use == 0
 
 
 @pytest.mark.parametrize("act", ["a new size", "the end"])

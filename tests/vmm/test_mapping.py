@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, holds, names, pattern
+from tests.support import holds, names, pattern
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, same
 
 
@@ -65,20 +65,6 @@ class TestMap:
 
 
 class TestUnmap:
-    def test_once(self, machine: Any) -> None:
-        account = Account(machine)
-        device = account.device
-        with vmm.AddressRange(PAGE, driver=account.driver) as pages, vmm.PhysicalMemory(device, PAGE) as memory:
-            mapping = pages.map(memory, access=device)
-            mapping.close()
-            mapping.close()
-            assert mapping.closed and memory.mapping_count == 0 and not pages.mappings
-            assert account.calls("cuMemUnmap") == ["cuMemUnmap"]
-            with pages.map(memory) as other:
-                assert list(pages.mappings) == [other]
-            assert other.closed
-        assert account.left == {}
-
     def test_dropping_it_does_not(self, device: sa.Device, pages: vmm.AddressRange, memory: vmm.PhysicalMemory) -> None:
         pages.map(memory, access=device).fill(3)
         gc.collect()

@@ -185,14 +185,6 @@ class TestOptions:
 
 
 class TestLife:
-    def test_closed_once(self, machine: Any) -> None:
-        account = Account(machine)
-        with vmm.PhysicalMemory(account.device, PAGE) as memory:
-            memory.close()
-            assert memory.closed
-        memory.close()
-        assert account.calls("cuMemRelease") == ["cuMemRelease"] and account.left == {}
-
     def test_stays_while_it_is_mapped(self, machine: Any) -> None:
         account = Account(machine)
         device = account.device
