@@ -13,7 +13,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from tests.support import Account, holds, pattern, read
+from tests.support import Account, holds, pattern
 from tests.vmm.support import HOST, PAGE, READ, READWRITE, same, write
 
 SIZE = 2 * PAGE + 12345
@@ -46,37 +46,6 @@ def held(device: sa.Device) -> int:
 
 
 class TestWithoutBackup:
-    def test_memory_goes_and_addresses_stay(self, device: sa.Device, buffer: vmm.GrowableBuffer) -> None:
-        before, address = held(device), buffer.address
-        buffer.evict()
-        assert buffer.evicted and buffer.mapped_bytes == 0 and buffer.mappings == ()
-        assert (buffer.nbytes, buffer.address, buffer.capacity) == (SIZE, address, 8 * PAGE)
-        assert held(device) == before - MAPPED
-        eviction = buffer.eviction
-        assert eviction is not None and (eviction.nbytes, eviction.saved) == (MAPPED, None)
-        assert "evicted" in repr(buffer)
-        with vmm.AddressRange(8 * PAGE, address=address) as other:  # the addresses are still the buffer's
-            assert not other.honoured
-        buffer.restore()
-        assert (buffer.address, buffer.nbytes, buffer.mapped_bytes) == (address, SIZE, MAPPED)
-        assert buffer.eviction is None
-        assert held(device) == before
-        data = write(buffer, pattern(SIZE))
-        assert same(buffer, data)
-
-    def test_an_empty_one(self, device: sa.Device, host: sa.MemoryPool) -> None:
-        with vmm.GrowableBuffer(device, PAGE) as buffer:
-            for backup in (None, host):
-                buffer.evict(backup)
-                assert buffer.evicted
-                with pytest.raises(sa.EvictedError):
-                    buffer.evict(backup)
-                buffer.restore()
-                assert not buffer.evicted
-            buffer.grow(PAGE)
-            buffer.fill(1)
-        assert host.statistics().used == 0
-
     @pytest.mark.parametrize(
         "use",
         [
@@ -127,21 +96,6 @@ class TestWithoutBackup:
 
 
 class TestWithBackup:
-    def test_the_same_bytes_at_the_same_address(
-        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool
-    ) -> None:
-        data, address, before = write(buffer, pattern(SIZE)), buffer.address, held(device)
-        for _ in range(3):
-            buffer.evict(host)
-            assert host.statistics().used == SIZE and held(device) == before - MAPPED
-            assert buffer.eviction is not None and buffer.eviction.saved is not None
-            with vmm.PhysicalMemory(device, 4 * PAGE) as other, vmm.AddressRange(4 * PAGE) as elsewhere:
-                elsewhere.map(other, access=device).fill(255)  # what was given back is somebody else's
-            buffer.restore()
-            buffer.stream.synchronize()
-            assert host.statistics().used == 0 and held(device) == before
-            assert buffer.address == address and same(buffer, data)
-
     def test_no_slower_copy_by_mistake(self, device: sa.Device, buffer: vmm.GrowableBuffer) -> None:
         """A pool whose memory the device may not use is refused: copies would go through a bounce buffer."""
         data = write(buffer, pattern(SIZE))
@@ -150,26 +104,6 @@ class TestWithBackup:
                 buffer.evict(pool)
             assert not buffer.evicted and pool.statistics().used == 0
         assert same(buffer, data)
-
-    def test_into_memory_of_one_s_own(
-        self, device: sa.Device, buffer: vmm.GrowableBuffer, host: sa.MemoryPool, stream: sa.Stream
-    ) -> None:
-        """The own memory is neither allocated nor freed, and can be read meanwhile."""
-        data = write(buffer, pattern(SIZE))
-        with host.allocate(SIZE, stream) as backup:
-            buffer.evict(backup, stream=stream)
-            assert np.array_equal(backup.as_array(), data)
-            backup.as_array()[5] = 99
-            buffer.restore(stream=stream)
-            stream.synchronize()
-            assert not backup.freed and read(buffer)[5] == 99
-
-    def test_into_memory_of_the_device(self, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool) -> None:
-        data = write(buffer, pattern(SIZE))
-        with pool.allocate(SIZE, buffer.stream) as backup:
-            buffer.evict(backup)
-            buffer.restore()
-            assert same(buffer, data)
 
     def test_what_is_refused(
         self, machine: Any, buffer: vmm.GrowableBuffer, pool: sa.MemoryPool, host: sa.MemoryPool, stream: sa.Stream
@@ -211,42 +145,8 @@ class TestWithBackup:
             assert buffer.evicted and held(device) == before - MAPPED
         buffer.close()
 
-    def test_shrunk_before(self, device: sa.Device, host: sa.MemoryPool) -> None:
-        """Only the bytes are kept; the pieces come back as large as they were."""
-        with vmm.GrowableBuffer(device, 4 * PAGE, 4 * PAGE) as buffer:
-            data = write(buffer, pattern(4 * PAGE))
-            buffer.resize(100)
-            buffer.evict(host)
-            assert host.statistics().used == 100
-            buffer.restore()
-            assert same(buffer, data[:100]) and buffer.mapped_bytes == 4 * PAGE
-            buffer.resize(4 * PAGE)
-            buffer.fill(1)
-
 
 class TestAccess:
-    def test_read_only(self, buffer: vmm.GrowableBuffer, device: sa.Device, host: sa.MemoryPool) -> None:
-        """The bytes come back, though the device may not write; and it may not afterwards."""
-        data = write(buffer, pattern(SIZE))
-        buffer.set_access(device, READ)
-        buffer.evict(host)
-        buffer.restore()
-        assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READ]
-        assert same(buffer, data)
-
-    def test_set_meanwhile(self, buffer: vmm.GrowableBuffer, device: sa.Device) -> None:
-        buffer.evict()
-        buffer.set_access(device, READ)
-        assert buffer.rights == {device.location: READ}
-        buffer.restore()
-        assert [mapping.access(device) for mapping in buffer.mappings] == 3 * [READ]
-        buffer.evict()
-        buffer.set_access(device)
-        with pytest.raises((ValueError, sa.NotSupportedError)):
-            buffer.set_access(HOST)
-        buffer.restore()
-        buffer.fill(1)
-
     @pytest.mark.gpus(2)
     @pytest.mark.parametrize("flags", [READ, READWRITE])
     def test_of_peers(self, device: sa.Device, peer: sa.Device, host: sa.MemoryPool, flags: sa.MemAccess) -> None:
@@ -261,12 +161,6 @@ class TestAccess:
             with peer.create_stream() as theirs, vmm.GrowableBuffer(peer, SIZE, SIZE, stream=theirs) as copy:
                 copy.copy_from(buffer)
                 assert same(copy, data)
-
-
-class TestInUse:
-    """Memory that somebody else holds is not evicted: nothing would be freed."""
-
-    FD = sa.MemHandleType.POSIX_FILE_DESCRIPTOR
 
 
 class TestClose:

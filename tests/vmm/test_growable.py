@@ -128,19 +128,6 @@ class TestMake:
 
 
 class TestGrow:
-    @pytest.mark.parametrize("chunk", [0, 1, PAGE, PAGE + 1, 3 * PAGE, 100 * PAGE])
-    def test_pieces(self, device: sa.Device, chunk: int) -> None:
-        step = -(-chunk // PAGE) * PAGE
-        with vmm.GrowableBuffer(device, 16 * PAGE, chunk=chunk) as buffer:
-            for size in (PAGE, 5 * PAGE, 12 * PAGE):
-                before = buffer.mapped_bytes
-                known = len(buffer.mappings)
-                buffer.resize(size)
-                sizes = [mapping.nbytes for mapping in buffer.mappings[known:]]
-                assert sum(sizes) == size - before and max(sizes) <= (step or 16 * PAGE)
-                assert step or len(sizes) == 1
-                assert step != PAGE or len(sizes) == (size - before) // PAGE
-
     def test_a_step_costs_the_same_at_the_end(self, machine: Any) -> None:
         """Create, map, set access: whatever is there is not touched again."""
         driver = sd.traced(machine)
@@ -150,16 +137,6 @@ class TestGrow:
                 buffer.grow(PAGE)
                 assert names(driver) == ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]
                 assert int(driver.calls[2].args[1]) == PAGE
-
-    def test_no_growth_is_no_call(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        with vmm.GrowableBuffer(sa.Device(0, driver=driver), 4 * PAGE, 100) as buffer:
-            del driver.calls[:]
-            buffer.resize(100)
-            buffer.grow(0)
-            buffer.resize(PAGE)
-            buffer.resize(1)
-            assert names(driver) == [] and buffer.nbytes == 1 and buffer.mapped_bytes == PAGE
 
     @pytest.mark.simulated_only("takes all memory of the device")
     def test_out_of_memory(self) -> None:
@@ -188,25 +165,6 @@ class TestGrow:
 
 
 class TestShrink:
-    def test_gives_whole_pieces_back(self, machine: Any) -> None:
-        account = Account(machine)
-        with vmm.GrowableBuffer(account.device, 16 * PAGE, chunk=2 * PAGE) as buffer:
-            buffer.resize(6 * PAGE)
-            data = write(buffer, pattern(6 * PAGE))
-            for size, mapped in (
-                (6 * PAGE - 1, 6),
-                (5 * PAGE, 6),
-                (4 * PAGE + 1, 6),
-                (4 * PAGE, 4),
-                (3 * PAGE, 4),
-                (1, 2),
-                (0, 0),
-            ):
-                buffer.resize(size)
-                assert (buffer.nbytes, buffer.mapped_bytes) == (size, mapped * PAGE)
-                assert account.physical_bytes == mapped * PAGE
-                assert same(buffer, data[:size])
-
     def test_what_is_gone_is_refused(self, buffer: vmm.GrowableBuffer) -> None:
         buffer.resize(4 * PAGE)
         kept, cut, gone = buffer[:PAGE], buffer[PAGE : 3 * PAGE], buffer[3 * PAGE :][8:16]
@@ -234,32 +192,6 @@ class TestShrink:
             view.fill(2)
             assert holds(view, 2)
         assert mapping.closed
-
-    def test_without_release(self, machine: Any) -> None:
-        """The memory stays mapped until it is used again, released, or evicted."""
-        account = Account(machine)
-        with vmm.GrowableBuffer(account.device, 16 * PAGE, 8 * PAGE, chunk=2 * PAGE) as buffer:
-            data = write(buffer, pattern(8 * PAGE))
-            cut = buffer[6 * PAGE :]
-            made = len(account.traced.calls)
-            buffer.resize(3 * PAGE, release=False)
-            buffer.grow(PAGE)
-            buffer.resize(7 * PAGE)
-            buffer.resize(8 * PAGE, release=False)
-            assert len(account.traced.calls) == made and same(buffer, data) and same(cut, data[6 * PAGE :])
-            buffer.resize(3 * PAGE, release=False)
-            with pytest.raises(sa.ClosedError, match="shrunk"):
-                cut.fill(1)
-            buffer.evict()
-            buffer.restore()
-            assert (buffer.nbytes, buffer.mapped_bytes, account.physical_bytes) == (3 * PAGE, 8 * PAGE, 8 * PAGE)
-            buffer.resize(buffer.nbytes)
-            assert buffer.mapped_bytes == account.physical_bytes == 4 * PAGE
-            buffer.resize(16 * PAGE)
-            buffer.resize(0, release=False)
-            buffer.grow(1)
-            assert buffer.mapped_bytes == 16 * PAGE
-        assert account.left == {}
 
     @pytest.mark.parametrize(
         ("after", "waits"),
@@ -337,20 +269,6 @@ class TestUse:
 
 
 class TestAccess:
-    def test_taken_and_given(self, buffer: vmm.GrowableBuffer, device: sa.Device) -> None:
-        """Access holds for present and future mappings."""
-        buffer.resize(PAGE)
-        buffer.fill(6)
-        buffer.set_access(device, READ)
-        buffer.resize(2 * PAGE)
-        assert [mapping.access(device) for mapping in buffer.mappings] == [READ, READ]
-        assert buffer.__cuda_array_interface__["data"][1]
-        with pytest.raises(sa.InvalidValueError):
-            buffer.fill(1)
-        buffer.set_access(device)
-        buffer[PAGE:].fill(7)
-        assert buffer.rights == {device.location: READWRITE} and holds(buffer[:PAGE], 6) and holds(buffer[PAGE:], 7)
-
     @pytest.mark.parametrize("nbytes", [0, PAGE])
     def test_of_the_host(self, buffer: vmm.GrowableBuffer, device: sa.Device, nbytes: int) -> None:
         """Refused at once, also while nothing is mapped: later growths must not fail for it."""

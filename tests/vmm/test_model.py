@@ -139,56 +139,124 @@ def test_a_range(machine: Any, seed: int) -> None:
     assert account.left == {}
 
 
-@pytest.mark.parametrize("seed", range(4))
+class Growing:
+    """A growable buffer, and what is known of it: its bytes, the sizes of its pieces, and the access to it.
+
+    The bytes are a numpy array that is cut and extended; new ones are undefined until they are written.
+    """
+
+    def __init__(self, account: Account, seed: int) -> None:
+        self.random, self.account, self.device = random.Random(seed), account, account.device
+        self.chunk = self.random.choice([0, PAGE, 2 * PAGE])
+        self.host = sa.MemoryPool(HOST, driver=account.driver)
+        self.host.set_access(self.device, READWRITE)
+        self.plain = sa.MemoryPool(self.device)
+        self.buffer = vmm.GrowableBuffer(self.device, 6 * PAGE, chunk=self.chunk)
+        self.address = self.buffer.address
+        self.bytes: Bytes = np.zeros(0, np.uint8)
+        self.pieces: list[int] = []
+        self.access = READWRITE
+
+    def step(self, value: int) -> None:
+        acts = [self.resize, self.resize, self.resize, self.write, self.write, self.evict, self.set_access]
+        self.random.choice(acts)(value)
+
+    def resize(self, _: int) -> None:
+        # Few sizes are whole pages, and some are the same again.
+        chosen = self.random.choice([0, 1, PAGE - 1, PAGE, PAGE + 1, len(self.bytes), self.random.randrange(6 * PAGE)])
+        size, release, old = min(chosen, 6 * PAGE), self.random.random() < 0.6, len(self.bytes)
+        known, before = list(self.pieces), len(self.account.traced.calls)
+        self.buffer.resize(size, release=release)
+        if release and size <= old:
+            while self.pieces and sum(self.pieces[:-1]) >= size:
+                self.pieces.pop()
+        lacking = -(-size // PAGE) * PAGE - sum(self.pieces)
+        while lacking > 0:
+            self.pieces.append(min(self.chunk or lacking, lacking))
+            lacking -= self.pieces[-1]
+        assert known != self.pieces or len(self.account.traced.calls) == before
+        self.bytes = np.concatenate([self.bytes[:size], np.zeros(max(size - old, 0), np.uint8)])
+        self.define(old)
+
+    def define(self, start: int) -> None:
+        """Write bytes that are undefined, whoever may write by now."""
+        if start < len(self.bytes):
+            self.buffer.set_access(self.device)
+            self.buffer[start:].fill(0)
+            self.bytes[start:] = 0
+            self.buffer.set_access(self.device, self.access)
+
+    def write(self, value: int) -> None:
+        if len(self.bytes):
+            start = self.random.randrange(len(self.bytes))
+            stop = min(start + 5000, len(self.bytes))
+            if self.access != READWRITE:
+                with pytest.raises(sa.InvalidValueError):
+                    self.buffer[start:stop].fill(value)
+                return
+            self.buffer[start:stop].fill(value)
+            self.bytes[start:stop] = value
+
+    def set_access(self, _: int) -> None:
+        self.access = self.random.choice([READ, READWRITE])
+        self.buffer.set_access(self.device, self.access)
+
+    def evict(self, value: int) -> None:
+        """To nowhere, to a pool of the host, or to memory of one's own, which may change meanwhile."""
+        buffer, size = self.buffer, len(self.bytes)
+        kind = self.random.choice(["nowhere", "pool", "memory", "device memory"] if size else ["nowhere", "pool"])
+        source = self.plain if kind == "device memory" else self.host
+        own = source.allocate(size, buffer.stream) if "memory" in kind else None
+        buffer.evict(self.host if kind == "pool" else own)
+        assert self.host.statistics().used == (size if kind in ("pool", "memory") else 0)
+        assert buffer.evicted and buffer.mappings == () and buffer.mapped_bytes == self.account.physical_bytes == 0
+        assert buffer.eviction is not None and buffer.eviction.nbytes == sum(self.pieces)
+        assert (buffer.eviction.saved is None) == (kind == "nowhere" or not size) and "evicted" in repr(buffer)
+        for call in (lambda: buffer.resize(0), lambda: buffer.evict(self.host)):
+            with pytest.raises(sa.EvictedError):
+                call()
+        with vmm.AddressRange(PAGE, address=self.address, driver=self.account.driver) as other:
+            assert not other.honoured  # the addresses are still the buffer's
+            with vmm.PhysicalMemory(self.device, PAGE) as memory:
+                other.map(memory, access=self.device).fill(255)  # what was given back is somebody else's
+        if kind == "memory" and own is not None:
+            assert np.array_equal(own.as_array(), self.bytes)
+            own.as_array()[-1:] = self.bytes[-1:] = value
+        if self.random.random() < 0.5:
+            self.set_access(0)
+        buffer.restore()
+        buffer.stream.synchronize()
+        if own is not None:
+            assert not own.freed
+            own.free()
+        assert self.host.statistics().used == 0 and buffer.eviction is None
+        self.define(0 if kind == "nowhere" else size)
+
+    def check(self) -> None:
+        buffer = self.buffer
+        assert (buffer.address, buffer.nbytes) == (self.address, len(self.bytes))
+        assert [mapping.nbytes for mapping in buffer.mappings] == self.pieces
+        assert all(mapping.access(self.device) == self.access for mapping in buffer.mappings)
+        assert buffer.rights == {self.device.location: self.access}
+        assert buffer.mapped_bytes == sum(self.pieces) == sum(self.account.mapped.values())
+        assert buffer.mapped_bytes == self.account.physical_bytes
+        for start in (0, max(len(self.bytes) - 6000, 0), *(self.random.randrange(6 * PAGE) for _ in range(6))):
+            found = np.zeros(max(min(6000, len(self.bytes) - start), 0), np.uint8)
+            buffer[start : start + len(found)].copy_to(found) if len(found) else None
+            buffer.stream.synchronize()
+            assert np.array_equal(found, self.bytes[start : start + len(found)])
+
+
+@pytest.mark.parametrize("seed", range(8))
 @in_a_thread
 def test_a_growable_buffer(machine: Any, seed: int) -> None:
-    """Its bytes are those of a numpy array that is cut and extended; new ones are undefined until they are written."""
     account = Account(machine)
-    device = account.device
-    chance = random.Random(seed)
-    chunk = chance.choice([0, PAGE, 2 * PAGE])
-    with sa.MemoryPool(HOST, driver=account.driver) as pool:
-        pool.set_access(device, READWRITE)
-        buffer = vmm.GrowableBuffer(device, 6 * PAGE, chunk=chunk)
-        address = buffer.address
-        model: Bytes = np.zeros(0, np.uint8)
-        for number in range(1, 25):
-            action = chance.choice(["resize", "resize", "write", "write", "evict"])
-            if action == "resize":
-                # Few sizes are whole pages, and some are the same again.
-                size = min(chance.choice([0, 1, PAGE - 1, PAGE, PAGE + 1, chance.randrange(6 * PAGE)]), 6 * PAGE)
-                old = len(model)
-                buffer.resize(size)
-                model = np.concatenate([model[:size], np.zeros(max(size - old, 0), np.uint8)])
-                if size > old:
-                    buffer[old:].fill(0)
-            elif action == "write" and len(model):
-                start = chance.randrange(len(model))
-                stop = min(start + 5000, len(model))
-                buffer[start:stop].fill(number)
-                model[start:stop] = number
-            elif action == "evict":
-                buffer.evict(pool)
-                with pytest.raises(sa.EvictedError):
-                    buffer.resize(0)
-                buffer.restore()
-            assert buffer.address == address and buffer.nbytes == len(model)
-            assert len(model) <= buffer.mapped_bytes <= 6 * PAGE
-            assert sum(account.mapped.values()) == buffer.mapped_bytes
-            assert len(account.left.get("physical memory", ())) == len(buffer.mappings)
-            check_some(buffer, model, chance)
-        buffer.close()
-    del buffer, pool
+    model = Growing(account, seed)
+    for number in range(1, 31):
+        model.step(number)
+        model.check()
+    for one in (model.buffer, model.host, model.plain):
+        one.close()
+    del model, one
     gc.collect()
     assert account.left == {}
-
-
-def check_some(buffer: vmm.GrowableBuffer, model: Bytes, chance: random.Random) -> None:
-    """Compare both ends of the buffer, and some parts between."""
-    if not len(model):
-        return
-    for start in (0, max(len(model) - 6000, 0), *(chance.randrange(len(model)) for _ in range(6))):
-        found = np.zeros(min(6000, len(model) - start), np.uint8)
-        buffer[start : start + len(found)].copy_to(found)
-        buffer.stream.synchronize()
-        assert np.array_equal(found, model[start : start + len(found)])
