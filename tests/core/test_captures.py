@@ -319,6 +319,8 @@ def _pages(device: sa.Device, stream: sa.Stream) -> Steps:
     with vmm.PageArena(device) as arena:
         space = arena.space(8 * PAGE, stream=stream)
         space.commit([0, 1])
+        space.alias(2, space, 1)
+        yield lambda: space.make_private(2)
         yield lambda: space.release([0])
         yield _left(space)
 

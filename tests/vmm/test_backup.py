@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults, Gate
+from streamalloc.vmm.stores import disk
 from tests.interrupting import Interrupt, Interrupted
-from tests.support import KEEP, Account, end_what_was_dropped, filled, holds, in_a_thread, pattern, read, sampled, shows
+from tests.support import KEEP, end_what_was_dropped, filled, holds, in_a_thread, pattern, read, sampled, shows
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 SIZE = 5000
@@ -347,54 +349,6 @@ def test_the_memory_is_taken_when_a_sleep_is_undone(
     assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
 
 
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
-@pytest.mark.parametrize("chunk", [0, PAGE])
-@pytest.mark.parametrize("objects", [False, True])
-@pytest.mark.parametrize("end", ["wake", "restore", "close"])
-def test_bytes_that_were_given_up_stay_where_the_undo_fails_too(
-    machine: Any, call: str, chunk: int, objects: bool, end: str
-) -> None:
-    """A buffer that can be neither evicted nor mapped again keeps its memory until it is restored or closed."""
-    account = Account(machine)
-    inner = refusing(account.driver)
-    faults = refusing(inner)
-    device = sa.Device(0, driver=faults)
-    for nth in (1, 2, 3, 4):
-        several = [vmm.GrowableBuffer(device, 2 * PAGE, SIZE, chunk=chunk) for _ in range(3)]
-        group = vmm.SleepGroup(device)
-        for seed, buffer in enumerate(several):
-            filled(buffer, seed)
-            group.add(buffer)
-        if objects:
-            assert all(mapping.memory.handle for buffer in several for mapping in buffer.mappings)
-        faults.fail("cuMemUnmap", 3, result="CUDA_ERROR_UNKNOWN")
-        inner.fail(call, nth, result="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(sa.CudaError, match="cuMemUnmap"):
-            group.sleep(keep=False)
-        faults.stop()
-        assert group.asleep == bool(inner.failed)
-        if end != "wake" and group.asleep:
-            inner.fail(call, result="CUDA_ERROR_UNKNOWN")
-            with pytest.raises(sa.CudaError, match=call):
-                group.wake()
-        inner.stop()
-        if end == "wake":
-            group.wake()
-        for buffer in several if end == "restore" else ():
-            if buffer.evicted:
-                buffer.restore()
-        for seed, buffer in enumerate(several if end != "close" else ()):
-            assert shows(buffer, seed)
-            buffer.resize(2 * PAGE)
-        for buffer in several:
-            buffer.close()
-        group.close()
-        del several, group, buffer
-        gc.collect()
-        device.synchronize()
-        assert account.left == {}
-
-
 def test_bytes_that_stay_in_memory_are_neither_read_nor_replaced(machine: Any) -> None:
     inner = refusing(machine)
     faults = refusing(inner)
@@ -446,14 +400,19 @@ def test_memory_that_is_kept_and_was_closed_since(machine: Any) -> None:
 
 @pytest.mark.simulated_only("where a signal may come is the same on any driver")
 @pytest.mark.parametrize("step", ["sleep", "wake"])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
 @in_a_thread
-def test_interrupted_at_any_point(device: sa.Device, step: str) -> None:
-    """No bytes are lost, and no more than the one backup that was being made."""
+def test_interrupted_at_any_point(
+    device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, on_disk: bool
+) -> None:
+    """No bytes are lost, and no more than the one backup that was being made; no file stays that is not complete."""
+    monkeypatch.setattr(disk, "_SLOTS", 1)
 
     def prepare() -> tuple[sa.MemoryPool, vmm.SleepGroup, list[vmm.VirtualBuffer], sa.Stream]:
         host = sa.MemoryPool(HOST, driver=device.driver)
         host.set_access(device, READWRITE)
-        group = vmm.SleepGroup(device, backup=host)
+        backup = vmm.DiskTier(device, tmp_path, block=4096, threads=1) if on_disk else host
+        group = vmm.SleepGroup(device, backup=backup)
         several = [group.allocate(SIZE, tag=tag) for tag in "ab"]
         for seed, buffer in enumerate(several):
             buffer.fill(seed + 1)
@@ -484,4 +443,6 @@ def test_interrupted_at_any_point(device: sa.Device, step: str) -> None:
         end_what_was_dropped()
         if host.statistics().used > SIZE:
             wrong.append(f"{block.came}: backups stay")
-    assert wrong == []
+        for buffer in several:
+            buffer.close()
+    assert wrong == [] and list(tmp_path.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,25 +84,6 @@ class TestMemory:
         assert "closed" in repr(mapping) and handles(account) == 2
         with pytest.raises(sa.ClosedError):
             _ = mapping.memory.handle
-
-    def test_asked_for_by_many_threads(self, account: Account, buffer: vmm.GrowableBuffer) -> None:
-        start = threading.Barrier(8)
-        found: list[Any] = []
-
-        def ask() -> None:
-            start.wait()
-            found.append([mapping.memory for mapping in buffer.mappings])
-
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 8 and len({tuple(map(id, each)) for each in found}) == 1
-        assert [memory.mapping_count for memory in found[0]] == 3 * [1] and handles(account) == 3
-        found.clear()
-        buffer.evict()
-        assert handles(account) == 0
 
 
 class TestOneStep:

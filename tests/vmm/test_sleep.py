@@ -113,21 +113,6 @@ class TestSleepAndWake:
         group.wake()
         assert empty.nbytes == 0
 
-    def test_graphs_stay_valid(self, device: sa.Device, group: vmm.SleepGroup, stream: sa.Stream) -> None:
-        (buffer,) = buffers(group, "a")
-        device.synchronize()
-        with stream.capture() as graph:
-            buffer[0:4096].fill(7, stream)
-            buffer[4096:8192].copy_from(buffer[0:4096], stream)
-        group.sleep()
-        group.wake(stream=stream)
-        graph.launch(stream)
-        stream.synchronize()
-        read = np.zeros(buffer.nbytes, np.uint8)
-        buffer.copy_to(read)
-        buffer.stream.synchronize()
-        assert (read[:8192] == 7).all()
-
 
 class TestMembers:
     def test_other_buffers_join(self, device: sa.Device, group: vmm.SleepGroup) -> None:

@@ -31,7 +31,12 @@ FAULTS = some.one_of(
     some.lists(some.integers(1, 60).map(lambda number: (number, 1)), min_size=1, max_size=2),
     # A step that fails, and then its undo.
     some.sampled_from(
-        [(("cuMemUnmap", nth), (undo, 1)) for nth in (2, 3) for undo in ("cuMemMap", "cuMemSetAccess")]
+        [
+            (("cuMemUnmap", nth), (undo, at))
+            for nth in (2, 3)
+            for at in (1, 2, 3)
+            for undo in ("cuMemMap", "cuMemSetAccess")
+        ]
         + [((step, nth), ("cuMemUnmap", 1)) for step in ("cuMemCreate", "cuMemSetAccess") for nth in (2, 3)]
     ),
 )
@@ -66,6 +71,8 @@ class Sleeping(RuleBasedStateMachine):
         self.buffers = [vmm.GrowableBuffer(self.device, 4 * PAGE, nbytes, chunk=PAGE) for nbytes in SIZES]
         for buffer, tag in zip(self.buffers, "aab", strict=True):
             self.group.add(buffer, tag)
+            # Some have the memory of their pieces as objects.
+            assert self.stores == "host" or all(mapping.memory.handle for mapping in buffer.mappings)
         self.patterns: list[int | None] = [None] * 3
         self.frozen: set[int] = set()
         self.seed = 0
@@ -133,7 +140,9 @@ class Sleeping(RuleBasedStateMachine):
         self.patterns[number] = self.seed
 
     @rule(
-        tags=some.sampled_from([(), ("a",), ("b",), ("b", "a")]), kept=some.sampled_from([True, "a", "b"]), fault=FAULTS
+        tags=some.sampled_from([(), ("a",), ("b",), ("b", "a")]),
+        kept=some.sampled_from([True, False, "a", "b"]),
+        fault=FAULTS,
     )
     def sleep(self, tags: tuple[str, ...], kept: bool | str, fault: Fault) -> None:
         going = [number for number in self.numbers(tags) if not self.buffers[number].evicted]

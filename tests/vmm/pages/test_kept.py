@@ -188,23 +188,6 @@ class TestZeros:
 class TestShared:
     """Memory that several pages share is cleared with the last of them only."""
 
-    def test_pages_that_are_released_together(
-        self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream
-    ) -> None:
-        """Whichever of them is done first, the memory is kept once, or spare."""
-        for after in (other, other.record(), ()):
-            space.commit(0)
-            page(space, 0).fill(7)
-            space.stream.synchronize()
-            space.alias([1, 2], space, [0, 0])
-            gate.hold(other)
-            space.release([0, 1, 2], after=after)
-            gate.open()
-            other.synchronize()
-            pages, spare, kept = settled(arena)
-            assert (pages, spare + kept) == (1, 1) and values(space) == EMPTY
-            arena.trim()
-
     def test_a_parked_page_is_a_user(
         self, space: vmm.PageSpace, arena: vmm.PageArena, gate: Gate, other: sa.Stream
     ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
-from streamalloc.driver.bindings import cuda
 from streamalloc.testing import Faults
 from tests.support import MiB, end_what_was_dropped, holds, names
 from tests.vmm.pages.conftest import PAGES
@@ -154,32 +152,6 @@ class TestLimits:
 
 
 class TestClosing:
-    def test_a_space_returns_its_pages(self, arena: vmm.PageArena) -> None:
-        with arena.space(PAGES * PAGE) as space:
-            space.commit(range(5))
-        assert space.closed and settled(arena) == (5, 5, 0)
-        space.close()
-        for use in (
-            lambda: space.commit(0),
-            lambda: space.release(0),
-            lambda: space.alias(0, space, 0),
-            lambda: space.make_private(0),
-            lambda: space.shared(0),
-            lambda: space.fill(0),
-            lambda: space.address,
-        ):
-            with pytest.raises(sa.ClosedError):
-                use()
-
-    def test_a_dropped_space_too(self, arena: vmm.PageArena) -> None:
-        space = arena.space(PAGES * PAGE)
-        space.commit(range(5))
-        del space
-        gc.collect()
-        arena.device.synchronize()
-        end_what_was_dropped()
-        assert settled(arena) == (5, 5, 0)
-
     @pytest.mark.parametrize("how", ["arena first", "spaces first", "drop"])
     def test_nothing_is_left(self, machine: Any, how: str) -> None:
         checked = sd.checked(machine)
@@ -213,27 +185,6 @@ class TestClosing:
         assert space._repr_html_()
 
 
-def test_a_copy_that_cannot_be_waited_for_keeps_its_addresses(machine: Any) -> None:
-    """``make_private`` waits for the device instead, and raises the error of the stream."""
-    faults = Faults(machine)
-    checked = sd.checked(faults)
-    device = sa.Device(0, driver=checked)
-    with (
-        device.create_stream() as stream,
-        vmm.PageArena(device) as arena,
-        arena.space(4 * PAGE, stream=stream) as space,
-    ):
-        space.commit(0)
-        space[:PAGE].fill(1)
-        space.alias(1, space, 0)
-        faults.fail("cuStreamSynchronize", result="CUDA_ERROR_UNKNOWN")
-        with pytest.raises(sa.CudaError, match="cuStreamSynchronize"):
-            space.make_private(1, stream)
-        faults.stop()
-        assert holds(space[PAGE : 2 * PAGE], 1) and space.shared([1]).all()
-    assert checked.hazards == []
-
-
 def test_a_copy_that_nothing_can_wait_for_keeps_its_addresses_and_pages(machine: Any) -> None:
     faults = Faults(sd.faulty(machine, "cuMemAlloc", result="CUDA_ERROR_UNKNOWN"))
     traced = sd.traced(faults)
@@ -251,27 +202,6 @@ def test_a_copy_that_nothing_can_wait_for_keeps_its_addresses_and_pages(machine:
         assert holds(space[PAGE : 2 * PAGE], 1) and space.shared([1]).all()
         stream.synchronize()
         end_what_was_dropped()
-
-
-def test_a_copy_while_another_thread_captures(device: sa.Device) -> None:
-    raw: Any = device.driver
-    modes = cuda.CUstreamCaptureMode
-    with (
-        device.create_stream() as stream,
-        device.create_stream() as theirs,
-        vmm.PageArena(device) as arena,
-        arena.space(4 * PAGE, stream=stream) as space,
-        ThreadPoolExecutor(1) as other,
-    ):
-        space.commit(0)
-        space[:PAGE].fill(1)
-        space.alias(1, space, 0)
-        handle = cuda.CUstream(theirs.handle)
-        assert not other.submit(raw.cuStreamBeginCapture, handle, modes.CU_STREAM_CAPTURE_MODE_GLOBAL).result()[0]
-        assert space.make_private(1, stream) == 1
-        result, graph = other.submit(raw.cuStreamEndCapture, handle).result()
-        assert not result and not raw.cuGraphDestroy(graph)[0]
-        assert holds(space[PAGE : 2 * PAGE], 1)
 
 
 def test_a_write_to_a_released_page_is_reported(machine: Any) -> None:

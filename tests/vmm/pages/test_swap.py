@@ -215,15 +215,6 @@ def test_without_batches(machine: Any) -> None:
         assert faults.failed == 2 * ["cuMemcpyBatchAsync"] and values(space)[:6] == [0, 2, 0, 4, 0, 6]
 
 
-def test_on_the_default_stream(arena: vmm.PageArena, tier: AnyTier) -> None:
-    with arena.space(PAGES * PAGE) as space:
-        space.commit([1, 3, 5])
-        fill(space, [1, 3, 5])
-        space.swap_out([1, 3, 5], tier)
-        space.swap_in([1, 3, 5])
-        assert values(space)[:6] == [0, 2, 0, 4, 0, 6]
-
-
 def test_memory_of_the_tier_is_used_again_after_its_copies(space: vmm.PageSpace, device: sa.Device, gate: Gate) -> None:
     with vmm.HostTier(device, limit=PAGE) as tier, device.create_stream() as other:
         space.commit([0, 1])
@@ -252,21 +243,6 @@ def test_captures_of_other_streams_go_on(space: vmm.PageSpace, tier: AnyTier, de
         graph.launch(other)
         assert (read(buffer) == 3).all() and values(space)[:3] == [1, 2, 3]
         graph.close()
-
-
-def test_changed_contents_are_found(space: vmm.PageSpace, device: sa.Device) -> None:
-    with vmm.HostTier(device, check=True) as tier:
-        space.commit([0, 1])
-        fill(space, [0, 1])
-        space.swap_out([0, 1], tier)
-        stored: Any = space._places.stored[1][0]
-        data = stored.array(1)
-        data[77] += 1
-        with pytest.raises(ValueError, match="checksum differs"):
-            space.swap_in([0, 1])
-        assert space.committed.size == 0
-        data[77] -= 1
-        assert space.swap_in([0, 1]) == 2 and values(space)[:2] == [1, 2]
 
 
 def test_no_room(device: sa.Device, space: vmm.PageSpace, arena: vmm.PageArena) -> None:

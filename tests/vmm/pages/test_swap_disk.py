@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -17,8 +16,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.vmm.stores import disk_file
-from tests.interrupting import Interrupt, Interrupted
-from tests.support import Account, in_a_thread, read
+from tests.support import read
 from tests.vmm.pages.conftest import PAGES
 from tests.vmm.pages.support import fill, settled, values
 from tests.vmm.stores.test_disk import deleted
@@ -119,30 +117,6 @@ def test_a_damaged_page_is_named_and_the_others_return(
     assert space.swap_in(range(3)) == 3 and values(space)[:4] == [1, 2, 3, 0]
     space.release(3)
     assert tier.used == 0
-
-
-@pytest.mark.parametrize("reserved", [False, True])
-def test_a_full_disk_changes_nothing(
-    space: vmm.PageSpace, tier: vmm.DiskTier, reserved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is found when room is reserved, where the file system can, or at a write."""
-    space.commit(range(3))
-    fill(space, range(3))
-
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def nothing(*args: Any) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full if reserved else nothing)
-        patch.setattr(os, "pwritev", full)
-        with pytest.raises(OSError, match="No space left"):
-            space.swap_out(range(3), tier)
-    assert space.committed.tolist() == [0, 1, 2] and space.parked == tier.used == 0
-    assert values(space)[:3] == [1, 2, 3]
-    assert space.swap_out(range(3), tier) == space.swap_in(range(3)) == 3 and values(space)[:3] == [1, 2, 3]
 
 
 def test_writes_and_reads_in_several_steps(
@@ -305,37 +279,3 @@ def test_a_signal_handler_that_uses_the_same_pages(
     assert space.swap_out([0, 1], tier) == 2
     monkeypatch.undo()
     assert space.swap_in([0, 1]) == 2 and values(space)[:2] == [1, 2]
-
-
-@pytest.mark.simulated_only("where a signal may come is the same on any driver")
-@pytest.mark.parametrize("step", ["out", "in"])
-@in_a_thread
-def test_interrupted_at_any_point(machine: Any, tmp_path: Path, step: str) -> None:
-    """No content is lost, nothing waits for ever, and no room stays."""
-    nth, wrong = 1, []
-    while True:
-        account = Account(machine)
-        device = sa.Device(0, driver=account.driver)
-        tier = vmm.DiskTier(device, tmp_path, block=PAGE, threads=1)
-        arena = vmm.PageArena(device)
-        space = arena.space(4 * PAGE)
-        space.commit(range(3))
-        fill(space, range(3))
-        if step == "in":
-            space.swap_out([0, 2], tier)
-        block = Interrupt(nth)
-        # The standard library makes a RuntimeError of an exception in Condition.wait().
-        with contextlib.suppress(Interrupted, RuntimeError), block:
-            space.swap_out([0, 2], tier) if step == "out" else space.swap_in([0, 2])
-        space.swap_in(range(3))
-        if space.committed.tolist() != [0, 1, 2] or values(space)[:3] != [1, 2, 3] or tier.used > 2 * PAGE:
-            wrong.append((nth, block.came))
-        space.close()
-        tier.close()
-        arena.close()
-        del space, arena, tier
-        gc.collect()
-        if not block.came:
-            break
-        nth += 149
-    assert nth > 40 and wrong == [] and list(tmp_path.iterdir()) == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,10 +9,8 @@ from typing import Any
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import ipc, vmm
 from streamalloc.testing import Faults
-from tests.processes import start_quickly
 from tests.support import Account, every, filled, in_a_thread, shows
 
 WAIT = 20.0
@@ -243,30 +239,6 @@ class TestRanks:
         assert all(buffer.evicted for buffer in ranks[0].buffers)
         ranks[0].group.wake()
         assert ranks[0].right
-
-
-def die_when_it_wakes(communicator: Any, on_cuda: bool) -> None:
-    """Another process: its group sleeps with that of the test, and is killed before it wakes."""
-    group = vmm.SleepGroup(sa.Device(0, driver=sd.real() if on_cuda else sd.simulated()))
-    several = made(group)
-    group.sleep(ranks=communicator)
-    assert all(buffer.evicted for buffer in several)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_rank_is_killed(device: sa.Device, on_cuda: bool) -> None:
-    ours, theirs = ipc.ProcessCommunicator.create(2, timeout=WAIT)
-    process = start_quickly(die_when_it_wakes, theirs, on_cuda)
-    with ours, vmm.SleepGroup(device) as group:
-        several = made(group)
-        group.sleep(ranks=ours)
-        with pytest.raises(ipc.GroupError):
-            group.wake(ranks=ours)
-        assert all(buffer.evicted for buffer in several) and group.mapped_bytes == 0
-        group.wake()
-        assert all(shows(buffer, seed) for seed, buffer in enumerate(several))
-    process.join(WAIT)
-    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.simulated_only("calls that fail are the same on any driver")

@@ -20,9 +20,8 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate
-from streamalloc.vmm.stores import disk, disk_file
-from tests.interrupting import Interrupt, Interrupted
-from tests.support import Account, end_what_was_dropped, filled, in_a_thread, pattern, read, sampled, shows
+from streamalloc.vmm.stores import disk_file
+from tests.support import Account, end_what_was_dropped, filled, pattern, read, shows
 from tests.vmm.support import PAGE
 
 BLOCK = 4096
@@ -442,44 +441,3 @@ class TestDamage:
             group.write(several[1], pattern(SIZES[1], 1))
             group.wake()
             assert right(several)
-
-
-@pytest.mark.simulated_only("where a signal may come is the same on any driver")
-@pytest.mark.parametrize("step", ["sleep", "wake"])
-@in_a_thread
-def test_interrupted_at_any_point(
-    device: sa.Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    """No bytes are lost, nothing waits for ever, and what is not complete has no name."""
-    monkeypatch.setattr(disk, "_SLOTS", 1)
-
-    def prepare() -> tuple[vmm.SleepGroup, list[vmm.VirtualBuffer]]:
-        tier = vmm.DiskTier(device, tmp_path, block=BLOCK, threads=1)
-        group = vmm.SleepGroup(device, backup=tier)
-        several = [group.allocate(2 * BLOCK + 100)]
-        for seed, buffer in enumerate(several):
-            filled(buffer, seed)
-        if step == "wake":
-            group.sleep()
-        return group, several
-
-    for _ in range(2):
-        group, several = prepare()
-        points = Interrupt()
-        with points:
-            getattr(group, step)()
-    wrong = []
-    assert len(points.distinct()) > 20
-    for nth in sampled(points.distinct(), 15):
-        group, several = prepare()
-        block = Interrupt(nth)
-        with contextlib.suppress(Interrupted), block:
-            getattr(group, step)()
-        if not all(buffer.evicted or shows(buffer, seed) for seed, buffer in enumerate(several)):
-            wrong.append(f"{block.came}: bytes")
-        group.wake()
-        if not all(shows(buffer, seed) for seed, buffer in enumerate(several)):
-            wrong.append(f"{block.came}: bytes after waking")
-        for buffer in several:
-            buffer.close()
-    assert wrong == [] and list(tmp_path.iterdir()) == []
