@@ -12,7 +12,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import vmm
 from tests.support import Account, Bytes, in_a_thread
-from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE
+from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, each
 
 BLOCK = PAGE // 2  # what is filled and looked at
 PAGES = 12
@@ -210,9 +210,10 @@ class Growing:
         buffer.evict(self.host if kind == "pool" else own)
         assert self.host.statistics().used == (size if kind in ("pool", "memory") else 0)
         assert buffer.evicted and buffer.mappings == () and buffer.mapped_bytes == self.account.physical_bytes == 0
-        assert buffer.eviction is not None and buffer.eviction.nbytes == sum(self.pieces)
-        assert (buffer.eviction.saved is None) == (kind == "nowhere" or not size) and "evicted" in repr(buffer)
-        for call in (lambda: buffer.resize(0), lambda: buffer.evict(self.host)):
+        eviction = buffer.eviction
+        assert eviction is not None and eviction.nbytes == sum(self.pieces)
+        assert (eviction.saved is None) == (kind == "nowhere" or not size) and "evicted" in repr(buffer)
+        for call in each(lambda: buffer.resize(0), lambda: buffer.evict(self.host)):
             with pytest.raises(sa.EvictedError):
                 call()
         with vmm.AddressRange(PAGE, address=self.address, driver=self.account.driver) as other:
