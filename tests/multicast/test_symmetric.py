@@ -299,12 +299,6 @@ class TestInOneProcess:
         memory.abandon()
         assert memory.closed and all(executed(stream) for stream in streams)
 
-    def test_an_exception_in_a_block_abandons(self, devices: list[sa.Device], streams: list[sa.Stream]) -> None:
-        with pytest.raises(KeyError), SymmetricMemory.local(devices, 100, multicast=False) as memory:
-            memory.wait_signal(1, streams[0])
-            raise KeyError
-        assert memory.closed
-
     def test_what_is_dropped_is_given_back(
         self, devices: list[sa.Device], streams: list[sa.Stream], machine: Any
     ) -> None:

@@ -21,7 +21,7 @@ from streamalloc.multicast.setup import steps
 from streamalloc.multicast.setup.rank_group import RankGroup, rank_at_fault
 from tests.multicast.ranks import Crew, Meddled, Rank
 from tests.multicast.support import all_ended
-from tests.support import Account, collect_and_freeze, every, open_descriptors
+from tests.support import Account, collect_and_freeze, open_descriptors
 
 pytestmark = pytest.mark.simulated_only("driver calls are made to fail, and multicast objects are made")
 
@@ -108,41 +108,6 @@ def test_the_exchange_fails(crew: Crew, who: int) -> None:
     assert crew.left == [{}] * SIZE
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_every_call_of_the_driver(who: int) -> None:
-    """Whichever it is, of the rank that makes the multicast object and of another."""
-    with Crew(2, fabric=None) as few:
-        few.run(use)
-        collect_and_freeze()
-        victim = few.ranks[who]
-        for call in every(3):
-            outcomes = few.outcomes(functools.partial(_fails_at, call=call, who=who))
-            failed = [one for one in outcomes if one is not None]
-            assert all(isinstance(error, SymmetricMemoryError) and error.rank == who for error in failed), outcomes
-            assert len(failed) in (0, 2) and len({str(error) for error in failed}) <= 1, outcomes
-            over = not failed
-            # Where making or closing a stream fails, the stream is what the errors still hold.
-            del outcomes, failed
-            open_descriptors()
-            # A stream that cannot be destroyed is left, whoever made it.
-            if victim.driver.failed != ["cuStreamDestroy"]:
-                assert few.left == [{}] * 2, victim.driver.failed
-            if over:
-                break
-        assert call > 40
-
-
-def _fails_at(rank: Rank, call: int, who: int) -> None:
-    device = rank.device
-    if rank.number == who:
-        rank.fail("")
-        device = rank.device
-        rank.driver._target = len(rank.driver.seen) + call
-    memory = rank.memory(device=device, multicast=True)
-    rank.driver._target = ""
-    memory.close()
-
-
 class TestSeveral:
     def test_ranks_fail_at_once(self, crew: Crew) -> None:
         for who in (3, 1):
@@ -210,48 +175,9 @@ class TestInterrupts:
         assert crew.left == [{}] * SIZE
         crew.run(use)
 
-    def test_are_raised_where_the_group_has_failed_too(self) -> None:
-        def interrupted(rank: Rank) -> list[bytes]:
-            def interrupt(_: int) -> NoReturn:
-                raise KeyboardInterrupt
-
-            rank.group.barrier()
-            if rank.number:
-                rank.group.close()
-            return RankGroup(rank.group).step("map", interrupt if rank.number == 0 else lambda _: None, None)
-
-        with Crew(2) as few:
-            assert type(few.outcomes(interrupted)[0]) is KeyboardInterrupt
-
 
 class TestGroups:
     """If the communicator itself fails, it is not used again, and all ranks are notified."""
-
-    @pytest.mark.parametrize(("nth", "who"), [(nth, 2 * (nth % 2)) for nth in range(1, 12)])
-    def test_a_rank_leaves(self, who: int, nth: int) -> None:
-        steps = ("agree", "create", "export", "exchange", "import", "add", "bind", "reserve", "map", "access", "clear")
-
-        def make(rank: Rank) -> SymmetricMemory:
-            def leave(go_on: Callable[[], Any]) -> Any:
-                rank.group.close()
-                return go_on()
-
-            return rank.memory(
-                group=Meddled(rank.group, "allgather", leave, nth) if rank.number == who else None, multicast=True
-            )
-
-        with Crew(FEW, fabric=False) as few:
-            few.run(use)
-            before = open_descriptors()
-            outcomes = few.outcomes(make)
-            for error in outcomes:
-                assert isinstance(error, SymmetricMemoryError), outcomes
-                assert (error.rank, error.step) == (who, steps[nth - 1]), outcomes
-            del outcomes, error
-            assert few.left == [{}] * FEW
-            assert open_descriptors() <= before
-            few.regroup()
-            few.run(use)
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_a_rank_cannot_exchange(self, when: str) -> None:

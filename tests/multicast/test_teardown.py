@@ -14,7 +14,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
 from tests.multicast.support import PAGE, TEAM, Team, misorders
-from tests.support import Account, end_what_was_dropped, holds, in_a_thread, names
+from tests.support import Account, end_what_was_dropped, in_a_thread, names
 
 Python = Callable[..., CompletedProcess[str]]
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]
@@ -127,20 +127,6 @@ class TestGarbage:
 class TestDropped:
     """Objects that keep others, and the time of their end."""
 
-    def test_an_object_that_is_mapped_lives_on(self, machine: Any) -> None:
-        account = Account(machine)
-        team = Team(account.driver)
-        view, unicast = team.view, team.unicast[1]
-        del team
-        gc.collect()
-        assert names(account.traced, "cuMulticastUnbind") == []
-        view[:8].fill(7)
-        view.stream.synchronize()
-        assert holds(unicast[:8], 7)
-        del view, unicast
-        gc.collect()
-        assert account.left == {} and misorders(account.traced.calls) == []
-
     def test_a_binding_that_is_dropped_stays(self, machine: Any) -> None:
         account = Account(machine)
         team = Team(account.driver)
@@ -148,24 +134,6 @@ class TestDropped:
         team.memories.clear()
         gc.collect()
         assert len(team.object.bindings) == TEAM and names(account.traced, "cuMulticastUnbind", "cuMemRelease") == []
-
-    def test_a_range_that_is_dropped_keeps_its_addresses_as_long_as_the_object(self, machine: Any) -> None:
-        account = Account(machine)
-        team = Team(account.driver)
-        del team.alias, team.range
-        del team.view
-        team.unicast.clear()
-        team.ranges.clear()
-        gc.collect()
-        assert names(account.traced, "cuMemUnmap", "cuMemAddressFree") == []
-        end_what_was_dropped()
-        assert team.object.mapping_count == 0 and names(account.traced, "cuMemUnmap", "cuMemAddressFree") == []
-        team.object.close()
-        assert len(account.mapped) == 0
-        assert names(account.traced, "cuMemAddressFree") == []
-        team.memories.clear()
-        team.bindings.clear()
-        assert account.left == {} and misorders(account.traced.calls) == []
 
     def test_dropped_while_a_stream_is_captured(self, machine: Any) -> None:
         account = Account(machine)
@@ -195,18 +163,6 @@ class TestDropped:
 
 
 class TestClosed:
-    def test_leaving_a_block_unbinds_unmaps_and_releases(self, machine: Any) -> None:
-        account = Account(machine)
-        team = Team(account.driver)
-        with team.object:
-            team.view.fill(3)
-        assert team.object.closed and team.view.closed and team.alias.closed
-        assert all(binding.closed for binding in team.bindings)
-        assert names(account.traced, "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease") == [
-            *TEAM * ["cuMulticastUnbind"], "cuMemUnmap", "cuMemUnmap", "cuMemRelease",
-        ]  # fmt: skip
-        assert all(holds(one[:8], 3) for one in team.unicast)
-
     @pytest.mark.parametrize("old", [False, True])
     def test_closing_can_unmap(self, machine: Any, old: bool) -> None:
         account = Account(machine)
@@ -232,21 +188,6 @@ class TestClosed:
         team.object.close()
         team.object.close()
         assert team.object.closed and team.object.bindings == ()
-
-    def test_memory_that_is_bound_twice(self, machine: Any) -> None:
-        """It goes with the last binding."""
-        account = Account(machine)
-        devices = sa.Device.all(account.driver)
-        made = multicast.MulticastObject(2 * PAGE, len(devices), driver=account.driver)
-        for device in devices:
-            made.add_device(device)
-        memory = vmm.PhysicalMemory(devices[0], PAGE)
-        first, second = made.bind(memory), made.bind(memory, PAGE)
-        memory.close()
-        first.close()
-        assert names(account.traced, "cuMemRelease") == []
-        second.close()
-        assert names(account.traced, "cuMemRelease") == ["cuMemRelease"]
 
     def test_queued_work_is_waited_for(self, machine: Any) -> None:
         account = Account(machine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -38,45 +37,6 @@ def test_what_a_dropped_range_has_left_can_be_tried_again(machine: Any, failing:
     assert account.mapped == {}
     memory.close()
     assert account.left == {}
-
-
-class TestTwoFaults:
-    """The undoing of a failed step fails as well: the first error is told, and what is left goes later."""
-
-    @pytest.mark.parametrize("later", ["cuMemUnmap", "cuMemAddressFree"])
-    def test_of_mapping(self, machine: Any, later: str) -> None:
-        account = Account(machine)
-        driver: Any = sd.faulty(account.driver, "cuMemSetAccess", result="CUDA_ERROR_UNKNOWN")
-        driver = sd.faulty(driver, later, result="CUDA_ERROR_UNKNOWN")
-        devices = sa.Device.all(driver)
-        made = multicast.MulticastObject(PAGE, 2, driver=driver)
-        for device in devices:
-            made.add_device(device)
-        with pytest.raises(sa.CudaError) as caught:
-            made.map(access=devices)
-        assert caught.value.call == "cuMemSetAccess" and later in "".join(getattr(caught.value, "__notes__", []))
-        del caught
-        gc.collect()
-        made.close()
-        assert account.left == {}
-
-    def test_of_closing(self, machine: Any) -> None:
-        """Memory that cannot be released with the object is released later."""
-        account = Account(machine)
-        driver = sd.faulty(account.driver, "cuMemRelease", nth=2, times=2, result="CUDA_ERROR_UNKNOWN")
-        made = multicast.MulticastObject(PAGE, 2, driver=driver)
-        memories = []
-        for device in sa.Device.all(driver):
-            made.add_device(device)
-            memories.append(vmm.PhysicalMemory(device, PAGE))
-        for memory in memories:
-            made.bind(memory)
-            memory.close()
-        made.close()
-        assert made.closed and driver.failed == 2 * ["cuMemRelease"]
-        del memory, memories
-        gc.collect()
-        assert account.left == {}
 
 
 def test_a_refused_binding_holds_nothing(machine: Any) -> None:
