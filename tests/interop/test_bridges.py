@@ -15,7 +15,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -249,28 +248,6 @@ class TestOrder:
         assert interop.numba._numba_memory_manager.interface_version == 1
         assert not hasattr(interop.numba, "absent")
 
-    def test_numba_memory_waits_for_streams_that_numba_does_not_know(
-        self, get: Get, machine: Any, pool: sa.MemoryPool, by_handle: ByHandle, gate: Gate
-    ) -> None:
-        """The array is dropped while work on it is queued; who allocates by handle gets its memory after that."""
-        library, device = get("numba"), gate.device
-        with library.use(pool, callbacks=True), device.create_stream() as outside, device.create_stream() as other:
-            array = library.make(N)
-            address = array.__cuda_array_interface__["data"][0]
-            gate.hold(outside)
-            by_handle("cuMemsetD8Async", address, 1, N, cuda.CUstream(outside.handle))
-            del array
-            gc.collect()
-            pointer = by_handle.allocate(N, other)
-            by_handle("cuMemsetD8Async", pointer, 2, N, cuda.CUstream(other.handle))
-            gate.open()
-            device.synchronize()
-            found = np.zeros(N, np.uint8)
-            with device.current():
-                by_handle("cuMemcpyDtoH", found, pointer, N)
-            assert (found == 2).all()
-            by_handle("cuMemFreeAsync", pointer, cuda.CUstream(other.handle))
-
     @pytest.mark.parametrize("source", ["pool", "cache"])
     def test_small_numba_arrays_are_freed_together(self, get: Get, machine: Any, source: str) -> None:
         """However many streams are known, and also if the host never synchronises."""
@@ -295,9 +272,10 @@ class TestOrder:
             bridge.stop()
             assert source == "cache" or pool.statistics().used == 0
 
+    @pytest.mark.parametrize(("count", "nbytes"), [(1, N), (2 * BATCH, 4096)], ids=["one", "many small ones"])
     @pytest.mark.parametrize("source", ["pool", "cache"])
-    def test_small_numba_arrays_wait_for_all_streams(
-        self, get: Get, pool: sa.MemoryPool, by_handle: ByHandle, gate: Gate, source: str
+    def test_numba_arrays_wait_for_streams_that_numba_does_not_know(
+        self, get: Get, pool: sa.MemoryPool, by_handle: ByHandle, gate: Gate, source: str, count: int, nbytes: int
     ) -> None:
         """Work of a non-blocking stream on arrays that are dropped meanwhile comes before their next use."""
         library, device = get("numba"), gate.device
@@ -311,14 +289,14 @@ class TestOrder:
             def fill(arrays: list[Any], value: int, stream: sa.Stream) -> None:
                 for array in arrays:
                     address = array.__cuda_array_interface__["data"][0]
-                    by_handle("cuMemsetD8Async", address, value, 4096, cuda.CUstream(stream.handle))
+                    by_handle("cuMemsetD8Async", address, value, nbytes, cuda.CUstream(stream.handle))
 
-            arrays = [library.make(4096) for _ in range(2 * BATCH)]
+            arrays = [library.make(nbytes) for _ in range(count)]
             gate.hold(outside)
             fill(arrays, 1, outside)
             arrays.clear()
             gc.collect()
-            arrays = [library.make(4096) for _ in range(2 * BATCH)]
+            arrays = [library.make(nbytes) for _ in range(count)]
             other.wait(device.default_stream)
             fill(arrays, 2, other)
             gate.open()

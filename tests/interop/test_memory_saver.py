@@ -16,11 +16,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import streamalloc as sa
-from streamalloc import vmm
 from streamalloc.interop import memory_saver
 from streamalloc.interop.memory_saver import TorchMemorySaver
 from streamalloc.interop.torch import collect, unrouted
@@ -536,21 +534,6 @@ class TestRefused:
         graph.replay()
         assert torch.holds(tensor, 6)
 
-    def test_a_pause_during_a_capture_of_ours(
-        self, torch: Library, saver: TorchMemorySaver, stream: sa.Stream, pool: sa.MemoryPool
-    ) -> None:
-        with saver.region(tag="tag", enable_cpu_backup=True):
-            tensor = torch.make(N)
-        torch.fill(tensor, 5)
-        with pool.allocate(64, stream) as buffer:
-            with stream.capture() as graph:
-                buffer.fill(1)
-                for act in (saver.pause, saver.resume):
-                    with pytest.raises(sa.CaptureError, match="this thread captures"):
-                        act("tag")
-            assert graph.nodes == ["MEMSET"] and mapped(saver) == N and torch.holds(tensor, 5)
-            graph.close()
-
     @pytest.mark.simulated_only("a process that uses a GPU must not be forked")
     def test_a_forked_child_leaves_what_is_its_parent_s(
         self, torch: Library, saver: TorchMemorySaver, tmp_path: Path
@@ -637,20 +620,6 @@ class TestSGLang:
         graph.replay()
         assert torch.holds(weights, 4)
         torch.fill(plain, 1)
-
-
-def test_the_groups_are_ordinary_ones(torch: Library, saver: TorchMemorySaver) -> None:
-    with saver.region(tag="tag", enable_cpu_backup=True):
-        tensor = torch.make(N)
-    (group,) = saver._groups.values()
-    assert isinstance(group, vmm.SleepGroup) and set(group.buffers.values()) == {"tag:pinned"}
-    torch.fill(tensor, 4)
-    saver.pause()
-    (buffer,) = group.buffers
-    part = np.zeros(16, np.uint8)
-    group.read(buffer, part)
-    assert (part == 4).all()
-    saver.resume()
 
 
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])

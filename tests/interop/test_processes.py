@@ -7,7 +7,7 @@ import gc
 import pytest
 
 import streamalloc as sa
-from streamalloc import interop, vmm
+from streamalloc import vmm
 from tests.interop.conftest import Get
 from tests.ipc.conftest import partner, processes  # noqa: F401  (fixtures)
 from tests.ipc.support import shared_pool
@@ -38,25 +38,6 @@ def test_two_libraries_share_one_pool_while_another_process_opens_their_arrays(
             library.finish(bridge)
         device.synchronize()
         assert pool.statistics().used == 0
-
-
-@pytest.mark.parametrize("shape", [(256, -1), (-1,)])
-def test_an_array_goes_with_its_form(
-    get: Get,
-    device: sa.Device,
-    stream: sa.Stream,
-    partner: Partner,  # noqa: F811
-    shape: tuple[int, ...],
-) -> None:
-    library = get("cupy")
-    with shared_pool(device) as pool:
-        buffer = pool.allocate(MiB, stream)
-        array = interop.cupy.array(buffer.view_as("<f4", shape))
-        library.fill(array, 0)
-        opened = partner.give(buffer.view_as("<f4", array.shape), "array")
-        assert opened.kind == "ImportedArray" and partner.run(holds_there, "array", 0)
-        partner.reset()
-        del array
 
 
 def test_memory_that_was_shared_sleeps_once_all_importers_have_closed_it(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import sys
 from abc import ABC
 from collections.abc import Callable, Iterator
@@ -16,12 +14,10 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc.interop import vllm
-from streamalloc.interop.memory_saver import TorchMemorySaver
 from streamalloc.interop.vllm import CuMemAllocator, SleepModeBackend
 from streamalloc.testing import Faults, settle
 from tests.interop.conftest import Get
 from tests.interop.libraries import Library
-from tests.processes import fork
 from tests.support import MiB
 
 N = 32 * MiB  # a segment of its own
@@ -256,24 +252,6 @@ class TestTheirs:
         assert (weights.data_ptr(), ordinary.data_ptr()) == addresses
         assert torch.holds(weights, 0xA5) and torch.holds(ordinary, 0xA5)
 
-    def test_cumem_with_cudagraph(self, torch: Library, allocator: CuMemAllocator) -> None:
-        with allocator.use_memory_pool():
-            weight = torch.make(N)
-        with allocator.use_memory_pool(tag="discard"):
-            cache = torch.make(N)
-        torch.fill(weight, 2)
-        graph = torch.module.cuda.CUDAGraph()
-        with allocator.use_cudagraph_pool() as pool, torch.module.cuda.graph(graph, pool=pool):
-            cache.fill_(7)
-        before = mapped(allocator)
-        allocator.sleep()
-        assert mapped(allocator) == 0
-        allocator.wake_up()
-        assert mapped(allocator) == before and torch.holds(weight, 2)
-        torch.fill(cache, 0)
-        graph.replay()
-        assert torch.holds(cache, 7)
-
     @pytest.mark.parametrize("level", [1, 2])
     def test_cudagraph_pool_sleep(
         self, torch: Library, allocator: CuMemAllocator, backend: SleepModeBackend, level: int
@@ -388,49 +366,6 @@ class TestMore:
         assert torch.holds(tensor, 1)
         graph.replay()
         assert torch.holds(tensor, 2)
-
-    def test_beside_the_other_saver(self, torch: Library, allocator: CuMemAllocator) -> None:
-        """Blocks of both in each other: each has its own memory, and leaves that of the other."""
-        saver = TorchMemorySaver()
-        with allocator.use_memory_pool("weights"):
-            outer = torch.make(N)
-            with saver.region(tag="tag", enable_cpu_backup=True):
-                theirs = torch.make(N)
-                with allocator.use_memory_pool("kv_cache"):
-                    inner = torch.make(N)
-            last = torch.make(N)
-        for value, tensor in enumerate((outer, theirs, inner, last)):
-            torch.fill(tensor, value)
-        assert sorted(data.tag for data in allocator.pointer_to_data.values()) == ["kv_cache", "weights", "weights"]
-        saver.pause("tag")
-        assert mapped(allocator) == 3 * N and torch.holds(inner, 2)
-        allocator.sleep(("weights",))
-        assert mapped(allocator) == 0
-        saver.resume("tag")
-        assert mapped(allocator) == 0 and torch.holds(theirs, 1)
-        allocator.wake_up()
-        assert torch.holds(outer, 0) and torch.holds(last, 3)
-        del theirs
-        for bridge in saver._bridges.values():
-            bridge.close()
-
-    @pytest.mark.simulated_only("a process that uses a GPU must not be forked")
-    def test_a_forked_child(self, torch: Library, allocator: CuMemAllocator) -> None:
-        with allocator.use_memory_pool():
-            tensor = torch.make(N)
-        torch.fill(tensor, 7)
-        child = fork()
-        if not child:
-            signal.alarm(20)
-            try:
-                allocator.sleep()
-            except Exception:
-                os._exit(3)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-        allocator.sleep()
-        allocator.wake_up()
-        assert torch.holds(tensor, 7)
 
 
 class TestPlugin:
