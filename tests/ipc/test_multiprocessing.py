@@ -26,12 +26,9 @@ SIZE = 1 << 16
 
 
 @pytest.fixture
-def context(request: pytest.FixtureRequest) -> Any:
-    """Start method of processes: the faster of the two, unless a test names one."""
-    return multiprocessing.get_context(getattr(request, "param", "forkserver"))
-
-
-SPAWN = pytest.mark.parametrize("context", ["spawn"], indirect=True)
+def context() -> Any:
+    """The faster start method of processes."""
+    return multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture
@@ -55,105 +52,6 @@ def run(context: Any, on_cuda: bool) -> Iterator[Callable[..., Any]]:
 
 def _with_driver(_: None, target: Callable[..., None], *args: Any) -> None:
     target(*args)
-
-
-@pytest.fixture
-def things(
-    device: sa.Device, pool: sa.MemoryPool, stream: sa.Stream, buffer: sa.Buffer
-) -> Iterator[dict[str, tuple[Any, str]]]:
-    """One of each kind, and what it is at the other end."""
-    growable = vmm.GrowableBuffer(device, 64 * MiB, 3 * MiB, handle_types=POSIX, stream=stream)
-    striped = vmm.stripe([device], MiB, handle_types=POSIX, stream=stream)
-    physical = vmm.PhysicalMemory(device, PAGE, handle_types=POSIX)
-    range_ = vmm.AddressRange(PAGE, driver=device.driver)
-    mapping = range_.map(vmm.PhysicalMemory(device, PAGE, handle_types=POSIX), access=device)
-    event = device.create_event(interprocess=True)
-    for memory in (growable, striped):
-        filled(memory, 1)
-    filled(mapping, 1)
-    device.synchronize()
-    view = pool.allocate(SIZE, stream)
-    filled(view[512:1512], 1)
-    yield {
-        "pool": (pool, "ImportedPool"),
-        "buffer": (buffer, "ImportedBuffer"),
-        "view": (view[512:1512], "ImportedBuffer"),
-        "growable": (growable, "ImportedRange"),
-        "striped": (striped, "ImportedRange"),
-        "physical": (physical, "PhysicalMemory"),
-        "mapping": (mapping, "ImportedRange"),
-        "range": (range_.view(0, 1000), "ImportedRange"),
-        "event": (event, "Event"),
-    }
-    event.close()
-    view.close()
-    range_.unmap()
-    for owner in (range_, growable, striped, physical):
-        owner.close()
-
-
-def seen(thing: Any) -> tuple[str, bool]:
-    """The received object: its kind, and whether its contents are complete."""
-    there = shows(thing, 1) if isinstance(thing, sa.Memory) else thing.query() if isinstance(thing, sa.Event) else True
-    return type(thing).__name__, there
-
-
-def close(thing: Any) -> None:
-    if hasattr(thing, "close"):
-        thing.close()
-
-
-def _answer(connection: Any, things: dict[str, Any]) -> None:
-    connection.send({name: seen(thing) for name, thing in things.items()})
-    for thing in things.values():
-        close(thing)
-
-
-def _answer_each(connection: Any, queue: Any, count: int) -> None:
-    for _ in range(count):
-        name, thing = queue.get()
-        connection.send((name, seen(thing)))
-        close(thing)
-
-
-class TestEveryKind:
-    @SPAWN
-    def test_as_arguments(self, run: Callable[..., Any], context: Any, things: dict[str, tuple[Any, str]]) -> None:
-        here, there = context.Pipe()
-        run(_answer, there, {name: thing for name, (thing, _) in things.items()})
-        assert received(here) == {name: (kind, True) for name, (_, kind) in things.items()}
-
-    @pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "Pipe"])
-    def test_through(
-        self, run: Callable[..., Any], context: Any, things: dict[str, tuple[Any, str]], kind: str
-    ) -> None:
-        here, there = context.Pipe()
-        if kind == "Pipe":
-            source, put = context.Pipe(duplex=False)
-            queue: Any = _Receiving(source)
-            send = put.send
-        else:
-            queue = getattr(context, kind)()
-            send = queue.put
-        run(_answer_each, there, queue, len(things))
-        for name, (thing, _) in things.items():
-            send((name, thing))
-        assert dict(received(here) for _ in things) == {
-            name: (expected, True) for name, (_, expected) in things.items()
-        }
-        if kind == "Queue":
-            queue.close()
-            queue.join_thread()
-
-
-class _Receiving:
-    """A connection that is read like a queue."""
-
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-
-    def get(self) -> Any:
-        return received(self._connection)
 
 
 class TestLifetime:
@@ -496,14 +394,6 @@ def _value_in_a_worker(buffer: Any) -> list[int]:
 
 def _take(_: None, pool: Any = None) -> None:
     assert pool is None or type(pool).__name__ == "ImportedPool"
-
-
-class TestRefused:
-    def test_plain_pickle(self, things: dict[str, tuple[Any, str]]) -> None:
-        """A pickle that is kept in a file, say, means nothing to anybody."""
-        for thing, _ in things.values():
-            with pytest.raises(TypeError, match="pickle"):
-                pickle.dumps([thing], 2)
 
 
 class TestChannels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import pickle
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -147,6 +148,13 @@ class TestShare:
         if kind in REFUSED["expose_block"]:
             return self._refused(thing, "expose_block", expose_block=True)
         assert ipc.share(thing, expose_block=True).descriptor.size
+
+    def test_a_plain_pickle_is_refused(self, things: Things, kind: str) -> None:
+        """One that is kept in a file, say, means nothing to anybody."""
+        thing: Any = getattr(things, kind)()
+        if kind not in IN_BLOCKS:
+            with pytest.raises(TypeError, match="pickle"):
+                pickle.dumps([thing], 2)
 
     def test_what_was_shared_is_sent_as_it_is(self, things: Things, kind: str) -> None:
         thing: Any = getattr(things, kind)()

@@ -21,7 +21,7 @@ from streamalloc.testing import Gate, settle
 from tests.ipc import support as steps
 from tests.ipc.support import POSIX, uses
 from tests.processes import Partner, There, eventually, fork
-from tests.support import MiB, executed, filled, holds, in_threads, pending, shows
+from tests.support import MiB, executed, filled, in_threads, pending, shows
 
 SIZE = 1 << 16
 Another = Callable[[], Partner]
@@ -130,30 +130,6 @@ class TestExporterIsGone:
         owner.run(steps.make_pool)
         owner.run(steps.make_buffer, "buffer", 5)
         return owner
-
-    @pytest.mark.parametrize("kind", ["buffer", "growable", "memory"])
-    def test_importers_keep_what_they_have(
-        self, owner: Partner, stream: sa.Stream, device: sa.Device, kind: str
-    ) -> None:
-        owner.run(steps.make_growable, "growable", 5, 3 * MiB)
-        owner.run(steps.make_memory, "memory")
-        opened = owner.take(kind, stream)
-        if kind == "buffer":
-            assert opened.owner_alive
-        owner.kill()
-        if kind == "memory":
-            with vmm.AddressRange(opened.nbytes, driver=device.driver) as range_:
-                mapping = range_.map(opened, access=device)
-                mapping.fill(6, stream)
-                stream.synchronize()
-                assert holds(mapping, 6)
-        else:
-            assert shows(opened, 5)
-            filled(opened, 6)
-            assert shows(opened, 6)
-        if kind == "buffer":
-            assert eventually(lambda: not opened.owner_alive) and not opened.lost
-        opened.close()
 
     def test_what_was_dropped_first(self, owner: Partner, stream: sa.Stream) -> None:
         """The owner ends with its memory freed, deferred, and its pool closed."""
