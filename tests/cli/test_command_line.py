@@ -211,14 +211,6 @@ class TestTerminal:
         screen.patch.setenv("NO_COLOR", "1")
         assert screen.show().good("ok") == "ok"
 
-    def test_last_column_is_folded(self, screen: Screen) -> None:
-        words = " ".join(["word"] * 20)
-        screen.show().table([("name", words)])
-        text = screen.text
-        assert all(len(line) <= 60 for line in text.splitlines())
-        assert all(line.startswith(" " * 8) for line in text.splitlines()[1:])
-        assert " ".join(text.split()) == f"name {words}"
-
     def test_columns_of_words_are_folded(self, screen: Screen) -> None:
         out = screen.show()
         out.table(
@@ -232,10 +224,6 @@ class TestTerminal:
         assert max(map(len, lines)) <= 60 and text.count("\x1b[32m") == 3
         assert [line[2:24].strip() for line in lines[1:]] == ["one two three four", "one two three four", "end"]
         assert "12345678" in lines[1]
-
-    def test_a_column_of_nothing(self, screen: Screen) -> None:
-        screen.show().table([("name", ""), ("other", "")])
-        assert screen.text.split() == ["name", "other"]
 
     def test_last_column_goes_below(self, screen: Screen) -> None:
         screen.show().table([("n" * 24, "x" * 24, "some words that have no room\nand more"), ("m", "y", "")])

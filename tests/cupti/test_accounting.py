@@ -143,37 +143,6 @@ def test_the_sum_is_the_drivers_figure_and_the_rest_stays(shown: Any, memory: cu
     assert abs(grown - 128 * MiB) < grown / 100 and abs(rest(after) - rest(before)) < grown / 100
 
 
-@pytest.mark.parametrize("reader", ["taken", "moments"])
-def test_the_account_holds_beside_the_calls_of_threads(shown: Any, memory: cupti.Memory, reader: str) -> None:
-    """Each call is of a line of its own, while another thread sums the lines up."""
-    device, errors = sa.Device(0, driver=shown), []
-
-    def work(number: int) -> None:
-        try:
-            with device.current():
-                for line in range(150):
-                    text = "\n" * (line * 4 + number) + "ok((*shown.cuMemFree(ok(shown.cuMemAlloc(512))), None))"
-                    exec(compile(text, "lines.py", "exec"), {"shown": shown, "ok": ok})
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            getattr(memory, reader)()
-    finally:
-        sys.setswitchinterval(interval)
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    if reader == "taken":  # moments() misses calls of other threads while it reads PyTorch's history
-        assert memory.taken()[0] == 0 and mine(memory.now()) == {}
-
-
 def test_the_account_is_changed_and_read_under_its_lock(memory: cupti.Memory) -> None:
     """Each step once, but ``moments`` twice: what it asks the driver it asks without, since callbacks take the lock."""
 

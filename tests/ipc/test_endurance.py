@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import streamalloc as sa
@@ -20,30 +18,6 @@ from tests.processes import Partner, There, eventually
 from tests.support import executed
 
 SIZE = 4096
-
-
-def _keep_open(there: There, data: bytes) -> int:
-    """Open it, and look at what was opened some time ago, which must not have changed."""
-    held: list[Any] = there.kept.setdefault("held", [])
-    opened = there.open(data)
-    held.append((opened, _read(opened)))
-    if len(held) < 8:
-        return 0
-    old, stamp = held.pop(0)
-    changed = int(_read(old) != stamp)
-    old.close() if len(stamp) % 2 else None  # else it is dropped
-    return changed
-
-
-def _read(memory: sa.Memory) -> bytes:
-    target = np.empty(memory.nbytes, np.uint8)
-    memory.copy_to(target)
-    memory.stream.synchronize()
-    return bytes(target)
-
-
-def _forget(there: There) -> None:
-    there.kept.pop("held", None)
 
 
 def unfinished(device: sa.Device) -> list[str]:
@@ -77,39 +51,6 @@ class TestThreadsAndTheCollector:
         gc.collect()
         assert eventually(lambda: pool.statistics().used == 0)
         assert eventually(lambda: not unfinished(device)), unfinished(device)
-
-    def test_nothing_is_freed_while_it_is_open(
-        self, pool: sa.MemoryPool, device: sa.Device, partner: Partner, collecting: None
-    ) -> None:
-        """Frees that wait are worked on by several threads, each is made once, and none too early."""
-        talking = threading.Lock()
-        changed: list[int] = []
-
-        def run(number: int) -> None:
-            with device.create_stream() as stream:
-                for turn in range(40):
-                    buffer = pool.allocate(SIZE + turn, stream)
-                    buffer.copy_from(np.full(SIZE + turn, 1 + (number * 40 + turn) % 250, np.uint8))
-                    shared = ipc.share(buffer)
-                    with talking:
-                        changed.append(partner.run(_keep_open, bytes(shared), fds=shared.fds))
-                    if turn % 2:
-                        buffer.free()
-                    else:
-                        cycle: list[Any] = [buffer]
-                        cycle.append(cycle)
-                        del cycle
-                    del buffer
-                    stream.synchronize()
-
-        # The handles once, as the partner keeps them.
-        with pool.allocate(SIZE, device.default_stream) as first:
-            partner.give(first).close()
-        assert at_once(4, run) == []
-        assert len(changed) == 160 and not any(changed)
-        partner.run(_forget)
-        gc.collect()
-        assert eventually(lambda: pool.statistics().used == 0)
 
 
 class TestALongLife:

@@ -379,22 +379,6 @@ class TestTheEnd:
             del outcomes
             assert crew.left == [{}] * 3
 
-    @pytest.mark.parametrize("call", ["cuMulticastUnbind", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
-    def test_failures_to_give_back_are_tried_again(self, call: str) -> None:
-        def run(rank: Rank) -> None:
-            memory = rank.memory()
-            if rank.number == 1:
-                rank.driver._target, rank.driver._first = call, rank.driver.seen.count(call) + 1
-                with pytest.raises(sa.CudaError, match=call):
-                    memory.close()
-                assert not memory.closed
-            memory.close()
-            assert memory.closed
-
-        with Crew(3) as crew:
-            crew.run(run)
-            assert crew.left == [{}] * 3
-
     @pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
     @pytest.mark.parametrize("how", ["close", "abandon", "drop", "cycle", "fail"])
     def test_the_order(self, how: str) -> None:

@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,33 +114,6 @@ class TestLog:
                 pool.allocate(512, stream).free()
         assert [line.split(",")[2] for line in file.read_text().splitlines()[1:]] == ["allocate", "free"] * 2
 
-    def test_while_other_threads_free(self, pool: sa.MemoryPool, device: sa.Device, tmp_path: Path) -> None:
-        over, errors = threading.Event(), []
-
-        def work() -> None:
-            with device.create_stream() as stream:
-                try:
-                    while not over.is_set():
-                        pool.allocate(512, stream).free()
-                except Exception as error:
-                    errors.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)
-        try:
-            for thread in threads:
-                thread.start()
-            for _ in range(30):
-                with sa.observe(pool, log=tmp_path / "log.csv"):
-                    pass
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
-            sys.setswitchinterval(interval)
-        assert errors == []
-
     def test_of_names_that_are_no_text(self, pool: sa.MemoryPool, stream: sa.Stream, tmp_path: Path) -> None:
         with sa.observe(pool, log=tmp_path / "log.csv") as observer, observer.tag(os.fsdecode(b"\xff")):
             pool.allocate(512, stream).free()
@@ -184,12 +156,6 @@ class TestPyTorch:
         assert data[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04")
         found: dict[str, Any] = pickle.loads(data)
         return found
-
-    def test_reads_back(self, observer: sa.Observer, snapshot: dict[str, Any]) -> None:
-        trace = traces.load(snapshot)
-        assert [(event.action, event.nbytes) for event in trace.events] == [
-            (one.action, one.allocation.nbytes) for one in observer.history if one.action != "failure"
-        ]
 
     def test_fields_of_segments_and_blocks(self, observer: sa.Observer, snapshot: dict[str, Any]) -> None:
         live = {one.address: one for one in observer.live}

@@ -142,12 +142,6 @@ class TestFastPaths:
             assert functions(pool) != before
         assert functions(pool) == before
 
-    def test_of_other_pools_are_left_alone(self, device: sa.Device, pool: sa.MemoryPool) -> None:
-        with sa.MemoryPool(device) as other:
-            before = functions(other)
-            with sa.observe(pool):
-                assert functions(other) == before
-
     @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
     def test_several_observers_end_in_any_order(
         self, pool: sa.MemoryPool, stream: sa.Stream, order: tuple[int, ...]
@@ -209,13 +203,6 @@ class TestMappedMemory:
                 assert observer.nbytes == 2 * MiB
             memory.close()
             assert observer.live == ()
-
-    def test_those_of_the_start(self, device: sa.Device) -> None:
-        with vmm.GrowableBuffer(device, 8 * MiB, 4 * MiB) as buffer:
-            observer = sa.observe(buffer)
-            buffer.resize(0)
-            with observer:
-                assert observer.live == ()
 
     @pytest.mark.simulated_only("only there addresses are used again at once")
     def test_addresses_of_another(self, device: sa.Device) -> None:

@@ -362,40 +362,6 @@ class TestOrder:
         gate.open()
 
 
-@pytest.mark.simulated_only("real streams are not told what to delay")
-@pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_delayed(on_cuda: bool, seed: int) -> None:
-    """Two processes fill one buffer in turns; a scheduler delays whatever stream order allows."""
-    name = "schedules"
-    with Partner(on_cuda, seed=seed, name=name) as partner, sd.use(sd.simulated(seed=seed + 100, name=name)) as machine:
-        device = sa.Device(0, driver=machine)
-        with device.create_stream() as stream, shared_pool(device) as pool:
-            for number in range(1, 20):
-                buffer = pool.allocate(1000 * number, stream)
-                buffer.fill(number)
-                partner.begin(_find_and_fill, *_sent(partner, ipc.share(buffer)), number)
-                assert partner.result()
-                buffer.free()
-            stream.synchronize()
-            assert eventually(lambda: pool.statistics().used == 0)
-
-
-def _sent(partner: Partner, shared: ipc.Shared) -> tuple[bytes]:
-    if not partner._had:
-        partner.open(shared).close()  # with the handles
-    return (bytes(shared),)
-
-
-def _find_and_fill(there: There, data: bytes, value: int) -> bool:
-    """Read and overwrite, and close while that is still to be done."""
-    opened = there.open(data, there.stream)
-    copy = sa.allocate(opened.nbytes, there.stream)
-    copy.copy_from(opened)
-    opened.fill(255)
-    opened.close()
-    return holds(copy, value)
-
-
 @pytest.mark.gpus(2)
 class TestTwoDevices:
     @pytest.fixture
