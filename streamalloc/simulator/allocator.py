@@ -28,13 +28,15 @@ and 4 visit the streams in the order of their ranks (:meth:`.scheduler.Scheduler
 from other blocks that are free for all streams.
 
 Memory above the threshold is released block by block, beginning with the block that has been free longest. The end of
-the line counts as one of these blocks. A trim begins with the highest addresses.
+the line counts as one of these blocks. A block keeps its age when a block behind it is merged into it, and so does the
+rest of a block when its first bytes are allocated. A trim begins with the highest addresses.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from streamalloc.simulator.constants import CHUNK
 
@@ -47,13 +49,14 @@ HEAP = 0
 class Block:
     """A range of the line. If a stream left the block, it is free once operation ``seq`` of the stream has run."""
 
-    __slots__ = ("next", "owner", "prev", "seq", "size", "stamp", "start")
+    __slots__ = ("next", "owner", "prev", "seq", "since", "size", "stamp", "start")
 
     def __init__(self, start: int, size: int, owner: int = HEAP, seq: int = 0) -> None:
         self.start: int = start
         self.size: int = size
         self.owner: int = owner
         self.seq: int = seq
+        self.since: int = 0  # when it was freed
         self.stamp: int = 0  # when it was put on its shelf
         self.prev: Block | None = None
         self.next: Block | None = None
@@ -65,6 +68,7 @@ class Block:
     def split(self, size: int) -> Block:
         """Cut the block after ``size`` bytes. Returns the rest, which follows it."""
         rest = Block(self.start + size, self.size - size, self.owner, self.seq)
+        rest.since = self.since
         rest.prev, rest.next, self.next = self, self.next, rest
         if rest.next is not None:
             rest.next.prev = rest
@@ -109,9 +113,6 @@ class Shelf:
         return next((found[one][2] for one in range(at, len(found)) if usable(found[one][2])), None)
 
 
-_ALL = 1 << 64
-
-
 Reach = Callable[[int], int]
 """Maps a stream to the sequence number up to which blocks it left can be taken."""
 
@@ -119,21 +120,21 @@ Reach = Callable[[int], int]
 class PoolAddresses:
     """The addresses of one pool."""
 
-    def __init__(self, capacity: int, chunk: int = CHUNK, ranks: dict[int, int] | None = None) -> None:
+    def __init__(self, capacity: int, ranks: dict[int, int]) -> None:
         self.capacity = capacity
-        self.chunk = chunk
         self._head = self._last = Block(0, capacity)
         self._heap = Shelf()  # without the end of the line
-        self._left: dict[int, Shelf] = {}  # by stream
+        self._left: defaultdict[int, Shelf] = defaultdict(Shelf)  # by stream
         self._ranks = ranks
-        self._backed: set[int] = set()  # the chunks, by number
+        self.backed: set[int] = set()
+        """The chunks that have memory, by number."""
         self._clock = 0
 
     # -- asking ----------------------------------------------------------------------------------------------
 
     @property
     def reserved(self) -> int:
-        return len(self._backed) * self.chunk
+        return len(self.backed) * CHUNK
 
     def blocks(self) -> Iterator[Block]:
         """Every block in address order."""
@@ -149,9 +150,7 @@ class PoolAddresses:
 
     def find_at_hand(self, size: int, stream: int) -> Block | None:
         """Find a block by rules 1 and 2; None if none is large enough."""
-        left = self._left.get(stream)
-        own = (self._shelf(stream) if left is None else left).best(size)
-        return self._heap.best(size, self._is_backed) if own is None else own
+        return self._left[stream].best(size) or self._heap.best(size, self._is_backed)
 
     def find_further(self, size: int, ordered: Reach | None, done: Reach) -> Block | None:
         """Find a block by rules 3 to 5; None if none is large enough.
@@ -159,9 +158,9 @@ class PoolAddresses:
         ``ordered``, for rule 3: up to which operation of each other stream the allocating stream is ordered; None to
         skip the rule. ``done``, for rule 4: up to which operation the frees of each stream have run.
         """
-        block = None if ordered is None else self._best_left(size, ordered)
+        block = None if ordered is None else self.best_left(size, ordered)
         if block is None:
-            block = self._best_left(size, done)
+            block = self.best_left(size, done)
         if block is None:
             self.free_left(done)
             block = self._heap.best(size)
@@ -169,17 +168,13 @@ class PoolAddresses:
             block = self._last
         return block
 
-    def find_left(self, size: int) -> Block | None:
-        """Find the block that rule 4 would take if all frees had run."""
-        return self._best_left(size, lambda stream: _ALL)
-
-    def _best_left(self, size: int, reach: Reach) -> Block | None:
+    def best_left(self, size: int, reach: Reach) -> Block | None:
+        """Find a block that a stream left up to ``reach``; None if none is large enough."""
         for stream, shelf in self._shelves():
-            if shelf:
-                limit = reach(stream)
-                block = shelf.best(size, lambda block, limit=limit: block.seq <= limit)  # type: ignore[misc]
-                if block is not None:
-                    return block
+            limit = reach(stream)
+            block = shelf.best(size, lambda block, limit=limit: block.seq <= limit)  # type: ignore[misc]
+            if block is not None:
+                return block
         return None
 
     def carve(self, block: Block, size: int) -> Block:
@@ -199,7 +194,7 @@ class PoolAddresses:
         """Free a block that is on no shelf: for all streams, or once operation ``seq`` of stream ``owner`` has run.
         Merges it with neighbours of the same owner.
         """
-        block.owner, block.seq = owner, seq
+        block.owner, block.seq, block.since = owner, seq, self._clock
         before, after = block.prev, block.next
         if after is not None and after.owner == owner:
             self._take_off(after)
@@ -214,78 +209,56 @@ class PoolAddresses:
         """Make the blocks that streams left up to ``reach`` free for all streams. Returns whether there were any."""
         changed = False
         for stream, shelf in self._shelves():
-            if shelf:
-                limit = reach(stream)
-                found = [one for one in shelf if one.seq <= limit]
-                for block in sorted(found, key=lambda block: (block.seq, block.stamp), reverse=True):
-                    shelf.remove(block)
-                    self.free(block)
-                    changed = True
+            limit = reach(stream)
+            found = [one for one in shelf if one.seq <= limit]
+            for block in sorted(found, key=lambda block: (block.seq, block.stamp), reverse=True):
+                shelf.remove(block)
+                self.free(block)
+                changed = True
+            if not shelf and stream not in self._ranks:  # a destroyed stream leaves no more blocks
+                del self._left[stream]
         return changed
 
     # -- memory ----------------------------------------------------------------------------------------------
 
     def missing(self, block: Block, size: int) -> list[int]:
         """The missing chunks under the first ``size`` bytes of a block."""
-        last = (block.start + size - 1) // self.chunk
-        return [chunk for chunk in range(block.start // self.chunk, last + 1) if chunk not in self._backed]
+        last = (block.start + size - 1) // CHUNK
+        return [chunk for chunk in range(block.start // CHUNK, last + 1) if chunk not in self.backed]
 
     def spare(self) -> list[int]:
         """The chunks under blocks that are free for all streams, in the order of their release."""
-        found = [(block.stamp, at) for block in self._heap for at in self._inner(block) if at in self._backed]
+        found = [(block.since, at) for block in self._heap for at in self._inner(block) if at in self.backed]
         if self._last.owner == HEAP:
-            low = -(-self._last.start // self.chunk)
-            found += [(self._last.stamp, at) for at in self._backed if at >= low]
+            low = -(-self._last.start // CHUNK)
+            found += [(self._last.since, at) for at in self.backed if at >= low]
         return [at for _, at in sorted(found)]
 
     def spare_besides(self, block: Block, size: int) -> list[int]:
         """The spare chunks outside of the first ``size`` bytes of a block, lowest first."""
-        low, high = block.start // self.chunk, (block.start + size - 1) // self.chunk
+        low, high = block.start // CHUNK, (block.start + size - 1) // CHUNK
         return sorted(at for at in self.spare() if not low <= at <= high)
-
-    def back(self, chunks: Iterable[int]) -> None:
-        """Record that these chunks have memory."""
-        self._backed.update(chunks)
-
-    def unback(self, chunks: Iterable[int]) -> None:
-        """Record that these chunks have no memory."""
-        self._backed.difference_update(chunks)
 
     def _inner(self, block: Block) -> range:
         """The chunks that are entirely inside a block."""
-        return range(-(-block.start // self.chunk), block.end // self.chunk)
+        return range(-(-block.start // CHUNK), block.end // CHUNK)
 
     def _is_backed(self, block: Block) -> bool:
         """Whether there is memory under all of a block."""
-        return all(at in self._backed for at in range(block.start // self.chunk, (block.end - 1) // self.chunk + 1))
+        return all(at in self.backed for at in range(block.start // CHUNK, (block.end - 1) // CHUNK + 1))
 
     # -- shelves and links -----------------------------------------------------------------------------------
 
-    def _shelf(self, stream: int) -> Shelf:
-        """Add a shelf for a stream. Empty shelves of destroyed streams are removed."""
-        ranks = self._ranks
-        if ranks is not None and len(self._left) > 2 * len(ranks) + 8:
-            for gone in [number for number, shelf in self._left.items() if not shelf and number not in ranks]:
-                del self._left[gone]
-        shelf = self._left[stream] = Shelf()
-        return shelf
-
     def _shelves(self) -> list[tuple[int, Shelf]]:
         """The shelf of each stream, in search order."""
-        ranks = self._ranks
-        if ranks is None or len(self._left) < 2:
-            return list(self._left.items())
-        return sorted(self._left.items(), key=lambda item: ranks.get(item[0], -1))
+        return sorted(self._left.items(), key=lambda item: self._ranks.get(item[0], -1))
 
     def _put(self, block: Block) -> None:
         self._clock += 1
         if block.owner != HEAP:
-            shelf = self._left.get(block.owner)
-            (self._shelf(block.owner) if shelf is None else shelf).put(block, self._clock)
+            self._left[block.owner].put(block, self._clock)
         elif block is not self._last:
             self._heap.put(block, self._clock)
-        else:
-            block.stamp = self._clock
 
     def _take_off(self, block: Block) -> None:
         if block.owner != HEAP:

@@ -155,7 +155,7 @@ class Space:
     def __init__(
         self, name: str, banks: Banks, bank: Bank, capacity: int, ranks: dict[int, int], of_node: bool, on_host: bool
     ) -> None:
-        self.line: PoolAddresses = PoolAddresses(round_up(capacity, CHUNK), CHUNK, ranks)
+        self.line: PoolAddresses = PoolAddresses(round_up(capacity, CHUNK), ranks)
         self.bank = bank
         self.of_node = of_node
         self._name = name
@@ -178,7 +178,7 @@ class Space:
             offset, size = first * CHUNK, count * CHUNK
             self._reservation.map(self.base + offset, size, self.physical.fd, offset)
             self._used = max(self._used, offset + size)
-            self.line.back(range(first, first + count))
+            self.line.backed.update(range(first, first + count))
             self.bank.used += size
 
     def unback(self, chunks: list[int]) -> None:
@@ -189,7 +189,7 @@ class Space:
             if self._on_host:
                 keep_readable(self.base + offset, self.base + offset + size)
             self.physical.discard(offset, size)
-            self.line.unback(range(first, first + count))
+            self.line.backed.difference_update(range(first, first + count))
             self.bank.used -= size
 
     def release(self, keep: int, highest: bool = False) -> None:

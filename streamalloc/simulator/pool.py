@@ -14,7 +14,7 @@ from streamalloc.simulator.constants import ALIGNMENT, CHUNK, PINNED, READ_WRITE
 from streamalloc.simulator.errors import Fault, Result, check, need
 from streamalloc.simulator.files import Label, Labels
 from streamalloc.simulator.memory import Physical, ReservedExtent
-from streamalloc.simulator.scheduler import Clock, Mark, Operation, Queue, QueuedCall, Scheduler
+from streamalloc.simulator.scheduler import ALL, Clock, Mark, Operation, Queue, QueuedCall, Scheduler
 
 _MOST_KEPT = (1 << 64) - CHUNK
 _VIEW = 16 << 30
@@ -121,7 +121,7 @@ class Pool(Accessible):
         block = need(line.find_further(size, ordered, done), Result.CUDA_ERROR_OUT_OF_MEMORY)
         if block.owner == HEAP and not self._back(block, size):
             self.release()
-            left = line.find_left(size) if self.internal_dependencies else None
+            left = line.best_left(size, lambda stream: ALL) if self.internal_dependencies else None
             block = need(left, Result.CUDA_ERROR_OUT_OF_MEMORY)
             self._wait_for(block, stream)
         if self.follow_events:  # other allocations are no work (observed on H200: test_events)

@@ -30,6 +30,8 @@ Clock = dict[int, int]
 Points: TypeAlias = "tuple[tuple[Queue, int], ...]"
 """Operations, each by its stream and number."""
 
+ALL = 1 << 62
+"""More than the number of any operation."""
 POLL_SECONDS = 0.0003
 """Seconds between reads of a value that a stream waits for."""
 _IDLE_SECONDS = 1.0
@@ -310,13 +312,13 @@ class Scheduler:
     def executed(self, stream: int) -> int:
         """The number up to which a stream is known to be done; the maximum for a destroyed stream."""
         found = self.streams.get(stream)
-        return 1 << 62 if found is None else found.known
+        return ALL if found is None else found.known
 
     def outlived(self, stream: int) -> int:
         """The maximum for a destroyed stream, 0 for a live one: frees of a destroyed stream have run (H200:
         test_reuse).
         """
-        return 0 if stream in self.streams else 1 << 62
+        return 0 if stream in self.streams else ALL
 
     def retire(self, stream: Queue) -> None:
         """Remove a destroyed stream once it is idle."""

@@ -58,6 +58,14 @@ PLACES: dict[str, str] = {
     "memory goes first from the end of the line": (
         "111: keep 96, a=s0:64, b=s1:1, c=s0:63, a>s0, sync s0, c>s0, sync s0, d=s2:64 @0"
     ),
+    "a block that grows at its end keeps its age": (
+        "111: x=s0:4, a=s0:60, b=s1:1, c=s0:63, d=s1:2, x>s0, sync s0, c>s0, sync s0, keep 128, a>s0, sync s0 =128, "
+        "e=s2:40 @65"
+    ),
+    "so does the rest of a block": (
+        "111: a=s0:64, b=s1:1, c=s0:63, d=s1:2, x=s1:2, c>s0, sync s0, a>s0, sync s0, e=s2:4 @65, keep 128, x>s1, "
+        "sync s1 =128, f=s2:40 @0"
+    ),
     "a trim takes memory first from the highest addresses": (
         "000: a=s0:32, b=s1:1, c=s0:64, d=s1:2, a>s0, sync s0, c>s0, sync s0, trim 96, e=s2:32 @0"
     ),
@@ -263,6 +271,12 @@ class TestStreamsInOrder:
             value(rig.raw.cuStreamSynchronize(one))
         value(rig.raw.cuStreamWaitEvent(blocking, event, 0))
         assert self.order(rig, pool, one, blocking) == [1, 0]
+
+    def test_a_free_of_memory_of_no_pool(self, rig: Rig) -> None:
+        freeing, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")
+        rig.free(value(rig.raw.cuMemAlloc(512)), freeing)
+        assert rig.executed(freeing)
+        assert self.order(rig, pool, one, freeing) == [1, 0]
 
     def test_a_captured_allocation(self, rig: Rig) -> None:
         captured, one, pool = rig.stream(), rig.stream(), rig.pool(UINT64_MAX, "010")

@@ -267,6 +267,7 @@ class PoolCalls(Calls):
             machine.allocations.remove(allocation)
             allocation.memory.freed(dptr, stream)
         elif isinstance(allocation, DeviceMemory):
+            machine.scheduler.rank(stream)
             machine.freed.append((allocation, stream, stream.submit(Operation())))
         else:
             raise Fault(Result.CUDA_ERROR_INVALID_VALUE)
