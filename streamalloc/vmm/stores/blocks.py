@@ -35,11 +35,15 @@ from streamalloc.core.internal import (
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes, Unique
 from streamalloc.core.session import drained, session_of
-from streamalloc.driver.internal import RLock
+from streamalloc.driver.internal import COPY_KERNEL, COPY_MOST, RLock
 from streamalloc.vmm.access import After, copying_stream, ends_of
 
 T = TypeVar("T")
 LEAST, _MOST = 32 << 20, 1 << 30  # bytes of a chunk, unless a block is larger
+_FIRST, _LAUNCH = 4 * COPY_MOST[COPY_KERNEL], max(COPY_MOST.values())
+"""Blocks of the first launch: it takes longer than the host needs for the next one. And the most blocks of a launch."""
+_SMALL = 16 << 10
+"""Most bytes of a block for which the preparation takes long beside the copies."""
 
 Blocks: TypeAlias = "int | Sequence[int] | npt.NDArray[np.integer[Any]]"
 """Index of a block, or a sequence or an array of indices."""
@@ -326,8 +330,8 @@ def index_of(blocks: Indices) -> Indices | slice:
     return slice(blocks.start, blocks.stop) if isinstance(blocks, range) else blocks
 
 
-def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
-    """Return the addresses of blocks of memory."""
+def _checked(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
+    """Return the indices of blocks of memory."""
     size = checked_size("nbytes", nbytes)
     if not size:
         raise ValueError("nbytes=0: a block has at least one byte")
@@ -340,9 +344,7 @@ def _places(blocks: Blocks, nbytes: int, side: CopySide) -> Addresses:
     if numbers.size and int(numbers.view(np.uint64).max()) >= count:  # as unsigned numbers, negative ones are large
         wrong = numbers[(numbers < 0) | (numbers >= count)]
         raise ValueError(f"blocks: block {wrong[0]} is none of the {count} of {size_text(size)} in {side.keep!r}")
-    places = numbers * size
-    places += side.address
-    return places
+    return numbers
 
 
 class Tier:
@@ -421,12 +423,14 @@ class BlockTier(Tier, Closes):
         """
         ordered = copying_stream(stream, session_of(self.device))
         side = CopySide.readable(memory, session_of(ordered))
-        places = _places(blocks, nbytes, side)
+        numbers = _checked(blocks, nbytes, side)
         side.ordered_before(ordered)
         stored = self._stored(nbytes)
         with undoing(stored.drop):
-            self._take(len(places), stored)
-            stored.save(places, ordered, self._kernels_may_use(memory, places, nbytes, ordered, write=False))
+            self._take(len(numbers), stored)
+            with stored.moving(ordered, out=True) as move:
+                self._copy(move, memory, numbers, nbytes, side, ordered, write=False)
+            stored.seal(ordered)
         return stored
 
     def load(self, stored: Stored, memory: Memory, blocks: Blocks, stream: StreamLike) -> None:
@@ -442,14 +446,13 @@ class BlockTier(Tier, Closes):
         """
         ordered = copying_stream(stream, session_of(self.device))
         side = CopySide.writable(memory, session_of(ordered))
-        places = _places(blocks, stored.nbytes, side)
-        if len(places) != len(stored) or not stored.complete:
-            raise ValueError(f"blocks: {len(places)} for the contents of {len(stored)}, of which none may be dropped")
-        every = range(len(stored))
-        stored.check(every)
+        numbers = _checked(blocks, stored.nbytes, side)
+        if len(numbers) != len(stored) or not stored.complete:
+            raise ValueError(f"blocks: {len(numbers)} for the contents of {len(stored)}, of which none may be dropped")
+        stored.check(range(len(stored)))
         side.ordered_before(ordered)
-        kernels = self._kernels_may_use(memory, places, stored.nbytes, ordered, write=True)
-        stored.load(every, places, ordered, kernels)
+        with stored.moving(ordered, out=False) as move:
+            self._copy(move, memory, numbers, stored.nbytes, side, ordered, write=True)
 
     def _check_for(self, stream: Stream) -> None:
         """Raise if it cannot take the bytes of buffers that are copied on this stream."""
@@ -457,9 +460,25 @@ class BlockTier(Tier, Closes):
         if session_of(stream) is not session_of(self.device):
             raise ValueError(f"backup {self!r} belongs to another driver")
 
-    def _kernels_may_use(self, memory: Memory, places: Addresses, nbytes: int, stream: Stream, *, write: bool) -> bool:
-        """Whether kernels of a stream may use blocks of memory, and the room of the tier."""
-        return stream.device == self.device and kernels_may_use(memory, places, nbytes, stream, write=write)
+    def _copy(
+        self,
+        move: Move,
+        memory: Memory,
+        numbers: Addresses,
+        nbytes: int,
+        side: CopySide,
+        stream: Stream,
+        *,
+        write: bool,
+    ) -> None:
+        """Queue the copies of blocks of memory."""
+        count, near = len(numbers), stream.device == self.device
+        # The device copies the first blocks while the host prepares the others.
+        cuts = range(_FIRST, count, _LAUNCH) if count > _LAUNCH and nbytes <= _SMALL else ()
+        for at, end in itertools.pairwise([0, *cuts, count]):
+            places = numbers[at:end] * nbytes + side.address
+            kernels = near and kernels_may_use(memory, places, nbytes, stream, write=write)
+            move(Copies(range(at, end), places, None, kernels))
 
     def reserve(self, count: int, nbytes: int) -> None:
         """Reserve room for later contents, because that takes long: host memory (``cuMemHostAlloc``), or space on disk.
@@ -492,15 +511,12 @@ class BlockTier(Tier, Closes):
 
     def _fill(self, stored: Stored, count: int) -> None:
         # In ascending order: copies of blocks in another order would be sorted first.
-        fitting = (
-            chunk
-            for chunk in sorted(self._chunks, key=attrgetter("address"))
-            if chunk.nbytes == stored.nbytes and chunk.left
-        )
-        while len(stored) < count:
-            left = count - len(stored)
+        fitting = iter(sorted((one for one in self._chunks if one.nbytes == stored.nbytes), key=attrgetter("address")))
+        while (left := count - len(stored)) > 0:
             chunk = next(fitting, None) or self._grow(stored.nbytes, left)
-            stored.add(chunk, *chunk.take(left))
+            addresses, fences = chunk.take(left)
+            if len(addresses):
+                stored.add(chunk, addresses, fences)
 
     def _grow(self, nbytes: int, count: int) -> Chunk:
         size = self._room(nbytes)

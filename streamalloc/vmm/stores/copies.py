@@ -43,10 +43,6 @@ _FIRST_BATCH, _MOST_IN_BATCH = 32, 128
 While a batch runs, the driver takes the next one. It takes 0.6 us per copy, and a copy of 64 KiB runs for 1.2 us. So
 each batch may have 1.5 times as many copies as the one before.
 """
-_FIRST, _LAUNCH = 4 * COPY_MOST[COPY_KERNEL], max(COPY_MOST.values())
-"""Blocks of the first launch: it takes longer than the host needs for the next one. And the most blocks of a launch."""
-_SMALL = 16 << 10
-"""Most bytes of a block for which the preparation takes long beside the copies."""
 _MANY_SINCE = 12010
 """Version of the driver since which a kernel may have 32 KiB of parameters."""
 _OVER_BUS = 32
@@ -77,26 +73,9 @@ def copy_batch(
     kernels
         Whether kernels of the stream's device may use all this memory.
     """
-    count, host, device = len(memory), *((targets, sources) if out else (sources, targets))
-    bounds = [0, count]
-    if kernels and count > _LAUNCH and isinstance(sizes, int) and sizes <= _SMALL:
-        # The device copies the first blocks while the host prepares the others.
-        bounds[1:1] = range(_FIRST, count, _LAUNCH)
-    for at, end in itertools.pairwise(bounds):
-        some = sizes if isinstance(sizes, int) else sizes[at:end]
-        if at < end:  # other threads may have dropped all
-            _copy_part(host[at:end], device[at:end], some, memory[at:end], stream, out, kernels)
-
-
-def _copy_part(
-    host: Addresses,
-    device: Addresses,
-    sizes: int | Addresses,
-    memory: Addresses,
-    stream: Stream,
-    out: bool,
-    kernels: bool,
-) -> None:
+    if not len(memory):  # other threads may have dropped all
+        return
+    host, device = (targets, sources) if out else (sources, targets)
     ascending, scattered = _neighbours(host, device, sizes, memory)
     if not ascending:
         order = np.argsort(host)
