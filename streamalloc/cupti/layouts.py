@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from streamalloc.driver.internal import c_signature, cuda, parameters
+from streamalloc.driver.bindings import c_signature, cuda, parameters, takes
 
 Read = Callable[[int], Any]
 """Reads a value at an address."""
@@ -88,12 +88,10 @@ def layout(function: str) -> Layout | None:
 
 
 def _arrays(function: str, kinds: list[str], names: tuple[str, ...]) -> list[tuple[int, int, int, Read]]:
-    head = (getattr(cuda, function).__doc__ or "").split("\n")[0]
-    listed = re.findall(r"(\w+): (?:Optional\[)?(?:tuple|list)\[", head)
+    listed = [at for at, one in enumerate(takes(function)) if re.search(r": (?:Optional\[)?(?:tuple|list)\[", one)]
     counts = [index for index, name in enumerate(names) if re.search(r"(?i)count|num", name)]
     found = []
-    for name in listed:
-        index = names.index(name)
+    for index in listed:
         length = next((one for one in counts if one > index), next(reversed(counts), None))
         kind = kinds[index].removesuffix("*").replace("const", "").strip()
         if length is None or not kinds[index].endswith("*"):

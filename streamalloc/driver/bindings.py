@@ -85,12 +85,27 @@ WAIT_COMPARISONS: dict[int, Callable[[int, int, int], bool]] = {
 """Comparisons of memory with the waited-for value, by CUstreamWaitValue_flags."""
 
 
+_HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")
+
+
+def takes(name: str, module: Any = cuda) -> list[str]:
+    """The parameters of a function as its documentation has them: ``attr: cudaDeviceAttr``, ``size_t numNodes=0``."""
+    head = (getattr(getattr(module, name, None), "__doc__", None) or "").split("\n")[0]
+    inside = re.sub(r"\[[^][]*\]", lambda found: found[0].replace(",", ";"), head).partition("(")[2].rpartition(")")[0]
+    return [one.strip() for one in inside.split(",") if one.strip()]
+
+
+def returns(name: str, module: Any = cuda) -> list[str]:
+    """The values of a function after the result code, as its documentation has them: ``pool : CUmemoryPool``."""
+    documentation = getattr(getattr(module, name, None), "__doc__", None) or ""
+    listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]
+    return [line for line in listed.split("\n") if line[:1].strip()][1:]
+
+
 @functools.cache
 def parameters(name: str) -> tuple[str, ...]:
-    """The parameter names of a driver function in order, from its documentation; empty if undocumented."""
-    head = (getattr(getattr(cuda, name, None), "__doc__", None) or "").split("\n")[0]
-    inside = re.sub(r"\[[^]]*\]", "", head.partition("(")[2].rpartition(")")[0])
-    return tuple(re.split("[:=]", one)[0].split()[-1].lstrip("*") for one in inside.split(",") if one.strip())
+    """The parameter names of a driver function in order; empty if undocumented."""
+    return tuple(re.split("[:=]", one)[0].split()[-1].lstrip("*") for one in takes(name))
 
 
 @functools.cache
@@ -103,12 +118,8 @@ def c_signature(name: str) -> tuple[str, ...]:
 
 @functools.cache
 def value_count(name: str) -> int:
-    """The number of values that a driver function returns after the result code, from its documentation."""
-    doc = getattr(getattr(cuda, name, None), "__doc__", None) or ""
-    listed = doc.partition("\nReturns\n-------\n")[2]
-    for heading in ("See Also", "Notes", "Raises"):
-        listed = listed.partition(f"\n\n{heading}\n")[0]
-    return max(sum(bool(line[:1].strip()) for line in listed.split("\n")) - 1, 0)
+    """The number of values that a driver function returns after the result code."""
+    return len(returns(name))
 
 
 def number_of(value: Any) -> int:

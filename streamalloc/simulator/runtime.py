@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, runtime
+from streamalloc.driver.bindings import cuda, returns, runtime, takes
 from streamalloc.driver.locks import Lock
 from streamalloc.simulator.errors import NotModelled
 from streamalloc.simulator.memory import view_address
@@ -215,7 +215,6 @@ def _made(cls: Any, value: Any) -> Any:
     return cls(int(value)) if hasattr(value, "__int__") else copied(value, cls, cuda, runtime())
 
 
-_HEADING = re.compile(r"\n\n[A-Z][\w ]*\n-{3,}\n")
 _LINK = re.compile(r":py:obj:`~?\.?([^`]*)`")
 
 
@@ -226,14 +225,7 @@ def signature(module: Any, name: str) -> tuple[inspect.Signature, list[str]]:
 
     An annotation is a class of the bindings, or a C type; empty for others. ``"[]"`` marks lists.
     """
-    documentation: str = getattr(module, name).__doc__
-    head = documentation.split("\n")[0]
-    inside = re.sub(r"\[([^][]*)\]", lambda found: "[" + found[1].replace(",", ";") + "]", head)
-    inside = inside.partition("(")[2].rpartition(")")[0]
-    listed = _HEADING.split(documentation.partition("\nReturns\n-------\n")[2])[0]
-    lines = [line for line in listed.split("\n") if line[:1].strip()][1:]
-    parameters = [_parameter(one.strip()) for one in inside.split(",") if one.strip()]
-    return inspect.Signature(parameters), [*map(_result, lines)]
+    return inspect.Signature([*map(_parameter, takes(name, module))]), [*map(_result, returns(name, module))]
 
 
 def _parameter(text: str) -> inspect.Parameter:
