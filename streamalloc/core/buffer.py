@@ -37,7 +37,6 @@ from streamalloc.core.stream import (
     Stream,
     StreamLike,
     as_stream,
-    direct_handle,
     of_this_thread,
 )
 from streamalloc.driver.internal import cuda
@@ -389,18 +388,12 @@ class Buffer(Memory, Closes):
         ordered_after(self._stream, self.free)
 
     def _free_checked(self, stream: StreamLike | None, still_imported: StillImported, timeout: float | None) -> None:
-        session, shared = self._allocator._session, self._shared
-        if shared is not None and still_imported is _DEFER:
-            ordered: Any = self._stream if stream is None else stream
-            if direct_handle(ordered, session) is not None:
-                return shared[0].free(self, ordered, still_imported, timeout)
         if still_imported not in _POLICIES:
             raise ValueError(f"still_imported={still_imported!r}: allowed are {', '.join(map(repr, _POLICIES))}")
         if self.freed:
             raise freed_already(self)
-        session.check_process()
+        self._session.check_process()
         ordered = self._ordered_on(stream)
-        ordered._checked_raw()
         # For a default stream this raises if a blocking stream is captured, and keeps that capture valid.
         if ordered._captured() and not self._belongs_to(ordered._capture):
             raise refused(CaptureError, "cuMemFreeAsync", _FOREIGN_IN_CAPTURE)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from streamalloc.core.device import Device, known_location, location_of
-from streamalloc.core.errors import CaptureError, error_from, refused, unsupported
+from streamalloc.core.errors import error_from, unsupported
 from streamalloc.core.memory_base import MemoryBase, kinds, refuse_legacy
 from streamalloc.core.properties import MemLocation, checked_type
 from streamalloc.core.resource import above
 from streamalloc.core.session import Session
-from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle
+from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream, queue_handle, refuse_capture
 from streamalloc.driver.internal import BINDINGS_VERSION, cuda
 from streamalloc.formats.arrays import cuda_array, fill_pattern, host_array
 
@@ -402,8 +402,7 @@ def copy_batch(
     ordered = as_stream(stream, _session_of(stream, (*srcs, *dsts)))
     session = ordered._session
     refuse_legacy(ordered, _CALL)
-    if ordered.capturing:
-        raise refused(CaptureError, _CALL, "the stream is being captured, where copy_to makes a node of the graph")
+    refuse_capture(ordered, _CALL, "copy_to makes a node of the graph")
     pairs = [_pair(number, session, *ends) for number, ends in enumerate(zip(dsts, srcs, strict=True))]
     filled = [(pair, option) for pair, option in zip(pairs, wanted, strict=True) if pair[0].nbytes]
     if not filled:

@@ -20,7 +20,8 @@ from streamalloc.core.copies import Copyable, CopyOptions
 from streamalloc.core.errors import ClosedError
 from streamalloc.core.memory_base import MemoryBase, Migrating
 from streamalloc.core.properties import MemLocation
-from streamalloc.core.stream import LEGACY, Stream, StreamLike
+from streamalloc.core.stream import DEFAULT_HANDLES, LEGACY, Stream, StreamLike
+from streamalloc.driver.internal import cuda
 from streamalloc.formats.arrays import (
     CPU,
     CUDA,
@@ -273,9 +274,27 @@ class Memory(Copyable, Migrating):
         """Order a stream of other code, which uses the memory unless ``of_host``, after the work of :attr:`stream`."""
         ours = self.stream
         if handle != ours._number:
-            ours._precede(handle)
+            _precede(ours, handle)
             if ours._session.listener is not None and not of_host:
                 self.used(Stream.of_handle(ours.device, handle, self), write=False)
+
+
+def _precede(stream: Stream, handle: int) -> None:
+    """Order later work of another library's stream after all queued work of ours."""
+    raw, session, spare = stream.direct or stream.ready(), stream._session, stream._spare
+    if raw is not None and handle not in DEFAULT_HANDLES:
+        # No objects for the event and that stream, which would cost three times as much as both calls.
+        theirs = cuda.CUstream(handle)  # raises for what is no handle
+        event = spare.pop() if spare else None  # one line, within which threads are not switched
+        if event is not None:
+            record, wait = session.cuEventRecord, session.cuStreamWaitEvent
+            try:
+                failed = record(event, raw)[0] or wait(theirs, event, 0)[0]
+            finally:
+                spare.keep(event, session)
+            if not failed:
+                return
+    Stream.of_handle(stream.device, handle, None).wait(stream)
 
 
 class BufferView(Memory):

@@ -306,8 +306,7 @@ class Stream(Closes, Shown):
         CaptureError
             The stream is being captured: the call would invalidate the capture.
         """
-        if self._captured():
-            raise refused(CaptureError, "cuStreamGetFlags", "it would end the capture of the stream; ask afterwards")
+        refuse_capture(self, "cuStreamGetFlags", "it would end the capture; ask afterwards")
         return not int(self._call("cuStreamGetFlags")) & int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
 
     # -- work --------------------------------------------------------------------------------------------------
@@ -413,23 +412,6 @@ class Stream(Closes, Shown):
         if event._foreign_captures:
             self._notice_joining()
 
-    def _precede(self, handle: int) -> None:
-        """Order later work of a stream, which other code has, after all queued work of this one."""
-        raw, session, spare = self.direct or self.ready(), self._session, self._spare
-        if raw is not None and handle not in DEFAULT_HANDLES:
-            # No objects for the event and that stream, which would cost three times as much as both calls.
-            theirs = cuda.CUstream(handle)  # raises for what is no handle
-            event = spare.pop() if spare else None  # one line, within which threads are not switched
-            if event is not None:
-                record, wait = session.cuEventRecord, session.cuStreamWaitEvent
-                try:
-                    failed = record(event, raw)[0] or wait(theirs, event, 0)[0]
-                finally:
-                    spare.keep(event, session)
-                if not failed:
-                    return
-        Stream.of_handle(self.device, handle, None).wait(self)
-
     def synchronize(self) -> None:
         """Block the host until all work queued so far is done (``cuStreamSynchronize``).
 
@@ -468,10 +450,8 @@ class Stream(Closes, Shown):
         """
         if not callable(function):
             raise TypeError(f"function must be callable, not {type(function).__name__} ({function!r})")
-        if self.capturing:
-            why = "the bindings let a Python function run once, and a graph may be launched more often"
-            raise refused(CaptureError, "cuLaunchHostFunc", why)
-
+        why = "the bindings let a Python function run once, and a graph may be launched more often"
+        refuse_capture(self, "cuLaunchHostFunc", why)
         pointer = _host_function(function)
         result = self._result(self._session.driver.cuLaunchHostFunc, cuda.CUhostFn(pointer), pointer)
         if result:
@@ -533,18 +513,16 @@ class Stream(Closes, Shown):
 
 def _event_of(stream: Stream, timing: bool) -> tuple[Event, bool]:
     """An event for a record, and whether it was used before: a closed one of the stream if there is one."""
-    if timing or stream._capture:
-        return Event(stream.device, timing=timing), False
-    try:
-        raw = stream._spare.pop()
-    except IndexError:
-        event = Event(stream.device)
-        event._spare = stream._spare
-        return event, False
-    event = Event.__new__(Event)
-    event._adopt(stream.device, interprocess=False)
-    event._spare, event._raw = stream._spare, raw
-    return event, True
+    spare = None if timing or stream._capture else stream._spare
+    raw = spare.pop() if spare else None  # one line, within which threads are not switched
+    if raw is None:
+        event = Event(stream.device, timing=timing)
+    else:
+        event = Event.__new__(Event)
+        event._adopt(stream.device, interprocess=False)
+        event._raw = raw
+    event._spare = spare
+    return event, raw is not None
 
 
 async def _finished(stream: Stream) -> None:
@@ -577,18 +555,17 @@ class OwnStream(Stream):
         stream._prepare(device, None, capturable=False)
         stream._session.create_in(device.ordinal, stream, "cuStreamCreateWithPriority", int(flags), priority)
         stream._open()
+        listener = stream._session.listener
         if name:
             _named(stream._session)[stream._number] = stream
-        listener = stream._session.listener
-        if name and listener is not None:
-            listener.named(stream._raw, name)
+            if listener is not None:
+                listener.named(stream._raw, name)
         return stream
 
     def _close(self) -> None:
         if self._closed:
             return
-        if self._captured():
-            raise refused(CaptureError, "cuStreamDestroy", "the stream is being captured; end the capture first")
+        refuse_capture(self, "cuStreamDestroy", "end the capture first")
         with self._in_use:
             if self.closed:  # by another thread meanwhile
                 return
@@ -880,11 +857,6 @@ class LibraryStream(Stream):
         if not self._closed and self._asks and self.owner.is_closed:
             self._end_use()
         return self._closed
-
-    def _checked_raw(self) -> Any:
-        if self.closed:
-            raise ClosedError(f"{self!r} was closed{', here or by its library' if self._asks else ''}")
-        return super()._checked_raw()
 
     def _close(self) -> None:
         if self._capture is not None:
