@@ -108,6 +108,7 @@ class Context:
     _scheduler: Scheduler
     _by_handle: Handles[Queue]
     """The streams of all contexts."""
+    id: int
     primary: bool
     flags: int
     graph_block: Block | None = None

@@ -39,6 +39,8 @@ class GraphNode:
     enter: Callable[[Queue], object] | None = None
     values: Values | None = None
     """The parameters it was made with."""
+    attributes: dict[int, bytes] = field(default_factory=dict)
+    """Attributes set on a kernel node, by number."""
     enabled: bool = True
     """A launch runs the node."""
     child: NodeGraph | None = None

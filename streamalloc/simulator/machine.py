@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import sys
 import weakref
@@ -46,6 +47,7 @@ class Machine:
         self.freed: list[tuple[allocations.LiveMemory, Queue, int]] = []
         """cuMemAlloc memory freed in a stream, until the host synchronises with that (H200: test_plain_memory)."""
         self.thread: call_lock.Threads = call_lock.Threads()
+        self._context_numbers = itertools.count(1)
         self.labels: Labels = Labels(spec.identity, spec.host_name, spec.devices)
         host = Bank(self.profile.host_memory, addresses=self.profile.host_pool_addresses)
         banks = Banks(host, [self._bank() for _ in range(spec.devices)])
@@ -145,7 +147,8 @@ class Machine:
     # -- contexts --------------------------------------------------------------------------------------------
 
     def create_context(self, device: SimulatedDevice, primary: bool = False, flags: int = 0) -> Context:
-        return self.contexts.add(Context(device, self.scheduler, self.streams, primary, flags))
+        number = next(self._context_numbers)
+        return self.contexts.add(Context(device, self.scheduler, self.streams, number, primary, flags))
 
     def close_context(self, context: Context) -> None:
         """Destroy a context with its streams, events, modules and cuMemAlloc memory."""

@@ -106,6 +106,24 @@ def test_between_arrays(arrays: Arrays) -> None:
     assert np.array_equal(arrays.read(second, zeros.shape), zeros)
 
 
+def test_lines(arrays: Arrays) -> None:
+    raw, (one, other) = arrays.raw, (plain(arrays, 64, 0, channels=1) for _ in range(2))
+    data, back, memory = numbers(64), np.zeros(64, np.uint8), arrays.rig.plain(64)
+    value(raw.cuMemcpyHtoA(one, 0, data, 64))
+    value(raw.cuMemcpyAtoA(other, 8, one, 4, 32))
+    value(raw.cuMemcpyAtoD(memory, other, 8, 32))
+    value(raw.cuMemcpyDtoH(back, memory, 32))
+    assert np.array_equal(back[:32], data[4:36])
+    value(raw.cuMemcpyDtoA(one, 60, memory, 4))
+    arrays.rig.synchronize()  # the copy is queued on the legacy default stream
+    value(raw.cuMemcpyAtoHAsync(back, one, 56, 8, arrays.stream))
+    arrays.rig.synchronize()
+    assert list(back[:8]) == [*data[56:60], *data[4:8]]
+    value(raw.cuMemcpyHtoAAsync(one, 0, data[32:].copy(), 32, arrays.stream))
+    value(raw.cuMemcpyAtoH(back, one, 0, 32))
+    assert np.array_equal(back[:32], data[32:])
+
+
 def test_copies_go_behind_the_work_of_their_stream(arrays: Arrays) -> None:
     rig, array = arrays.rig, plain(arrays, 64, 0, channels=1)
     memory, gate = int(rig.plain(64)), rig.gate()

@@ -378,8 +378,14 @@ def test_kernel_nodes(raw: Any, scale: list[Any]) -> None:
     node = ok(raw.cuGraphAddKernelNode(graph, None, 0, params))
     instance = ok(raw.cuGraphInstantiate(graph, 0))
     copied = ok(raw.cuGraphKernelNodeGetParams(node))
-    ok(raw.cuGraphAddKernelNode(graph, [node], 1, copied))  # another graph than the instance
+    other = ok(raw.cuGraphAddKernelNode(graph, [node], 1, copied))  # another graph than the instance
     assert [int(one) for one in raw.cuGraphGetRootNodes(graph, 1)[1]] == [int(node)]
+    priority = cuda.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+    value = cuda.CUkernelNodeAttrValue()
+    value.priority = -3
+    ok(raw.cuGraphKernelNodeSetAttribute(node, priority, value))
+    ok(raw.cuGraphKernelNodeCopyAttributes(other, node))
+    assert ok(raw.cuGraphKernelNodeGetAttribute(other, priority)).priority == -3
     ok(raw.cuGraphLaunch(instance, stream))
     ok(raw.cuStreamSynchronize(stream))
     assert contents(raw, memory) == {2.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from streamalloc.driver.bindings import cuda
@@ -27,9 +28,12 @@ _ARRAY, _MIPMAPPED_ARRAY = 0, 1  # CUresourcetype
 _LEVEL, _MIPTAIL = 0, 1  # CUarraySparseSubresourceType
 _MAP, _UNMAP = 1, 2  # CUmemOperationType
 
+_ENDS = {"A": ("Array", ARRAY), "D": ("Device", DEVICE), "H": ("Host", OF_HOST)}
+"""Field and memory type of an end of a copy."""
+
 
 def _field(copy: Any, name: str) -> Any:
-    """A field of a box copy. Copies of planes have one slice."""
+    """A field of a box copy. Copies of planes and lines have one slice."""
     return getattr(copy, name, name == "Depth")
 
 
@@ -318,6 +322,32 @@ class ArrayCalls(CopyCalls):
         self._copy_box(copy, hStream)
 
     cuMemcpy3DPeer, cuMemcpy3DPeerAsync = with_async("pCopy:cuda.CUDA_MEMCPY3D_PEER", _copy_between)
+
+    def _copy_line(
+        self, target: str, source: str, first: Any, second: Any, third: Any, fourth: Any = None, fifth: Any = None
+    ) -> None:
+        """A copy between one-dimensional arrays (A: array and offset) and addresses (D and H)."""
+        given = iter((first, second, third, fourth, fifth))
+        values: dict[str, Any] = {"Height": 1, "Depth": 1}
+        for side, kind in (("dst", target), ("src", source)):
+            values[f"{side}{_ENDS[kind][0]}"], values[f"{side}MemoryType"] = next(given), _ENDS[kind][1]
+            if kind == "A":
+                values[f"{side}XInBytes"] = next(given)
+        values["WidthInBytes"] = size = next(given)
+        if not size:
+            return
+        for side in ("dst", "src"):
+            values[f"{side}Pitch"] = values.get(f"{side}XInBytes", 0) + size
+            if f"{side}Array" in values:
+                array: arrays.Array = self._find(Array, values[f"{side}Array"])
+                not_modelled(not array.storage.layout.line, "a copy by offset of an array of several dimensions")
+        self._copy_box(SimpleNamespace(**values), next(given, None))
+
+    cuMemcpyAtoD = call("dstDevice srcArray srcOffset:Size ByteCount", _copy_line, "D", "A")
+    cuMemcpyDtoA = call("dstArray dstOffset:Size srcDevice ByteCount", _copy_line, "A", "D")
+    cuMemcpyAtoH, cuMemcpyAtoHAsync = with_async("dstHost srcArray srcOffset:Size ByteCount", _copy_line, "H", "A")
+    cuMemcpyHtoA, cuMemcpyHtoAAsync = with_async("dstArray dstOffset:Size srcHost ByteCount", _copy_line, "A", "H")
+    cuMemcpyAtoA = call("dstArray dstOffset:Size srcArray srcOffset:Size ByteCount", _copy_line, "A", "A")
 
     cuMemcpy2D, cuMemcpy2DAsync = with_async("pCopy:cuda.CUDA_MEMCPY2D", _copy_box)
     cuMemcpy2DUnaligned = cuMemcpy2D

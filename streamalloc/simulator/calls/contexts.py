@@ -47,6 +47,7 @@ _REFUSED = ("MAX_L2_FETCH_GRANULARITY", "PERSISTING_L2_CACHE_SIZE")
 """Limits that refuse values above the maximum; others are clamped."""
 _TOO_LARGE_STACK = 512 << 10
 _CACHE_CONFIGS = range(4)
+_FOUR_BYTE_BANKS = cuda.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
 
 
 class ContextCalls(Calls):
@@ -243,6 +244,9 @@ class ContextCalls(Calls):
     def cuCtxGetApiVersion(self, ctx: ContextOrCurrent) -> int:
         return self._machine.profile.context_api_version
 
+    def cuCtxGetId(self, ctx: ContextOrCurrent) -> int:
+        return ctx.id
+
     def cuCtxGetStreamPriorityRange(self) -> tuple[int, int]:
         self._machine.current()
         return self._machine.profile.stream_priorities
@@ -318,6 +322,10 @@ class ContextCalls(Calls):
         context = self._machine.current()
         check(int(config) in _CACHE_CONFIGS)
         context.limits["cache"] = int(config)
+
+    def cuCtxGetSharedMemConfig(self) -> Any:
+        self._machine.current()
+        return _FOUR_BYTE_BANKS
 
     def _nothing(self, *unused: Any) -> None:
         """A call without effect in the simulation, which has no cache, no writes of other devices and no profiler."""

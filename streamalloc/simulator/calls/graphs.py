@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from streamalloc.driver.bindings import cuda, read_handle_types
+from streamalloc.driver.bindings import cuda, opaque_bytes, opaque_struct, read_handle_types
 from streamalloc.simulator import arguments, graphs
 from streamalloc.simulator.arguments import Device, Function, GraphExec, Node, NodeGraph, Queue, UnsignedInt
 from streamalloc.simulator.calls.base import EDGE_DATA, call, with_edge_data
@@ -284,6 +284,23 @@ class GraphBuildingCalls(CopyCalls, StreamCalls, KernelCalls):
     cuGraphMemcpyNodeGetParams = call("hNode", _params_of_node, "MEMCPY", "CUDA_MEMCPY3D")
     cuGraphKernelNodeGetParams = call("hNode", _params_of_node, "KERNEL", "CUDA_KERNEL_NODE_PARAMS")
     cuGraphHostNodeGetParams = call("hNode", _params_of_node, "HOST", "CUDA_HOST_NODE_PARAMS")
+
+    # Attributes of kernel nodes are stored, without effect.
+
+    def cuGraphKernelNodeSetAttribute(self, hNode: Node, attr: Any, value: cuda.CUkernelNodeAttrValue) -> None:
+        check(hNode.kind == "KERNEL")
+        number = arguments.member("attr", attr, cuda.CUkernelNodeAttrID)
+        hNode.attributes = {**hNode.attributes, number: opaque_bytes(value)}
+
+    def cuGraphKernelNodeGetAttribute(self, hNode: Node, attr: Any) -> Any:
+        check(hNode.kind == "KERNEL")
+        number = arguments.member("attr", attr, cuda.CUkernelNodeAttrID)
+        kept = need(hNode.attributes.get(number), "an attribute of a kernel node that was not set")
+        return opaque_struct("CUkernelNodeAttrValue", kept)
+
+    def cuGraphKernelNodeCopyAttributes(self, dst: Node, src: Node) -> None:
+        check(dst.kind == src.kind == "KERNEL")
+        dst.attributes = {**dst.attributes, **src.attributes}
 
     def _event_of_node(self, kind: str, node: Node) -> Any:
         check(node.kind == kind)

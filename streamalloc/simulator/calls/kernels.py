@@ -414,6 +414,9 @@ class KernelCalls(Calls):
     def _names(module: Module) -> list[str]:
         return list(need(module.contents, "the functions of a module that is not PTX").kernels)
 
+    def cuModuleGetLoadingMode(self) -> Any:
+        return cuda.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
+
     # -- libraries -------------------------------------------------------------------------------------------
 
     def _load_library(self, code: Any, *options: Any) -> Any:
@@ -463,6 +466,7 @@ class KernelCalls(Calls):
 
     cuFuncLoad = call("function", _ignored)
     cuFuncSetCacheConfig = call("hfunc config", _ignored)
+    cuFuncSetSharedMemConfig = call("hfunc config", _ignored)
     cuKernelSetCacheConfig = call("kernel config dev:Device", _ignored)
 
     def _parameter(self, function: Function, index: int) -> tuple[int, int]:
@@ -472,6 +476,12 @@ class KernelCalls(Calls):
 
     cuFuncGetParamInfo = call("func:NamedFunction paramIndex:Size", _parameter)
     cuKernelGetParamInfo = call("kernel:NamedKernel paramIndex:Size", _parameter)
+
+    def _parameter_count(self, function: Function) -> int:
+        return len(self._types(function))
+
+    cuFuncGetParamCount = call("func", _parameter_count)
+    cuKernelGetParamCount = call("kernel", _parameter_count)
 
     @staticmethod
     def _types(function: Function) -> tuple[Any, ...]:
