@@ -82,13 +82,6 @@ class Crew:
         for rank in self.ranks:
             rank.group.close()
 
-    def regroup(self) -> None:
-        """New communicators, in place of those that have failed."""
-        groups = ipc.ProcessCommunicator.create(self.size, timeout=SECONDS)
-        for rank, group in zip(self.ranks, groups, strict=True):
-            rank.group.close()
-            rank.group = group
-
     def run(self, function: Callable[[Rank], Any]) -> list[Any]:
         """Results of the ranks; raises the error of one."""
         results = self.outcomes(function)

@@ -30,14 +30,20 @@ def all_ended(driver: Any, within: float = 2.0) -> bool:
     return eventually(ended, within)
 
 
+def added(nbytes: int, devices: list[sa.Device], **options: Any) -> multicast.MulticastObject:
+    """A multicast object of these devices."""
+    made = multicast.MulticastObject(nbytes, len(devices), driver=devices[0].driver, **options)
+    for device in devices:
+        made.add_device(device)
+    return made
+
+
 class Team:
     """A multicast object of all devices of a driver, memory bound on each, and views of everything."""
 
     def __init__(self, driver: Any, pages: int = 2) -> None:
         self.devices = sa.Device.all(driver)
-        self.object = multicast.MulticastObject(pages * PAGE, len(self.devices), driver=driver)
-        for device in self.devices:
-            self.object.add_device(device)
+        self.object = added(pages * PAGE, self.devices)
         self.memories = [vmm.PhysicalMemory(device, pages * PAGE) for device in self.devices]
         self.bindings = [self.object.bind(memory) for memory in self.memories]
         self.ranges = [vmm.AddressRange(pages * PAGE, driver=driver) for _ in self.devices]

@@ -10,7 +10,7 @@ import pytest
 import streamalloc as sa
 from streamalloc import ipc, multicast, vmm
 from streamalloc.multicast import SymmetricMemory, SymmetricMemoryError
-from tests.multicast.support import PAGE, SHAREABLE
+from tests.multicast.support import PAGE, SHAREABLE, added
 from tests.package.test_sweeps import ACTS, Faults, fails_in_turn, makers, members
 
 CLASSES: list[type] = [
@@ -29,9 +29,7 @@ class Team(Faults):
         super().__init__(machine)
         keep = self.made.enter_context
         self.devices = sa.Device.all(self.driver)
-        self.object = keep(multicast.MulticastObject(3 * PAGE, 2, handle_types=SHAREABLE, driver=self.driver))
-        for device in self.devices:
-            self.object.add_device(device)
+        self.object = keep(added(3 * PAGE, self.devices, handle_types=SHAREABLE))
         self.young = keep(multicast.MulticastObject(PAGE, 2, driver=self.driver))
         memories = [keep(vmm.PhysicalMemory(device, 2 * PAGE, handle_types=SHAREABLE)) for device in self.devices]
         self.binding = keep(self.object.bind(memories[0]))

@@ -179,25 +179,6 @@ class TestInterrupts:
 class TestGroups:
     """If the communicator itself fails, it is not used again, and all ranks are notified."""
 
-    @pytest.mark.parametrize("when", ["before", "after"])
-    def test_a_rank_cannot_exchange(self, when: str) -> None:
-        def refuse(go_on: Callable[[], Any]) -> NoReturn:
-            if when == "after":
-                go_on()
-            raise OSError(errno.EMFILE, "Too many open files")
-
-        def make(rank: Rank) -> SymmetricMemory:
-            group = Meddled(rank.group, "exchange", refuse, times=9 if when == "before" else 1)
-            return rank.memory(group=group if rank.number == 1 else None, multicast=True)
-
-        with Crew(FEW, fabric=False) as few:
-            outcomes = few.outcomes(make)
-            assert {(error.rank, error.step) for error in outcomes} == {(1, "exchange")}, outcomes
-            del outcomes
-            assert few.left == [{}] * FEW
-            few.regroup()
-            few.run(use)
-
     def test_a_reason_that_is_no_text(self) -> None:
         """As of a file name that is no UTF-8."""
 

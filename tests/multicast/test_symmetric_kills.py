@@ -153,18 +153,3 @@ def test_in_each_step(survivors: list[Partner], who: int, step: str) -> None:
         assert outcome is not None
         assert (outcome.rank, outcome.step, outcome.cause) == (who, step, "GroupGoneError")
         assert (outcome.left, outcome.descriptors) == ({}, 0)
-
-
-def test_before_any_call(survivors: list[Partner]) -> None:
-    """Wherever it is, all fail or, at the very end, none."""
-    reached = 0
-    for call in range(3, 200, 11):
-        outcomes = killed(survivors, 1, call)
-        if None in outcomes:
-            assert outcomes == [None] * (SIZE - 1)
-            break
-        for outcome in outcomes:
-            assert outcome is not None and outcome.rank == 1 and outcome.cause != "TimeoutError"
-            assert (outcome.left, outcome.descriptors) == ({}, 0)
-        reached = call
-    assert 40 < reached < 190

@@ -12,8 +12,8 @@ import pytest
 
 import streamalloc as sa
 import streamalloc.driver as sd
-from streamalloc import multicast, vmm
-from tests.multicast.support import PAGE, TEAM, Team, misorders
+from streamalloc import vmm
+from tests.multicast.support import PAGE, TEAM, Team, added, misorders
 from tests.support import Account, end_what_was_dropped, in_a_thread, names
 
 Python = Callable[..., CompletedProcess[str]]
@@ -92,9 +92,7 @@ class TestGarbage:
         stream = devices[0].create_stream()
         pool = sa.MemoryPool(devices[0])
         buffer = pool.allocate(16 * PAGE, stream)
-        made = multicast.MulticastObject(PAGE, len(devices), driver=account.driver)
-        for device in devices:
-            made.add_device(device)
+        made = added(PAGE, devices)
         made.bind(buffer[-buffer.address % PAGE :][:PAGE])
         things = [buffer, made]
         things.append(things)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ import streamalloc.driver as sd
 from streamalloc import ipc, multicast, vmm
 from streamalloc.core.errors import size_text
 from streamalloc.testing import multimem_ld_reduce, multimem_red
-from tests.multicast.support import PAGE, SHAREABLE, TEAM, Team
-from tests.support import holds, names, read
+from tests.multicast.support import PAGE, SHAREABLE, TEAM, Team, added
+from tests.support import Account, holds, names, read
 from tests.vmm.support import READWRITE
 
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]
@@ -33,13 +33,6 @@ def team(machine: Any) -> Iterator[Team]:
     for view in (team.view, team.alias):
         view.close(())
     team.object.close(())
-
-
-def added(nbytes: int, devices: list[sa.Device], **options: Any) -> multicast.MulticastObject:
-    made = multicast.MulticastObject(nbytes, len(devices), driver=devices[0].driver, **options)
-    for device in devices:
-        made.add_device(device)
-    return made
 
 
 class TestMade:
@@ -343,3 +336,42 @@ def test_what_is_mapped_there_is_no_memory(team: Team) -> None:
     with pytest.raises(ValueError, match="that of a multicast object"):
         vmm.PhysicalMemory.at(team.view.address)
     assert set(team.object._state.handles) == handles
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+@pytest.mark.parametrize("failing", ["cuMemFree", "cuMulticastUnbind", "cuMemUnmap", "cuMemRelease"])
+def test_what_a_dropped_range_has_left_can_be_tried_again(machine: Any, failing: str) -> None:
+    account = Account(machine)
+    driver = sd.faulty(account.driver, failing, result="CUDA_ERROR_UNKNOWN")
+    made = added(PAGE, sa.Device.all(driver))
+    memory = vmm.PhysicalMemory(made.devices[0], PAGE)
+    made.bind(memory)
+    view = made.map(access=made.devices)
+    del view
+    with pytest.raises(sa.CudaError, match=f"{failing} answered CUDA_ERROR_UNKNOWN"):
+        made.close()
+    assert made.handle and made.mapping_count == 0
+    made.close()
+    assert account.mapped == {}
+    memory.close()
+    assert account.left == {}
+
+
+@pytest.mark.simulated_only("calls that fail are the same on any driver")
+def test_a_refused_binding_holds_nothing(machine: Any) -> None:
+    """Neither the memory, which goes when it is closed, nor its place in the object."""
+    account = Account(machine)
+    driver = sd.faulty(account.driver, "cuMulticastBindMem", result="CUDA_ERROR_UNKNOWN")
+    made = added(PAGE, sa.Device.all(driver))
+    memory, other = (vmm.PhysicalMemory(made.devices[0], PAGE) for _ in range(2))
+    with pytest.raises(sa.CudaError, match="cuMulticastBindMem answered") as caught:
+        made.bind(memory)
+    handle = memory.handle
+    memory.close()
+    released = [call for call in account.traced.calls if call.name == "cuMemRelease"]
+    assert [int(call.args[0]) for call in released] == [handle] and made.bindings == ()
+    del caught
+    made.bind(other).close()
+    other.close()
+    made.close()
+    assert account.left == {}

@@ -11,7 +11,7 @@ import pytest
 import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import multicast, vmm
-from tests.multicast.support import PAGE, SHAREABLE, TEAM, Team
+from tests.multicast.support import PAGE, SHAREABLE, TEAM, Team, added
 
 pytestmark = [pytest.mark.gpus(TEAM), pytest.mark.multicast]
 MULTICAST = (
@@ -170,9 +170,7 @@ class TestBinding:
         refused(traced, sa.ClosedError, "unmapped", lambda: bind(team.unicast[3]))
 
     def test_memory_of_a_device_outside_the_team(self, devices: list[sa.Device], traced: Any) -> None:
-        made = multicast.MulticastObject(PAGE, 2, driver=traced)
-        for device in devices[1:3]:
-            made.add_device(device)
+        made = added(PAGE, devices[1:3])
         memory = vmm.PhysicalMemory(devices[0], PAGE)
         match = "device 0 is not in the team of .*, which has device 1, device 2"
         refused(traced, ValueError, match, lambda: made.bind(memory))
@@ -202,9 +200,7 @@ class TestBinding:
         made.close()
 
     def test_memory_that_cannot_be_shared(self, devices: list[sa.Device], traced: Any) -> None:
-        made = multicast.MulticastObject(PAGE, 2, handle_types=SHAREABLE, driver=traced)
-        for device in devices[:2]:
-            made.add_device(device)
+        made = added(PAGE, devices[:2], handle_types=SHAREABLE)
         private = vmm.PhysicalMemory(devices[0], PAGE)
         match = "handle_types"
         refused(traced, ValueError, match, lambda: made.bind(private))
@@ -222,9 +218,7 @@ class TestBinding:
         made.close()
 
     def test_evicted_and_graph_memory(self, devices: list[sa.Device], traced: Any) -> None:
-        made = multicast.MulticastObject(PAGE, 2, driver=traced)
-        for device in devices[:2]:
-            made.add_device(device)
+        made = added(PAGE, devices[:2])
         buffer = vmm.GrowableBuffer(devices[0], PAGE, PAGE)
         binding = made.bind(buffer)
         with pytest.raises(sa.InUseError):
