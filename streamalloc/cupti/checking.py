@@ -150,8 +150,6 @@ class Check:
         """Lock of the thread that works on them. Others wait: they may write afterwards what copies have read."""
         self._worker = 0
         """Thread that works on them; 0: none does."""
-        self._is_asking = False
-        """Whether it asks PyTorch's allocator."""
         self._late: dict[int, int] = {}
         """Time of the last call of each thread that did not wait for its turn."""
         self._handles: set[int] = set()
@@ -243,23 +241,13 @@ class Check:
         is_alone = self._is_alone
         of_torch = self._has_new_segments or not is_alone
         self._has_new_segments = False
-        with self._asking():
-            events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
+        events = self._libraries.events(of_torch, live=not (is_alone or self._was_read))
         self._was_read |= not is_alone
 
         def judge() -> None:
             self._blocks.merge(events, upto or time_ns(), is_alone)
 
         self._recorder.between_calls(self._seen.context, judge)
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Ask PyTorch's allocator in the block. Other threads, which may have its lock, wait for no turn meanwhile."""
-        self._is_asking = True
-        try:
-            yield
-        finally:
-            self._is_asking = False
 
     # -- in callbacks ----------------------------------------------------------------------------------------------
 
@@ -308,7 +296,8 @@ class Check:
             while not is_mine:
                 # Unpacking calls `acquire`: no signal handler runs between it and the assignment.
                 (is_mine,) = map(self._turn.acquire, (True,), (_GLANCE,))
-                if not is_mine and call is not None and self._is_asking:
+                # Somebody asks PyTorch's allocator, whose lock this thread may have: it waits for no turn meanwhile.
+                if not is_mine and call is not None and self._subscription.gate.is_asking:
                     self._late[call.thread] = call.time
                     return
             self._worker = threading.get_ident()
@@ -343,8 +332,7 @@ class Check:
         else:
             self._follow(one)
         if was_alone and not self._is_alone:
-            with self._asking():
-                self._libraries.record_all()
+            self._libraries.record_all()
 
     def _run(self, launches: list[DriverCall]) -> None:
         """Follow launches in a row on one stream."""

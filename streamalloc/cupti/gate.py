@@ -154,6 +154,11 @@ class Gate:
         """Whether there were calls of which nothing is known."""
         return bool(self.words[_LEFT_OUT])
 
+    @property
+    def is_asking(self) -> bool:
+        """Whether somebody asks PyTorch's allocator now."""
+        return bool(self.words[_ASKING])
+
     def write_frees(self) -> None:
         """From now on write down what threads without Python's lock free and query."""
         for number, mode in self._later.items():
