@@ -17,7 +17,7 @@ from streamalloc.core.deferred import work
 from streamalloc.core.device import Device
 from streamalloc.core.errors import CudaError, OutOfMemoryError, error_from, undoing
 from streamalloc.core.fence import await_closed_streams
-from streamalloc.core.properties import MemLocationType, checked_size, size_of
+from streamalloc.core.properties import MemLocationType, size_of
 from streamalloc.core.resource import Unique
 from streamalloc.core.session import Session, refuse_after_fork
 from streamalloc.core.stream import Stream, StreamLike, as_stream, library_stream
@@ -184,7 +184,7 @@ class Allocator(Unique, BufferSource):
             graph_buffer._capture = ordered._capture
         else:
             buffer = PoolBuffer()
-        buffer._nbytes = checked_size("nbytes", nbytes)
+        buffer._nbytes = nbytes
         buffer._stream = ordered
         buffer._allocator = self
         buffer._shared = None
@@ -216,9 +216,7 @@ class Allocator(Unique, BufferSource):
         while result == _OUT_OF_MEMORY:
             with self._session.relaxed():
                 released, trouble = (False, "") if capturing else self._release_unused(buffer._stream)
-            if released:
-                result = self._ask_driver(buffer)
-            if result != _OUT_OF_MEMORY:
+            if released and (result := self._ask_driver(buffer)) != _OUT_OF_MEMORY:
                 break
             with self._session.relaxed():
                 failure = self._out_of_memory(result, buffer, capturing, trouble)

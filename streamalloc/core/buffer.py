@@ -231,7 +231,6 @@ class Buffer(Memory, Closes):
     def stream(self, stream: StreamLike) -> None:
         self._check_usable()
         ordered = as_stream(stream, self._allocator._session)
-        ordered._checked_raw()
         self._past_caches()._stream = self._stream = ordered
 
     def copy(
