@@ -2,7 +2,7 @@
 
 *One range of addresses.* A free block stays whole, in a free list of :mod:`streamalloc.pool.cache`, for the next
 request of its size. A request whose list is empty merges the free blocks of its size and above, and takes the smallest
-sufficient range. The other large blocks are merged if there is none, those of up to 256 KiB only if memory is short.
+sufficient range. The other large blocks are merged if there is none, those of up to 128 KiB only if memory is short.
 
 *Memory where it is needed.* Memory is created in chunks, and mapped below the addresses that blocks use. Before the
 chunks would be more than the allowance, 1.03 times the most bytes in use at once, a request takes ranges of other
@@ -64,10 +64,10 @@ _ALLOWANCE = 1.03
 """Factor of the most bytes in use. With 1, each growth would move chunks."""
 _ADDRESSES = 4
 """Times the device's memory that are reserved as addresses: moved chunks leave addresses without memory."""
-_SMALLEST_SHARE = 96
+_SMALLEST_SHARE = 80
 """A new chunk is at most this part of the memory: a block's end wastes up to a chunk, and each chunk takes calls."""
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 4 << 20, 32 << 20
-_SMALL, _SLAB = 256 << 10, 2 << 20
+_LARGEST_CHUNK = 32 << 20
+_SMALL, _SLAB = 128 << 10, 2 << 20
 """Blocks of up to the first size are cut from slabs of the second one."""
 _QUERIES = 1 << 8
 """Event queries before memory is released: enough for an idle stream. A busy stream is not waited for."""
@@ -150,8 +150,7 @@ class _Segment:
     @property
     def step(self) -> int:
         """Size of a new chunk."""
-        share = 1 << (self.reserved // _SMALLEST_SHARE).bit_length() >> 1
-        return max(self.page, _SMALLEST_CHUNK, min(share, _LARGEST_CHUNK))
+        return max(self.page, min(1 << (self.reserved // _SMALLEST_SHARE).bit_length() >> 1, _LARGEST_CHUNK))
 
     def create(self, at: int, nbytes: int) -> MappedBytes:
         """Create a chunk and map it, without access (``cuMemCreate``, ``cuMemMap``)."""
@@ -743,7 +742,7 @@ class ExpandableCache(CachingAllocator):
                 buffer.fill(0)
 
     Its memory is not the pool's. It reserves a range of addresses, four times the device's memory
-    (``cuMemAddressReserve``), and maps chunks of 4 MiB to 32 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks are
+    (``cuMemAddressReserve``), and maps chunks of 2 MiB to 32 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks are
     split and merged. Before the memory would be more than 1.03 times the most bytes in use at once, on all streams
     together, a request takes another stream's free memory, for whose work the device then waits
     (``cuStreamWaitEvent``), and chunks of free ranges move to addresses that lack memory. The host does not wait for
