@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.internal import Event, Stream, raw_handle, refuse_capture, stream_call
+from streamalloc.core.internal import Fence, Stream, refuse_capture, stream_call
 from streamalloc.core.properties import checked_type
+from streamalloc.core.session import session_of
 from streamalloc.driver.internal import cuda
 from streamalloc.multicast.setup.plan import CHANNELS, RankLayout
 
@@ -41,7 +42,7 @@ class Signals:
         """Signals so far, by (rank, peer, channel)."""
         self._awaited: defaultdict[tuple[int, int, int], int] = defaultdict(int)
         """Waits so far, by (rank, peer, channel)."""
-        self._latest: dict[tuple[int, int, int, int], tuple[Stream, Event]] = {}
+        self._latest: dict[tuple[int, int, int, int], Fence] = {}
         """Stream of the last call and an event after that call, by (kind, rank, peer, channel). The peer of a barrier
         is -1.
         """
@@ -114,15 +115,10 @@ class Signals:
         """Order the stream after the last writer of the counter, so that the counter never decreases."""
         latest = self._latest.get((kind, rank, peer, channel))
         if latest is not None:
-            before, event = latest
-            here = not before.closed and before.device == stream.device
-            if not here or int(raw_handle(before)) != int(raw_handle(stream)):
-                stream.wait(event)
+            latest.precede(stream)
 
     def _record_latest(self, stream: Stream, kind: int, rank: int, peer: int, channel: int) -> None:
-        latest = self._latest.get((kind, rank, peer, channel))
-        reused = latest[1] if latest is not None and latest[1].device == stream.device else None
-        self._latest[kind, rank, peer, channel] = stream, stream.record(reused)
+        self._latest[kind, rank, peer, channel] = Fence(session_of(stream), [stream])
 
     def _write(self, stream: Stream, owner: int, kind: int, channel: int, sender: int, count: int) -> None:
         stream_call(stream, "cuStreamWriteValue32", self._address(owner, kind, channel, sender), count, 0)

@@ -7,6 +7,7 @@ comes from a :class:`TilePool`. Mapping and unmapping are stream-ordered.
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 import weakref
 from collections import deque
@@ -16,10 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from streamalloc.core.errors import CudaError, OutOfMemoryError, refused, size_text, undoing, unsupported
+from streamalloc.core.errors import OutOfMemoryError, refused, size_text, undoing, unsupported
 from streamalloc.core.internal import (
     Device,
-    Event,
+    Fence,
     Stream,
     StreamLike,
     as_stream,
@@ -39,6 +40,7 @@ from streamalloc.vmm.properties import ArrayMapInfo
 _LAYERED, _SPARSE, _DEFERRED = 0x01, 0x40, 0x80  # CUDA_ARRAY3D_*
 _SINGLE_TAIL = 1  # CU_ARRAY_SPARSE_PROPERTIES_SINGLE_MIPTAIL
 _TILE = 1 << 16  # bytes
+_MOST_NOTED = 64  # streams with noted work, before the completed work is forgotten
 _TAIL, _WHOLE = -1, -2  # level numbers in _Tile of the mip tail, and of an array that is mapped as a whole
 _FORMATS = {f"u{size}": f"UNSIGNED_INT{8 * size}" for size in (1, 2, 4)}
 _FORMATS |= {f"i{size}": f"SIGNED_INT{8 * size}" for size in (1, 2, 4)}
@@ -96,7 +98,7 @@ class TilePool(Closes):
         self.memory._node.used_unmapped = (device.ordinal,)
         self.tiles: int = self.memory.nbytes // _TILE
         """Number of tiles of 64 KiB."""
-        self._free: deque[_FreeTile] = deque(_FreeTile(tile, None, None) for tile in range(self.tiles))
+        self._free: deque[_FreeTile] = deque((tile, None, None) for tile in range(self.tiles))
 
     @property
     def free_tiles(self) -> int:
@@ -120,11 +122,10 @@ class TilePool(Closes):
             return
         if len(self._free) < self.tiles:
             raise ValueError(f"{self.tiles - len(self._free)} of {self.tiles} tiles of this pool are mapped in arrays")
-        with session_of(self.memory).relaxed():
-            for event in {free.event for free in self._free if free.event is not None}:
-                event.synchronize()
+        for fence in {fence for *_, fence in self._free if fence is not None}:
+            fence.synchronize()
         self.memory.close()
-        self._free = deque(_FreeTile(free.tile, None, None) for free in self._free)
+        self._free = deque((tile, None, None) for tile, *_ in self._free)
 
     def _take(self, count: int, stream: Stream, in_a_row: bool) -> list[_FreeTile]:
         """Take tiles for use on ``stream``. Tiles that were free longest come first, unless they are to lie in a
@@ -141,15 +142,15 @@ class TilePool(Closes):
         taken = [self._free.popleft() for _ in range(count)]
         with undoing(lambda: self._put_back(taken)):
             mine = of_this_thread(stream)
-            for event in {tile.event for tile in taken if tile.event is not None and tile.stream is not mine}:
-                stream.wait(event)
+            for fence in {fence for _, used, fence in taken if fence is not None and used is not mine}:
+                fence.precede(stream)
         return taken
 
     def _begin_with_row(self, count: int) -> None:
         """Have the free tiles begin with the first ``count`` of them that lie in a row."""
-        ordered = sorted(self._free, key=lambda free: free.tile)
+        ordered = sorted(self._free, key=operator.itemgetter(0))
         for first in range(len(ordered) - count + 1):
-            if ordered[first + count - 1].tile - ordered[first].tile == count - 1:
+            if ordered[first + count - 1][0] - ordered[first][0] == count - 1:
                 self._free = deque(ordered[first : first + count] + ordered[:first] + ordered[first + count :])
                 return
         if count <= len(ordered):
@@ -163,12 +164,8 @@ class TilePool(Closes):
         return f" of {self.tiles} tiles on device {self.device.ordinal}, {len(self._free)} free"
 
 
-class _FreeTile(NamedTuple):
-    """A tile that is free after an event of a stream; without an event it is free at once."""
-
-    tile: int
-    stream: Stream | None
-    event: Event | None
+_FreeTile: TypeAlias = "tuple[int, Stream | None, Fence | None]"
+"""A tile, its last stream, and the work after which it is free; None if it is free at once."""
 
 
 class _Array(HandleNode):
@@ -180,8 +177,8 @@ class _Array(HandleNode):
         self.mipmapped = mipmapped
         self.map: dict[_Tile, tuple[TilePool, int]] = {}
         """Mapped tiles, each with its pool and its index there."""
-        self.last: dict[weakref.ref[Stream], Event] = {}
-        """Event after the last map, unmap or copy, by stream. Handles would be wrong keys: the driver reuses them, and
+        self.last: dict[weakref.ref[Stream], Fence] = {}
+        """The last map, unmap or copy, by stream. Handles would be wrong keys: the driver reuses them, and
         the handle of the per-thread default stream names another stream on each thread.
         """
 
@@ -208,7 +205,7 @@ class _Array(HandleNode):
             if self.gone:
                 while self.map:
                     pool, slot = self.map.popitem()[1]
-                    pool._free.append(_FreeTile(slot, None, None))
+                    pool._free.append((slot, None, None))
                 self.last.clear()
 
 
@@ -445,7 +442,7 @@ class SparseArray(OwnsNode):
                 place = {_TAIL: "the mip tail", _WHOLE: "the array"}.get(tile.level, place)
                 raise ValueError(f"{place} is mapped already")
         taken = pool._take(len(wanted), ordered, self.deferred)
-        given = {tile: (pool, free.tile) for tile, free in zip(wanted, taken, strict=True)}
+        given = {tile: (pool, slot) for tile, (slot, *_) in zip(wanted, taken, strict=True)}
         self._node.use(pool)
         with undoing(lambda: self._node.done(pool)), undoing(lambda: pool._put_back(taken)):
             infos = [self._info(tile, pool, slot) for tile, (_, slot) in given.items()]
@@ -459,11 +456,11 @@ class SparseArray(OwnsNode):
         if not mapped:
             return
         self._submit(ordered, [self._info(tile, None, 0) for tile in (mapped[:1] if self.deferred else mapped)])
-        event = self._note(ordered)
+        fence = self._note(ordered)
         pools = set()
         for tile in mapped:
             pool, slot = self._node.map.pop(tile)
-            pool._free.append(_FreeTile(slot, of_this_thread(ordered), event))
+            pool._free.append((slot, of_this_thread(ordered), fence))
             pools.add(pool)
         for pool in pools:
             self._node.done(pool)
@@ -491,9 +488,8 @@ class SparseArray(OwnsNode):
         Idempotent.
         """
         # The driver does not document that destroying an array waits for queued work.
-        with self._node.allocations.session.relaxed():
-            for event in self._node.last.values():
-                event.synchronize()
+        for fence in self._node.last.values():
+            fence.synchronize()
         if self._node.raw is not None:
             self._node.allocations.end(self._node)
 
@@ -520,20 +516,14 @@ class SparseArray(OwnsNode):
         with self.device.current():
             session_of(self.device).call("cuMemMapArrayAsync", infos, len(infos), raw_handle(stream))
 
-    def _note(self, stream: Stream) -> Event | None:
-        """Record an event after the latest work on a stream, for :meth:`close` and for the reuse of tiles."""
+    def _note(self, stream: Stream) -> Fence:
+        """Return a fence behind the latest work on a stream, for :meth:`close` and for the reuse of tiles."""
         last, key = self._node.last, weakref.ref(of_this_thread(stream))
-        try:
-            event = stream.record()
-            if key not in last:
-                for done in [other for other, its in last.items() if its.query()]:
-                    del last[done]
-        except CudaError:
-            # The work is queued already. Without an event the host must wait for it.
-            stream.synchronize()
-            return None
-        last[key] = event
-        return event
+        if len(last) > _MOST_NOTED:
+            for done in [other for other, its in last.items() if its.done()]:
+                del last[done]
+        last[key] = fence = Fence(session_of(self.device), [stream])
+        return fence
 
     def _copy(
         self, host: npt.NDArray[Any], stream: StreamLike, region: Region, level: int, layer: int, *, to_array: bool
