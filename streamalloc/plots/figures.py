@@ -19,12 +19,13 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from streamalloc.core.errors import size_text
-from streamalloc.core.properties import MemAccess, MemLocation
+from streamalloc.core.properties import MemLocation
 from streamalloc.driver import Call
 from streamalloc.formats.html import color_of, place
 from streamalloc.observing import Allocation, Happening, Observer, Phase
 from streamalloc.pool import MemoryPool
 from streamalloc.vmm import AddressRange, PhysicalMemory, VirtualBuffer
+from streamalloc.vmm.internal import rights_text
 
 MiB = 1 << 20
 WIDTH = 9.4
@@ -466,25 +467,11 @@ def _packed(found: Iterable[Life]) -> dict[int, int]:
 # -- virtual memory: mappings and access rights, now -------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """Memory mapped at an offset of a range."""
-
-    name: str
-    offset: int
-    nbytes: int
-    location: MemLocation
-
-
-def strip(ax: Axes, y: float, height: float, pieces: Sequence[Piece], nbytes: int) -> None:
-    """Draw a range as an empty frame with its pieces."""
-    ax.add_patch(Rectangle((0, y), nbytes / MiB, height, fc="white", ec=GREY, lw=1, ls=(0, (2, 1.5))))
-    for piece in pieces:
-        # A small piece gets a visible width.
-        start, width = piece.offset / MiB, max(piece.nbytes, nbytes // 300) / MiB
-        ax.add_patch(Rectangle((start, y), width, height, fc=color_of(piece.location), ec="white", lw=1.5))
-        if width > nbytes / MiB / 60:
-            middle = start + width / 2, y + height / 2
-            ax.text(*middle, piece.name, color="white", ha="center", va="center", weight="bold")
+def _box(ax: Axes, left: float, width: float, y: float, name: str, location: MemLocation, total: float) -> None:
+    """Draw memory as a box of one row, with its name if there is room."""
+    ax.add_patch(Rectangle((left, y), width, 1, fc=color_of(location), ec="white", lw=1.5))
+    if width > total / 60:
+        ax.text(left + width / 2, y + 0.5, name, color="white", ha="center", va="center", weight="bold")
 
 
 def address_range(
@@ -511,30 +498,21 @@ def address_range(
     with drawing(ax, height=4.4) as (made, axes):
         places = _side_by_side(names, total)
         for name, memory in names.items():
-            at, size = places[name]
-            axes.add_patch(Rectangle((at, 0), size, 1, fc=color_of(memory.location), ec="white", lw=1.5))
-            if size > total / 60:
-                axes.text(at + size / 2, 0.5, name, color="white", ha="center", va="center", weight="bold")
+            _box(axes, *places[name], 0, name, memory.location, total)
         sizes = [(sum(places[name]) - places[name][1] / 2, _size_of(one)) for name, one in names.items()]
         _labels(axes, sizes, -0.12, "top", total)
         labels = {id(memory): name for name, memory in names.items()}
-        pieces = [
-            Piece(labels.get(id(one.memory), ""), one.offset, one.nbytes, one.memory.location) for one in mappings
-        ]
-        strip(axes, 3, 1, pieces, addresses.nbytes)
+        axes.add_patch(Rectangle((0, 3), total, 1, fc="white", ec=GREY, lw=1, ls=(0, (2, 1.5))))
         above = []
-        for piece, mapping in zip(pieces, mappings, strict=True):
-            left, right = piece.offset / MiB, (piece.offset + piece.nbytes) / MiB
-            if piece.name in places:
-                start, size = places[piece.name]
-                corners = [(start, 1), (start + size, 1), (right, 3), (left, 3)]
-                axes.add_patch(Polygon(corners, fc=color_of(piece.location), alpha=0.22, lw=0))
-            rights = [
-                f"{place(where)} {'reads' if allowed == MemAccess.READ else 'reads, writes'}"
-                for where, allowed in mapping.rights.items()
-                if allowed
-            ]
-            above.append((max((left + right) / 2, 0.05 * total), "\n".join(rights) or "nobody"))
+        for one in mappings:
+            name, left, width = labels.get(id(one.memory), ""), one.offset / MiB, one.nbytes / MiB
+            # A small piece gets a visible width.
+            _box(axes, left, max(width, total / 300), 3, name, one.memory.location, total)
+            if name in places:
+                start, size = places[name]
+                corners = [(start, 1), (start + size, 1), (left + width, 3), (left, 3)]
+                axes.add_patch(Polygon(corners, fc=color_of(one.memory.location), alpha=0.22, lw=0))
+            above.append((max(left + width / 2, 0.05 * total), rights_text(one.rights).replace(", ", "\n")))
         _labels(axes, above, 4.15, "bottom", total)
         top = 5 + 0.4 * max([text.count("\n") for _, text in above], default=0)
         for y, text in ((4.45, "access"), (3.5, "addresses"), (2, "mappings"), (0.5, "physical\nmemory")):

@@ -9,7 +9,7 @@ from streamalloc.core.internal import Fd
 from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
-from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, mappings_text
+from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, mappings_text, rights_text
 from streamalloc.vmm.growable import RemappableBuffer
 from streamalloc.vmm.ownership import (
     AllocationHandle,
