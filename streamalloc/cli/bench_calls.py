@@ -34,7 +34,7 @@ def with_(kind: Callable[[Bench], Any], make: Callable[[Any], Call]) -> Setup:
 # --- allocate and free ----------------------------------------------------------------------------------------------
 
 
-def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0) -> Setup:
+def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0, drop: bool = False) -> Setup:
     """Allocate and free, with so many other allocations alive; with ``streams``, on the next of so many each time.
 
     The raw calls are the bindings' functions with handle objects, results unchecked.
@@ -50,6 +50,8 @@ def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0) -> 
         bench.resources.callback(lambda: [buffer.free() for buffer in buffers])
         for one in those:  # the first allocation on each stream is made by the driver
             allocator.allocate(nbytes, one).free()
+        if drop:
+            return partial(allocator.allocate, nbytes, stream)
         next_stream = itertools.cycle(those).__next__
         if kind != RAW:
             if streams:
@@ -63,17 +65,6 @@ def pair(kind: str, nbytes: int = SIZE, *, streams: int = 0, alive: int = 0) -> 
             free(allocate(nbytes, raw_pool, on)[1], on)
 
         return on_the_next if streams else lambda: free(allocate(nbytes, raw_pool, raw)[1], raw)
-
-    return setup
-
-
-def our_drop(kind: str) -> Setup:
-    """Allocate with the library; dropping the buffer frees it."""
-
-    def setup(bench: Bench) -> Call:
-        cached = kind == CACHED
-        allocator = bench.resources.enter_context(sa.CachingAllocator(bench.pool)) if cached else bench.pool
-        return partial(allocator.allocate, SIZE, bench.stream)
 
     return setup
 
@@ -110,7 +101,7 @@ def torch_ordered(torch: PyTorch) -> Call:
 # --- many live allocations, many streams ----------------------------------------------------------------------------
 
 
-def _scaled(key: str, title: str, scales: dict[str, dict[str, int]]) -> BenchRow:
+def _scaled(key: str, title: str, scales: dict[str, dict[str, Any]]) -> BenchRow:
     """Return a row that allocates and frees at several scales.
 
     The targets: the pool's ratio to the raw calls does not grow with the scale, nor does the cache's time.
@@ -146,7 +137,9 @@ ROWS = (
         ),
     ),
     BenchRow(
-        "drop", "Allocate 4 KiB and drop the buffer", {RAW: pair(RAW), OURS: our_drop(OURS), CACHED: our_drop(CACHED)}
+        "drop",
+        "Allocate 4 KiB and drop the buffer",
+        {RAW: pair(RAW), OURS: pair(OURS, drop=True), CACHED: pair(CACHED, drop=True)},
     ),
     BenchRow(
         "fill",

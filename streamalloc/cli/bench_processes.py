@@ -12,17 +12,16 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import statistics
 import subprocess
 import sys
 import tempfile
-import timeit
 import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import streamalloc as sa
 from streamalloc import ipc, traces, vmm
+from streamalloc.cli import measuring
 from streamalloc.cli.machine import KEEP_ALL, POSIX, need_shared_pools, need_virtual_memory
 from streamalloc.cli.measuring import (
     Bench,
@@ -33,6 +32,8 @@ from streamalloc.cli.measuring import (
     PyTorch,
     Setup,
     Target,
+    repeated,
+    slow_row,
     undone,
     value_of,
 )
@@ -44,8 +45,6 @@ SIZE = 1 << 20
 """Bytes in the buffer that is sent: 1 MiB."""
 HANDLE_BYTES = 64
 """Bytes in the driver's opaque structures: ``CUipcEventHandle``, ``CUmemPoolPtrExportData``."""
-LEAST = 20
-"""Transfers per block, at least."""
 
 _POSIX = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -74,11 +73,10 @@ class Stage(NamedTuple):
         """Return the median time of ``once``; meanwhile the other process runs its counterpart of the variant."""
 
         def measure(number: int) -> float:
-            count = max(number, LEAST)
-            self.worker.begin("serve", self.variant, count)
-            times = timeit.repeat(once, number=1, repeat=count)
+            self.worker.begin("serve", self.variant, max(number, measuring.LEAST))
+            time = repeated(once, number)
             self.worker.result()
-            return statistics.median(times)
+            return time
 
         return Measured(measure)
 
@@ -276,7 +274,7 @@ def _queued(bench: Bench, make: Callable[[], Any]) -> Measured:
         if isinstance(sent, sa.Buffer):
             sent.free()
 
-    return Measured(lambda number: statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST))))
+    return Measured(functools.partial(repeated, once))
 
 
 def _answer_queue(queue: Any, replies: Any) -> None:
@@ -462,28 +460,23 @@ ROWS = (
         most=20,
         need=_need_store,
     ),
-    BenchRow(
+    slow_row(
         "epochs",
         f"A new epoch of {TENSORS:,} tensors in a store, and its reader's switch, without the copies: 12 s in vime's "
         "issue 175, 3.0 s in slime, 1.6 s in SGLang's issue 40230",
         {EPOCH: functools.partial(_epochs, like=False), LIKE: functools.partial(_epochs, like=True)},
         (Target(LIKE, 100),),
-        most=1,
-        unit="ms",
-        rounds=(9, 3),
         need=_need_store,
     ),
-    BenchRow(
+    slow_row(
         "import",
         "Import, in a new process",
         {one: _import(one) for one in (BASE, IMPORT)},
         (Target(IMPORT, 1.2, BASE),),
-        most=1,
-        unit="ms",
         rounds=(15, 3),
     ),
     *(
-        BenchRow(
+        slow_row(
             f"replay_{trace}",
             f"Replay of a trace: {trace}",
             {entry.title: _replay(name, trace) for name, entry in traces.ALLOCATORS.items()},
@@ -491,9 +484,6 @@ ROWS = (
                 *(Target(CACHED, 1.0, other, figure) for other in OTHERS for figure in ("", "reserved_over_used")),
                 Target(EXPANDABLE, 1.10, figure="reserved_over_used"),
             ),
-            most=1,
-            unit="ms",
-            rounds=(9, 3),
         )
         for trace in traces.WORKLOADS
     ),

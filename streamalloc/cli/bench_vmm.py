@@ -13,7 +13,7 @@ import numpy as np
 import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.cli.machine import KEEP_ALL, need_host_pool, need_virtual_memory
-from streamalloc.cli.measuring import Bench, BenchRow, Call, Measured, Setup, Target, undone, value_of
+from streamalloc.cli.measuring import Bench, BenchRow, Call, Measured, Setup, Target, slow_row, undone, value_of
 from streamalloc.core.errors import size_text
 from streamalloc.core.internal import work
 from streamalloc.core.resource import close_all
@@ -234,12 +234,8 @@ def _segments_of_a_group(bench: Bench, *, host: str) -> tuple[Call, Call, int]:
     return sleep, back, nbytes * SEGMENTS if host != NO_BYTES else 0
 
 
-_row = functools.partial(BenchRow, most=1, unit="ms", rounds=(9, 3))
-"""A row whose variants take milliseconds and more."""
-
-
 def _segments(name: str, title: str, host: str, limit: float) -> BenchRow:
-    return _row(
+    return slow_row(
         name,
         f"Put {SEGMENTS} segments to sleep {title}",
         _both((SLEEP, WAKE), functools.partial(_segments_by_raw_calls, host=host))
@@ -339,7 +335,7 @@ def _blocks(size: int) -> BenchRow:
     def need(bench: Bench) -> None:
         bench.common = size * (BLOCKS_SIMULATED if bench.chosen.is_simulated else BLOCKS // (8 if bench.quick else 1))
 
-    return _row(
+    return slow_row(
         f"blocks-{size >> 10}k",
         f"Move scattered blocks of {size_text(size)} to host memory and back, beside one copy of the same size: "
         "blocks of 8 KiB take 12.5 to 15.2 GB/s in vLLM's issue 48434, adjacent ones 54",
@@ -391,7 +387,7 @@ ROWS = (
         rounds=(24, 6),
         need=lambda bench: need_virtual_memory(bench.device),
     ),
-    _row(
+    slow_row(
         "eviction",
         "Evict and restore a buffer, beside copies of the same size",
         {
@@ -406,7 +402,7 @@ ROWS = (
         bases={RESTORE: FROM_PINNED},
         need=_need_evicted,
     ),
-    _row(
+    slow_row(
         "sleep",
         "Put weights to sleep and wake them, beside the loops of others with new pinned memory: 57 GiB took 21.9 s in "
         "vLLM's issue 58066. The first run of all may wait for memory that the machine gets from its host",

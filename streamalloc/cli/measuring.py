@@ -27,6 +27,8 @@ SIZE = 4096
 """Bytes in a buffer of most rows: 4 KiB."""
 BLOCK = 0.01
 """Seconds that one block of calls should take, and a fifth of it with ``--quick``."""
+LEAST = 20
+"""Transfers per block between processes, at least."""
 UNITS = {"us": ("microseconds", 1e6), "ms": ("milliseconds", 1e3)}
 """Units of rows: name, and the number in a second."""
 
@@ -50,6 +52,11 @@ def timed(call: Call) -> Measured:
     """Return a variant that is one function call."""
     timer = timeit.Timer(call)
     return Measured(lambda number: timer.timeit(number) / number)
+
+
+def repeated(once: Call, number: int) -> float:
+    """Return the median time of ``once``, of so many runs and :data:`LEAST` at least."""
+    return statistics.median(timeit.repeat(once, number=1, repeat=max(number, LEAST)))
 
 
 def undone(call: Call, undo: Call, nbytes: int = 0) -> Measured:
@@ -99,6 +106,10 @@ class BenchRow:
     """Variant of the divisor, for variants that are not compared to the first."""
     need: Callable[[Bench], object] = lambda bench: None
     """Raises :class:`Unavailable` if the row cannot be measured."""
+
+
+slow_row = functools.partial(BenchRow, most=1, unit="ms", rounds=(9, 3))
+"""A row whose variants take milliseconds and more."""
 
 
 class Bench:

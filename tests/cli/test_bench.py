@@ -55,7 +55,7 @@ def whole(on_cuda: bool, primary_contexts: None, tmp_path_factory: pytest.TempPa
         patch.setattr(measuring, "BLOCK", 0.001)
         patch.setattr(bench_calls, "MOST_ALIVE", 10_000)
         patch.setattr(bench_processes, "_made", lambda name: SMALL)
-        patch.setattr(bench_processes, "LEAST", 5)
+        patch.setattr(measuring, "LEAST", 5)
         patch.setattr(bench_processes, "_TIMED", "print(0.1)  # instead of import {}")
         patch.setattr(bench_vmm, "STEPS", 4)
         patch.setattr(bench_vmm, "EVICTED", 32 << 20)
