@@ -357,9 +357,8 @@ class TorchMemorySaver:
     def _bridge(self, tag: str, of: object = None) -> TorchBridge:
         """Return the bridge of a tag for the current device; ``of``: the pool of graphs that it stands in for."""
         ordinal = int(library("torch").cuda.current_device())
-        group = self._groups.get(ordinal)
-        if group is None:
-            group = self._groups.setdefault(ordinal, SleepGroup(Device(ordinal, driver=self._driver)))
+        device = Device(ordinal, driver=self._driver)
+        group = self._groups.get(ordinal) or self._groups.setdefault(ordinal, SleepGroup(device))
         key = ordinal, tag, of
         if key not in self._bridges:
             self._bridges[key] = TorchBridge(Sources([_Source(self, group, tag)]))

@@ -192,11 +192,8 @@ class MemorySpec:
 
 def spec_of(session: Session, prop: MemAllocationProp) -> MemorySpec:
     """Return the cached :class:`MemorySpec` of these properties."""
-    known = allocations_of(session).specs
-    spec = known.get(prop)
-    if spec is None:
-        spec = known[prop] = MemorySpec(session, prop)
-    return spec
+    known: dict[object, MemorySpec] = allocations_of(session).specs
+    return known.get(prop) or known.setdefault(prop, MemorySpec(session, prop))
 
 
 def granularity_of(session: Session, struct: Any, *, recommended: bool = False) -> int:

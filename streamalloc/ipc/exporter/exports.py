@@ -396,10 +396,8 @@ class ExportedPool:
 
     def mark(self, block: ControlBlock) -> int:
         """Return the number of the mark that keeps its value while this object exists."""
-        mark = self._marks.get(block.id)
-        if mark is None:
-            mark = self._marks.setdefault(block.id, block.new_mark("pool"))
-        return mark.number
+        found = self._marks.get(block.id) or self._marks.setdefault(block.id, block.new_mark("pool"))
+        return found.number
 
 
 class Exports:
@@ -439,10 +437,7 @@ class Exports:
 
     def uuid(self, device: Device) -> bytes:
         """Return a device's UUID for descriptors. The driver is asked once."""
-        uuid = self._uuids.get(device.ordinal)
-        if uuid is None:
-            uuid = self._uuids[device.ordinal] = device.uuid.bytes
-        return uuid
+        return self._uuids.get(device.ordinal) or self._uuids.setdefault(device.ordinal, device.uuid.bytes)
 
     # -- slots and leases ------------------------------------------------------------------------------------
 

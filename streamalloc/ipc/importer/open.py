@@ -10,16 +10,7 @@ import numpy as np
 from typing_extensions import TypeVar
 
 from streamalloc.core.errors import CaptureError, StaleDescriptorError, undoing
-from streamalloc.core.internal import (
-    Device,
-    Event,
-    Fd,
-    Stream,
-    StreamLike,
-    as_stream,
-    raw_handle,
-    refuse_capture,
-)
+from streamalloc.core.internal import Device, Event, Fd, Stream, StreamLike, as_stream, raw_handle, refuse_capture
 from streamalloc.core.properties import MemAccess
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver import Driver

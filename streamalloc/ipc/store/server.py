@@ -121,10 +121,8 @@ class StoreServer(Closes):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
-            uuids = None
-            if devices is not None:
-                known = [one if isinstance(one, Device) else Device(one, driver=driver) for one in devices]
-                uuids = [device.uuid.hex for device in known]
+            known = [one if isinstance(one, Device) else Device(one, driver=driver) for one in devices or ()]
+            uuids = None if devices is None else [device.uuid.hex for device in known]
             # An existing socket is stale: its server would hold the lock.
             path.unlink(missing_ok=True)
             self._listener: Listener = undo.enter_context(Channel.listen(path))

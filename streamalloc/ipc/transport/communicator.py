@@ -132,11 +132,6 @@ def by_value(values: Sequence[Any], text: str) -> str:
     return "; ".join(f"{listed(which)} {text.format(value)}" for value, which in ranks.items())
 
 
-def name_of(call: int) -> str:
-    """The name of the call with this number; ``""`` if there is none."""
-    return _NAMES.get(call, "")
-
-
 # Header of each message: the call, and the number of earlier calls. With Collective.FAILED, JSON follows: whether a
 # rank was late, the calls of the ranks at fault, and the error's text.
 _HEAD = struct.Struct("<BxxxI")
@@ -283,7 +278,7 @@ class Mesh(Closes):
         if theirs == Collective.FAILED:
             raise _reason(data)
         if (theirs, count) != (call, self._calls):
-            name = name_of(theirs) or f"call {theirs}"
+            name = _NAMES.get(theirs, f"call {theirs}")
             raise GroupProtocolError(
                 f"rank {link.rank} does call number {count + 1}, {name}, while rank {self._rank} does call number "
                 f"{self._calls + 1}, {call}: all ranks must do the same in the same order",
@@ -480,7 +475,7 @@ class _Group(Closes):
         for rank, packet in enumerate(packets):
             if packet[:1] != bytes([call]):
                 text = f"rank {rank} does something else than this {call}: all ranks must do the same"
-                raise GroupProtocolError(text, {rank: name_of(packet[0]) if packet else ""})
+                raise GroupProtocolError(text, {rank: _NAMES.get(packet[0], "") if packet else ""})
         return [packet[1:] for packet in packets]
 
     def _gathered(self, call: Collective, packet: bytes, limit: TimeLimit) -> list[bytes]:

@@ -298,9 +298,8 @@ class ControlBlock:
 
     def slot_words(self, slot: int) -> SlotWords:
         """Return the exporter's words of a slot."""
-        words = self.slots.get(slot)
         # Atomic setdefault: words are compared by identity, so two threads must get the same object.
-        return self.slots.setdefault(slot, SlotWords(self, slot)) if words is None else words
+        return self.slots.get(slot) or self.slots.setdefault(slot, SlotWords(self, slot))
 
     def importer_words(self, slot: int, importer: int) -> ImporterWords:
         """Return an importer's words of a slot.
@@ -310,13 +309,10 @@ class ControlBlock:
         ValueError
             There is no such slot.
         """
+        if slot >= SLOTS:
+            raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
         key = slot, importer
-        words = self.importers.get(key)
-        if words is None:
-            if slot >= SLOTS:
-                raise ValueError(f"the descriptor's slot {slot} does not exist: its control block has {SLOTS}")
-            words = self.importers.setdefault(key, ImporterWords(self, slot, importer))
-        return words
+        return self.importers.get(key) or self.importers.setdefault(key, ImporterWords(self, slot, importer))
 
     def new_mark(self, kind: str) -> ExporterMark:
         """Make a mark of the exporter; ``kind`` is ``"pool"`` or ``"hold"``."""

@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from streamalloc.core.errors import ClosedError, size_text
 from streamalloc.core.internal import Fd
@@ -42,20 +42,6 @@ _BYTES = _HEADER.size + MEMBERS * _MEMBER.size
 _TABLE_LOCK = 0  # byte of the file
 _LOOK, _AFTER_ERROR = 0.01, 1.0  # seconds between looks for requests
 _AGAIN, _STEP = 0.05, 0.002  # seconds: between requests, between attempts
-
-
-class User(Protocol):
-    """Pages that count for a budget."""
-
-    @property
-    def claimed(self) -> int:
-        """Bytes of the pages that exist or are about to be created."""
-
-    def give(self, nbytes: int, /) -> int:
-        """Release unused pages, at most so many bytes. Returns the bytes released."""
-
-    def make_room(self) -> int:
-        """Release unused pages without waiting for another thread. Returns the bytes released."""
 
 
 class Member(NamedTuple):
@@ -115,7 +101,8 @@ class PageBudget(Closes):
         self.closed: bool = False
         """Whether it was closed."""
         self._on_ask = on_ask
-        self._users: weakref.WeakSet[User] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Pages of arenas (:class:`PageStock`)."""
         self._lock = RLock()
         self._end_of_thread: threading.Event | None = None
         """Ends the thread that answers requests; None before the first arena."""
@@ -203,7 +190,7 @@ class PageBudget(Closes):
         """Bytes of this process's pages, in the arenas that use this object."""
         return sum(user.claimed for user in members(self._users))
 
-    def join(self, user: User) -> None:
+    def join(self, user: object) -> None:
         """Count the pages of an arena."""
         self._check_open()
         with self._lock:
