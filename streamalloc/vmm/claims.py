@@ -85,12 +85,8 @@ class Claim:
         return other is not self and not other.ended and other._process is _process
 
 
-class _Thread(local):
-    claim: Claim | None = None
-    """Claims of the innermost call."""
-
-
-_thread = _Thread()
+_thread = local()
+"""The claims of a thread's innermost call, as its attribute ``claim``."""
 _lock = RLock()  # reentrant: a signal handler may claim while its thread claims
 _process = object()
 
@@ -114,7 +110,7 @@ def claiming(things: Collection[Claimable], act: Callable[[Claim], T], *, level:
     InUseError
         As for :meth:`Claim.take`.
     """
-    outer = _thread.claim
+    outer: Claim | None = getattr(_thread, "claim", None)
     claim = Claim(outer, level)
     try:
         _thread.claim = claim

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from streamalloc.core.errors import ClosedError, size_text
+from streamalloc.core.errors import ClosedError, size_text, undoing
 from streamalloc.core.internal import Fd
 from streamalloc.core.properties import checked_size
 from streamalloc.core.resource import Closes
@@ -108,11 +108,8 @@ class PageBudget(Closes):
         """Ends the thread that answers requests; None before the first arena."""
         most = None if limit is None else checked_size("limit", limit)
         self._file = Fd(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-        try:
+        with undoing(self._file.close):
             self._in_table(lambda: self._join(most))
-        except BaseException:
-            self._file.close()
-            raise
         _here.add(self)
 
     def _read_limit(self, wanted: int | None) -> int:
