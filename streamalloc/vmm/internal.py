@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from streamalloc.core.errors import undoing
-from streamalloc.core.internal import Fd
 from streamalloc.core.session import Session
-from streamalloc.driver.internal import cuda
 from streamalloc.vmm.access import Access, After, Rights, rights_of, wait
 from streamalloc.vmm.address_range import AddressRange, LoneMapping, granularity, mappings_text, rights_text
 from streamalloc.vmm.growable import RemappableBuffer
@@ -20,13 +18,11 @@ from streamalloc.vmm.ownership import (
     MappedMemory,
     MappingWatcher,
     Node,
-    OwnedHandle,
     Team,
     allocations_of,
     check_exported,
 )
-from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory, spec_of
-from streamalloc.vmm.properties import MemAllocationProp
+from streamalloc.vmm.physical_memory import PhysicalMemory, import_memory
 from streamalloc.vmm.reservation import MappedBytes
 from streamalloc.vmm.sleep import Tagged
 from streamalloc.vmm.stores.pinned import HostMemory, available_memory, host_segments

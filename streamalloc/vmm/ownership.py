@@ -33,7 +33,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from streamalloc.core.errors import ClosedError, undo_all
-from streamalloc.core.internal import FABRIC_NEEDS, Deferred, DeferredQueue, Fd, Fence, HandleEnd, deferred_queue, work
+from streamalloc.core.internal import FABRIC_NEEDS, Deferred, DeferredQueue, Fd, Fence, deferred_queue, work
 from streamalloc.core.properties import MemFabricHandle, MemHandleType, MemLocation
 from streamalloc.core.resource import Closes, Shareable
 from streamalloc.core.session import PerDriver, Session, members
@@ -200,23 +200,6 @@ class HandleNode(Node):
             self.allocations.session.release(self, call, *args)
         finally:
             self.gone: bool = self._raw is None
-
-
-class OwnedHandle(HandleEnd):
-    """A ``CUmemGenericAllocationHandle`` that only this object holds; its finaliser releases it."""
-
-    __slots__ = ()
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session, "cuMemRelease", None)
-
-    def forget(self) -> None:
-        """Forget the handle without a driver call, because the driver is gone."""
-        self._raw = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_raw", None) is not None and self._session.usable:
-            deferred_queue(self._session).submit(self)
 
 
 class OwnsNode(Closes, Drawn):

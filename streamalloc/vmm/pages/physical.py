@@ -12,31 +12,39 @@ from operator import attrgetter
 from typing import Any
 
 from streamalloc.core.errors import ClosedError, CudaError, OutOfMemoryError, refused, size_text, undo_all, undoing
-from streamalloc.core.internal import Device, Stream, deferred_queue, raw_handle
+from streamalloc.core.internal import Device, HandleEnd, Stream, deferred_queue, raw_handle
 from streamalloc.core.properties import MemAccess, MemHandleType, MemLocation, checked_size
 from streamalloc.core.session import Session, session_of
 from streamalloc.driver.internal import RLock
 from streamalloc.vmm.access import structs_of
 from streamalloc.vmm.address_range import AddressRange
-from streamalloc.vmm.ownership import Allocations, OwnedHandle, allocations_of
+from streamalloc.vmm.ownership import Allocations, allocations_of
 from streamalloc.vmm.pages.budget import PageBudget
 from streamalloc.vmm.physical_memory import MemorySpec, properties_for, spec_of
 from streamalloc.vmm.reservation import MappedBytes
 
 
-class Page(OwnedHandle):
-    """One physical page."""
+class Page(HandleEnd):
+    """One physical page. Only this object holds the driver's handle; its finaliser releases it (``cuMemRelease``)."""
 
     __slots__ = ("number", "users", "watched_at")
 
     def __init__(self, session: Session, number: int) -> None:
-        super().__init__(session)
+        super().__init__(session, "cuMemRelease", None)
         self.number: int = number
         """Number of the page in its arena; unique while the page exists."""
         self.users: int = 1
         """Number of places that hold it, protected by :attr:`PhysicalPages.lock`."""
         self.watched_at: int = 0
         """Address of the committed place at which watchers count the page; 0 for none."""
+
+    def forget(self) -> None:
+        """Forget the handle without a driver call, because the driver is gone."""
+        self._raw = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_raw", None) is not None and self._session.usable:
+            deferred_queue(self._session).submit(self)
 
 
 class PageStock(abc.ABC):
