@@ -137,8 +137,8 @@ def _mode(driver: Any) -> Any:
 def forget_library_streams(driver: Any) -> None:
     """Forget the streams of stand-ins for libraries, which the tests have destroyed."""
     session = Session.of(driver)
-    session.library_streams.clear()
-    session.latest_library_stream = object(), None
+    session.library_streams.entries.clear()
+    session.library_streams.latest = object(), None
 
 
 def unbind_contexts(driver: Any) -> None:

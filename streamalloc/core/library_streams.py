@@ -15,7 +15,6 @@ from operator import attrgetter
 from types import GetSetDescriptorType
 from typing import Any, Protocol, TypeVar
 
-from streamalloc.core.session import Session
 from streamalloc.driver.internal import cuda
 
 T = TypeVar("T")
@@ -177,22 +176,39 @@ _PYTORCH: dict[tuple[str, str], Callable[[Any], Hashable]] = {
     ("torch", "Stream"): lambda stream: (stream.__cuda_stream__()[1], stream.device_index),
 }
 """Keys of PyTorch's own types."""
-KEYS: dict[type, Callable[[Any], Hashable]] = {}
+_keys: dict[type, Callable[[Any], Hashable]] = {}
 """Key of an object in the table, by its type; by default its ``id``."""
 
 
-def keep(stream: Any, found: T, session: Session) -> list[T]:
-    """Keep ``found``, the resolution of a library's stream, as the latest entry of the table
-    (:attr:`Session.library_streams`). Returns the entries that had to leave.
-    """
-    kind, streams = type(stream), session.library_streams
-    of_pytorch = _PYTORCH.get((kind.__module__, kind.__qualname__))
-    if of_pytorch is not None:
-        KEYS[kind] = of_pytorch
-    key = KEYS.get(kind, id)(stream)
-    left = [streams.pop(key, None)]
-    streams[key] = session.latest_library_stream = stream, found
-    while len(streams) > MOST_KEPT:
-        with contextlib.suppress(RuntimeError, StopIteration):  # another thread adds or removes entries
-            left.append(streams.pop(next(iter(streams)), None))
-    return [entry[1] for entry in left if entry is not None and entry[1] is not found]
+class LibraryStreams:
+    """The table of one driver: ``Session.library_streams``."""
+
+    __slots__ = ("entries", "latest")
+
+    def __init__(self) -> None:
+        self.entries: dict[Hashable, tuple[object, Any]] = {}
+        """Library's object and its ``Stream``, by key; the latest one last."""
+        self.latest: tuple[object, Any] = object(), None
+        """The entry that was found last, which is looked at first."""
+
+    def find(self, stream: Any) -> Any | None:
+        """The ``Stream`` that is kept for a library's object; None if none is."""
+        entry = self.entries.get(_keys.get(type(stream), id)(stream))
+        if entry is None:
+            return None
+        self.latest = stream, entry[1]
+        return entry[1]
+
+    def keep(self, stream: Any, found: T) -> list[T]:
+        """Keep ``found``, the resolution of a library's stream, as the latest entry. Returns the entries that leave."""
+        kind = type(stream)
+        of_pytorch = _PYTORCH.get((kind.__module__, kind.__qualname__))
+        if of_pytorch is not None:
+            _keys[kind] = of_pytorch
+        key = _keys.get(kind, id)(stream)
+        left = [self.entries.pop(key, None)]
+        self.entries[key] = self.latest = stream, found
+        while len(self.entries) > MOST_KEPT:
+            with contextlib.suppress(RuntimeError, StopIteration):  # another thread adds or removes entries
+                left.append(self.entries.pop(next(iter(self.entries)), None))
+        return [entry[1] for entry in left if entry is not None and entry[1] is not found]

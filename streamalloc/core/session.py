@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from streamalloc.core.errors import attach, error_from, is_gone, unsupported
+from streamalloc.core.library_streams import LibraryStreams
 from streamalloc.driver import DriverMisuseError, ForkedProcessError
 from streamalloc.driver.internal import BINDINGS_VERSION, RLock, as_asked, cuda, version_that_added
 
@@ -102,7 +103,6 @@ class Session(_Direct):
         "_state",
         "driver",
         "forked",
-        "latest_library_stream",
         "library_streams",
         "listener",
         "unusable",
@@ -118,10 +118,7 @@ class Session(_Direct):
         """True in a forked child, in which all calls are refused."""
         self.listener: MemoryListener | None = getattr(driver, "listener", None)
         """Listener of a driver that checks stream order; it only records."""
-        self.library_streams: dict[Any, Any] = {}
-        """Library's object and its ``Stream``, see :func:`streamalloc.core.library_streams.keep`."""
-        self.latest_library_stream: tuple[object, Any] = (object(), None)
-        """The entry that was found last, which is looked at first."""
+        self.library_streams: LibraryStreams = LibraryStreams()
         self._contexts: dict[int, Any] = {}
         self._state: dict[object, Any] = {}
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -53,7 +53,6 @@ from streamalloc.core.event import (
     is_done,
 )
 from streamalloc.core.library_streams import (
-    KEYS,
     CuPyStreamLike,
     NumbaStreamLike,
     SupportsCudaStream,
@@ -62,7 +61,6 @@ from streamalloc.core.library_streams import (
     closes_itself,
     device_of_library_stream,
     handle_of_library_stream,
-    keep,
     only_names,
 )
 from streamalloc.core.resource import Closes
@@ -918,16 +916,12 @@ def of_this_thread(stream: Stream) -> Stream:
 def library_stream(stream: Any, session: Session) -> Stream:
     """The :class:`Stream` for a library's object, which may be closed. Errors as for :func:`as_stream`.
 
-    A library's object is resolved once, see :func:`~streamalloc.core.library_streams.keep`.
+    A library's object is resolved once, see :mod:`streamalloc.core.library_streams`.
     """
     found: Stream
-    owner, found = session.latest_library_stream
+    owner, found = session.library_streams.latest
     if owner is not stream:
-        entry = session.library_streams.get(KEYS.get(type(stream), id)(stream))
-        if entry is None:
-            return _resolve(stream, session)
-        found = entry[1]
-        session.latest_library_stream = stream, found
+        found = session.library_streams.find(stream) or _resolve(stream, session)
     return found
 
 
@@ -954,7 +948,7 @@ def _resolve(stream: Any, session: Session) -> Stream:
         found._notify_lent(found._raw, used=True)
     # A listener must be notified of each use of a library's stream.
     if keeps and session.listener is None:
-        for ended in keep(stream, found, session):
+        for ended in session.library_streams.keep(stream, found):
             ended._submit_endings()
     return found
 

@@ -141,8 +141,8 @@ def scene(machine: Any, request: pytest.FixtureRequest) -> Iterator[Scene]:
 def forget_streams(device: sa.Device) -> None:
     """Empty the table of library streams."""
     session = session_of(device)
-    session.library_streams.clear()
-    session.latest_library_stream = (object(), None)
+    session.library_streams.entries.clear()
+    session.library_streams.latest = (object(), None)
 
 
 def names_it(values: Iterable[Any], handle: int) -> bool:
