@@ -133,7 +133,11 @@ class GrowableBuffer(VirtualBuffer):
             self._create_chunks([ChunkSpec(at, end - at, self._spec) for at, end in zip(starts, ends, strict=False)])
             self._mapped = needed
         elif release and size <= self._nbytes and needed < self._mapped:
-            self._shrink(needed, size, after)
+            # The driver unmaps whole chunks only.
+            spare = [entry for entry in self.range._node.touching(needed, self._mapped) if entry.offset >= needed]
+            if spare:
+                wait_for_users(after, self._session, (entry.rights for entry in spare))
+                self._shrink_to(spare[0].offset, size)
         self._nbytes = size
 
     def grow(self, nbytes: int) -> None:
@@ -141,14 +145,6 @@ class GrowableBuffer(VirtualBuffer):
         if type(nbytes) is not int or nbytes < 0:
             nbytes = checked_size("nbytes", nbytes)
         self.resize(self._nbytes + nbytes)
-
-    def _shrink(self, needed: int, size: int, after: After) -> None:
-        # The driver unmaps whole chunks only.
-        spare = [entry for entry in self.range._node.touching(needed, self._mapped) if entry.offset >= needed]
-        if not spare:
-            return
-        wait_for_users(after, self._session, (entry.rights for entry in spare))
-        self._shrink_to(spare[0].offset, size)
 
     def _checked(self, name: str, value: int, most: int) -> int:
         size = checked_size(name, value)

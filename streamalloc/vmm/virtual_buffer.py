@@ -381,23 +381,19 @@ class VirtualBuffer(Memory, Closes, Drawn, Claimable):
         """Create and map adjacent chunks and set their permissions: all of them, or none."""
         if not chunks:
             return []
-        start = chunks[0].offset
+        start, node = chunks[0].offset, self.range._node
         # A failed call or a shrink may have left memory mapped there, and the driver refuses to map over it.
         self._release_from(start)
-        for watcher in self.range._node.allocations.watchers:
+        for watcher in node.allocations.watchers:
             watcher.to_be_mapped(self.range.address + start, sum(chunk.nbytes for chunk in chunks))
         with undoing(lambda: self._release_from(start)):
-            made = [self._create_chunk(chunk) for chunk in chunks]
-            self.range._node.grant(made, self._rights, self._structs)
+            made = [MappedBytes(node, one.offset, one.offset + one.nbytes, {}, one.spec) for one in chunks]
+            for entry in made:
+                with node.adding(entry):
+                    entry.spec.obtain(entry, entry.nbytes)
+                    entry.map(entry._raw)
+            node.grant(made, self._rights, self._structs)
         return made
-
-    def _create_chunk(self, chunk: ChunkSpec) -> MappedBytes:
-        """Create and map a chunk, without permissions."""
-        entry = MappedBytes(self.range._node, chunk.offset, chunk.offset + chunk.nbytes, {}, chunk.spec)
-        with self.range._node.adding(entry):
-            chunk.spec.obtain(entry, chunk.nbytes)
-            entry.map(entry._raw)
-        return entry
 
     def _release(self, entries: Sequence[MappedBytes]) -> None:
         """Unmap memory, then release it. If the driver refuses a release, it is made later."""

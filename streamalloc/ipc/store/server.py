@@ -116,9 +116,8 @@ class StoreServer(Closes):
             raise ValueError("evict=True: the store makes room below a limit=, which is missing")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Each chunk of each epoch is an open file, also of those that are taken over.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(_locked(name, path.with_suffix(".lock")))
             known = [one if isinstance(one, Device) else Device(one, driver=driver) for one in devices or ()]

@@ -490,7 +490,11 @@ class _Group(Closes):
                 cards = [one.decode().split("\n") for one in self._gather(Collective.EXCHANGE, card, limit)]
                 hosts = [host for host, _ in cards]
                 if len(set(hosts)) > 1:
-                    return _apart(hosts)
+                    return (
+                        "file descriptors travel between processes of one user on one machine and in one network "
+                        f"namespace, and this group has {by_value(hosts, 'on {}')}: use a group for each of them, or "
+                        "fabric handles, which are bytes"
+                    )
                 self._mesh = Mesh.meet(self.rank, listener, [address for _, address in cards], limit)
         return self._mesh
 
@@ -517,13 +521,6 @@ def _host() -> str:
     # Descriptors travel over abstract sockets, which are visible within one network namespace.
     named = f"host {name}, " if (name := os.environ.get("STREAMALLOC_HOST")) else ""
     return f"{named}boot {boot}, user {os.geteuid()}, network namespace {os.stat('/proc/self/ns/net').st_ino}"
-
-
-def _apart(hosts: Sequence[str]) -> str:
-    return (
-        "file descriptors travel between processes of one user on one machine and in one network namespace, and this "
-        f"group has {by_value(hosts, 'on {}')}: use a group for each of them, or fabric handles, which are bytes"
-    )
 
 
 # -- one process, and several of multiprocessing -------------------------------------------------------------

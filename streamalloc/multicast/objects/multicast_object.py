@@ -6,6 +6,7 @@ run in this order: unbind, unmap and release the object, release the bound memor
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -246,7 +247,7 @@ class MulticastObject(GenericAllocation):
         InvalidValueError, CudaError
             The driver refuses the handle.
         """
-        try:
+        with handle if isinstance(handle, Fd) else contextlib.nullcontext():
             kind = MemHandleType.FABRIC if isinstance(handle, (bytes, bytearray)) else _POSIX
             prop = MulticastObjectProp(num_devices, nbytes, kind if handle_types is None else handle_types)
             session = session_for(None, driver)
@@ -256,9 +257,6 @@ class MulticastObject(GenericAllocation):
             imported = cls.__new__(cls)
             imported._open(session, prop, step, handle)
             return imported
-        finally:
-            if isinstance(handle, Fd):
-                handle.close()
 
     @property
     def complete(self) -> bool:

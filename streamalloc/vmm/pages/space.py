@@ -774,20 +774,18 @@ class PageSpace(SwapSpace):
         unused: list[Page] = []
 
         def take() -> None:
-            nonlocal old, unused
             found = {place: places.backing[place] for place in chosen if places.numbers[place] >= 0}
             shared = {place: page for place, page in found.items() if page is not None and page.users > 1}
-            taken = physical.take(len(shared))
+            unused.extend(physical.take(len(shared)))
             physical.add_users(shared.values())
-            old, unused = shared, taken
+            old.update(shared)
 
         def exchange() -> int:
-            nonlocal unused
             # Another thread may have released a page meanwhile.
             still = [place for place, page in old.items() if places.numbers[place] == page.number]
             new = dict(zip(old, unused, strict=True))
             mine = {place: new.pop(place) for place in still}
-            unused = [*new.values()]
+            unused[:] = new.values()
             places.exchange(mine)
             return len(still)
 
