@@ -283,7 +283,7 @@ def _copies(target: int, source: int, *, rows: bool = True) -> Callable[..., Non
         copy = cuda.CUDA_MEMCPY3D()
         for side, memory, (pointer, *place) in zip(("src", "dst"), ENDS[copy_kind(kind)], ends, strict=True):
             if len(place) == 2:
-                set_array(copy, side, pointer)
+                set_end(copy, side, ARRAY, int(pointer), 0)
                 setattr(copy, f"{side}XInBytes", place[0])
                 setattr(copy, f"{side}Y", place[1])
             else:
@@ -486,11 +486,8 @@ class Functions:
         kinds = ENDS[_DEFAULT if peer else copy_kind(given.kind)]
         for side, kind, array in zip(("src", "dst"), kinds, arrays, strict=True):
             at, memory = getattr(given, f"{side}Pos"), getattr(given, f"{side}Ptr")
-            if array:
-                set_array(copy, side, array)
-            else:
-                set_end(copy, side, kind, int(memory.ptr), int(memory.pitch))
-                setattr(copy, f"{side}Height", int(memory.ysize))
+            set_end(copy, side, ARRAY if array else kind, array or int(memory.ptr), int(memory.pitch))
+            setattr(copy, f"{side}Height", int(memory.ysize))
             setattr(copy, f"{side}XInBytes", int(at.x) * (element if array else 1))
             setattr(copy, f"{side}Y", int(at.y))
             setattr(copy, f"{side}Z", int(at.z))
@@ -594,17 +591,11 @@ def copy_kind(kind: Any) -> int:
     return number
 
 
-def set_end(copy: Any, side: str, memory: int, pointer: Any, pitch: int) -> None:
-    """Set a side of a row copy that is not an array."""
+def set_end(copy: Any, side: str, memory: int, pointer: int, pitch: int) -> None:
+    """Set a side of a row copy. An array has no pitch."""
     setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(memory))
-    setattr(copy, side + ("Host" if memory == _HOST else "Device"), address(pointer))
+    setattr(copy, side + {_HOST: "Host", ARRAY: "Array"}.get(memory, "Device"), pointer)
     setattr(copy, f"{side}Pitch", pitch)
-
-
-def set_array(copy: Any, side: str, array: Any) -> None:
-    """Set a side of a row copy that is an array."""
-    setattr(copy, f"{side}MemoryType", cuda.CUmemorytype(ARRAY))
-    setattr(copy, f"{side}Array", cuda.CUarray(int(array)))
 
 
 def _row(dst: Any, src: Any, size: int, kind: Any) -> Any:
