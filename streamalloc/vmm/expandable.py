@@ -64,9 +64,9 @@ _ALLOWANCE = 1.03
 """Factor of the most bytes in use. With 1, each growth would move chunks."""
 _ADDRESSES = 4
 """Times the device's memory that are reserved as addresses: moved chunks leave addresses without memory."""
-_SMALLEST_SHARE = 80
+_SMALLEST_SHARE = 96
 """A new chunk is at most this part of the memory: a block's end wastes up to a chunk, and each chunk takes calls."""
-_LARGEST_CHUNK = 32 << 20
+_LARGEST_CHUNK = 128 << 20
 _SMALL, _SLAB = 128 << 10, 2 << 20
 """Blocks of up to the first size are cut from slabs of the second one."""
 _QUERIES = 1 << 8
@@ -742,8 +742,8 @@ class ExpandableCache(CachingAllocator):
                 buffer.fill(0)
 
     Its memory is not the pool's. It reserves a range of addresses, four times the device's memory
-    (``cuMemAddressReserve``), and maps chunks of 2 MiB to 32 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks are
-    split and merged. Before the memory would be more than 1.03 times the most bytes in use at once, on all streams
+    (``cuMemAddressReserve``), and maps chunks of 2 MiB to 128 MiB there (``cuMemCreate``, ``cuMemMap``). Free blocks
+    are split and merged. Before the memory would be more than 1.03 times the most bytes in use at once, on all streams
     together, a request takes another stream's free memory, for whose work the device then waits
     (``cuStreamWaitEvent``), and chunks of free ranges move to addresses that lack memory. The host does not wait for
     that, as a chunk keeps its old addresses until the work there has completed. A thread that reuses free memory does
