@@ -100,19 +100,6 @@ def pending(stream: sa.Stream) -> bool:
     return not stream.query()
 
 
-def free_in_threads(buffer: sa.Buffer, count: int) -> list[type[BaseException] | None]:
-    """Free a buffer in several threads at once: what each of them raised."""
-
-    def free() -> type[BaseException] | None:
-        try:
-            buffer.free()
-        except BaseException as error:
-            return type(error)
-        return None
-
-    return in_threads(*[free] * count)
-
-
 def in_threads(*bodies: Callable[[], T]) -> list[T]:
     """Results of functions that run at once, each in a new thread. Raises the error of the first that fails."""
     start = threading.Barrier(len(bodies))

@@ -154,22 +154,6 @@ def test_each_item_ends_once(steps: list[tuple[Callable[[DeferredQueue, Item], N
     assert len(ended) == len(set(ended)) and set(made) <= set(ended)
 
 
-@pytest.mark.parametrize("function", [DeferredQueue._round, Item.attempt])
-def test_two_threads_that_work(function: Callable[..., object]) -> None:
-    def make() -> tuple[DeferredQueue, list[Item], list[Item]]:
-        later, ended = DeferredQueue(), list[Item]()
-        scripts: Any = ([], [_wait], [_refuse, _drop_another], [_work_again], [_interrupt])
-        made = [Item(later, ended, list(script)) for script in scripts]
-        for item in made:
-            later.submit(item)
-        return later, ended, made
-
-    for later, ended, made in interleaved(function, make, lambda it: _work(it[0]), lambda it: _work(it[0])):
-        for _ in range(6):
-            _work(later)
-        assert len(later) == 0 and len(ended) == len(set(ended)) and set(made) <= set(ended)
-
-
 @since_3_11
 # A handler may raise in the middle of pytest's own hooks.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

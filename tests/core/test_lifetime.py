@@ -29,7 +29,6 @@ from tests.support import (
     MiB,
     end_what_was_dropped,
     executed,
-    free_in_threads,
     holds,
     in_threads,
     later_memory_is_whole,
@@ -187,12 +186,6 @@ class TestGarbage:
         assert names(traced) != [] and names(traced, *waits) == []
 
 
-def test_threads_free_a_buffer_once(pool: sa.MemoryPool, stream: sa.Stream) -> None:
-    for _ in range(20):
-        results = free_in_threads(pool.allocate(64, stream), 4)
-        assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
-
-
 @pytest.mark.parametrize("checks", [False, True])
 def test_a_thread_that_python_has_not_started(machine: Any, checks: bool) -> None:
     """Calls add no object to ``threading``: it would stay, or print an error at the exit of Python 3.13."""
@@ -325,22 +318,10 @@ lambda: buffers[2].fill(1),
 )),
 lambda: device.default_stream.record(),
 lambda: mine.query(),
-lambda: pool.allocate(64, stream),
-lambda: sa.allocate(64, stream),
 lambda: sa.allocate(64, far),
-lambda: buffers[0].free(),
-lambda: buffers[0].fill(1),
-lambda: stream.synchronize(),
-lambda: event.query(),
-lambda: device.memory_info(),
-lambda: pool.statistics(),
-lambda: graph.launch(stream),
-lambda: sa.MemoryPool(device),
-lambda: cache.allocate(64, stream),
 lambda: cached[0].free(),
 lambda: of_thread[0].free(),
 lambda: cached[0].fill(1),
-lambda: cache.trim(),
 lambda: cache.statistics(),
 lambda: sa.CachingAllocator(pool).allocate(64, stream),
     ):

@@ -353,45 +353,41 @@ def _data_for(one: Any) -> Any:
     return data.view(one.dtype).reshape(one.shape) if isinstance(one, sa.TypedView) else data
 
 
+def _without_arguments(name: str) -> Act:
+    return lambda world, one: getattr(one, name)()
+
+
 def _measured(group: Any) -> None:
     with group.measure("other"):
         pass
 
 
+WITHOUT_ARGUMENTS = (
+    "as_array", "close", "copy", "create_event", "create_stream", "discard", "draw", "free", "instantiate",
+    "memory_info", "query", "range_attributes", "ready", "record", "reset_peaks", "resident", "statistics",
+    "synchronize", "trim", "unmap", "used",
+)  # fmt: skip
 ACTS: dict[str, Act] = {
-    "close": lambda world, one: one.close(),
+    **{name: _without_arguments(name) for name in WITHOUT_ARGUMENTS},
     # devices
     "all": lambda world, one: one.all(world.driver),
     "attribute": lambda world, one: one.attribute("MULTIPROCESSOR_COUNT"),
     "can_access": lambda world, one: one.can_access(one),
     "count": lambda world, one: one.count(world.driver),
-    "create_event": lambda world, one: one.create_event(),
-    "create_stream": lambda world, one: one.create_stream(),
     "Device.current": _in_context,
-    "memory_info": lambda world, one: one.memory_info(),
     # streams and events
     "capture": _captured,
     "elapsed_since": lambda world, one: one.elapsed_since(one),
     "launch_host_func": lambda world, one: one.launch_host_func(int),
     "of_handle": lambda world, one: one.of_handle(world.device, one.handle, one),
-    "query": lambda world, one: one.query(),
-    "ready": lambda world, one: one.ready(),
-    "record": lambda world, one: one.record(),
-    "synchronize": lambda world, one: one.synchronize(),
     "wait": lambda world, one: one.wait(world.other),
     # memory
     "advise": lambda world, one: one.advise(sa.MemAdvise.SET_READ_MOSTLY),
-    "as_array": lambda world, one: one.as_array(),
     "copy_from": lambda world, one: one.copy_from(_data_for(one)),
     "copy_to": lambda world, one: one.copy_to(_data_for(one)),
-    "discard": lambda world, one: one.discard(),
     "discard_prefetch": lambda world, one: one.discard_prefetch(world.device),
     "fill": lambda world, one: one.fill(3),
-    "free": lambda world, one: one.free(),
     "prefetch": lambda world, one: one.prefetch(world.device),
-    "range_attributes": lambda world, one: one.range_attributes(),
-    "used": lambda world, one: one.used(),
-    "copy": lambda world, one: one.copy(),
     "tobytes": lambda world, one: (one.tobytes(), None)[1],
     "handles": lambda world, one: None,  # with raw_handles
     "Buffer.from_handle": _from_handle,
@@ -413,10 +409,7 @@ ACTS: dict[str, Act] = {
     "MemoryPool.current": lambda world, one: one.current(world.device),
     "default": lambda world, one: one.default(world.device),
     "make_current": _made_current,
-    "reset_peaks": lambda world, one: one.reset_peaks(),
     "set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READWRITE),
-    "statistics": lambda world, one: one.statistics(),
-    "trim": lambda world, one: one.trim(),
     "CachingAllocator.allocate": lambda world, one: one.allocate(4096, world.stream),
     "to_device": lambda world, one: one.to_device(bytes(64), world.stream),
     "allocate_pitched": lambda world, one: one.allocate_pitched(64, 2, world.stream)[0],
@@ -424,11 +417,9 @@ ACTS: dict[str, Act] = {
     "Graph.create": lambda world, one: one.create(world.device),
     "add_to": _added_to,
     "add_free": lambda world, one: None,  # with add_to
-    "instantiate": lambda world, one: one.instantiate(),
     "launch": lambda world, one: one.launch(world.stream),
     # virtual memory
     "at": lambda world, one: one.at(world.mapping.address, driver=world.driver),
-    "draw": lambda world, one: one.draw(),
     "evict": _evicted,
     "export": lambda world, one: None,  # refused before the driver is asked: the memory was not made for that
     "granularity": lambda world, one: one.granularity(world.device),
@@ -440,7 +431,6 @@ ACTS: dict[str, Act] = {
     "AddressRange.close": lambda world, one: (one.unmap(), one.close()),
     "AddressRange.set_access": lambda world, one: one.set_access(world.device, sa.MemAccess.READ, stop=PAGE),
     "revoke": lambda world, one: one.revoke(world.device),
-    "unmap": lambda world, one: one.unmap(),
     "take": lambda world, one: one.take(PAGE),
     "add": lambda world, one: one.add(world.growable, "two"),
     "SleepGroup.allocate": lambda world, one: one.allocate(PAGE, world.stream),
@@ -450,7 +440,6 @@ ACTS: dict[str, Act] = {
     "after_wake": lambda world, one: one.after_wake(len),
     "before_sleep": lambda world, one: one.before_sleep(len),
     "measure": lambda world, one: _measured(one),
-    "resident": lambda world, one: one.resident(),
     "resume": lambda world, one: None,  # with a tier on disk, in tests/vmm
     "sleep": _slept,
     "freeze": _frozen,

@@ -16,7 +16,7 @@ import streamalloc.driver as sd
 from streamalloc.driver.bindings import cuda
 from streamalloc.pool.cache.blocks import class_size
 from streamalloc.testing import Gate
-from tests.support import GROWTH, KEEP, MiB, executed, free_in_threads, holds, names
+from tests.support import GROWTH, KEEP, MiB, executed, holds, names
 
 SIZE = 4096
 
@@ -552,13 +552,6 @@ class TestWhere:
                         assert buffer.location == peer.location
                         assert buffer.device_accessible == (one is theirs)
             assert cache.statistics().misses == 2
-
-
-def test_one_buffer_is_freed_once(cache: sa.CachingAllocator, stream: sa.Stream) -> None:
-    for _ in range(20):
-        results = free_in_threads(cache.allocate(SIZE, stream), 4)
-        assert results.count(None) == 1 and results.count(sa.ClosedError) == 3
-    assert cache.statistics()[4:] == (0, SIZE, 1)
 
 
 def test_a_driver_that_checks_uses_sees_every_allocation(machine: Any) -> None:

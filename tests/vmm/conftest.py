@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ import streamalloc as sa
 import streamalloc.driver as sd
 from streamalloc import vmm
 from streamalloc.vmm.stores import copies
-from tests.support import KEEP, end_what_was_dropped
+from tests.support import KEEP, Account, end_what_was_dropped
 from tests.vmm.support import HOST, PAGE, READWRITE
 
 
@@ -39,6 +41,16 @@ def bookkeeping(on_cuda: bool, primary_contexts: None) -> None:
 def not_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has no driver of a test measure how blocks are copied, which registers memory; tests of that undo this."""
     monkeypatch.setattr(copies.Kernel, "_measure", lambda _: (copies._UNMEASURED, copies._UNMEASURED))
+
+
+@pytest.fixture
+def account(machine: Any) -> Iterator[Account]:
+    """A driver with an account of what is made: nothing of it is left after the test."""
+    account = Account(machine)
+    yield account
+    gc.collect()
+    account.device.synchronize()
+    assert account.left == {}
 
 
 @pytest.fixture

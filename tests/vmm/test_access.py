@@ -79,10 +79,10 @@ class TestGrant:
             ([sa.MemLocation.device(0), sa.MemLocation.device(99)], ValueError, "id=99"),
         ],
     )
-    def test_bad_arguments(self, machine: Any, access: Any, error: type[Exception], words: str) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with vmm.AddressRange(2 * PAGE, driver=driver) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
+    def test_bad_arguments(
+        self, traced: Any, device: sa.Device, access: Any, error: type[Exception], words: str
+    ) -> None:
+        with vmm.AddressRange(2 * PAGE, driver=traced) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             mapping = addresses.map(memory)
             for use in each(
                 lambda: mapping.set_access(access),
@@ -92,7 +92,7 @@ class TestGrant:
                 with pytest.raises(error, match=words):
                     use()
             assert len(addresses.mappings) == 1 and memory.mapping_count == 1
-        assert names(driver, "cuMemSetAccess") == [] and len(names(driver, "cuMemMap")) == 1
+        assert names(traced, "cuMemSetAccess") == [] and len(names(traced, "cuMemMap")) == 1
 
     def test_devices_of_another_driver(self, device: sa.Device, pages: vmm.AddressRange) -> None:
         other = sa.Device(0, driver=sd.simulated())
@@ -233,9 +233,8 @@ class TestWaiting:
         ],
     )
     def test_only_where_it_is_taken(
-        self, machine: Any, before: sa.MemAccess, now: sa.MemAccess, waits: list[str]
+        self, account: Account, before: sa.MemAccess, now: sa.MemAccess, waits: list[str]
     ) -> None:
-        account = Account(machine)
         device = account.device
         with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
             mapping = addresses.map(memory, access={device: before})
@@ -244,8 +243,7 @@ class TestWaiting:
             assert account.calls(*self.WAITS)[done:] == waits
             assert mapping.access(device) == now
 
-    def test_for_what_it_is_told(self, machine: Any) -> None:
-        account = Account(machine)
+    def test_for_what_it_is_told(self, account: Account) -> None:
         device = account.device
         with (
             device.create_stream() as stream,
@@ -337,9 +335,8 @@ class TestTwoDevices:
         device.synchronize()
         assert read(mine)[-9:].tolist() == [3] + 8 * [4] and read(theirs)[:9].tolist() == 8 * [4] + [3]
 
-    def test_taken_from_one(self, machine: Any) -> None:
+    def test_taken_from_one(self, account: Account) -> None:
         """Only the device that loses access is waited for."""
-        account = Account(machine)
         one, two = (sa.Device(ordinal, driver=account.driver) for ordinal in (0, 1))
         with vmm.AddressRange(PAGE, driver=account.driver) as addresses, vmm.PhysicalMemory(one, PAGE) as memory:
             mapping = addresses.map(memory, access=[one, two])
@@ -349,4 +346,3 @@ class TestTwoDevices:
             assert mapping.rights == {one.location: READWRITE}
             assert (mapping.access(one), mapping.access(two)) == (READWRITE, NONE)
             mapping.fill(1)
-        assert account.left == {}

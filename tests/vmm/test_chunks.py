@@ -6,7 +6,6 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +17,6 @@ from tests.vmm.support import PAGE, same, write
 
 PACKAGE = str(Path(sa.__file__).parent)
 DRIVERS = tuple(f"{PACKAGE}/{folder}/" for folder in ("checker", "driver", "simulator"))
-
-
-@pytest.fixture
-def account(machine: Any) -> Account:
-    return Account(machine)
 
 
 @pytest.fixture

@@ -77,8 +77,7 @@ class TestWithoutBackup:
         view.fill(1)
         assert holds(view, 1)
 
-    def test_what_it_waits_for(self, machine: Any) -> None:
-        account = Account(machine)
+    def test_what_it_waits_for(self, account: Account) -> None:
         device = account.device
         waits = ("cuMemFree", "cuStreamSynchronize", "cuEventSynchronize", "cuMemUnmap")
         with (

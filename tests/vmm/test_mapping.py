@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import streamalloc as sa
-import streamalloc.driver as sd
 from streamalloc import vmm
 from tests.support import holds, names, pattern
 from tests.vmm.support import HOST, NONE, PAGE, READ, READWRITE, same
@@ -43,16 +42,14 @@ class TestMap:
         with pytest.raises((TypeError, ValueError), match="offset"):
             pages.map(memory, offset)
 
-    def test_nothing_reaches_the_driver(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        device = sa.Device(0, driver=driver)
-        with vmm.AddressRange(2 * PAGE, driver=driver) as pages, vmm.PhysicalMemory(device, PAGE) as memory:
+    def test_nothing_reaches_the_driver(self, traced: Any, device: sa.Device) -> None:
+        with vmm.AddressRange(2 * PAGE, driver=traced) as pages, vmm.PhysicalMemory(device, PAGE) as memory:
             pages.map(memory)
-            del driver.calls[:]
+            del traced.calls[:]
             for offset in (0, 1, 2 * PAGE, -1):
                 with pytest.raises(ValueError):
                     pages.map(memory, offset)
-            assert names(driver) == []
+            assert names(traced) == []
 
     @pytest.mark.parametrize("what", [None, 0, b"memory"])
     def test_no_memory(self, pages: vmm.AddressRange, what: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -105,30 +104,3 @@ def test_whatever_is_given_up_goes_once_and_in_order(
         world.allocations.work()
     world.check()
     assert set(world.log) == set(world.things)
-
-
-def test_several_threads() -> None:
-    """They release each node once, and in order."""
-    world = World()
-    for _ in range(100):
-        world.add()
-    for one in range(100):
-        for other in range(one + 1, 100, 7):
-            world.relate(one, other)
-    start = threading.Barrier(4)
-
-    def work(mine: list[Thing]) -> None:
-        start.wait()
-        items = list(mine)
-        while items:
-            node = items.pop(0)
-            if not world.allocations.attempt(node):
-                items.append(node)
-
-    threads = [threading.Thread(target=work, args=(world.things[number::4],)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    world.check()
-    assert len(world.log) == len(world.things)

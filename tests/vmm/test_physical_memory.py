@@ -23,11 +23,10 @@ def free(device: sa.Device) -> int:
 
 class TestSize:
     @pytest.mark.parametrize("nbytes", [1, 4096, PAGE - 1, PAGE + 1, PAGE + 4096, 3 * MiB])
-    def test_that_is_not_aligned(self, machine: Any, nbytes: int) -> None:
-        driver = sd.traced(machine)
+    def test_that_is_not_aligned(self, traced: Any, nbytes: int) -> None:
         with pytest.raises(ValueError, match=rf"nbytes={nbytes}.*2 MiB"):
-            vmm.PhysicalMemory(sa.Device(0, driver=driver), nbytes)
-        assert names(driver, "cuMemCreate") == []
+            vmm.PhysicalMemory(sa.Device(0, driver=traced), nbytes)
+        assert names(traced, "cuMemCreate") == []
 
     @pytest.mark.parametrize(("asked", "given"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE), (5 * MiB, 3 * PAGE)])
     def test_rounded_when_asked(self, device: sa.Device, asked: int, given: int) -> None:
@@ -88,11 +87,10 @@ class TestPlace:
     @pytest.mark.parametrize(
         ("where", "words"), [(sa.MemLocation.device(99), "id=99"), (sa.MemLocation.none(), "location")]
     )
-    def test_that_is_not_there(self, machine: Any, where: sa.MemLocation, words: str) -> None:
-        driver = sd.traced(machine)
+    def test_that_is_not_there(self, traced: Any, where: sa.MemLocation, words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            vmm.PhysicalMemory(where, PAGE, driver=driver)
-        assert names(driver, "cuMemCreate") == []
+            vmm.PhysicalMemory(where, PAGE, driver=traced)
+        assert names(traced, "cuMemCreate") == []
 
 
 class Without:
@@ -141,11 +139,10 @@ class TestOptions:
             (sa.MemLocation.device(0), {"tile_pool": True, "handle_types": FD}, "tile pool"),
         ],
     )
-    def test_that_do_not_go_together(self, machine: Any, where: Any, options: Any, words: str) -> None:
-        driver = sd.traced(machine)
+    def test_that_do_not_go_together(self, traced: Any, where: Any, options: Any, words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            vmm.PhysicalMemory(where, PAGE, driver=driver, **options)
-        assert names(driver, "cuMemCreate") == []
+            vmm.PhysicalMemory(where, PAGE, driver=traced, **options)
+        assert names(traced, "cuMemCreate") == []
 
     @pytest.mark.parametrize(
         ("attribute", "options", "words"),
@@ -175,18 +172,16 @@ class TestOptions:
         with pytest.raises(sa.InvalidValueError, match=r"location=HOST_NUMA:99: is there such a NUMA node\?"):
             vmm.PhysicalMemory(sa.MemLocation.host_numa(99), PAGE, driver=machine)
 
-    def test_a_descriptor_for_host_memory(self, machine: Any) -> None:
+    def test_a_descriptor_for_host_memory(self, traced: Any) -> None:
         """HOST memory cannot be exported, memory of a NUMA node can."""
-        driver = sd.traced(machine)
         with pytest.raises(ValueError, match="HOST"):
-            vmm.PhysicalMemory(HOST, PAGE, handle_types=FD, driver=driver)
-        assert names(driver, "cuMemCreate") == []
+            vmm.PhysicalMemory(HOST, PAGE, handle_types=FD, driver=traced)
+        assert names(traced, "cuMemCreate") == []
         vmm.PhysicalMemory(NUMA, PAGE, handle_types=FD).close()
 
 
 class TestLife:
-    def test_stays_while_it_is_mapped(self, machine: Any) -> None:
-        account = Account(machine)
+    def test_stays_while_it_is_mapped(self, account: Account) -> None:
         device = account.device
         with vmm.AddressRange(PAGE, driver=account.driver) as addresses:
             memory = vmm.PhysicalMemory(device, PAGE)
@@ -210,8 +205,7 @@ class TestAt:
                 assert (found.nbytes, found.location, found.handle) == (2 * PAGE, device.location, memory.handle)
 
     @pytest.mark.parametrize("first", [0, 1])
-    def test_each_holds_it(self, machine: Any, first: int) -> None:
-        account = Account(machine)
+    def test_each_holds_it(self, account: Account, first: int) -> None:
         device = account.device
         with vmm.AddressRange(2 * PAGE, driver=account.driver) as addresses:
             memory = vmm.PhysicalMemory(device, PAGE)
@@ -224,7 +218,6 @@ class TestAt:
                 assert holds(other, 5)
             both[1 - first].close()
             assert account.physical_bytes == 0
-        assert account.left == {}
 
     def test_where_nothing_is_mapped(self, device: sa.Device) -> None:
         with vmm.AddressRange(2 * PAGE) as addresses, vmm.PhysicalMemory(device, PAGE) as memory:
@@ -235,13 +228,12 @@ class TestAt:
 
 
 class TestExport:
-    def test_not_made_for_it(self, machine: Any) -> None:
-        driver = sd.traced(machine)
-        with vmm.PhysicalMemory(sa.Device(0, driver=driver), PAGE) as memory:
+    def test_not_made_for_it(self, traced: Any) -> None:
+        with vmm.PhysicalMemory(sa.Device(0, driver=traced), PAGE) as memory:
             with pytest.raises(ValueError, match=r"make it with handle_types=.*FILE_DESCRIPTOR"):
                 memory.export()
             assert not memory.exported
-        assert names(driver, "cuMemExportToShareableHandle") == []
+        assert names(traced, "cuMemExportToShareableHandle") == []
 
     @pytest.mark.parametrize("handle_type", [sa.MemHandleType.NONE, FD | FABRIC, sa.MemHandleType.WIN32, 1, None])
     def test_of_a_kind_that_there_is_not(self, device: sa.Device, handle_type: Any) -> None:

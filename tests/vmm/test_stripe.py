@@ -44,8 +44,7 @@ class TestOneDevice:
             ({"handle_types": 1}, TypeError, "handle_types"),
         ],
     )
-    def test_bad_arguments(self, machine: Any, arguments: Any, error: type[Exception], words: str) -> None:
-        account = Account(machine)
+    def test_bad_arguments(self, account: Account, arguments: Any, error: type[Exception], words: str) -> None:
         with pytest.raises(error, match=words):
             vmm.stripe([account.device], **{"nbytes": PAGE, **arguments})
         gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import random
@@ -21,7 +22,7 @@ from streamalloc.driver.bindings import cuda, value_count
 from streamalloc.driver.wrappers import Wrapper
 from streamalloc.testing import Gate
 from tests.interrupting import Interrupt, Interrupted, lost_one
-from tests.support import Account, end_what_was_dropped, in_a_thread, read, workout
+from tests.support import Account, end_what_was_dropped, in_a_thread, in_threads, read, workout
 from tests.vmm.pages.support import page, settled
 from tests.vmm.support import PAGE
 
@@ -353,36 +354,25 @@ def test_any_sequence(machine: Any) -> None:
 
 def test_threads_share_an_arena(device: sa.Device) -> None:
     """Each thread has some pages of one space, and a space of its own that shares them."""
-    failures: list[BaseException] = []
 
-    def work(space: vmm.PageSpace, first: int, seed: int) -> None:
-        rng = random.Random(seed)
-        try:
-            with device.create_stream() as stream, arena.space(4 * PAGE, stream=stream) as own:
-                for turn in range(25):
-                    mine = [first + page for page in range(4)]
-                    space.commit(mine)
-                    for page in mine:
-                        space[page * PAGE : (page + 1) * PAGE].fill((page + turn) % 256, stream)
-                    own.alias(range(4), space, mine)
-                    space.release(rng.sample(mine, 2), after=rng.choice([stream, stream.record(), None]))
-                    own.make_private(range(4), stream)
-                    data = np.zeros(4 * PAGE, np.uint8)
-                    own.copy_to(data, stream)
-                    stream.synchronize()
-                    seen = data.reshape(4, PAGE)[:, ::4096]
-                    assert ([(page + turn) % 256 for page in mine] == seen.T).all()
-                    own.release(range(4), after=stream)
-        except BaseException as error:
-            failures.append(error)
+    def work(first: int) -> None:
+        rng, mine = random.Random(first), [*range(first, first + 4)]
+        with device.create_stream() as stream, arena.space(4 * PAGE, stream=stream) as own:
+            for turn in range(25):
+                space.commit(mine)
+                for index in mine:
+                    page(space, index).fill((index + turn) % 256, stream)
+                own.alias(range(4), space, mine)
+                space.release(rng.sample(mine, 2), after=rng.choice([stream, stream.record(), None]))
+                own.make_private(range(4), stream)
+                data = np.zeros(4 * PAGE, np.uint8)
+                own.copy_to(data, stream)
+                stream.synchronize()
+                assert ([(index + turn) % 256 for index in mine] == data.reshape(4, PAGE)[:, ::4096].T).all()
+                own.release(range(4), after=stream)
 
     with vmm.PageArena(device) as arena, arena.space(16 * PAGE) as space:
-        threads = [threading.Thread(target=work, args=(space, 4 * number, number)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        in_threads(*[functools.partial(work, first) for first in (0, 4, 8, 12)])
         space.release(range(16))
         device.synchronize()
         pages, spare, kept = settled(arena)

@@ -21,7 +21,7 @@ import streamalloc as sa
 from streamalloc import vmm
 from streamalloc.testing import Gate
 from streamalloc.vmm.stores import disk_file
-from tests.support import Account, end_what_was_dropped, filled, pattern, read, shows
+from tests.support import Account, end_what_was_dropped, filled, in_threads, pattern, read, shows
 from tests.vmm.support import PAGE
 
 BLOCK = 4096
@@ -175,8 +175,7 @@ class TestContents:
             buffer.restore()
             assert shows(buffer, 1)
 
-    def test_staging_memory_is_bounded_and_used_again(self, machine: Any, tmp_path: Path) -> None:
-        account = Account(machine)
+    def test_staging_memory_is_bounded_and_used_again(self, account: Account, tmp_path: Path) -> None:
         tier = vmm.DiskTier(account.device, tmp_path, block=BLOCK)
         with tier, vmm.SleepGroup(account.device, backup=tier) as group:
             several = made(group)
@@ -191,8 +190,7 @@ class TestContents:
         assert len(account.calls("cuMemHostUnregister")) == 1
         assert account.left == {} and account.checked.hazards == []
 
-    def test_a_dropped_tier_unregisters_its_memory(self, machine: Any, tmp_path: Path) -> None:
-        account = Account(machine)
+    def test_a_dropped_tier_unregisters_its_memory(self, account: Account, tmp_path: Path) -> None:
         tier = vmm.DiskTier(account.device, tmp_path, block=BLOCK)
         with vmm.GrowableBuffer(account.device, PAGE, PAGE) as buffer:
             buffer.evict(tier)
@@ -204,26 +202,16 @@ class TestContents:
         assert len(account.calls("cuMemHostUnregister")) == 1
 
     def test_two_groups_at_once(self, device: sa.Device, tier: vmm.DiskTier) -> None:
-        errors: list[BaseException] = []
-
         def cycle(seed: int) -> None:
-            try:
-                with vmm.SleepGroup(device, backup=tier) as group, device.create_stream() as stream:
-                    several = made(group, seed)
-                    for _ in range(3):
-                        group.sleep(stream=stream)
-                        group.wake(stream=stream)
-                    stream.synchronize()
-                    assert right(several, seed)
-            except BaseException as error:
-                errors.append(error)
+            with vmm.SleepGroup(device, backup=tier) as group, device.create_stream() as stream:
+                several = made(group, seed)
+                for _ in range(3):
+                    group.sleep(stream=stream)
+                    group.wake(stream=stream)
+                stream.synchronize()
+                assert right(several, seed)
 
-        threads = [threading.Thread(target=cycle, args=(seed,)) for seed in (0, 10)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
+        in_threads(lambda: cycle(0), lambda: cycle(10))
 
 
 class TestFiles:
@@ -395,8 +383,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 
 class TestDamage:
     @pytest.mark.parametrize("how", HOSTILE)
-    def test_is_found_before_a_driver_call(self, machine: Any, tmp_path: Path, how: str) -> None:
-        account = Account(machine)
+    def test_is_found_before_a_driver_call(self, account: Account, tmp_path: Path, how: str) -> None:
         tier = vmm.DiskTier(account.device, tmp_path, persistent=True, block=BLOCK)
         with tier, vmm.SleepGroup(account.device, backup=tier) as group:
             several = made(group)
